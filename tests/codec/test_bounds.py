@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from modelstate.codec.codec import decode, encode
-from modelstate.codec.walk import MAX_BITS
 from modelstate.errors import CodecError
 from tests.codec.test_codec import every_way
 from tests.codec.values import Point, same
@@ -41,65 +40,16 @@ def same_words(tree: Any, value: Any, match: str) -> None:
 # Large ints.
 
 
-def seed(entropy: Any, **changed: Any) -> Any:
-    tree = encode(np.random.default_rng(1))
-    fields = {"entropy": encode(entropy), **{key: encode(value) for key, value in changed.items()}}
-    tree["$numpy.random.Generator"]["seed"].update(fields)
-    return tree
-
-
-def huge(bits: int) -> int:
-    return 1 << (bits - 1)
-
-
-@pytest.mark.parametrize("wrap", [lambda n: n, lambda n: [1, n]], ids=["int", "list"])
-def test_seeds(wrap: Callable[[int], Any]) -> None:
-    made = np.random.default_rng(wrap(huge(MAX_BITS)))
-    assert same(decode(encode(made)), made)
-    same_words(seed(wrap(huge(4_000_000))), np.random.default_rng(wrap(huge(MAX_BITS + 1))), "int that is too large")
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        seed([np.zeros(1000, np.uint32)] * 6000),
-        seed(1, spawn_key=(1 << 4_000_000,)),
-        seed(1, n_children_spawned=1 << 4_000_000),
-        seed([b"x"]),
-        seed(1, pool_size="4"),
-    ],
-    ids=["arrays", "spawn key", "children", "bytes", "pool"],
-)
-def test_seeds_that_take_long(tree: Any) -> None:
-    with quickly(), pytest.raises(CodecError):
-        decode(tree)
-
-
-def test_seeds_that_are_ordinary() -> None:
-    for entropy in (
-        None,
-        0,
-        [1, 2**70],
-        np.arange(700, dtype=np.uint32),
-        (1, np.int64(3)),
-    ):
-        made = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
-        copy = decode(encode(made))
-        seeds = [one.bit_generator.seed_seq.generate_state(9) for one in (made, copy)]
-        assert np.array_equal(*seeds)
-
-
 def test_large_ints_of_other_values() -> None:
     large = encode(1 << 4_000_000)
     for tree in (
         {"$timedelta": [0, 0, large]},
         {"$deque": {"maxlen": large, "items": []}},
-        {"$numpy.scalar": ["<i8", large]},
+        {"$torch.Size": [large]},
         {"$datetime": ["2020-01-01T00:00:00", 1 << 4_000_000, None]},
     ):
         with quickly(), pytest.raises(CodecError):
             decode(tree)
-    same_words({"$torch.Size": [1 << 4_000_000]}, torch.Size([1 << 63]), "int that is too large")
     assert decode(large) == 1 << 4_000_000
 
 
@@ -196,12 +146,6 @@ def test_arrays_that_differ_are_not_of_one_tensor() -> None:
             decode([array_tree(stored), array_tree(stored, **changed)])
 
 
-def test_generators_of_one_tensor_are_one() -> None:
-    tree = encode(torch.Generator().manual_seed(3))
-    values = decode([tree, tree])
-    assert values[0] is values[1]
-
-
 def test_views_of_one_memory_are_bounded() -> None:
     base = torch.zeros(1_000_000)
     with pytest.raises(CodecError, match="over and over"):
@@ -212,15 +156,13 @@ def test_views_of_one_memory_are_bounded() -> None:
 
 
 @every_way
-def test_one_array_or_generator_stays_one(way: Callable[[Any], Any]) -> None:
-    array, generator = np.asfortranarray(np.arange(6).reshape(2, 3)), torch.Generator().manual_seed(3)
-    a, b, c, d, e = way([array, {"again": array}, array.copy("F"), generator, (generator,)])
+def test_one_array_stays_one(way: Callable[[Any], Any]) -> None:
+    array = np.asfortranarray(np.arange(6).reshape(2, 3))
+    a, b, c = way([array, {"again": array}, array.copy("F")])
     assert a is b["again"]
     assert c is not a
     assert same(a, array)
     assert same(c, a)
-    assert d is e[0]
-    assert same(d, generator)
 
 
 def test_every_error_here_has_its_place() -> None:

@@ -141,6 +141,9 @@ REFUSED = {
     "fields": (np.zeros(1, [("a", "i4"), ("b", "f4")]), "'b'"),
     "several flags": (Access.READ | Access.WRITE, "does not have"),
     "bit generator": (np.random.PCG64(1), "PCG64"),
+    "generator of NumPy": (np.random.default_rng(1), "Generator"),
+    "old generator of NumPy": (np.random.RandomState(1), "RandomState"),
+    "generator of torch": (torch.Generator(), "torch._C.Generator"),
     "long double": (np.longdouble(1), "float128"),
     "long doubles": (np.ones(2, np.clongdouble), "complex256"),
     "texts that are no array": (np.array(["a"], "T"), "StringDType"),
@@ -157,6 +160,9 @@ def test_what_has_no_encoding_is_named(name: str) -> None:
     with pytest.raises(CodecError, match="(?s)" + named.replace("(", r"\(")) as caught:
         encode({"cfg": Config([1, 2, 3, value])}, "model._extra_state")
     assert caught.value.where.startswith("model._extra_state['cfg'].name[3]")
+    assert (
+        "ms.RNG" in caught.value.remedy if name.endswith(("NumPy", "of torch")) and "Gen" in str(type(value)) else True
+    )
     assert caught.value.remedy
 
 

@@ -1,11 +1,8 @@
 """Attributes: which can be saved, and how they are set together or not at all."""
 
-import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -167,66 +164,6 @@ def test_tensors_go_to_the_device_that_is_there(load: Load) -> None:
     made = with_values(Net().cuda(), p=[torch.ones(1)])
     load(made, state)
     assert made.p[0].device.type == "cpu"
-
-
-GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "torch": (torch.Generator, lambda g: torch.rand(3, generator=g).tolist()),
-    "numpy": (lambda: np.random.default_rng(3), lambda g: g.random(3).tolist()),
-    "numpy's old one": (lambda: np.random.RandomState(3), lambda g: g.random_sample(3).tolist()),
-}
-
-
-@pytest.mark.parametrize("kind", GENERATORS)
-def test_a_generator_goes_on_under_whoever_holds_it(load: Load, kind: str) -> None:
-    make, draw = GENERATORS[kind]
-    net = with_values(Net(), p=make())
-    draw(net.p)
-    state, expected = net.state_dict(), draw(net.p)
-    made = with_values(Net(), p=make())
-    held = made.p
-    load(made, state)
-    assert made.p is held
-    assert draw(held) == expected
-    fresh = Net()
-    load(fresh, state)
-    assert draw(fresh.p) == expected
-
-
-@pytest.mark.parametrize("kind", GENERATORS)
-def test_a_generator_within_another_value_is_replaced_with_it(load: Load, kind: str) -> None:
-    make, draw = GENERATORS[kind]
-    net = with_values(Net(), p=[make()])
-    state, expected = net.state_dict(), draw(net.p[0])
-    made = with_values(Net(), p=[make()])
-    held, was = made.p[0], draw(make())
-    load(made, state)
-    assert made.p[0] is not held
-    assert draw(made.p[0]) == expected
-    if kind != "torch":  # whose default seed is not that of a new one
-        assert draw(held) == was
-
-
-@pytest.mark.parametrize("kind", GENERATORS)
-@pytest.mark.parametrize("fails", ["later", "in the module"])
-def test_a_load_that_fails_gives_a_generator_its_state_back(kind: str, fails: str) -> None:
-    make, draw = GENERATORS[kind]
-    if fails == "later":
-        model: nn.Module = nn.ModuleDict({"a": with_values(Net(), p=make()), "b": nn.Linear(2, 2)})
-        state = model.state_dict()
-        state["b.weight"] = torch.ones(5)
-    else:
-        model = nn.ModuleDict({"a": with_values(Watched(), plain=make())})
-        state = model.state_dict()
-        values = {"plain": make(), "slot": 1, "prop": 1, "fussy": 5}
-        state["a._extra_state"] = saved_as("Watched", **values)
-    held = model["a"].p if fails == "later" else model["a"].plain
-    expected = draw(copy.deepcopy(held)) if kind != "torch" else draw(held.clone_state())
-    for one in (ms.load_state_dict, ms.load, *([stock] if fails != "later" else [])):
-        draw_from_another = make()
-        draw(draw_from_another)
-        with pytest.raises((RuntimeError, errors.ExtraStateError)):
-            one(model, state)
-        assert draw(held.clone_state() if kind == "torch" else copy.deepcopy(held)) == expected
 
 
 def test_a_load_that_fails_later_leaves_every_extra_state_alone() -> None:

@@ -19,7 +19,6 @@ import modelstate as ms
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlanError, UnknownClassError, UnsavableError
 from modelstate.formats import block_writer
 from modelstate.formats.safetensors import DTYPES
-from modelstate.formats.tree import leaves
 from modelstate.spec import StoredTensor
 from modelstate.torch_compat.plain import in_a_row
 from tests.codec.values import ANY_VALUE, EXAMPLES, same
@@ -470,32 +469,6 @@ def test_what_has_to_be_copied_is_copied_block_by_block(device: str, monkeypatch
     monkeypatch.setattr(torch.Tensor, "cpu", cpu)
     assert block_writer.write_blocks(None, 0, tensors) == expected
     assert max(copied) == 4 << 20
-
-
-def test_a_save_of_plain_tensors_for_torch_makes_none_of_them_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The check that torch.load reads the file takes no longer with more tensors."""
-    load, loaded = torch.load, list[object]()
-
-    def recorded(*args: Any, **options: Any) -> object:
-        loaded.append(load(*args, **options))
-        return loaded[-1]
-
-    monkeypatch.setattr(torch, "load", recorded)
-    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint16, torch.float8_e5m2)
-    tensors = OrderedDict((str(dtype), torch.zeros(3, dtype=dtype)) for dtype in dtypes)
-    state = {
-        "model": tensors,
-        "groups": [{"params": [0, 1], "lr": 0.1, "foreach": None, "betas": (0.9, 0.99), "name": "a"}],
-    }
-    ms.save(state, tmp_path / "model.pt")
-    assert loaded
-    assert not any(isinstance(value, torch.Tensor) for _, value in leaves(loaded))
-    again = load(tmp_path / "model.pt", weights_only=True)
-    assert again["groups"] == state["groups"]
-    assert again["model"].keys() == tensors.keys()
-    assert all(torch.equal(again["model"][name], tensor) for name, tensor in tensors.items())
 
 
 class _Refused:

@@ -145,7 +145,7 @@ def test_trees_without_tensors(tmp_path: Path, target: Any) -> None:
 
 
 def test_extra(tmp_path: Path) -> None:
-    extra = {"git": "abc", "when": (1, 2), "mean": torch.ones(3), "rng": np.random.default_rng(1)}
+    extra = {"git": "abc", "when": (1, 2), "mean": torch.ones(3), "rng": np.random.default_rng(1).bit_generator.state}
     for options in ({}, {"shard_size_bytes": 8}):
         ms.save(nn.Linear(2, 2), tmp_path / NAME, extra=extra, schema="3", **options)  # type: ignore[arg-type]
         checkpoint = ms.open(tmp_path / NAME)

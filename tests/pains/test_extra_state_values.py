@@ -25,10 +25,8 @@ VALUES: dict[str, Any] = {
     "dataclass": Schedule(10, 0.1),
     "path": Path("/data/train"),
     "random state of NumPy": np.random.RandomState(3).get_state(),
-    "generator of NumPy": np.random.default_rng(3),
     "scalar of NumPy": np.float32(0.5),
     "array of NumPy": np.arange(3),
-    "generator of torch": torch.Generator().manual_seed(3),
     "range": range(3),
 }
 

@@ -84,7 +84,7 @@ def encode(value: object, where: str = "", *, leaf: Leaf | None = None) -> Tree:
     """Encodes a value as a tree of JSON types, in which the only other leaves are plain tensors.
 
     The tree shares no memory with the value: its tensors are detached copies, on the same devices, of the elements that
-    the tensors of the value show. A tensor, an array or a `torch.Generator` that appears in several places is one
+    the tensors of the value show. A tensor or an array that appears in several places is one
     tensor in the tree, and one object again when it is decoded; any other object is encoded once for each place. The
     tree can be saved with `torch.save` and loaded with `torch.load(weights_only=True)`.
 

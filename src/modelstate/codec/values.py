@@ -11,7 +11,7 @@ import math
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection
 from datetime import date, datetime, timedelta, timezone
 from enum import Enum
 from functools import partial
@@ -23,16 +23,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from modelstate.codec.walk import MAX_BITS, REGISTER, Collisions, Decoder, Encoder, Kind, Tree, Walk, check_bits
+from modelstate.codec.walk import REGISTER, Collisions, Decoder, Encoder, Kind, Tree, Walk
 from modelstate.errors import UnknownClassError
-from modelstate.torch_compat.plain import byte_tensor, own_copy
+from modelstate.torch_compat.plain import byte_tensor
 from modelstate.torch_compat.values import set_version_metadata
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-MAX_SIZE_BITS = 63
-"""The limit of a size of a tensor, and of the numbers of a range or a time."""
 FACTORIES: dict[str, type] = {
     cls.__name__: cls
     for cls in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, OrderedDict, Counter, deque)
@@ -130,18 +128,8 @@ def _deque(tree: Tree, decoder: Decoder) -> deque[object]:
     return deque(values, maxlen)
 
 
-def _encode_integers(numbers: Iterable[int], encoder: Encoder) -> Tree:
-    numbers = list(numbers)
-    check_bits(encoder.fail, MAX_SIZE_BITS, *numbers)
-    return numbers
-
-
-def _integers(tree: Tree, decoder: Decoder, count: int | None = None) -> list[int]:
-    numbers = [decoder.expect(number, int) for number in decoder.expect(tree, list)]
-    if count is not None and len(numbers) != count:
-        raise ValueError(f"{len(numbers)} numbers, not {count}")
-    check_bits(decoder.fail, MAX_SIZE_BITS, *numbers)
-    return numbers
+def _integers(tree: Tree, decoder: Decoder) -> list[int]:
+    return [decoder.expect(number, int) for number in decoder.children(tree)]
 
 
 def _datetime(tree: Tree, decoder: Decoder) -> datetime:
@@ -155,14 +143,6 @@ def _datetime(tree: Tree, decoder: Decoder) -> datetime:
 
 _DTYPE_KINDS = "biufcSUMm"
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
-_BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
-    cls.__name__: cls
-    for cls in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
-}
-_POSITIONS = {"MT19937": ("state", "pos", 624), "Philox": ("", "buffer_pos", 4)}
-"""Where the state of a generator contains an index into itself, which NumPy does not check, and its largest value."""
-_MAX_SEED_WORDS = 4096
-_MAX_POOL = 64
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 2**63 - 1
 
@@ -184,7 +164,7 @@ def _dtype(tree: Tree, decoder: Decoder) -> np.dtype[np.generic]:
 def _encode_array(value: Array, encoder: Encoder) -> Tree:
     order: Literal["C", "F"] = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
     dtype = _encode_dtype(value.dtype, encoder)
-    data = encoder.state_of(value, lambda: byte_tensor(value.tobytes(order)))
+    data = encoder.array(value, lambda: byte_tensor(value.tobytes(order)))
     return {"dtype": dtype, "shape": list(value.shape), "order": order, "data": data}
 
 
@@ -205,98 +185,25 @@ def _array(tree: Tree, decoder: Decoder) -> object:
             raise decoder.fail("the bytes of an array are not as many as its shape and dtype need", found=len(raw))
         return np.frombuffer(bytearray(raw), dtype).reshape(sizes, order=order) if len(raw) else np.empty(sizes, dtype)
 
-    return decoder.object_of(data, (dtype, sizes, order), filled)
-
-
-def _encode_scalar(value: Any, encoder: Encoder) -> Tree:
-    dtype, kind = _encode_dtype(value.dtype, encoder), value.dtype.kind
-    is_plain = kind in "biu" or (kind == "f" and math.isfinite(value))
-    return [dtype, encoder.value(value.item() if is_plain else value.tobytes())]
+    return decoder.array(data, (dtype, sizes, order), filled)
 
 
 def _scalar(tree: Tree, decoder: Decoder) -> object:
-    text, inner = decoder.expect(tree, list)
-    dtype, value = _dtype(text, decoder), decoder.value(inner)
-    if type(value) is bytes:
-        if len(value) != dtype.itemsize:
-            raise decoder.fail("the bytes of a scalar are not as many as its dtype needs", found=len(value))
-        return np.frombuffer(value, dtype)[0]
-    decoder.expect(value, {"b": bool, "i": int, "u": int, "f": float}[dtype.kind])
-    scalar = dtype.type(value)
-    if scalar.item() != value:
-        raise decoder.fail("a number that its dtype does not have", found=text)
-    return scalar
-
-
-def _encode_generator(value: np.random.Generator, encoder: Encoder) -> Tree:
-    bits = value.bit_generator
-    if _BIT_GENERATORS.get(type(bits).__name__) is not type(bits):
-        raise encoder.fail("an unknown bit generator", expected=", ".join(_BIT_GENERATORS), remedy=REGISTER)
-    # The seed is needed to spawn further generators.
-    seed: Any = getattr(bits, "seed_seq", None)
-    if type(seed) is not np.random.SeedSequence:
-        return encoder.named({"state": bits.state, "seed": None})
-    _check_seed(seed.state, encoder)
-    return encoder.named({"state": bits.state, "seed": dict(seed.state)})
-
-
-def _check_seed(seed: Any, walk: Walk) -> None:
-    """Raises for a seed sequence that NumPy would take long to create. It refuses other bad ones itself."""
-    numbers = [seed["n_children_spawned"], seed["pool_size"]]
-    for part in (seed["entropy"], seed["spawn_key"]):
-        numbers.extend([part] if isinstance(part, int) else part)
-    if not all(isinstance(number, int | np.integer) for number in numbers):
-        raise walk.fail("the seed of a generator must be an int, or a list of ints", remedy=REGISTER)
-    if seed["pool_size"] > _MAX_POOL or len(numbers) > _MAX_SEED_WORDS:
-        raise walk.fail("the seed of a generator is too large", expected=f"at most {_MAX_SEED_WORDS} ints")
-    check_bits(walk.fail, MAX_BITS, *map(int, numbers))
-
-
-def _generator(tree: Tree, decoder: Decoder) -> np.random.Generator:
-    decoder.fields(tree, "state", "seed")
-    values = decoder.named(tree)
-    seed = values["seed"]
-    if seed is not None:
-        if set(decoder.expect(seed, dict)) != {"entropy", "spawn_key", "pool_size", "n_children_spawned"}:
-            raise decoder.fail("this is no seed sequence")
-        _check_seed(seed, decoder)
-        seed = np.random.SeedSequence(**seed)
-    return np.random.Generator(_with_state(values["state"], seed, decoder))
-
-
-def _with_state(
-    state: Mapping[str, Any], seed: np.random.SeedSequence | None, decoder: Decoder
-) -> np.random.BitGenerator:
-    name = decoder.expect(state, dict)["bit_generator"]
-    generator = _BIT_GENERATORS[name](0 if seed is None else seed)
-    if name in _POSITIONS:
-        part, key, most = _POSITIONS[name]
-        if not 0 <= decoder.expect((state[part] if part else state)[key], int) <= most:
-            raise decoder.fail("the position in a random state is outside it", expected=f"0 to {most}")
-    generator.state = state
-    if not _same(generator.state, {key: state[key] for key in generator.state}):
-        raise decoder.fail(f"this is no state of {name}")
-    return generator
-
-
-def _same(a: object, b: object) -> bool:
-    if isinstance(a, dict):
-        return type(b) is dict and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, np.ndarray):
-        return type(b) is np.ndarray and a.dtype == b.dtype and np.array_equal(a, b)
-    return type(a) is type(b) and bool(a == b)
-
-
-def _random_state(tree: Tree, decoder: Decoder) -> np.random.RandomState:
-    decoder.fields(tree, "state")
-    state = decoder.named(tree)["state"]
-    own = {key: value for key, value in state.items() if key not in ("has_gauss", "gauss")}
-    generator = np.random.RandomState(_with_state(own, None, decoder))
-    generator.set_state(state)
-    return generator
+    text, encoded = decoder.expect(tree, list)
+    dtype, raw = _dtype(text, decoder), _bytes(encoded, decoder)
+    if len(raw) != dtype.itemsize:
+        raise decoder.fail("the bytes of a scalar are not as many as its dtype needs", found=len(raw))
+    return np.frombuffer(raw, dtype)[0]
 
 
 # torch.
+
+
+def _torch_size(tree: Tree, decoder: Decoder) -> torch.Size:
+    sizes = _integers(tree, decoder)
+    if not all(abs(size) <= _MAX_SIZE for size in sizes):
+        raise decoder.fail("a size of more than 64 bits")  # torch takes it, and fails where it is used
+    return torch.Size(sizes)
 
 
 def _torch_dtype(tree: Tree, decoder: Decoder) -> torch.dtype:
@@ -317,18 +224,6 @@ def _uninitialised(tree: Tree, decoder: Decoder, cls: Callable[..., torch.Tensor
     with torch.inference_mode(False):  # otherwise it could never be trained
         tensor: torch.Tensor = cls(decoder.expect(requires_grad, bool), "cpu", dtype)
     return tensor
-
-
-def _torch_generator(tree: Tree, decoder: Decoder) -> torch.Generator:
-    device, state = decoder.fields(tree, "device", "state")
-    where = decoder.expect(device, str)
-
-    def make(stored: torch.Tensor) -> torch.Generator:
-        generator = torch.Generator(where)
-        generator.set_state(own_copy(stored))
-        return generator
-
-    return decoder.object_of(state, (torch.Generator, where), make)  # type: ignore[no-any-return]
 
 
 # Enums, dataclasses and namedtuples.
@@ -540,8 +435,8 @@ KINDS: dict[type, Kind] = {
     deque: Kind("deque", lambda value, encoder: {"maxlen": value.maxlen, "items": encoder.children(value)}, _deque),
     range: Kind(
         "range",
-        lambda value, encoder: _encode_integers((value.start, value.stop, value.step), encoder),
-        lambda tree, decoder: range(*_integers(tree, decoder, 3)),
+        lambda value, encoder: encoder.children((value.start, value.stop, value.step)),
+        lambda tree, decoder: range(*_integers(tree, decoder)),
     ),
     datetime: Kind(
         "datetime",
@@ -559,8 +454,8 @@ KINDS: dict[type, Kind] = {
     ),
     timedelta: Kind(
         "timedelta",
-        lambda value, encoder: [value.days, value.seconds, value.microseconds],
-        lambda tree, decoder: timedelta(*_integers(tree, decoder, 3)),
+        lambda value, encoder: encoder.children((value.days, value.seconds, value.microseconds)),
+        lambda tree, decoder: timedelta(*_integers(tree, decoder)),
     ),
     timezone: Kind(
         "timezone",
@@ -583,12 +478,6 @@ KINDS: dict[type, Kind] = {
         lambda value, encoder: encoder.value(bytes(value)),
         lambda tree, decoder: np.bytes_(decoder.expect(decoder.value(tree), bytes)),
     ),
-    np.random.Generator: Kind("numpy.random.Generator", _encode_generator, _generator),
-    np.random.RandomState: Kind(
-        "numpy.random.RandomState",
-        lambda value, encoder: encoder.named({"state": value.get_state(legacy=False)}),
-        _random_state,
-    ),
     torch.Tensor: Kind(
         "requires_grad",
         lambda value, encoder: encoder.tensor(value),
@@ -607,21 +496,27 @@ KINDS: dict[type, Kind] = {
         )
         for cls in (nn.UninitializedParameter, nn.UninitializedBuffer)
     },
-    torch.Size: Kind("torch.Size", _encode_integers, lambda tree, decoder: torch.Size(_integers(tree, decoder))),
+    torch.Size: Kind(
+        "torch.Size",
+        lambda value, encoder: encoder.children(value),
+        _torch_size,
+    ),
     torch.dtype: Kind("torch.dtype", lambda value, encoder: str(value).removeprefix("torch."), _torch_dtype),
     torch.device: Kind(
         "torch.device", lambda value, encoder: str(value), lambda tree, decoder: torch.device(decoder.expect(tree, str))
-    ),
-    torch.Generator: Kind(
-        "torch.Generator",
-        lambda value, encoder: {"device": str(value.device), "state": encoder.state_of(value, value.get_state)},
-        _torch_generator,
     ),
 }
 """By exact class."""
 
 RULES: tuple[tuple[Callable[[type], bool], Kind], ...] = (
-    (lambda cls: issubclass(cls, np.generic), Kind("numpy.scalar", _encode_scalar, _scalar)),
+    (
+        lambda cls: issubclass(cls, np.generic),
+        Kind(
+            "numpy.scalar",
+            lambda value, encoder: [_encode_dtype(value.dtype, encoder), base64.b64encode(value.tobytes()).decode()],
+            _scalar,
+        ),
+    ),
     (lambda cls: issubclass(cls, np.dtype), Kind("numpy.dtype", _encode_dtype, _dtype)),
     (_is_enum, Kind("enum", _encode_enum, _enum)),
     (_is_namedtuple, Kind("namedtuple", _encode_namedtuple, _namedtuple)),

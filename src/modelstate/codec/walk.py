@@ -25,8 +25,6 @@ from modelstate.torch_compat.values import is_tensor
 if TYPE_CHECKING:
     import torch
 
-MAX_BITS = 4096
-"""The limit of an int that is a seed: the time of NumPy grows with the square of it."""
 COMPARISONS_A_KEY = 20
 FREE_COMPARISONS = 1000
 MAX_DRAWN = 8
@@ -35,13 +33,6 @@ FREE_DRAWN_BYTES = 1024
 
 Fail = Callable[..., Exception]
 """Creates an error with the current place."""
-
-
-def check_bits(fail: Fail, most: int, *numbers: int) -> None:
-    """Raises the error of `fail` for an int of more than `most` bits."""
-    largest = max(number.bit_length() for number in numbers) if numbers else 0
-    if largest > most:
-        raise fail("an int that is too large for what it is part of", expected=f"at most {most:,} bits", found=largest)
 
 
 class Collisions:
@@ -93,6 +84,12 @@ Step = tuple[str, object]
 _SHOWN_KEYS = (str, int, float, bool, bytes, tuple, type(None))
 REGISTER = "give its class an encoding with ms.register_codec, or save something else in its place"
 STATEFUL = "save its state_dict() in its place; ms.save does so itself for the values of dicts, not for items of lists"
+_GENERATORS = {
+    "torch._C.Generator": "save its get_state(), and call set_state() at the load; or save it with ms.RNG",
+    "numpy.random._generator.Generator": "save its bit_generator.state, and set it at the load; or save it with ms.RNG",
+    "numpy.random.mtrand.RandomState": "save its get_state(), and call set_state() at the load; or save it with ms.RNG",
+}
+"""What to do with random generators, which have no encoding."""
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -175,7 +172,7 @@ class Encoder(Walk):
         self._tensor = getattr(sys.modules.get("torch"), "Tensor", None)
         """The class of tensors; None before torch is imported, when there are none."""
         self._snapshots: dict[int, tuple[torch.Tensor, Tree]] = {}
-        self._states: dict[int, tuple[object, torch.Tensor]] = {}
+        self._arrays: dict[int, tuple[object, torch.Tensor]] = {}
 
     def children(self, values: Iterable[object]) -> list[Tree]:
         trees = []
@@ -229,11 +226,11 @@ class Encoder(Walk):
             entry = self._snapshots[id(tensor)] = tensor, tree
         return entry[1]
 
-    def state_of(self, value: object, state: Callable[[], torch.Tensor]) -> Tree:
-        """Encodes an object by a tensor of its state. The same object becomes the same tree, and one object again."""
-        entry = self._states.get(id(value))
+    def array(self, value: object, data: Callable[[], torch.Tensor]) -> Tree:
+        """Encodes an array by the tensor of its bytes; the same array becomes the same tree."""
+        entry = self._arrays.get(id(value))
         if entry is None:
-            entry = self._states[id(value)] = value, state()
+            entry = self._arrays[id(value)] = value, data()
         return self.tensor(entry[1])
 
     def value(self, value: Any) -> Tree:
@@ -279,10 +276,11 @@ class Encoder(Walk):
             )
         kind = self.kinds.of(cls)
         if kind is None:
+            name = f"{cls.__module__}.{cls.__qualname__}"
             raise self.fail(
-                f"there is no encoding for values of {cls.__module__}.{cls.__qualname__}",
+                f"there is no encoding for values of {name}",
                 found=_shown(value),
-                remedy=STATEFUL if hasattr(value, "state_dict") else REGISTER,
+                remedy=STATEFUL if hasattr(value, "state_dict") else _GENERATORS.get(name, REGISTER),
             )
         return {f"${kind.tag}": kind.encode(value, self)}
 
@@ -294,7 +292,7 @@ class Decoder(Walk):
         super().__init__(kinds, where, leaf)
         self._leaves: dict[str | int, object] = {}
         self._copies: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._objects: dict[int, tuple[torch.Tensor, object, object]] = {}
+        self._arrays: dict[int, tuple[torch.Tensor, object, object]] = {}
         self._drawn: dict[int, int] = {}
 
     def children(self, trees: Tree) -> list[Any]:
@@ -355,18 +353,18 @@ class Decoder(Walk):
             entry = self._copies[id(tree), parameter, requires_grad] = tree, value
         return entry[1]
 
-    def object_of(self, tree: Tree, description: object, make: Callable[[torch.Tensor], Any]) -> Any:
-        """An object that is created from a tensor; the same tensor of the tree becomes the same object.
+    def array(self, tree: Tree, description: object, make: Callable[[torch.Tensor], Any]) -> Any:
+        """An array that is created from a tensor of bytes; the same tensor of the tree becomes the same array.
 
         `make` must not keep the tensor, which belongs to the tree.
         """
         tree = self._stored(tree)
-        entry = self._objects.get(id(tree))
+        entry = self._arrays.get(id(tree))
         if entry is None:
             self._draw(tree)
-            entry = self._objects[id(tree)] = tree, description, make(tree.detach())
+            entry = self._arrays[id(tree)] = tree, description, make(tree.detach())
         elif entry[1] != description:
-            raise self.fail("two values that differ are made of one tensor")
+            raise self.fail("two arrays that differ are made of one tensor")
         return entry[2]
 
     def _stored(self, tree: Tree) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -87,9 +86,6 @@ def _set(module: nn.Module, name: str, value: object, transaction: Transaction) 
     except Exception as error:  # a property that raises
         keep_interrupt(error)
         current = None
-    if undo_stream := _continue_stream(current, value):
-        transaction.register_undo(undo_stream)
-        return
     if hasattr(type(module), name):  # a property or a slot, whose value is not in the module's dict
         transaction.register_undo(partial(setattr, module, name, current))
     try:
@@ -101,26 +97,6 @@ def _set(module: nn.Module, name: str, value: object, transaction: Transaction) 
             where=place(module, name),
             found=f"{type(error).__name__}: {error}",
         ) from error
-
-
-def _continue_stream(current: Any, value: Any) -> Callable[[], None] | None:
-    """Sets the state of the current generator to that of `value`, so that all references to it draw from that stream.
-
-    Returns the undo; None where the two are not generators of one kind.
-    """
-    if type(current) is not type(value):
-        return None
-    is_numpys = type(value).__module__.startswith("numpy.random")
-    same_device = isinstance(value, torch.Generator) and current.device == value.device
-    if same_device or (is_numpys and hasattr(value, "set_state")):
-        set_state, before, new = current.set_state, current.get_state(), value.get_state()
-    elif is_numpys and hasattr(value, "bit_generator") and type(current.bit_generator) is type(value.bit_generator):
-        bits = current.bit_generator
-        set_state, before, new = partial(setattr, bits, "state"), bits.state, value.bit_generator.state
-    else:
-        return None
-    set_state(new)
-    return partial(set_state, before)
 
 
 def _target_device(module: nn.Module, current: object) -> torch.device | None:

@@ -60,12 +60,12 @@ def extra_state(
 
     The class gets `get_extra_state` and `set_extra_state`, so that `torch.save`, `torch.load` with its defaults and a
     strict `load_state_dict` work as they are. A value may be of any kind that `modelstate.register_codec` documents:
-    tensors, None, numbers, strings, containers, dataclasses, generators and so on. A copy of it is saved. Subclasses
+    tensors, None, numbers, strings, containers, dataclasses and so on. A copy of it is saved. Subclasses
     inherit the declaration and may add to it with a decorator of their own. A `get_extra_state` and `set_extra_state`
     that the class itself or a base class defines are saved and loaded beside it.
 
     Loading sets all attributes, or none. Tensors go to the device of those that they replace, or else to that of the
-    module's parameters. A generator that exists gets the saved state and stays the same object.
+    module's parameters.
 
     Args:
         names: the attributes, in the order in which they are set.

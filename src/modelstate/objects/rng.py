@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from modelstate.arguments import check_flag
-from modelstate.codec.codec import decode, encode
 from modelstate.errors import ObjectStateError, OptionError
+from modelstate.formats.tree import same_value
 from modelstate.text_format import printable, short_repr
 from modelstate.transaction.transaction import Transaction
 
@@ -33,6 +33,8 @@ class _Generator(msgspec.Struct, frozen=True):
     """Raises for a state that `set` refuses, or accepts although it is invalid. Changes nothing."""
 
 
+_POSITIONS = {"MT19937": ("state", "pos", 624), "Philox": ("", "buffer_pos", 4)}
+"""Where the state of a generator of NumPy contains an index into itself, and the largest value of that."""
 _Pairs = list[tuple[_Generator, object]]
 """Generators with the states that they get."""
 
@@ -186,9 +188,7 @@ def _user_generator(name: str, given: object) -> _Generator:
     elif isinstance(given, np.random.Generator | np.random.BitGenerator):
         bits = given.bit_generator if isinstance(given, np.random.Generator) else given
         get = partial(getattr, bits, "state")
-        generator = _Generator(
-            get, partial(setattr, bits, "state"), partial(_check_numpy, "$numpy.random.Generator", get)
-        )
+        generator = _Generator(get, partial(setattr, bits, "state"), partial(_check_numpy, get))
     elif isinstance(given, random.Random):
         generator = _Generator(given.getstate, given.setstate, _check_python)
     else:
@@ -216,16 +216,24 @@ def _check_python(state: tuple[object, ...]) -> None:
 def _numpy_legacy(owner: Any) -> _Generator:
     """Returns the interface to a `RandomState`, or to `numpy.random` itself, which has the same methods."""
     get = partial(owner.get_state, legacy=False)
-    return _Generator(get, owner.set_state, partial(_check_numpy, "$numpy.random.RandomState", get))
+    return _Generator(get, owner.set_state, partial(_check_numpy, get))
 
 
-def _check_numpy(tag: str, get: Callable[[], Any], state: Mapping[str, object]) -> None:
-    # NumPy takes a position outside the state, and reads out of bounds there. The codec refuses it.
-    fields = {"state": encode(state)}
-    decode({tag: fields if tag.endswith("RandomState") else {**fields, "seed": None}})
-    own = get()["bit_generator"]
-    if state["bit_generator"] != own:
-        raise ValueError(f"the state is of {state['bit_generator']}, the generator is {own}")
+def _check_numpy(get: Callable[[], Any], state: Mapping[str, Any]) -> None:
+    name = get()["bit_generator"]
+    if state["bit_generator"] != name:
+        raise ValueError(f"the state is of {state['bit_generator']}, the generator is {name}")
+    # NumPy takes a position outside the state, and reads out of bounds there.
+    place, key, most = _POSITIONS.get(name, ("", "", 0))
+    position = (state[place] if place else state)[key] if key else 0
+    if type(position) is not int or not 0 <= position <= most:
+        raise ValueError(f"the position in the state is not one from 0 to {most}")
+    bits = getattr(np.random, name)(0)
+    bits.state = {key: value for key, value in state.items() if key not in ("has_gauss", "gauss")}
+    if "gauss" in state:
+        np.random.RandomState(bits).set_state(dict(state))
+    if not same_value(dict(bits.state), {key: state[key] for key in bits.state}):
+        raise ValueError(f"no state of {name}")
 
 
 def _torch_generator(generator: torch.Generator) -> _Generator:
