@@ -35,7 +35,6 @@ from modelstate.process import cached_attribute
 from modelstate.serve.versions import ConcurrentWeakSet
 from modelstate.spec import ByteRange, LazyMapping
 from modelstate.store.directory import StepIndex
-from modelstate.torch_compat import modules
 from tests.io.test_forks import in_child
 from tests.sweeps import at_instruction
 
@@ -214,22 +213,6 @@ def test_an_object_is_collected_while_a_weak_set_is_iterated() -> None:
 
 
 # What an interrupt leaves.
-
-
-def test_an_interrupt_does_not_leave_hooks_disabled() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    for layer in module:
-        layer.register_state_dict_post_hook(lambda *_: None)
-    hooks = [dict(layer._state_dict_hooks) for layer in module]
-    disable = modules.without_state_dict_hooks
-
-    def call() -> None:
-        with suppress(KeyboardInterrupt), disable(module[0]), disable(module):
-            pass
-        assert [dict(layer._state_dict_hooks) for layer in module] == hooks
-        assert not modules._blocks
-
-    before_each_instruction([disable, modules._enable], call, interrupt, as_signal=True)
 
 
 def test_an_interrupt_in_the_first_task_does_not_keep_later_ones_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Replaced methods of torch's classes, which come back whatever ends the need for them; the tree of modules."""
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,14 +106,6 @@ def test_only_torchs_own_method_is_replaced_where_asked() -> None:
     overrides = Overrides(MethodOverride(Owner, "name", louder, over_others=False))
     with overrides.used():
         assert Owner().name() == "stock"
-
-
-def test_threads_that_a_child_process_lacks_use_nothing(overrides: Overrides) -> None:
-    with used_by_another_thread(overrides):
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if Owner().name() == "stock" else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_module_that_contains_itself() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import sys
-import threading
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -69,43 +68,25 @@ def module_tables(root: torch.nn.Module) -> list[ModuleTables]:
     Raises `OptionError` where a module contains itself, and so has names without end.
     """
     found: list[ModuleTables] = []
-    seen: set[int] = set()
-    stack: list[tuple[str, torch.nn.Module, _Path | None]] = [("", root, None)]
+    stack: list[tuple[str, torch.nn.Module, tuple[tuple[str, torch.nn.Module], ...]]] = [("", root, ())]
     while stack:
         prefix, module, above = stack.pop()
         # The constructor of a named tuple takes twice as long.
         found.append(tuple.__new__(ModuleTables, (prefix, module, module._parameters, module._buffers)))
         if modules := module._modules:
-            path = _Path(prefix, module, above)
-            if id(module) in seen:
-                _check_not_above(path)
-            seen.add(id(module))
+            if outer := [name for name, each in above if each is module]:
+                name = prefix.removesuffix(".")
+                raise OptionError(
+                    "a module contains itself, so its tensors have names without end",
+                    where=name,
+                    expected="a tree of modules",
+                    found=f"{name} is {outer[0].removesuffix('.') or 'the model itself'}",
+                    remedy=f"do not register it: set {name.rpartition('.')[2]} to a tuple with the module",
+                )
+            path = (*above, (prefix, module))
             children = [(f"{prefix}{name}.", child, path) for name, child in modules.items() if child is not None]
             stack.extend(reversed(children))
     return found
-
-
-class _Path(NamedTuple):
-    """A module with submodules under one of its names, and the modules that contain it."""
-
-    prefix: str
-    module: torch.nn.Module
-    above: "_Path | None"
-
-
-def _check_not_above(path: _Path) -> None:
-    above = path.above
-    while above is not None:
-        if above.module is path.module:
-            name = path.prefix.removesuffix(".")
-            raise OptionError(
-                "a module contains itself, so its tensors have names without end",
-                where=name,
-                expected="a tree of modules",
-                found=f"{name} is {above.prefix.removesuffix('.') or 'the model itself'}",
-                remedy=f"do not register it as a submodule: set {name.rpartition('.')[2]} to a tuple with the module",
-            )
-        above = above.above
 
 
 def modules_of(root: torch.nn.Module) -> list[torch.nn.Module]:
@@ -326,25 +307,23 @@ def without_state_dict_hooks(module: nn.Module) -> Iterator[None]:
         >>> with modelstate.serve.without_state_dict_hooks(module):
         ...     state = module.state_dict()
     """
-    block = _Block(threading.get_ident(), [])
+    disabled: list[tuple[dict[int, Hook], int, _DisabledHook]] = []
     try:
-        try:
-            with _lock:
-                _blocks.append(block)
-                for table in _tables(module):
-                    for key, hook in table.copy().items():
-                        disabled = hook if isinstance(hook, _DisabledHook) else _DisabledHook(hook)
-                        block.disabled.append((table, key, disabled))
-                        disabled.blocks.add(id(block))
-                        table[key] = disabled
-            yield
-        finally:
-            with _lock:
-                _enable(block)
-    except BaseException:
         with _lock:
-            _enable(block)  # an interrupt may have broken off the first attempt
-        raise
+            for table in _tables(module):
+                for key, hook in table.copy().items():
+                    replacement = hook if isinstance(hook, _DisabledHook) else _DisabledHook(hook)
+                    replacement.blocks += 1
+                    disabled.append((table, key, replacement))
+                    table[key] = replacement
+        yield
+    finally:
+        with _lock:
+            for table, key, replacement in disabled:
+                replacement.blocks -= 1
+                present: object = table.get(key)
+                if not replacement.blocks and present is replacement:
+                    table[key] = replacement.hook
 
 
 class _DisabledHook:
@@ -358,8 +337,8 @@ class _DisabledHook:
 
     def __init__(self, hook: Hook) -> None:
         self.hook = hook
-        self.blocks: set[int] = set()
-        """The ids of the blocks, in all threads, that disable the hook."""
+        self.blocks = 0
+        """The number of blocks, in all threads, that disable the hook."""
 
     def __call__(self, *args: object, **named: object) -> None:
         pass
@@ -378,33 +357,7 @@ def _identity(hook: Hook) -> Hook:
     return hook
 
 
-class _Block(NamedTuple):
-    """A running block: its thread, and the hooks that it disables, with their tables and keys."""
-
-    thread: int
-    disabled: list[tuple[dict[int, Hook], int, _DisabledHook]]
-
-
-_blocks: list[_Block] = []
-
-
-def _enable(block: _Block) -> None:
-    """Enables the hooks of a block. A second call does what an interrupted first one has left."""
-    _blocks[:] = [other for other in _blocks if other is not block]
-    for table, key, disabled in block.disabled:
-        disabled.blocks.discard(id(block))
-        present: object = table.get(key)
-        if not disabled.blocks and present is disabled:
-            table[key] = disabled.hook
-
-
-def _after_fork(thread: int) -> None:
-    """Ends the blocks of threads that do not exist in the child of a fork."""
-    for block in [block for block in _blocks if block.thread != thread]:
-        _enable(block)
-
-
-_lock = fork_safe_lock(_after_fork)
+_lock = fork_safe_lock()
 
 
 def _tables(module: nn.Module) -> Iterator[dict[int, Hook]]:
@@ -564,44 +517,32 @@ class Overrides:
 
     def __init__(self, *methods: MethodOverride, holds: Callable[[], bool] = lambda: False) -> None:
         self._methods, self._holds = methods, holds
-        self._threads: list[tuple[int, object]] = []
-        """The thread of each use, with a token of the use."""
-        self._lock = fork_safe_lock(self._in_child)
+        self._uses = 0
+        self._lock = fork_safe_lock()
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Replaces the methods within the block, which sees to it that the functions only act in this thread."""
-        use = (threading.get_ident(), object())
+        self._count(1)
         try:
-            try:
-                with self._lock:
-                    self._threads.append(use)
-                    self._update()
-                yield
-            finally:
-                self._end(use)
-        except BaseException:
-            self._end(use)  # an interrupt may have broken off the first attempt
-            raise
+            yield
+        finally:
+            self._count(-1)
 
     def update(self) -> None:
         """Installs or removes the replacements as `holds` says."""
         with self._lock:
             self._update()
 
-    def _end(self, use: tuple[int, object]) -> None:
+    def _count(self, uses: int) -> None:
         with self._lock:
-            self._threads[:] = [other for other in self._threads if other is not use]
+            self._uses += uses
             self._update()
 
     def _update(self) -> None:
-        wanted = bool(self._threads) or self._holds()
+        wanted = bool(self._uses) or self._holds()
         for method in self._methods:
             if wanted:
                 method.install()
             else:
                 method.remove()
-
-    def _in_child(self, thread: int) -> None:
-        self._threads[:] = [use for use in self._threads if use[0] == thread]
-        self._update()
