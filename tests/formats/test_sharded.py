@@ -3,7 +3,7 @@
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -331,19 +331,12 @@ def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
     assert raised.value.remedy
 
 
-def test_a_shard_that_is_a_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_shard_that_is_no_file_is_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
     index = write(tmp_path)
     (tmp_path / SHARDS[0]).unlink()
-    (tmp_path / SHARDS[0]).mkdir()
-    with pytest.raises(DamagedFileError, match="not regular files"):
-        opened(index)
-
-
-def test_a_shard_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
-    index = write(tmp_path)
-    (tmp_path / SHARDS[0]).unlink()
-    os.mkfifo(tmp_path / SHARDS[0])
-    with pytest.raises(DamagedFileError, match="not regular files"):
+    make(tmp_path / SHARDS[0])
+    with pytest.raises(OpenError, match=SHARDS[0]):
         opened(index)
 
 

@@ -20,8 +20,8 @@ import modelstate as ms
 from modelstate import errors
 from modelstate.formats.construct import construct
 from modelstate.formats.torch_globals import TorchGlobals
-from modelstate.formats.unpickle import Storage, _Machine, unpickle
-from modelstate.spec import ByteRange, StoredTensor
+from modelstate.formats.unpickle import Storage, unpickle
+from modelstate.spec import ByteRange
 from tests.formats.test_unpickle import Point, loads
 from tests.formats.torch_files import read_contents, saved, tensor
 from tests.programs import run_program
@@ -256,8 +256,6 @@ def sample() -> bytes:
         "f8": torch.ones(3).to(torch.float8_e5m2),
         "plain": [1, -5, 2.5, "text", None, (True, b"bytes"), {3: {"x": Point(1)}}, torch.Size([1])],
     }
-    import io
-    import zipfile
 
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -318,106 +316,3 @@ def test_random_opcodes_are_a_value_or_our_error(pieces: list[bytes]) -> None:
         loads(b"\x80\x02" + b"".join(pieces) + b".")
     except errors.OpenError:
         return
-
-
-def outline(node: Any, seen: dict[int, int]) -> object:
-    """A value as plain data, with a number in place of an object that has come before."""
-    if isinstance(node, tuple):
-        return [outline(item, seen) for item in node]
-    if id(node) in seen:
-        return seen[id(node)]
-    if isinstance(node, dict | list):
-        seen[id(node)] = len(seen)
-        items = node.items() if isinstance(node, dict) else node
-        return type(node), [outline(item, seen) for item in items]
-    if isinstance(node, StoredTensor):
-        seen[id(node)] = len(seen)
-    return type(node), getattr(node, "name", None) or repr(node)
-
-
-def outcome(data: bytes) -> object:
-    def storage(key: tuple[Any, ...]) -> object:
-        kind, name, numel = key[1], key[2], key[4]
-        if name == "39":
-            raise errors.DamagedFileError("a storage is missing", found=name)
-        return Storage(kind.dtype, ByteRange("x.pt", 64 * int(name), numel * kind.dtype.itemsize), 0, numel)
-
-    try:
-        value, end = unpickle(data, 0, storage, TorchGlobals().find)
-        return outline(value, {}), end
-    except errors.OpenError as error:
-        return type(error), str(error)
-
-
-usual_shapes = st.sampled_from([(3,), (2, 300), (2, 1, 3), (1, 2, 1, 2), (), (0, 2), (70_000,)])
-usual_dtypes = st.sampled_from([torch.float32] * 4 + [torch.int64, torch.bfloat16, torch.float8_e5m2])
-
-
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(
-    entries=st.lists(st.tuples(usual_shapes, usual_dtypes, st.integers(0, 9)), min_size=4, max_size=40),
-    edits=st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9000), st.integers(0, 255)), max_size=3)),
-)
-def test_usual_tensors_are_read_as_by_their_opcodes(entries: Any, edits: Any) -> None:
-    state: dict[str, Any] = {f"layers.{number}.weight": torch.empty(number % 5) for number in range(34)}
-    for number, (shape, dtype, way) in enumerate(entries):
-        tensor = torch.empty(shape, dtype=dtype)
-        if len(shape) == 2 and way % 3:
-            tensor = tensor.T if way % 3 == 1 else tensor[1:]
-        state[f"r{number}\u00e4" + "n" * 40 * way] = tensor
-    states = {"model": state, "averaged": dict(reversed(state.items())), "names": [list(state), tuple(state)]}
-    file = io.BytesIO()
-    torch.save(states, file)
-    with zipfile.ZipFile(file) as archive:
-        data = archive.read("archive/data.pkl")
-    quick, skipped_bytes = _Machine.tensors, []
-
-    def counted(machine: Any, stack: list[Any], pos: int) -> int:
-        skipped_bytes.append(quick(machine, stack, pos) - pos)
-        return pos + skipped_bytes[-1]
-
-    for changed in (data, *(damaged(data, edit) for edit in edits)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_Machine, "tensors", counted)
-            found = outcome(changed)
-            patch.setattr(_Machine, "tensors", lambda machine, stack, pos: pos)
-            assert found == outcome(changed)
-    assert sum(skipped_bytes) > 0
-
-
-@pytest.mark.parametrize("index", [0, 2, 4, 300])
-def test_usual_tensors_that_set_the_memo_out_of_order(index: int) -> None:
-    file = io.BytesIO()
-    state = {f"layers.{number}.weight": torch.empty(4) for number in range(38)}
-    torch.save([state, dict(state)], file)
-    with zipfile.ZipFile(file) as archive:
-        data = archive.read("archive/data.pkl")
-    at = data.index(b"R", data.index(b"layers.36.weight") + 60) + 1  # behind OrderedDict()
-    at = data.index(b"R", at) + 1  # the memo is set to the tensor, to which the second dict refers
-    changed = data[: at + 1] + struct.pack("<I", index) + data[at + 5 :]
-    assert data[at] == ord("r")
-    with pytest.MonkeyPatch.context() as patch:
-        found = outcome(changed)
-        patch.setattr(_Machine, "tensors", lambda machine, stack, pos: pos)
-        assert found == outcome(changed)
-
-
-@pytest.mark.parametrize("index", [270, 277, 300])
-def test_the_memo_of_usual_tensors_is_that_of_their_opcodes(index: int) -> None:
-    """Where it was set before, where it is read later, and where a value is put behind all others."""
-    file = io.BytesIO()
-    state = {f"layers.{number}.weight": torch.empty(4) for number in range(38)}
-    torch.save([state, dict(state)], file)
-    with zipfile.ZipFile(file) as archive:
-        data = archive.read("archive/data.pkl")
-    puts = sum(opcode.name in ("BINPUT", "LONG_BINPUT") for opcode, _, _ in pickletools.genops(data))
-    set_before = data[:2] + b"K\5r" + struct.pack("<I", index) + b"0" + data[2:]
-    read_later = data[:-1] + b"j" + struct.pack("<I", index) + b"\x86."
-    put_behind = data[:-1] + b"\x940j" + struct.pack("<I", puts) + b"j" + struct.pack("<I", 301) + b"\x86."
-    for changed in (set_before, read_later, put_behind):
-        with pytest.MonkeyPatch.context() as patch:
-            found = outcome(changed)
-            patch.setattr(_Machine, "tensors", lambda machine, stack, pos: pos)
-            assert found == outcome(changed)
-            assert type(found[0]) is not type, found  # type: ignore[index]

@@ -3,13 +3,27 @@
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from modelstate.remote import location, requests, upload
 from tests.proxy import FaultProxy, fault_proxy
 from tests.remote.servers import file_server, missing, object_store
+
+
+@pytest.fixture(autouse=True)
+def _small_and_fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Parts of 5 MiB, the least that S3 takes, and clients that give up soon."""
+    monkeypatch.setattr(upload, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(requests, "RETRIES", 2)
+    monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=2))
+    location._store.cache_clear()
+    yield
+    location._store.cache_clear()
 
 
 @pytest.fixture(scope="session")

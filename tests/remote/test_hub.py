@@ -5,7 +5,6 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from datetime import timedelta
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote
@@ -216,7 +215,6 @@ def test_an_address_whose_token_has_expired_is_asked_for_again(hub: type[Hub]) -
 
 @pytest.mark.parametrize("status", [0, 429, 503])
 def test_requests_to_the_hub_are_repeated(hub: type[Hub], monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=1))
     model, target = make_model(), make_model("meta")
     ms.save(model, hub.directory / "model.safetensors")
     hub.faults[:] = [status, 200, status, status]  # the revision, and the address
@@ -226,7 +224,6 @@ def test_requests_to_the_hub_are_repeated(hub: type[Hub], monkeypatch: pytest.Mo
 
 
 def test_a_hub_that_stays_unavailable_is_an_error(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=1))
     hub.faults[:] = [503] * 99
     with pytest.raises(ms.errors.ReadFailedError, match="503"):
         ms.open("hf://org/name")

@@ -31,7 +31,6 @@ AT_ONCE_SECONDS = 20.0
 
 @pytest.fixture(autouse=True)
 def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(upload, "PART_BYTES", 5 * MB)
     monkeypatch.setattr(upload, "PARTS_AT_ONCE", 1)
     location._store.cache_clear()
     yield

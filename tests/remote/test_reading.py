@@ -6,7 +6,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.cli.main import app
-from modelstate.remote import requests
 from tests.programs import run_program
 from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote.servers import FileServer, file_server, http_server
@@ -27,11 +25,6 @@ from tests.sweeps import EXHAUSTIVE
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=2))
 
 
 def make_model(device: str = "cpu") -> nn.Module:

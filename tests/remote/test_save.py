@@ -4,8 +4,7 @@ import io
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +14,11 @@ import torch
 import modelstate as ms
 from modelstate.conversion.checkpoint import convert_checkpoint
 from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
-from modelstate.remote import location, requests, upload
 from tests.proxy import Fault, FaultProxy, HttpRequest
 from tests.remote.kills import exit_code_of_killed
 from tests.sweeps import sample, spread
 
 MB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def small_and_fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Parts of 5 MiB, the least that S3 takes, and clients that give up soon."""
-    monkeypatch.setattr(upload, "PART_BYTES", 5 * MB)
-    monkeypatch.setattr(requests, "RETRIES", 2)
-    monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=10))
-    monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.01)
-    location._store.cache_clear()
-    yield
-    location._store.cache_clear()
 
 
 @pytest.fixture
@@ -216,35 +202,6 @@ def test_a_server_that_stays_away_is_a_clear_error(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nbytes", [2 * MB, 12 * MB])
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_an_object_that_begins_alike_is_not_taken_for_the_new_one(
-    bucket: str,
-    proxy: FaultProxy,
-    s3_client: Callable[[], Any],
-    content: Callable[[], dict[str, bytes]],
-    nbytes: int,
-    overwrite: bool,
-) -> None:
-    location_of = location.locate(f"s3://{bucket}/x")
-    old, new = bytes(nbytes), bytes(nbytes - 1) + b"1"
-    if overwrite:
-        with upload.new_object(location_of, nbytes, overwrite=True) as output:
-            output.append(old)
-
-    def fault(request: HttpRequest) -> Fault | None:
-        if not overwrite and request.headers.get("if-none-match"):
-            s3_client().put_object(Bucket=bucket, Key="x", Body=old)
-        return Fault.UNAVAILABLE if overwrite and request.method in ("PUT", "POST") else None
-
-    proxy.fault = fault
-    with pytest.raises(WriteFailedError if overwrite else TargetExistsError):  # noqa: SIM117
-        with upload.new_object(location_of, nbytes, overwrite=overwrite) as output:
-            output.append(new)
-    assert content() == {"x": old}
-
-
-@pytest.mark.slow
 def test_a_tensor_that_changes_meanwhile_is_not_saved(
     bucket: str, proxy: FaultProxy, content: Callable[[], dict[str, bytes]]
 ) -> None:
@@ -258,20 +215,6 @@ def test_a_tensor_that_changes_meanwhile_is_not_saved(
     with pytest.raises(WriteFailedError, match="changed while they were saved"):
         ms.save(tensors, f"s3://{bucket}/model.safetensors")
     assert content() == {}
-
-
-def test_an_error_of_the_program_leaves_nothing(
-    bucket: str, content: Callable[[], dict[str, bytes]], s3_client: Callable[[], Any]
-) -> None:
-    def interrupted() -> None:
-        with upload.new_object(location.locate(f"s3://{bucket}/x"), 12 * MB, overwrite=True) as output:
-            output.append(bytes(6 * MB))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert content() == {}
-    assert not s3_client().list_multipart_uploads(Bucket=bucket).get("Uploads")
 
 
 @pytest.mark.parametrize(

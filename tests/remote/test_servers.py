@@ -5,7 +5,6 @@ Only moto is installed for `make test`; `make test-remote` installs the others. 
 
 import secrets
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import TargetExistsError, WriteFailedError
-from modelstate.remote import location, requests, upload
+from modelstate.remote import location, upload
 from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote import servers
 from tests.sweeps import sample
@@ -68,10 +67,6 @@ def running(started: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterat
         monkeypatch.setenv("AWS_REGION", "us-east-1")
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", servers.azure_connection(proxy.url))
-        monkeypatch.setattr(requests, "RETRIES", 2)
-        monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=2))
-        monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.01)
-        monkeypatch.setattr(upload, "PART_BYTES", 5 << 20)
         yield Running(server, url, proxy)
 
 

@@ -4,8 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +26,7 @@ from modelstate.errors import (
     TargetExistsError,
     WriteFailedError,
 )
-from modelstate.remote import location, requests, upload
+from modelstate.remote import location, upload
 from modelstate.store import bucket as buckets
 from tests.proxy import Fault, FaultProxy, HttpRequest
 from tests.remote.kills import exit_code_of_killed
@@ -37,15 +36,9 @@ FAULTS = (Fault.UNAVAILABLE, Fault.RESET, Fault.CUT, Fault.LOST_REPLY)
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Clients that give up soon, and leases that expire soon."""
-    monkeypatch.setattr(requests, "RETRIES", 2)
-    monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=10))
-    monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.01)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases that expire soon."""
     monkeypatch.setattr(buckets, "LEASE_SECONDS", 4.0)
-    location._store.cache_clear()
-    yield
-    location._store.cache_clear()
 
 
 @pytest.fixture

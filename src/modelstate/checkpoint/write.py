@@ -25,7 +25,7 @@ from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX
 from modelstate.formats.torch_zip import write_torch_file
 from modelstate.formats.tree import EXTRA_STATE, empty_like, is_container, leaves, rebuild, refused_in, subtree
-from modelstate.formats.writing import Files, LocalWriter, Writer, write_checkpoint
+from modelstate.formats.writing import Files, Writer, write_checkpoint
 from modelstate.html.page import ColumnKind, Page, Shown
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
@@ -361,7 +361,7 @@ def write_state(
             counted = dict(source.overflows.counts)
             if writer is None:
                 threads = threads_within(serialized.tensors, options.max_memory_bytes, where)
-                writer = LocalWriter(threads, on_written=advance)
+                writer = Writer(threads, on_written=advance)
             files = write_checkpoint(
                 serialized,
                 where,
@@ -382,7 +382,7 @@ def write_state(
 
 def _uploaded(write: Callable[[str], Files], where: str, overwrite: bool) -> Files:
     """Has a file written on this machine, where torch.load checks it, and uploads it."""
-    from modelstate.formats.uploading import index_of_object, remove_index
+    from modelstate.formats.writing import index_of_object, remove_index
     from modelstate.remote.upload import PART_BYTES, head, new_object
 
     if not overwrite and head(locate(where)) is not None:

@@ -34,10 +34,9 @@ from modelstate.formats.block_writer import LazyTensor
 from modelstate.formats.manifest import BLOCK_BYTES, HEX
 from modelstate.formats.safetensors import Layout, Written, finished_header
 from modelstate.formats.sharded import Kind, balanced
-from modelstate.formats.uploading import upload_object
 from modelstate.io.atomic import write_errors
 from modelstate.io.engine import memory_at
-from modelstate.remote.location import Location, is_remote, locate
+from modelstate.remote.location import is_remote, locate
 from modelstate.remote.requests import cleanup
 from modelstate.remote.upload import PART_BYTES, ObjectWriter, new_object, remove
 from modelstate.torch_compat.plain import in_a_row
@@ -52,7 +51,7 @@ def writer_of(agreement: Agreement, path: str) -> CollectiveWriter:
 
 
 class CollectiveUploader(CollectiveWriter):
-    """Writes the objects of a checkpoint with all ranks of an agreement: a `modelstate.formats.uploading.Uploader`.
+    """Writes the objects of a checkpoint with all ranks of an agreement: a `modelstate.formats.writing.Writer`.
 
     Args:
         agreement: The ranks.
@@ -72,7 +71,7 @@ class CollectiveUploader(CollectiveWriter):
         names: Callable[[], Sequence[str]],
         compared: Callable[[], Mapping[str, object]],
     ) -> Sequence[Written]:
-        """Writes objects, as `modelstate.formats.uploading.Uploader.upload` describes.
+        """Writes objects, as `modelstate.formats.writing.Writer.upload` describes.
 
         Raises:
             RanksDifferError: The ranks have different states or arguments.
@@ -96,9 +95,6 @@ class CollectiveUploader(CollectiveWriter):
             with agreement.barrier():
                 hashes = self._collected(layouts, owned, uploads)
             return [finished_header(*of_object)[1] for of_object in zip(layouts, hashes, strict=False)]
-
-    def upload_object(self, location: Location, planned: Layout, *, overwrite: bool) -> Written:
-        return upload_object(location, planned, overwrite=overwrite)
 
     def _owned(self, sizes: Sequence[int]) -> dict[int, list[int]]:
         """Returns for each rank the numbers of the objects that it uploads: of the largest ones first, one each."""

@@ -29,7 +29,7 @@ from modelstate.errors import RanksDifferError
 from modelstate.formats.block_writer import LazyTensor, Uncached, past_page_cache, write_blocks
 from modelstate.formats.manifest import BLOCK_BYTES, HEX
 from modelstate.formats.safetensors import Layout, Written, write_header
-from modelstate.formats.writing import Files, Outputs
+from modelstate.formats.writing import Files, Outputs, Writer
 from modelstate.io import system
 from modelstate.io.atomic import Output, write_errors
 from modelstate.io.engine import memory_at
@@ -103,7 +103,7 @@ class Piece(msgspec.Struct, frozen=True):
         return HEX * -(-self.nbytes // BLOCK_BYTES)
 
 
-class CollectiveWriter:
+class CollectiveWriter(Writer):
     """Writes the files of a checkpoint with all ranks of an agreement: a `modelstate.formats.writing.Writer`.
 
     Args:
@@ -115,6 +115,7 @@ class CollectiveWriter:
     """Whether each part of a tensor that a rank writes has digests of its own."""
 
     def __init__(self, agreement: Agreement, path: str) -> None:
+        super().__init__()
         self._agreement, self._path = agreement, path
         # Directories may have other names on other ranks; a URL is the same on all of them.
         self._name = path if is_remote(path) else os.path.basename(path)

@@ -1,12 +1,10 @@
 """Creates the tree of a checkpoint from the value of a pickle, after an audit of everything that it asks for."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -285,19 +283,20 @@ def _refused_in(node: object) -> Iterator[Refused]:
         waiting += reversed([child for _, child in _children(node, bare=True)])
 
 
-class _Slot(msgspec.Struct, frozen=True):
-    """The place of a tensor in the template of a composite."""
-
-    index: int
-    is_parameter: bool
-    requires_grad: bool
+_Build = Callable[[Sequence[torch.Tensor], dict[int, Any]], Any]
+"""Creates a value from the parts of a composite; the dict has the values that have been created, by key."""
 
 
-class _Call(msgspec.Struct, frozen=True, eq=False):
-    """A call that is made when the tensors exist."""
+class _Parts:
+    """The tensors that a composite consists of, and the functions that create its values from them."""
 
-    make: Callable[[object], object]
-    template: object
+    def __init__(self) -> None:
+        self.tensors: dict[int, tuple[int, StoredTensor]] = {}
+        """The position and the description of each tensor, by the id of its node."""
+        self.names: dict[int, str] = {}
+        """The attributes that hold the tensors, by position."""
+        self.builds: dict[int, _Build] = {}
+        """By the id of the node."""
 
 
 class _Constructor:
@@ -427,13 +426,13 @@ class _Constructor:
     # Tensors that consist of others.
 
     def composite(self, recipe: DeferredTensor, path: Path) -> StoredComposite:
-        parts: dict[int, tuple[int, StoredTensor]] = {}
-        template = self.template(recipe.parts, path, parts, {})
-        place, kind = f"{self.path}: {dotted(path)}", recipe.kind
+        parts = _Parts()
+        create = self.build_of(recipe.parts, path, parts)
+        place, kind, count = f"{self.path}: {dotted(path)}", recipe.kind, len(parts.tensors)
 
         def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             try:
-                return recipe.make(_fill(template, tensors, {}))
+                return recipe.make(create(tensors, {}))
             except OpenError as error:
                 error.where = error.where or place
                 raise
@@ -445,32 +444,38 @@ class _Constructor:
                     remedy="use the version of the library that wrote it",
                 ) from error
 
+        are_named = len({*parts.names.values()}) == len(parts.names) == count
         return StoredComposite(
             kind=kind,
             dtype=recipe.dtype,
             shape=recipe.shape,
-            parts=tuple(part for _, part in parts.values()),
+            parts=tuple(part for _, part in parts.tensors.values()),
             build=build,
             is_parameter=recipe.is_parameter,
             requires_grad=recipe.requires_grad,
-            part_names=_part_names(template, len(parts)),
+            part_names=tuple(parts.names[index] for index in range(count)) if are_named else (),
         )
 
-    def template(
-        self, node: object, path: Path, parts: dict[int, tuple[int, StoredTensor]], memo: dict[int, object]
-    ) -> object:
-        """A copy of the tree with slots for the tensors, so that each build creates objects of its own."""
+    def build_of(self, node: object, path: Path, parts: _Parts) -> _Build:
+        """The function that creates the value of a node; a shared node becomes one value in each composite."""
         if not self.audit.flags(node) & TENSOR:
-            return self.make(node, path)
-        if id(node) not in memo:
-            memo[id(node)] = self.templated(node, path, parts, memo)
-        return memo[id(node)]
+            value = self.make(node, path)
+            return lambda tensors, created: value
+        key = id(node)
+        if key not in parts.builds:
+            create = self.new_build(node, path, parts)
 
-    def templated(
-        self, node: Any, path: Path, parts: dict[int, tuple[int, StoredTensor]], memo: dict[int, object]
-    ) -> object:
-        def below(child: Any) -> Any:
-            return self.template(child, path, parts, memo)
+            def build(tensors: Sequence[torch.Tensor], created: dict[int, Any]) -> Any:
+                if key not in created:
+                    created[key] = create(tensors, created)
+                return created[key]
+
+            parts.builds[key] = build
+        return parts.builds[key]
+
+    def new_build(self, node: Any, path: Path, parts: _Parts) -> _Build:
+        def all_of(nodes: Iterable[Any]) -> list[_Build]:
+            return [self.build_of(child, path, parts) for child in nodes]
 
         kind = type(node)
         if kind is Storage:
@@ -478,69 +483,31 @@ class _Constructor:
             self.audit.keep.append(node)
             kind = StoredTensor
         if kind is StoredTensor:
-            index, _ = parts.setdefault(id(node), (len(parts), replace(node, requires_grad=False, is_parameter=False)))
-            return _Slot(index, node.is_parameter, node.requires_grad)
+            plain = replace(node, requires_grad=False, is_parameter=False)
+            index, _ = parts.tensors.setdefault(id(node), (len(parts.tensors), plain))
+            return lambda tensors, _: _with_grad(tensors[index], node.is_parameter, node.requires_grad)
         if kind in MAPPINGS:
-            return {self.hashable(key, path): below(value) for key, value in node.items()}
-        if kind is list:
-            return [below(item) for item in node]
-        if kind is tuple:
-            return tuple(below(item) for item in node)
+            keys, values = [self.hashable(key, path) for key in node], all_of(node.values())
+            for key, value in zip(keys, node.values(), strict=True):
+                if id(value) in parts.tensors and type(key) is str:
+                    parts.names[parts.tensors[id(value)][0]] = key
+            return lambda *made: {key: value(*made) for key, value in zip(keys, values, strict=True)}
+        if kind is list or kind is tuple:
+            items = all_of(node)
+            return lambda *made: kind(item(*made) for item in items)
         if kind is DeferredTensor:
-            recipe: DeferredTensor = node
-            return _Call(
-                lambda parts: _with_grad(recipe.make(parts), recipe.is_parameter, recipe.requires_grad),
-                below(recipe.parts),
-            )
+            (inner,) = all_of([node.parts])
+            return lambda *made: _with_grad(node.make(inner(*made)), node.is_parameter, node.requires_grad)
         if kind is DeferredCall:
-            return _Call(partial(_executed, node), tuple(below(piece) for piece in node.pieces))
+            args, kwargs, *rest = all_of(node.pieces)
+            return lambda *made: _filled(_created(node, args(*made), kwargs(*made)), *(piece(*made) for piece in rest))
         raise DamagedFileError("the pickle is damaged: tensors where none can be", found=kind.__name__)
-
-
-def _part_names(template: object, count: int) -> tuple[str, ...]:
-    """The names of the parts of a tensor: the attributes of the object that they are in; empty where some have none."""
-    names: dict[int, str] = {}
-    seen, left = set[int](), [template]
-    while left:
-        node: Any = left.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if type(node) is dict:
-            slots = ((name, value) for name, value in node.items() if type(value) is _Slot and type(name) is str)
-            names.update((slot.index, name) for name, slot in slots)
-        left += node.values() if type(node) is dict else node if type(node) in (list, tuple) else ()
-        left += (node.template,) if type(node) is _Call else ()
-    return tuple(names[index] for index in range(count)) if len({*names.values()}) == len(names) == count else ()
 
 
 def _with_grad(tensor: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.detach().requires_grad_() if requires_grad else tensor
-
-
-def _fill(node: Any, tensors: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
-    """The template with tensors in its slots."""
-    kind = type(node)
-    if kind not in (_Slot, _Call, dict, list, tuple):
-        return node
-    if id(node) not in memo:
-        if kind is _Slot:
-            memo[id(node)] = _with_grad(tensors[node.index], node.is_parameter, node.requires_grad)
-        elif kind is _Call:
-            memo[id(node)] = node.make(_fill(node.template, tensors, memo))
-        elif kind is dict:
-            memo[id(node)] = {key: _fill(value, tensors, memo) for key, value in node.items()}
-        else:
-            memo[id(node)] = kind(_fill(item, tensors, memo) for item in node)
-    return memo[id(node)]
-
-
-def _executed(call: DeferredCall, pieces: Sequence[Any]) -> Any:
-    """Creates the object of a deferred call, in the order of the pickle's opcodes."""
-    args, kwargs, *rest = pieces
-    return _filled(_created(call, args, kwargs), *rest)
 
 
 def _created(call: DeferredCall, args: Any, kwargs: Any) -> Any:

@@ -1,12 +1,8 @@
 """Shards with an index, `*.index.json`, in the layout of Hugging Face: reading, names, and the text of an index.
 
 An index may come from an untrusted place, so it must not make this process read arbitrary files. A shard is named
-relative to the directory of the index, never by an absolute path or with `..`. Where its path contains symbolic links,
-the target must lie
-
-- in the directory of the index, or
-- in the directory of the file that the index itself is a link to (a directory of links, made by a tool), or
-- in `blobs` of the same repository, where the index lies in the `snapshots` of a Hugging Face cache.
+relative to the directory of the index, never by an absolute path or with `..`. Symbolic links are followed: the file
+system has them, not the index.
 
 Invariants:
 
@@ -21,7 +17,6 @@ import heapq
 import json
 import os
 import re
-import stat
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from modelstate.errors import (
     DamagedFileError,
     ModelStateError,
-    ReadFailedError,
     SourceNotFoundError,
     UnsafePathError,
 )
@@ -45,8 +39,7 @@ from modelstate.formats.safetensors import (
     strings_of,
 )
 from modelstate.formats.tree import Contents
-from modelstate.io import system
-from modelstate.io.files import FileFingerprint, SourceFile, remedy_for_limit
+from modelstate.io.files import FileFingerprint, SourceFile
 from modelstate.remote.file import forget, open_all
 from modelstate.remote.location import beside, is_remote
 from modelstate.spec import Described, LazyMapping, StoredTensor, StoredTensors
@@ -102,14 +95,12 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
         try:
             return _read(index_path, index, read_file, allow)
         except ModelStateError:
+            before = index
             forget(index_path)
-            try:
-                current = read_index(index_path)
-            except ModelStateError:
-                current = None
-            if current is None or current == index:
+            with suppress(ModelStateError):
+                index = read_index(index_path)
+            if index == before:
                 raise
-            index = current
     return _read(index_path, index, read_file, allow)
 
 
@@ -223,13 +214,9 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
     A name must not lead out of the directory. A symbolic link is followed wherever it leads, as for a single file: the
     user, or a tool such as DVC and git-annex, has put it there.
 
-    Raises `UnsafePathError`, `SourceNotFoundError`, and `DamagedFileError` for a shard that is not a file.
+    Raises `UnsafePathError` and `SourceNotFoundError`.
     """
-    unsafe = [quote(shard) for shard in shards if not _is_below(shard)]
-    if not unsafe and is_remote(directory):
-        paths = [beside(index_path, shard) for shard in shards]
-        return _check_there(index_path, directory, dict(zip(shards, paths, strict=True)))
-    if unsafe:
+    if unsafe := [quote(shard) for shard in shards if not _is_below(shard)]:
         raise UnsafePathError(
             "the index names files outside its directory",
             where=index_path,
@@ -237,43 +224,20 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
             found=listed(unsafe, 5),
             remedy="if you trust the index, put the files or links to them beside it, and their names there into it",
         )
-    paths = [os.path.join(directory, shard) for shard in shards]
-    missing = [shard for shard, path in zip(shards, paths, strict=True) if not os.path.exists(path)]
-    if missing:
-        raise _missing(index_path, directory, shards, missing)
-    try:
-        modes = [system.stat(path).st_mode for path in paths]
-    except OSError as error:
-        raise ReadFailedError(
-            "a shard cannot be opened", where=index_path, found=error, remedy=remedy_for_limit(error)
-        ) from error
-    odd = [quote(shard) for shard, mode in zip(shards, modes, strict=True) if not stat.S_ISREG(mode)]
-    if odd:
-        raise DamagedFileError(
-            "the index names shards that are not regular files",
+    if is_remote(directory):
+        paths = [beside(index_path, shard) for shard in shards]
+        absent = open_all(paths)  # all at the same time
+    else:
+        paths = [os.path.join(directory, shard) for shard in shards]
+        absent = {path for path in paths if not os.path.exists(path)}
+    if missing := [quote(shard) for shard, path in zip(shards, paths, strict=True) if path in absent]:
+        raise SourceNotFoundError(
+            f"{len(missing)} of {len(shards)} shards are missing",
             where=index_path,
-            found=listed(odd, 5),
-            remedy="put the files that the index names beside it",
+            expected=f"in {directory or '.'}: {listed(missing, 20)}",
+            remedy="finish the download or the copy",
         )
     return paths
-
-
-def _check_there(index_path: str, directory: str, shards: Mapping[str, str]) -> list[str]:
-    """Opens all objects that an index names, at the same time. Raises `SourceNotFoundError`."""
-    absent = open_all(shards.values())
-    missing = [shard for shard, path in shards.items() if path in absent]
-    if missing:
-        raise _missing(index_path, directory, shards, missing)
-    return list(shards.values())
-
-
-def _missing(index_path: str, directory: str, shards: Collection[str], missing: Sequence[str]) -> SourceNotFoundError:
-    return SourceNotFoundError(
-        f"{len(missing)} of {len(shards)} shards are missing",
-        where=index_path,
-        expected=f"in {directory or '.'}: {listed(map(quote, missing), 20)}",
-        remedy="finish the download or the copy",
-    )
 
 
 def _is_below(shard: str) -> bool:
@@ -305,14 +269,11 @@ def _flat(shard: str, tree: object, index_path: str) -> Mapping[str, object]:
 
 def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[str, Mapping[str, object]]) -> None:
     """Checks that every name is in the shard that the index states, and in no other."""
-    if all(isinstance(tree, StoredTensors) for tree in trees.values()):
-        shard_of = {name: shard for shard, tree in trees.items() for name in tree}
-        if shard_of == weight_map and len(weight_map) == sum(map(len, trees.values())):
-            return
     holders: dict[str, list[str]] = {}
     for shard, tree in trees.items():
-        for name, value in tree.items():
-            if isinstance(value, Described) or name in weight_map:
+        is_table = isinstance(tree, StoredTensors)
+        for name in tree:
+            if is_table or isinstance(tree[name], Described) or name in weight_map:
                 holders.setdefault(name, []).append(shard)
     twice = [
         f"{quote(name)} in {' and '.join(map(quote, shards))}" for name, shards in holders.items() if len(shards) > 1

@@ -25,12 +25,11 @@ from modelstate.errors import (
     keep_interrupt,
 )
 from modelstate.formats.block_writer import LazyTensor, check_repeated, threads_within, write_blocks
-from modelstate.formats.construct import MAX_DEPTH, construct, refusal
+from modelstate.formats.construct import construct, refusal
 from modelstate.formats.safetensors import listed_problems
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
 from modelstate.formats.tree import Contents, flatten, items_of, leaves, refused_in
 from modelstate.formats.unpickle import (
-    MAX_KEY_INT,
     Storage,
     check_protocol,
     damaged,
@@ -311,10 +310,7 @@ def _save(state: Mapping[object, object], output: Output, path: str) -> None:
                 found=f"{type(error).__name__}: {error}",
                 remedy="leave out what cannot be pickled",
             ) from error
-    outline = _outline(state)
-    # torch.load maps the file, so it reads no tensor. To make each tensor would take as long as to save it, so plain
-    # tensors are left out where the other values are plain, too, and `read` surely reads them.
-    failure = _load_error(output.path if outline is None else pickled(outline))
+    failure = _load_error(output.path)  # torch.load maps the file, so it reads no tensor
     if failure is not None:
         refused = {name: type(value) for name, value in _values_in(state) if _load_error(pickled(value)) is not None}
         if not refused and isinstance(failure, OSError | RuntimeError):
@@ -331,20 +327,19 @@ def _save(state: Mapping[object, object], output: Output, path: str) -> None:
             remedy="save to a path that ends in .safetensors, which keeps every value that has an encoding, or leave "
             "these out",
         ) from failure
-    if outline is None:
-        try:
-            with SourceFile(output.path) as written:
-                unread = refused_in(read(written).tree)
-            if unread:
-                raise refusal(unread, path)
-        except OpenError as error:
-            raise UnsavableError(
-                "modelstate.open would not read the file",
-                where=path,
-                found=": ".join(filter(None, (error.where.removeprefix(f"{output.path}: "), error.what, error.found))),
-                remedy=f"leave it out; or {error.remedy}",
-                names=error.names,
-            ) from error
+    try:
+        with SourceFile(output.path) as written:
+            unread = refused_in(read(written).tree)
+        if unread:
+            raise refusal(unread, path)
+    except OpenError as error:
+        raise UnsavableError(
+            "modelstate.open would not read the file",
+            where=path,
+            found=": ".join(filter(None, (error.where.removeprefix(f"{output.path}: "), error.what, error.found))),
+            remedy=f"leave it out; or {error.remedy}",
+            names=error.names,
+        ) from error
 
 
 def _load_error(source: str | io.BytesIO) -> Exception | None:
@@ -363,40 +358,6 @@ def pickled(value: object) -> io.BytesIO:
     torch.save(value, buffer)
     buffer.seek(0)
     return buffer
-
-
-_NOTHING_ELSE = (bool, int, float, str)
-"""The classes of values that hold no tensors."""
-
-
-def _outline(node: Any, depth: int = 0) -> Any:
-    """Returns a tree with 0 in place of each plain tensor and each None, which torch.load always accepts.
-
-    None for a tree that has anything but plain containers, plain tensors and plain values in it, or is nested deeply.
-    """
-    kind = type(node)
-    if node is None:
-        return 0
-    if depth > MAX_DEPTH // 2 or (kind is int and abs(node) >= MAX_KEY_INT):
-        return None
-    if kind in (torch.Tensor, torch.nn.Parameter):
-        is_plain = node.layout is torch.strided and not node.is_quantized and node.device.type in ("cpu", "cuda")
-        return 0 if is_plain and not vars(node) else None
-    if kind in _NOTHING_ELSE:
-        return node
-    if kind in (list, tuple):
-        items = [_outline(value, depth + 1) for value in node]
-        return None if None in items else kind(items)
-    if kind not in (dict, OrderedDict) or not all(
-        type(key) is str or (type(key) is int and abs(key) < MAX_KEY_INT) for key in node
-    ):
-        return None
-    copy = kind((key, _outline(value, depth + 1)) for key, value in node.items())
-    if None in copy.values():
-        return None
-    if kind is OrderedDict:
-        vars(copy).update(vars(node))  # the versions of modules
-    return copy
 
 
 def _values_in(node: object, name: str = "") -> Iterator[tuple[str, object]]:

@@ -11,25 +11,20 @@ time. It allocates the memo by the largest index: five bytes of a pickle ask for
 """
 
 import pickle
-import re
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
-from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError, UnknownFormatError, keep_interrupt
+from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError, UnknownFormatError
 from modelstate.process import gc_paused
-from modelstate.spec import ByteRange, Refused, StoredTensor, contiguous_stride
+from modelstate.spec import ByteRange, Refused
 from modelstate.text_format import excerpt
-from modelstate.torch_compat.dtypes import QUANTIZED
 from modelstate.torch_compat.values import set_version_metadata
 
 # What a pickle becomes before any object of it is created.
@@ -187,16 +182,6 @@ _u16 = struct.Struct("<H").unpack_from
 _u32 = struct.Struct("<I").unpack_from
 _i32 = struct.Struct("<i").unpack_from
 
-_NUMBER = rb"(?:K.|M..|J....)"
-_TUPLE = rb"((?:%b){1,3}[\x85-\x87]|\((?:%b){4,8}t)" % (_NUMBER, _NUMBER)
-_TENSOR = re.compile(
-    rb"r(....)(h.)\(\((h.)(h.|j....)X(.)\0\0\0([0-9]{1,10})r(....)(h.)(%b)tr(....)QK\0" % _NUMBER
-    + rb"%br(....)%br(....)\x89(h.)\)Rr(....)tr(....)R" % (_TUPLE, _TUPLE),
-    re.DOTALL,
-)
-"""The opcodes of a tensor behind its name in a dict, where it begins with its storage and requires no gradient. `r`
-sets the memo; `h` and `j` refer to it."""
-
 
 def unpickle(
     data: bytes, start: int, persistent: Callable[[tuple[object, ...]], object], find: Find
@@ -239,55 +224,6 @@ def _ends_early(pos: int) -> TruncatedFileError:
     return TruncatedFileError(f"the pickle ends early, at byte {pos}")
 
 
-_MemoRow = tuple[object, str, tuple[object, ...], tuple[int, ...], tuple[int, ...], Storage]
-"""The tensor before, and of the tensor itself the name, the persistent id, the shape, the stride and the storage."""
-_ROW_VALUES = 8
-"""The values of the memo that are set by the opcodes of a tensor."""
-
-
-class _Memo(dict[int, object]):
-    """The memo. The values that `_Machine.tensors` sets are created where the pickle refers to one of a tensor."""
-
-    def __init__(self) -> None:
-        self._firsts, self._tables = list[int](), list[list[_MemoRow]]()
-        self.end = 256
-        """The index behind all tables. The opcodes of `_TENSOR` do not set smaller ones than 256."""
-
-    def add(self, first: int, rows: list[_MemoRow]) -> None:
-        """Sets the values of consecutive tensors, from an index on that is behind all tables."""
-        self.end = first + _ROW_VALUES * len(rows)
-        indices = range(first, self.end)
-        set_before = [*filter(indices.__contains__, self)] if len(self) < len(indices) else self.keys() & indices
-        for index in set_before:
-            del self[index]
-        self._firsts.append(first)
-        self._tables.append(rows)
-
-    def __missing__(self, index: int) -> object:
-        table = bisect_right(self._firsts, index) - 1
-        if table < 0 or index - self._firsts[table] >= _ROW_VALUES * len(self._tables[table]):
-            raise KeyError(index)
-        self._create(table, (index - self._firsts[table]) // _ROW_VALUES)
-        return self[index]
-
-    def _create(self, table: int, row: int) -> None:
-        before, name, persistent_id, sizes, steps, storage = self._tables[table][row]
-        no_hooks = OrderedDict[str, object]()
-        args = storage, 0, sizes, steps, False, no_hooks
-        values = before, name, persistent_id[2], persistent_id, sizes, steps, no_hooks, args
-        for index, value in enumerate(values, self._firsts[table] + _ROW_VALUES * row):
-            self.setdefault(index, value)
-
-    def append(self, value: object) -> None:
-        """Sets the value whose index is the number of all values before."""
-        for table, rows in enumerate(self._tables):
-            for row in range(len(rows)):
-                self._create(table, row)
-        self._firsts.clear()
-        self._tables.clear()
-        self[len(self)] = value
-
-
 class _Machine:
     def __init__(self, data: bytes, start: int, persistent: Callable[[tuple[object, ...]], object], find: Find) -> None:
         self.data = data
@@ -296,21 +232,17 @@ class _Machine:
         self.find = find
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
-        self.memo = _Memo()
+        self.memo: dict[int, object] = {}
         self.globals: dict[str, object] = {}
         self.protocol = 0
         self.budget = 4 * (len(data) - start) + 1000
         """The number of items and bytes that may still be copied."""
         self.keys = Keys()
-        self.layouts: dict[tuple[bytes, bytes, bytes], tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
-        """What `_layout` has returned."""
-        self.is_ascending = True
-        """Whether the tensors so far set the memo at ascending indices."""
 
     def run(self) -> object:
         # Files with many tensors consist almost entirely of the opcodes in this loop; the table has the others.
         data, memo, stack, pos = self.data, self.memo, self.stack, self.pos
-        marks, call, persistent, tensors = self.marks, self.call, self.persistent, self.tensors
+        marks, call, persistent = self.marks, self.call, self.persistent
         try:
             while True:
                 op = data[pos]
@@ -334,8 +266,6 @@ class _Machine:
                 elif op == 0x52:  # REDUCE
                     args = stack.pop()
                     stack[-1] = call(stack[-1], args)
-                    if type(stack[-1]) is StoredTensor and data.startswith(b"r", pos):
-                        pos = tensors(stack, pos)
                 elif op == 0x58:  # BINUNICODE
                     end = pos + 4 + _u32(data, pos)[0]
                     if end > len(data):
@@ -376,78 +306,6 @@ class _Machine:
                     pos, stack = self.pos, self.stack
         finally:
             self.pos = pos
-
-    def tensors(self, stack: list[Any], pos: int) -> int:
-        """Executes the opcodes of consecutive tensors of a dict that `torch.save` has written in its usual way.
-
-        Begins and ends behind the REDUCE of a tensor, and returns the position. Ends before a tensor that is written in
-        another way, is a view or has an error; `run` executes what follows. The memo is set at the end: these tensors
-        set it at ascending indices, and refer only to smaller ones.
-        """
-        data, layouts, persistent, depth, start = self.data, self.layouts, self.persistent, len(stack), pos
-        first = _u32(data, pos + 1)[0]
-        if first < self.memo.end or not self.is_ascending:
-            return pos
-        indices, rows = list[bytes](), list[_MemoRow]()
-        known: dict[tuple[bytes, ...], tuple[Any, ...]] = {}
-        try:
-            while data[pos] == 0x72 and data[pos + 5] == 0x58:  # LONG_BINPUT of a tensor, BINUNICODE of the next name
-                name_end = pos + 10 + _u32(data, pos + 6)[0]
-                match = _TENSOR.match(data, name_end)
-                if match is None:
-                    break
-                (name_at, function, word, kind, key_size, key, key_at, device, numel, id_at, shape, shape_at, stride,
-                 stride_at, hooks, hooks_at, args_at) = match.groups()  # fmt: skip
-                references = function, word, kind, device, hooks
-                if references not in known:
-                    known[references] = self.references(*references, first)
-                layout = numel, shape, stride
-                if layout not in layouts:
-                    layouts[layout] = _layout(*layout)
-                word, kind, device = known[references]
-                count, sizes, steps = layouts[layout]
-                persistent_id = word, kind, key.decode(), device, count
-                storage = persistent(persistent_id)
-                if (
-                    len(key) != key_size[0]
-                    or type(storage) is not Storage
-                    or storage.offset
-                    or storage.region.nbytes != count * storage.dtype.itemsize
-                ):
-                    break
-                name = str(data[pos + 10 : name_end], "utf-8", "surrogatepass")
-                indices += data[pos + 1 : pos + 5], name_at, key_at, id_at, shape_at, stride_at, hooks_at, args_at
-                rows.append((stack[-1], name, persistent_id, sizes, steps, storage))
-                stack += name, StoredTensor.whole(storage.dtype, sizes, storage.region)
-                pos = match.end()
-        except Exception as error:
-            keep_interrupt(error)
-            # `run` reads the same opcodes one by one next, and raises the error with its place in the stream
-        if not indices:
-            return pos
-        last = first + len(indices)
-        if last > 2**32 or b"".join(indices) != np.arange(first, last, dtype="<u4").tobytes():
-            self.is_ascending = False
-            del stack[depth:]
-            return start
-        self.memo.add(first, rows)
-        return pos
-
-    def references(
-        self, function: bytes, word: bytes, kind: bytes, device: bytes, hooks: bytes, end: int
-    ) -> tuple[Any, Any, Any]:
-        """The values of the memo that begin a persistent id. Raises where a tensor is rebuilt in another way."""
-        index = int.from_bytes(kind[1:], "little")
-        rebuild, hooks_type = self.memo[function[1]], self.memo[hooks[1]]
-        kind_value: Any = self.memo[index]
-        if (
-            getattr(rebuild, "name", "") != "torch._utils._rebuild_tensor_v2"
-            or getattr(hooks_type, "real", None) is not OrderedDict
-            or index >= end
-            or kind_value.dtype in QUANTIZED
-        ):
-            raise ValueError("not the usual way")
-        return self.memo[word[1]], kind_value, self.memo[device[1]]
 
     # Reading the data.
 
@@ -630,24 +488,6 @@ class _Machine:
             raise damaged("a protocol that does not exist", self.protocol)
 
 
-def _layout(numel: bytes, shape: bytes, stride: bytes) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """The numbers that opcodes push. Raises `ValueError` where they are not those of a contiguous tensor."""
-    (count,), sizes, steps = _integers(numel), _integers(shape), _integers(stride)
-    if min(sizes) <= 0 or prod(sizes) != count or steps != contiguous_stride(sizes):
-        raise ValueError("not a contiguous tensor")
-    return count, sizes, steps
-
-
-def _integers(opcodes: bytes) -> tuple[int, ...]:
-    integers, pos = list[int](), int(opcodes[0] == 0x28)
-    while width := {0x4B: 1, 0x4D: 2, 0x4A: 4}.get(opcodes[pos]) if pos < len(opcodes) else None:
-        integers.append(int.from_bytes(opcodes[pos + 1 : pos + 1 + width], "little", signed=width == 4))
-        pos += 1 + width
-    if opcodes[pos:] not in (b"", b"t", bytes([0x84 + len(integers)])):
-        raise ValueError("a tuple of more or fewer items")
-    return tuple(integers)
-
-
 def _table() -> list[Callable[[_Machine], object] | None]:
     actions: dict[bytes, Callable[[_Machine], object]] = {
         pickle.PROTO: _Machine.set_protocol,
@@ -679,7 +519,7 @@ def _table() -> list[Callable[[_Machine], object] | None]:
         pickle.POP: _Machine.pop,
         pickle.POP_MARK: lambda m: m.pop_mark(),
         pickle.LONG_BINGET: lambda m: m.push(m.memo[m.number(4)]),
-        pickle.MEMOIZE: lambda m: m.memo.append(m.stack[-1]),
+        pickle.MEMOIZE: lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
         pickle.GLOBAL: lambda m: m.name(m.line(), m.line()),
         pickle.STACK_GLOBAL: _Machine.stack_global,
         pickle.NEWOBJ: lambda m: m.new([*m.pop_last(2), {}]),

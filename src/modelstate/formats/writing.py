@@ -1,25 +1,36 @@
-"""Writes a state to a path: one file, or shards with an index.
+"""Writes a state to a path or to the URL of an object in a bucket: one file, or shards with an index.
 
-All of a state is at its path after a save, or nothing has changed. A reader prefers a single file to an index of the
-same name, so one rename activates the one that is written, whichever of the two it is. What was there before is removed
-after that rename. Into a bucket `modelstate.formats.uploading` writes instead.
+All of a state is at its place after a save, or nothing has changed. A reader prefers a single file to an index of the
+same name. So one rename, or one upload, activates the one that is written, whichever of the two it is. What was there
+before is removed after that.
+
+A bucket has no rename: shards get their names before their content is known. So these contain a random number in place
+of a digest.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from modelstate.errors import UnsavableError
+from modelstate.errors import TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.formats.manifest import KEY, check_size
-from modelstate.formats.safetensors import Layout, Written, blank_digests, layout, write
-from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, Kind, in_shards, index_of, old_files, shard_names
-from modelstate.formats.uploading import Uploader, upload_checkpoint, upload_object
+from modelstate.formats.safetensors import Layout, Written, blank_digests, layout, write, write_in_order
+from modelstate.formats.sharded import (
+    INDEX_SUFFIX,
+    SHARD_METADATA,
+    WEIGHT_MAP,
+    Kind,
+    in_shards,
+    index_of,
+    old_files,
+    own_shards,
+    shard_names,
+)
 from modelstate.io import system
 from modelstate.io.atomic import (
     LOCK_TIMEOUT_SECONDS,
@@ -35,6 +46,8 @@ from modelstate.io.atomic import (
     write_errors,
 )
 from modelstate.remote.location import Location, is_remote, locate
+from modelstate.remote.requests import cleanup
+from modelstate.remote.upload import get, head, is_absent, new_object, remove
 
 if TYPE_CHECKING:
     import torch
@@ -47,15 +60,23 @@ Files = dict[str, int]
 Outputs = Callable[[], Generator[Output]]
 
 
-class Writer(Protocol):
-    """Writes the files of a checkpoint, in this process alone or together with other ranks."""
+class Writer:
+    """Writes the files or objects of a checkpoint. This class does so in this process, others with several ranks.
 
-    @property
-    def of_shard(self) -> OfShard | None:
-        """The argument of `serialize` for DTensors; None where they are refused."""
+    Args:
+        threads: The number of threads that write.
+        on_written: Called with numbers of bytes of tensors that were written.
+    """
+
+    of_shard: OfShard | None = None
+    """The argument of `serialize` for DTensors; None where they are refused."""
+
+    def __init__(self, threads: int | None = None, on_written: Callable[[int], None] = lambda _: None) -> None:
+        self._threads, self._on_written = threads, on_written
 
     def planning(self) -> AbstractContextManager[None]:
         """A block before `write`, whose errors reach all processes."""
+        return nullcontext()
 
     def write(
         self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Mapping[str, object]]
@@ -71,32 +92,14 @@ class Writer(Protocol):
         Returns:
             The digests of the files; in the other processes nothing.
         """
-
-    def commit(self, put: Callable[[], Files]) -> Files:
-        """Returns what `put` returns, which only the first process calls: it puts the files in their places."""
-
-
-class LocalWriter(msgspec.Struct, frozen=True):
-    """Writes the files of a checkpoint in this process, with a number of threads."""
-
-    threads: int | None = None
-    of_shard: OfShard | None = None
-    on_written: Callable[[int], None] = lambda _: None
-    """Called with numbers of bytes of tensors that were written."""
-
-    def planning(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def write(
-        self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Mapping[str, object]]
-    ) -> Sequence[Written]:
         written = []
         with closing(outputs()) as opened:
             for planned, output in zip(layouts, opened, strict=True):
-                written.append(write(output, planned, self.threads, self.on_written))
+                written.append(write(output, planned, self._threads, self._on_written))
         return written
 
     def shards(self, tensors: Mapping[str, Kind]) -> list[dict[str, Kind]]:
+        """Returns the objects of tensors, where the caller has no size for them; none where they become one object."""
         return []
 
     def upload(
@@ -105,15 +108,32 @@ class LocalWriter(msgspec.Struct, frozen=True):
         names: Callable[[], Sequence[str]],
         compared: Callable[[], Mapping[str, object]],
     ) -> Sequence[Written]:
+        """Writes shards into a bucket, and replaces what is there, as `write` writes files.
+
+        Args:
+            layouts: What the shards hold. Their metadata do not depend on digests.
+            names: Returns their URLs. Of several processes only the first one calls it.
+            compared: As in `write`.
+
+        Returns:
+            As in `write`. After an error the caller removes the shards, in the first process.
+        """
         return [
             self.upload_object(locate(name), planned, overwrite=True)
             for name, planned in zip(names(), layouts, strict=True)
         ]
 
     def upload_object(self, location: Location, planned: Layout, *, overwrite: bool) -> Written:
-        return upload_object(location, planned, overwrite=overwrite, threads=self.threads, on_written=self.on_written)
+        """Writes one object in this process. Raises what `modelstate.remote.upload.new_object` raises."""
+        return write_in_order(
+            lambda _: new_object(location, planned.nbytes, overwrite=overwrite),
+            planned,
+            self._threads,
+            self._on_written,
+        )
 
     def commit(self, put: Callable[[], Files]) -> Files:
+        """Returns what `put` returns, which only the first process calls: it puts the files in their places."""
         return put()
 
 
@@ -132,7 +152,7 @@ def write_checkpoint(
 
     Args:
         state: The state.
-        path: The target.
+        path: The target, or its URL.
         writer: The process or the ranks that write it.
         schema: The version of the state.
         shard_bytes: The largest size of the tensors of a file; a larger state is written in shards.
@@ -154,20 +174,16 @@ def write_checkpoint(
     index = path + INDEX_SUFFIX
     groups = [] if shard_bytes is None or total_bytes <= shard_bytes else in_shards(state.tensors, shard_bytes)
     with writer.planning():
-        uploader = None
-        if is_remote(path):
-            assert isinstance(writer, Uploader)
-            uploader = writer
-        if uploader is not None and state.tensors:
-            groups = groups or uploader.shards(state.tensors)
+        if is_remote(path) and not groups and state.tensors:
+            groups = writer.shards(state.tensors)
         layouts = _layouts(state, groups, path, schema, text)
 
     def compared() -> Mapping[str, object]:
         options = {"overwrite": overwrite, "shard_size_bytes": shard_bytes, "schema": schema}
         return {**options, "metadata": text, "values": state.values()}
 
-    if uploader is not None:
-        return upload_checkpoint(path, layouts, groups, uploader, overwrite, compared, partial(state.manifest, schema))
+    if is_remote(path):
+        return _upload(state, path, layouts, groups, writer, schema, overwrite, compared)
     with write_errors(path), ExitStack() as opened:
         output: Output | None = None
         unfinished: list[str] = []
@@ -199,6 +215,87 @@ def write_checkpoint(
             return _put_shards(output, path, unfinished, sizes, overwrite, lock_timeout_seconds)
 
         return writer.commit(put)
+
+
+def _upload(
+    state: SerializedState,
+    path: str,
+    layouts: Sequence[Layout],
+    groups: Sequence[Mapping[str, torch.Tensor | LazyTensor]],
+    writer: Writer,
+    schema: str | None,
+    overwrite: bool,
+    compared: Callable[[], Mapping[str, object]],
+) -> Files:
+    """Writes an object, or shards and then their index, into a bucket, and removes what was there."""
+    where, index, directory = locate(path), locate(path + INDEX_SUFFIX), path.rpartition("/")[0]
+    shards: list[Location] = []
+    old_index: bytes | None = None
+    single: object = None
+    is_unknown = False
+
+    def names() -> list[str]:
+        nonlocal old_index, single
+        old_index = index_of_object(path)
+        single = head(where) if old_index is not None or not overwrite or groups else None
+        if not overwrite and (old_index is not None or single is not None):
+            raise TargetExistsError("something is there already", where=where.url)
+        unique = shard_names(path, [secrets.token_hex(16)] * len(groups))
+        shards[:] = [locate(f"{directory}/{name}") for name in unique]
+        return [shard.url for shard in shards]
+
+    def put() -> Files:
+        nonlocal is_unknown
+        if not groups:
+            writer.upload_object(where, layouts[0], overwrite=overwrite)
+            files = {path: layouts[0].nbytes}
+        else:
+            digests = {name: value for file in written for name, value in file.digests.items()}
+            by_name = {shard.key.rpartition("/")[2]: group for shard, group in zip(shards, groups, strict=True)}
+            text = index_of(by_name, state.nbytes, state.manifest(schema, digests))
+            is_unknown = True
+            with new_object(index, len(text), overwrite=overwrite) as output:
+                output.append(text)
+            if single is not None:  # readers prefer it to the index; one that was saved meanwhile is newer
+                remove([where], lambda: head(where) == single)
+            sizes = (planned.nbytes for planned in layouts)
+            files = {index.url: len(text)} | {shard.url: nbytes for shard, nbytes in zip(shards, sizes, strict=True)}
+        if old_index is not None:
+            remove_index(path, old_index, keeps_index=bool(groups))
+        return files
+
+    try:
+        written = writer.upload(layouts if groups else [], names, compared)
+        return writer.commit(put)
+    except BaseException as error:
+        # Without an answer of the server the index may be there, and may name the shards.
+        with suppress(WriteFailedError), cleanup():
+            if not is_unknown or isinstance(error, TargetExistsError) or is_absent(index, error):
+                remove(shards)
+        raise
+
+
+def index_of_object(path: str) -> bytes | None:
+    """The index that a save to this URL replaces; None where there is none. Raises `WriteFailedError`."""
+    return get(locate(path + INDEX_SUFFIX))
+
+
+def remove_index(path: str, index: bytes, *, keeps_index: bool = False) -> None:
+    """Removes an index that a save to a URL has replaced, and its shards. Readers have the new checkpoint already."""
+    with suppress(WriteFailedError):
+        if not keeps_index:  # one that was written meanwhile is that of another save
+            remove([locate(path + INDEX_SUFFIX)], lambda: index_of_object(path) == index)
+        remove(_own_shards(path, index))
+
+
+def _own_shards(path: str, index: bytes) -> list[Location]:
+    """The shards that an index of an earlier save to a path names."""
+    directory, mine = path.rpartition("/")[0], own_shards(path)
+    try:
+        named = set(json.loads(index)[WEIGHT_MAP].values())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return []
+    return [locate(f"{directory}/{shard}") for shard in named if isinstance(shard, str) and mine.fullmatch(shard)]
 
 
 def write_file(
