@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
 
 from modelstate.errors import TensorSpecError
 from modelstate.spec import (
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class TensorSpec:
+class TensorSpec(msgspec.Struct, frozen=True, eq=False):
     """Describes a tensor of a checkpoint without its data: name, shape, dtype, and where it is stored.
 
     `checkpoint.tensor(name)` reads the values. Operators, functions of torch and methods of `torch.Tensor` raise
@@ -42,9 +42,26 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype_name: str
     """The name that torch has for the dtype: "float32"."""
-    stored: Stored = field(compare=False)
-    _tensors: StoredTensors | None = field(default=None, compare=False)
-    """The table of the tensor, if it has one: creates `stored` when that is first accessed."""
+    _stored: Stored | None = None
+    """None for a tensor of a table."""
+    _tensors: StoredTensors | None = None
+    """The table of the tensor, if it has one."""
+
+    @property
+    def stored(self) -> Stored:
+        """Where the tensor is. That of a table is created when it is first accessed."""
+        if self._tensors is not None:
+            return self._tensors[self.name]
+        assert self._stored is not None
+        return self._stored
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorSpec):
+            return NotImplemented
+        return (self.name, self.shape, self.dtype_name) == (other.name, other.shape, other.dtype_name)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.shape, self.dtype_name))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Copies and pickles the tensor without the others of its file."""
@@ -92,31 +109,11 @@ class TensorSpec:
         return self.stored.extent if isinstance(self.stored, StoredTensor) else None
 
 
-class _UnfrozenSpec:
-    """Becomes a `TensorSpec`."""
-
-    __slots__ = TensorSpec.__slots__
-
-
-def spec_of(name: str, stored: StoredTensor) -> TensorSpec:
-    """Describes a stored tensor, in a third of the time that the constructor takes."""
-    spec: Any = _UnfrozenSpec()
-    spec.name, spec.stored, spec.shape, spec.dtype_name = name, stored, stored.shape, stored.dtype_name
-    spec._tensors = None
-    spec.__class__ = TensorSpec
-    frozen: TensorSpec = spec
-    return frozen
-
-
 def specs_of(tensors: StoredTensors, names: Iterable[str]) -> Iterator[TensorSpec]:
     """Describes tensors of a table. The `StoredTensor` of each is created when it is first accessed."""
     rows, shapes, dtype_names = tensors.rows, tensors.columns.shapes, tensors.columns.dtype_names
-    spec: Any
     for name in names:
-        row, spec = rows[name], _UnfrozenSpec()
-        spec.name, spec.shape, spec.dtype_name, spec._tensors = name, shapes[row], dtype_names[row], tensors
-        spec.__class__ = TensorSpec
-        yield spec
+        yield TensorSpec(name, shapes[rows[name]], dtype_names[rows[name]], None, tensors)
 
 
 def _spec_error(spec: TensorSpec, used: str) -> TensorSpecError:
@@ -129,12 +126,8 @@ def _spec_error(spec: TensorSpec, used: str) -> TensorSpecError:
     )
 
 
-def _stored_or_refused(self: TensorSpec, name: str) -> Stored:
-    """Runs for an attribute that is not set: looks up `stored`, and refuses the attributes of a tensor."""
-    if name == "stored" and self._tensors is not None:
-        stored = self._tensors[self.name]
-        object.__setattr__(self, "stored", stored)
-        return stored
+def _refused_attribute(self: TensorSpec, name: str) -> NoReturn:
+    """Runs for an attribute that a description lacks: refuses those of a tensor."""
     if not name.startswith("_"):
         import torch
 
@@ -186,7 +179,7 @@ def _as_array(self: TensorSpec, dtype: np.dtype | None = None, copy: bool | None
 
 for _name in _REFUSED:  # set here and not in the class, so that type checkers report these uses
     setattr(TensorSpec, _name, _refusal(_name))
-TensorSpec.__getattr__ = _stored_or_refused  # type: ignore[attr-defined]
+TensorSpec.__getattr__ = _refused_attribute  # type: ignore[attr-defined]
 TensorSpec.__array__ = _as_array  # type: ignore[attr-defined]
 TensorSpec.__bool__ = lambda self: True  # type: ignore[attr-defined]  # Python would call __len__ otherwise
 TensorSpec.__torch_function__ = classmethod(_refuse_function)  # type: ignore[attr-defined]

@@ -53,7 +53,7 @@ from modelstate.spec import (
     pieces,
     under_names,
 )
-from modelstate.tensor_spec import TensorSpec, spec_of, specs_of
+from modelstate.tensor_spec import TensorSpec, specs_of
 from modelstate.text_format import count, listed, short_repr, size
 from modelstate.torch_compat.values import is_tensor, version_metadata
 
@@ -677,8 +677,6 @@ class _Extra(Mapping[str, Any]):
 
 
 def _spec(name: str, stored: Stored, where: str) -> TensorSpec:
-    if type(stored) is StoredTensor:
-        return spec_of(name, stored)
     try:
         return TensorSpec(name, tuple(stored.shape), dtype_name(stored), stored)
     except RuntimeError as error:  # a live tensor of a lazy module, or one whose shape is not a tuple

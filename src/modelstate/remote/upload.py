@@ -88,7 +88,7 @@ def get(location: Location) -> bytes | None:
 
 
 def _found(location: Location, read: Callable[[], _Result]) -> _Result | None:
-    """Returns what a function reads; None where there is no such object. Once more where a reply is cut short."""
+    """Returns what a function reads; None where there is no such object. Reads again where a reply is cut short."""
     for is_last in (False, True):
         try:
             with client_errors(location, "the bucket cannot be read"):
@@ -96,8 +96,8 @@ def _found(location: Location, read: Callable[[], _Result]) -> _Result | None:
         except FileNotFoundError:
             return None
         except WriteFailedError as error:
-            if is_last or failure_of(error.__cause__ or error, location).cause in _DEFINITE:
-                raise
+            if is_last or failure_of(error.__cause__ or error, location).cause is not Cause.CUT:
+                raise  # the client has repeated the request after any other error
         pause(FIRST_WAIT_SECONDS)
     return None
 
