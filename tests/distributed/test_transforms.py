@@ -39,8 +39,8 @@ class ScaledRows(ModuleTransform):
     def __call__(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
         return tensor / tensor.abs().amax(1, keepdim=True)
 
-    def rows_at_once(self, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
-        return 2
+    def block_shape(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+        return 1, *shape[1:]
 
 
 def net(kind: str, meta: bool = False) -> nn.Sequential:

@@ -377,33 +377,3 @@ def test_with_in_place_false_no_file_is_mapped(tmp_path: Path) -> None:
         ms.load(target, path, dtype=torch.bfloat16, in_place=False)
     assert "mlock" not in {request.call for request in seen.requests}
     assert all(torch.equal(value, weights[name].bfloat16()) for name, value in target.state_dict().items())
-
-
-class Doubled(ms.loading.ModuleTransform):
-    """Twice the values, some rows at a time; fails once."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-
-    def applies_to(self, name: str, module: torch.nn.Module) -> bool:
-        return name.endswith("weight")
-
-    def __call__(self, name: str, tensor: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
-        self.rows += len(tensor)
-        if self.rows == len(tensor):
-            raise ValueError("as asked")
-        return tensor * 2
-
-    def rows_at_once(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        return 64
-
-
-def test_a_transform_is_not_called_again_for_rows_where_it_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(locked, "_MOST_WINDOW_BYTES", 8 << 20)  # more than a block
-    path, target, transform = tmp_path / "x.safetensors", model().to("meta"), Doubled()
-    save_file({name: torch.ones(value.shape) for name, value in model().state_dict().items()}, path)
-    with pytest.raises(ms.errors.TransformError, match="as asked"):
-        ms.load(target, path, transform=transform, map=False)
-    assert all(value.is_meta for value in target.state_dict().values())

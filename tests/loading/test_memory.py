@@ -86,11 +86,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("skeleton", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, THREADS * 4 * MB),
         ("skeleton", "dict(dtype=torch.bfloat16, max_memory_bytes=100_000)", MODEL_BYTES // 2, 64 << 10),
         ("skeleton", "dict(rules=ms.rules.Apply('*', lambda t: t * 2))", MODEL_BYTES, 2 * WEIGHT_BYTES),
-        # A thread reads 8 MB of rows, makes at most as much of them in place, and has a heap of its own.
-        ("skeleton", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 24 * MB),
-        ("materialised", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 24 * MB),
-        # torchao takes up to three copies of them as float32, and its heap is larger.
-        ("skeleton", f"dict({INT8}, dtype=torch.bfloat16)", MODEL_BYTES // 4, THREADS * 44 * MB),
+        # A thread reads 4 MB of rows, changes them in place, and has a heap of its own.
+        ("skeleton", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 12 * MB),
+        ("materialised", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 12 * MB),
+        # 64 MB are read. A weight is cast, and torchao takes up to three copies of it as float32.
+        ("skeleton", f"dict({INT8}, dtype=torch.bfloat16)", MODEL_BYTES // 4, 96 * MB + 7 * WEIGHT_BYTES // 2),
         # The scale of a whole weight needs the whole of it: 64 MB are read, and torchao takes five copies of a weight.
         ("skeleton", f"dict({FLOAT8})", MODEL_BYTES // 4, 64 * MB + 5 * WEIGHT_BYTES + 32 * MB),
     ],

@@ -155,16 +155,13 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class ByModule(ms.loading.ModuleTransform):
-    """Calls a function with all of a tensor, or with ten of its rows at a time."""
+    """Calls a function with the tensors of modules."""
 
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], rows: int | None) -> None:
-        self.function, self.rows = function, rows
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.function = function
 
     def applies_to(self, name: str, module: nn.Module) -> bool:
         return name != "mask"
-
-    def rows_at_once(self, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
-        return self.rows
 
     def __call__(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
         return self.function(tensor)
@@ -176,18 +173,16 @@ BY_FUNCTION = NOTE.replace("a cast", "transform=")
 @pytest.mark.slow_except(15)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("kind", ["x.safetensors", "x.pt", "mapping"])
-@pytest.mark.parametrize("way", ["tensors", "modules", "rows", "background", "after a rule"])
+@pytest.mark.parametrize("way", ["tensors", "modules", "background", "after a rule"])
 def test_a_transform(tmp_path: Path, function: Callable[[torch.Tensor], torch.Tensor], kind: str, way: str) -> None:
     source: Any = large().state_dict()
     if kind != "mapping":
         torch.save(source, tmp_path / kind) if kind == "x.pt" else ms.save(source, tmp_path / kind)
         source = tmp_path / kind
-    by_module = way in ("modules", "rows")
-    rows = 10 if way == "rows" else None
     report = ms.load(
         Net(),
         source,
-        transform=ByModule(function, rows) if by_module else lambda name, tensor: function(tensor),
+        transform=ByModule(function) if way == "modules" else lambda name, tensor: function(tensor),
         background=way == "background",
         rules=[ms.rules.Apply("*", torch.clone)] if way == "after a rule" else [],
     )

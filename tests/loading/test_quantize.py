@@ -615,7 +615,7 @@ def test_whatever_the_caller_has_set(context: Any, rows: int, background: bool, 
 
 
 def test_weights_that_are_too_wide_for_a_sample(tmp_path: Path) -> None:
-    """Of as many columns no sample is taken, which nothing would count as memory: torchao quantizes them."""
+    """No sample of so many columns is taken, whose memory is not counted: torchao quantizes them."""
     torch.manual_seed(2)
     ours, theirs = (nn.Sequential(nn.Linear(100_000, 3, bias=False)) for _ in range(2))
     save_file(theirs.state_dict(), tmp_path / "x")
@@ -623,7 +623,6 @@ def test_weights_that_are_too_wide_for_a_sample(tmp_path: Path) -> None:
     assert ms.plan(ours, tmp_path / "x", transform=transform).ok
     ms.load(ours, tmp_path / "x", transform=transform)
     same(ours, after_load(theirs, Q.Int8WeightOnlyConfig()))
-    assert transform.rows_writer((3, 100_000), torch.float32, ours[0]) is None
 
 
 def test_many_quantized_tensors_for_plain_ones_are_one_line() -> None:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from modelstate.planning.assignment import ReadRoute as ReadRoute
     from modelstate.planning.options import LoadOptions as LoadOptions
     from modelstate.planning.transforms import ModuleTransform as ModuleTransform
-    from modelstate.planning.transforms import RowsWriter as RowsWriter
 else:
     __getattr__, __dir__ = attach(
         __name__,
@@ -23,7 +22,6 @@ else:
             "Quantize": "modelstate.loading.quantize",
             "RankReport": "modelstate.loading.report",
             "ReadRoute": "modelstate.planning.assignment",
-            "RowsWriter": "modelstate.planning.transforms",
             "set_spare_bytes": "modelstate.io.memory",
         },
     )
@@ -35,6 +33,5 @@ __all__ = [
     "Quantize",
     "RankReport",
     "ReadRoute",
-    "RowsWriter",
     "set_spare_bytes",
 ]

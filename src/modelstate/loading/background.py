@@ -138,7 +138,7 @@ def _is_staged(assignment: Assignment) -> bool:
     """Whether the value must still be read, and depends on the checkpoint alone."""
     if assignment.final is not None or assignment.stored is None or not _is_from_checkpoint(assignment.stored):
         return False
-    stays = assignment.placement.name == "copy" and assignment.transform is None and assignment.remake is None
+    stays = assignment.placement.name == "copy" and not assignment.is_transformed
     return not (stays and isinstance(assignment.stored, torch.Tensor))
 
 

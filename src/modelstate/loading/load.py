@@ -481,7 +481,7 @@ def _check_optimizers(assignments: Iterable[Assignment], optimizers: tuple[torch
     replaced = [
         assignment
         for assignment in assignments
-        if assignment.remake is not None and assignment.slot_tensor in optimized_parameters
+        if assignment.module_transform is not None and assignment.slot_tensor in optimized_parameters
     ]
     if replaced:
         alone = ", ".join(f"{pattern!r}: None" for pattern in glob_patterns(item.name for item in replaced))

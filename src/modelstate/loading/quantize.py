@@ -9,13 +9,17 @@ import torch
 from torch import nn
 
 from modelstate.errors import OptionError, PackageError, TransformError, keep_interrupt
-from modelstate.planning.transforms import ModuleTransform, RowsWriter
+from modelstate.io.memory import fresh_tensors
+from modelstate.planning.transforms import BlockTransform
+from modelstate.spec import contiguous_stride
 
 _HIGHEST, _LOWEST = 127, -128
 _STEPS = (_HIGHEST - _LOWEST) / 2
 _LEAST_SCALE = torch.finfo(torch.float32).eps
 _MOST_COLUMNS = 1 << 16
 """The most columns of a sample, which then has 2 MB; torchao copies it several times."""
+_HEAP_IN_PLACE_BYTES = 8 << 20
+"""Memory that the heap of a thread keeps between two calls of the quantization in place."""
 _PARTS = {"qdata", "scale"}
 _CONSTANT = "zero_point"
 
@@ -26,9 +30,10 @@ class Int8Rows:
     The operations and their order are those of torchao's symmetric quantization. They overwrite the rows.
     """
 
+    extra_bytes = _HEAP_IN_PLACE_BYTES
+
     def __init__(self, like: Any) -> None:
         """`like` is the tensor that torchao returns for some rows."""
-        self.like: torch.Tensor = like
         names, self._context = like.__tensor_flatten__()
         self._class: Any = type(like.data)
         self._parts = {name: getattr(like, name) for name in names}
@@ -36,12 +41,18 @@ class Int8Rows:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the quantized rows. Overwrites `rows`."""
-        parts = {
-            name: torch.empty((len(rows), *part.shape[1:]), dtype=part.dtype, device="cpu")
-            for name, part in self._parts.items()
-        }
+        parts = self.parts(len(rows))
         self.write(rows, parts)
-        result = self._class.__tensor_unflatten__(parts, self._context, rows.shape, rows.stride())
+        return self.whole(parts, rows.shape)
+
+    def parts(self, rows: int) -> dict[str, torch.Tensor]:
+        """Allocates the parts of a weight of so many rows."""
+        layouts = [(torch.Size((rows, *part.shape[1:])), None, part.dtype) for part in self._parts.values()]
+        return dict(zip(self._parts, fresh_tensors(layouts), strict=True))
+
+    def whole(self, parts: dict[str, torch.Tensor], shape: torch.Size) -> torch.Tensor:
+        """Returns the weight that consists of these parts."""
+        result = self._class.__tensor_unflatten__(parts, self._context, shape, contiguous_stride(shape))
         return nn.Parameter(result, requires_grad=self._needs_grad)
 
     def write(self, rows: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
@@ -95,7 +106,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantize(ModuleTransform):
+class Quantize(BlockTransform):
     """Quantizes the weights of `nn.Linear` during the load, as `torchao.quantization.quantize_(model, config)` does.
 
     For the argument `transform` of `modelstate.load`, alone or for a pattern. Each weight is read, cast to its dtype,
@@ -206,18 +217,6 @@ class Quantize(ModuleTransform):
             )
         return weight
 
-    def rows_at_once(self, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
-        """The fastest number of rows; None where the config has no separate scales for rows.
-
-        Args:
-            shape: The shape of the weight.
-            dtype: The dtype of the weight.
-        """
-        if len(shape) != 2 or not _by_rows(self.config):
-            return None
-        most_bytes = _ROWS_BYTES if self._in_place(shape[1], dtype) is None else _ROWS_BYTES_IN_PLACE
-        return min(max(most_bytes // max(shape[1] * max(dtype.itemsize, 4), 1), 1), shape[0])
-
     def block_shape(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...] | None:
         """The shape of a group of the config, or of a row; None where the config has no separate scales for rows.
 
@@ -229,22 +228,15 @@ class Quantize(ModuleTransform):
             return None
         return 1, getattr(self.config.granularity, "group_size", shape[1])
 
-    def rows_writer(self, shape: tuple[int, ...], dtype: torch.dtype, module: nn.Module) -> RowsWriter | None:
-        """The writer of rows, where rows are quantized in place; otherwise None.
-
-        Args:
-            shape: The shape of the weight.
-            dtype: The dtype of the weight.
-            module: The Linear that owns the weight.
-        """
-        in_place = self._in_place(shape[1], dtype) if len(shape) == 2 else None
-        return None if in_place is None else RowsWriter(in_place.like, in_place.write)
+    def block_function(self, shape: tuple[int, ...], dtype: torch.dtype) -> Int8Rows | None:
+        """Returns the quantization in place, by rows; None where its result would differ from torchao's."""
+        return self._in_place(shape[1], dtype) if len(shape) == 2 else None
 
     def extra_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """The memory for torchao's copies of the weight in float32.
 
         Args:
-            shape: The shape of the weight, or of some of its rows.
+            shape: The shape of the weight.
             dtype: The dtype of the weight.
         """
         if len(shape) == 2 and self._in_place(shape[1], dtype) is not None:
@@ -258,12 +250,8 @@ class Quantize(ModuleTransform):
 # used can add up to the size of a weight.
 _COPIES = {"Int8WeightOnly": 3, "Int8DynamicActivation": 3, "IntxWeightOnly": 3}
 _MOST_COPIES = 5
-_HEAP_BYTES, _HEAP_IN_PLACE_BYTES = 32 << 20, 8 << 20
-"""Memory that the heap of a thread keeps between two calls of torchao, and of the quantization in place."""
-
-
-_ROWS_BYTES, _ROWS_BYTES_IN_PLACE = 2 << 20, 8 << 20
-"""Bytes of the rows of a call, in float32. Threads wait less for each other with more rows; torchao copies the rows."""
+_HEAP_BYTES = 32 << 20
+"""Memory that the heap of a thread keeps between two calls of torchao."""
 
 
 def _by_rows(config: Any) -> bool:

@@ -61,7 +61,7 @@ def shared_reads(assignments: Sequence[Assignment], agreement: Agreement) -> lis
 
 def _is_shared(assignment: Assignment) -> bool:
     stored = assignment.stored
-    is_computed = assignment.transform is not None or assignment.remake is not None or assignment.placement.by_handler
+    is_computed = assignment.is_transformed or assignment.placement.by_handler
     is_certain = stored.is_certain if isinstance(stored, Derived) else True
     in_file = stored is not None and not isinstance(stored, torch.Tensor)
     has_bytes = assignment.param.numel() > 0 and not assignment.placement.mapped

@@ -362,13 +362,13 @@ def _stage_one(staging: Staging, assignment: Assignment, read: torch.Tensor | No
         value = values_of(
             assignment.stored, staging.checkpoint.read, partial(assignment.overflows.check, assignment.name)
         )
-        if assignment.remake is None and _is_as_wanted(assignment, value):
+        if assignment.module_transform is None and _is_as_wanted(assignment, value):
             assignment.final = value.detach()
         else:
             _finish(assignment, value)  # which copies it out of what it may share
     elif (
         isinstance(assignment.stored, torch.Tensor)
-        and assignment.remake is None
+        and assignment.module_transform is None
         and (assignment.on_cpu or assignment.device != assignment.value.device)
     ):
         _finish(assignment, assignment.value)  # which copies it
@@ -411,8 +411,8 @@ def _own_value(staging: Staging, assignment: Assignment) -> torch.Tensor:
 @torch.no_grad()
 def _finish(assignment: Assignment, value: torch.Tensor) -> None:
     """Computes the final value of an assignment from a value whose memory may be reused afterwards."""
-    if assignment.remake is not None:
-        apply_module_transform(assignment, assignment.remake, value)
+    if assignment.module_transform is not None:
+        apply_module_transform(assignment, assignment.module_transform, value)
     else:
         assignment.final = as_target(assignment, value)
 
@@ -488,7 +488,7 @@ def _stage_alone(staging: Staging, assignments: Sequence[Assignment], progress: 
     trim = HeapTrim()
     for assignment in rest:
         stage_one(staging, assignment)
-        trim.on_freed(assignment.remake_bytes)
+        trim.on_freed(assignment.transform_bytes)
         progress(assignment.nbytes)
     ahead = staging.strategy.ahead and len(transformed) > 1
 
@@ -518,7 +518,7 @@ def _is_copied(assignment: Assignment) -> bool:
     live = assignment.on_cpu and isinstance(assignment.stored, torch.Tensor) and is_plain_memory(assignment.value)
     placement = assignment.placement
     is_moved = placement.name == "copy" or placement.mapped or placement.by_handler
-    return live and not is_moved and assignment.remake is None
+    return live and not is_moved and assignment.module_transform is None
 
 
 @torch.inference_mode(False)
@@ -562,7 +562,7 @@ def _read_through_scratch(
         for assignment, buffer in pairs:
             started = time.perf_counter()
             finish(assignment, buffer)
-            trim.on_freed(assignment.remake_bytes)
+            trim.on_freed(assignment.transform_bytes)
             assignment.seconds += time.perf_counter() - started
 
     laid_out = (_laid_out(group, next(turns)) for group, _ in groups)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from modelstate.errors import TransformError
 from modelstate.io.blocks import Block, Buffers, Consume, Part, Wait, Wanted, in_blocks, stream
 from modelstate.io.engine import common_align_bytes
 from modelstate.io.held import HeldFiles, locked_files
@@ -18,12 +17,11 @@ from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.pinned import pinned_memory
 from modelstate.io.uncached import BUFFER_BYTES
 from modelstate.loading.staging import Staging
-from modelstate.planning.assignment import Assignment, after_remaking, remade, transform_errors
+from modelstate.planning.assignment import Assignment, after_module_transform, transform_errors
 from modelstate.planning.plain_table import PlainTable
-from modelstate.planning.transforms import RowsWriter, asked_writer
-from modelstate.spec import StoredTensor, contiguous_stride
+from modelstate.planning.transforms import BlockFunction
+from modelstate.spec import StoredTensor
 from modelstate.torch_compat.dtypes import UNCHECKED, Overflows, can_overflow, extremes, is_range_within, is_within
-from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import copy_each
 
 _MOST_DIRECT = 4
@@ -207,123 +205,6 @@ class StreamBuffers(Buffers):
         self._taken = 0
 
 
-def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """The plain tensors that a tensor consists of, each with the tensor's rows; None for any other tensor."""
-    if is_plain(tensor):
-        parts = {"": tensor}
-    else:
-        flatten = getattr(tensor, "__tensor_flatten__", None)
-        if flatten is None:
-            return None
-        parts = {name: getattr(tensor, name) for name in flatten()[0]}
-    rows = tensor.shape[0]
-    fit = all(is_plain(part) and part.dim() and len(part) == rows and part.is_contiguous() for part in parts.values())
-    return parts if fit else None
-
-
-class _Part(NamedTuple):
-    name: str
-    columns: torch.Size
-    """The shape of a row."""
-    dtype: torch.dtype
-    device: torch.device
-
-
-class _Kind(NamedTuple):
-    """What all pieces of a tensor have in common."""
-
-    cls: type
-    context: str
-    parts: tuple[_Part, ...]
-    freezes: bool
-
-
-class RowAssembler:
-    """Joins the rows of a tensor, which any thread adds in any order."""
-
-    def __init__(self, name: str, rows: int) -> None:
-        self._name, self._rows = name, rows
-        self._kind: _Kind | None = None
-        self._context: Any = None
-        self._shape = torch.Size()
-        self._parts: dict[str, torch.Tensor] = {}
-        self._lock = threading.Lock()
-
-    def put(self, first: int, some: torch.Tensor) -> None:
-        """Adds rows from `first` on. Raises `TransformError` where they are not like the rows before."""
-        for name, part in self.begin(some).items():
-            self._parts[name][first : first + part.shape[0]].copy_(part)
-
-    def begin(self, some: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Allocates the memory for rows like these, without adding them, and returns their parts.
-
-        Raises `TransformError` where they are not like the rows before.
-        """
-        parts = parts_of(some)
-        kind = None if parts is None else _kind(some, parts)
-        with self._lock:
-            if self._kind is None and kind is not None:
-                self._begin(kind, _context(some), some.shape[1:])
-        if parts is None or kind != self._kind:
-            raise TransformError(
-                "what the transform returned for some rows cannot be joined; nothing has been changed",
-                where=self._name,
-                expected="plain tensors, or tensors of one class, whose parts have as many rows"
-                if self._kind is None
-                else f"the same for all rows: {self._kind}",
-                found=type(some).__name__ if kind is None else kind,
-                remedy="let rows_at_once return None, so that it gets the whole tensor",
-            )
-        return parts
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the memory is allocated."""
-        return self._kind is not None
-
-    def at(self, first: int, count: int) -> dict[str, torch.Tensor]:
-        """The memory of `count` rows from `first` on, by part."""
-        return {name: part[first : first + count] for name, part in self._parts.items()}
-
-    def _begin(self, kind: _Kind, context: Any, columns: torch.Size) -> None:
-        self._context, self._shape = context, torch.Size((self._rows, *columns))
-        on_cpu = {part.name: part for part in kind.parts if part.device.type == "cpu"}
-        layouts = [(torch.Size((self._rows, *part.columns)), None, part.dtype) for part in on_cpu.values()]
-        fresh = dict(zip(on_cpu, fresh_tensors(layouts), strict=True))
-        for name, columns, dtype, device in kind.parts:
-            there = fresh.get(name)
-            if there is None:
-                there = torch.empty((self._rows, *columns), dtype=dtype, device=device)
-            self._parts[name] = there
-        self._kind = kind
-
-    @property
-    def whole(self) -> torch.Tensor:
-        """The tensor, once all rows are there."""
-        assert self._kind is not None
-        if "" in self._parts:
-            return self._parts[""]
-        cls: Any = self._kind.cls
-        stride = contiguous_stride(self._shape)
-        tensor: torch.Tensor = cls.__tensor_unflatten__(self._parts, self._context, self._shape, stride)
-        return tensor
-
-    @property
-    def freezes(self) -> bool:
-        """Whether the rows are a parameter without gradient."""
-        return self._kind is not None and self._kind.freezes
-
-
-def _kind(some: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> _Kind:
-    context = "" if is_plain(some) else repr(_context(some))
-    like = tuple(_Part(name, part.shape[1:], part.dtype, part.device) for name, part in parts.items())
-    return _Kind(type(some.data), context, like, isinstance(some, torch.nn.Parameter) and not some.requires_grad)
-
-
-def _context(some: torch.Tensor) -> Any:
-    return None if is_plain(some) else some.__tensor_flatten__()[1]  # type: ignore[attr-defined]
-
-
 Progress = Callable[[int], None]
 
 
@@ -357,7 +238,7 @@ def streamed_read(
         *(staging, wanted, consumer.consume, buffers, on_block, consumer.end, held),
         itemsize=max(one.value.dtype.itemsize for one in streamed),
         to_device=any(one.device in buffers.queues for one in streamed),
-        can_repeat=all(one.remake is None for one in streamed),
+        can_repeat=all(one.block_function is None for one in streamed),
     )
 
 
@@ -484,13 +365,12 @@ class _BlockConsumer:
         self, staging: Staging, streamed: Sequence[Assignment], queues: Mapping[torch.device, CudaQueue]
     ) -> None:
         self._streamed, self._queues, self._overflows = streamed, queues, staging.overflows
-        self._joined = {
-            index: RowAssembler(assignment.name, assignment.param.shape[0])
+        self._parts = {
+            index: assignment.block_function.parts(assignment.param.shape[0])
             for index, assignment in enumerate(streamed)
-            if assignment.remake is not None
+            if assignment.block_function is not None
         }
-        self._writers = {index: _writer(streamed[index]) for index in self._joined}
-        cast = [index for index, assignment in enumerate(streamed) if assignment.remake is None]
+        cast = [index for index, assignment in enumerate(streamed) if assignment.block_function is None]
         self._finals = dict(zip(cast, _memory(staging, [streamed[index] for index in cast]), strict=True))
         self._flat = {index: final.detach().view(-1) for index, final in self._finals.items()}
         self._tracker = staging.held
@@ -504,14 +384,12 @@ class _BlockConsumer:
             assignment = self._streamed[part.which]
             itemsize = assignment.value.dtype.itemsize
             run = Run(part.at, part.nbytes // itemsize, assignment.value.dtype, ())
-            if assignment.remake is None:
+            if assignment.block_function is None:
                 first = part.first // itemsize
                 target = self._flat[part.which][first : first + run.numel]
                 runs[target.device].append(run._replace(values=[Value(assignment.name, 0, target)]))
-                continue
-            queue = queues.get(assignment.device)
-            with nullcontext() if queue is None else queue.callers_stream():
-                self._remake(assignment, part, run.shown(buffer))
+            else:
+                self._transform(assignment, assignment.block_function, part, run.shown(buffer))
         waits = list[Wait]()
         for device, its in runs.items():
             if device in queues:
@@ -520,46 +398,29 @@ class _BlockConsumer:
                 copy_runs(its, buffer, self._overflows)
         return (lambda: [wait() for wait in waits]) if waits else None
 
-    def _remake(self, assignment: Assignment, part: Part, value: torch.Tensor) -> None:
-        assert assignment.remake is not None
-        rest = assignment.value.shape[1:]
-        rows = value.view(-1, *rest)
-        first = part.first // (assignment.nbytes // assignment.value.shape[0])
-        casts = value.dtype != assignment.dtype
-        for at in range(0, len(rows), assignment.remake_rows):
-            given = rows[at : at + assignment.remake_rows]
-            # The transform gets as many bytes as it returns.
-            given_bytes = given.numel() * assignment.dtype.itemsize * (2 if casts else 1)
-            with self._tracker.during(assignment.remake_bytes + given_bytes):
-                some = given.to(assignment.dtype)
-                assignment.overflows.check(assignment.name, given, some)
-                some = some.to(assignment.device)
-                self._join(part.which, first + at, some)
-                del some
-
-    def _join(self, which: int, first: int, some: torch.Tensor) -> None:
-        """Transforms some rows, and puts them where they belong."""
-        assignment, joined, writer = self._streamed[which], self._joined[which], self._writers[which]
-        assert assignment.remake is not None
-        if writer is None:
-            joined.put(first, remade(assignment, assignment.remake, some, some.shape))
-            return
-        if not joined.has_begun:
-            joined.begin(writer.like)
-        with transform_errors(assignment.name):
-            writer.write(some, joined.at(first, len(some)))
+    def _transform(self, assignment: Assignment, function: BlockFunction, part: Part, value: torch.Tensor) -> None:
+        """Transforms the rows of a part, and writes them where they belong."""
+        rows = value.view(-1, *assignment.value.shape[1:])
+        first = part.first // assignment.unit_bytes
+        cast_bytes = 0 if value.dtype == assignment.dtype else rows.numel() * assignment.dtype.itemsize
+        with self._tracker.during(function.extra_bytes + cast_bytes):
+            cast = rows.to(assignment.dtype)
+            assignment.overflows.check(assignment.name, rows, cast)
+            parts = {name: tensor[first : first + len(rows)] for name, tensor in self._parts[part.which].items()}
+            with transform_errors(assignment.name):
+                function.write(cast, parts)
 
     @torch.inference_mode(False)
     def end(self) -> None:
         """Sets the final values of the assignments."""
         for index, assignment in enumerate(self._streamed):
-            if assignment.remake is None:
+            if assignment.block_function is None:
                 assignment.final = self._finals[index]
                 continue
-            joined = self._joined[index]
-            assignment.final, assignment.freezes = joined.whole.detach(), joined.freezes
+            result = assignment.block_function.whole(self._parts[index], assignment.param.shape)
+            assignment.final, assignment.freezes = result.detach(), not result.requires_grad
             assignment.dtype = assignment.final.dtype
-            assignment.placement = after_remaking(assignment.placement, assignment.param, assignment.final)
+            assignment.placement = after_module_transform(assignment.placement, assignment.param, assignment.final)
 
     def on_block(self, block: Block, seconds: float) -> None:
         """Records the seconds that a block took."""
@@ -589,10 +450,3 @@ def _memory(staging: Staging, cast: Sequence[Assignment]) -> list[torch.Tensor]:
             else:
                 memory.append(torch.empty(assignment.param.shape, dtype=assignment.dtype, device=assignment.device))
     return memory
-
-
-def _writer(assignment: Assignment) -> RowsWriter | None:
-    """The function that writes transformed rows to their final memory, where the transform has one."""
-    if assignment.remake is None or not assignment.on_cpu:
-        return None
-    return asked_writer(assignment.remake, assignment.name, tuple(assignment.param.shape), assignment.dtype)

@@ -14,7 +14,7 @@ from modelstate.errors import ModelStateError, TransformError
 from modelstate.io.engine import Request, Rows
 from modelstate.io.memory import Layout, fresh_tensors
 from modelstate.planning.sharded import ShardedSlot
-from modelstate.planning.transforms import Bound, Transform
+from modelstate.planning.transforms import BlockFunction, Bound, Transform
 from modelstate.rules.expression import Derived, PlacedTensor, Source, placed_tensors
 from modelstate.spec import ByteRange, Combined, StoredComposite, StoredTensor, contiguous_stride, is_run, overlapping
 from modelstate.text_format import short_repr
@@ -127,7 +127,7 @@ def after_transform(planned: Placement, param: torch.Tensor, result: torch.Tenso
     return planned
 
 
-def after_remaking(planned: Placement, param: torch.Tensor, result: torch.Tensor) -> Placement:
+def after_module_transform(planned: Placement, param: torch.Tensor, result: torch.Tensor) -> Placement:
     """Returns the placement of the result of a module's transform, whose class and dtype the slot gets."""
     if not is_plain(result):
         return Placement("swap", f"{type(result).__name__} {planned.why}")
@@ -199,14 +199,14 @@ class Assignment:
     """Counts values that a cast makes infinite or NaN, for all assignments of a load."""
     transform: Transform | None = None
     """Called with the value as it is in the checkpoint. Its result may have any dtype."""
-    remake: Bound | None = None
-    """The transform of the module, called with the value as it would be loaded: cast, and on its device."""
-    remake_bytes: int = 0
-    """Bytes of memory that a call of `remake` needs in addition to its argument and its result."""
-    remake_rows: int = 0
-    """The number of rows for one call of `remake`; 0 where a call needs the whole value."""
+    module_transform: Bound | None = None
+    """Called with the value as it would be loaded: cast, and on its device."""
+    transform_bytes: int = 0
+    """Bytes of memory that a call of `module_transform` needs in addition to its argument and its result."""
+    block_function: BlockFunction | None = None
+    """Computes the result of `module_transform` in blocks of rows; None where a call needs the whole value."""
     freezes: bool = False
-    """Whether the result of `remake` clears `requires_grad` of the slot."""
+    """Whether the result of `module_transform` clears `requires_grad` of the slot."""
     final: torch.Tensor | None = None
     """The final value; None until the value has been read, cast and transformed."""
     seconds: float = 0.0
@@ -245,6 +245,11 @@ class Assignment:
         self.choose_route()
 
     @property
+    def is_transformed(self) -> bool:
+        """Whether a transform computes the final value."""
+        return self.transform is not None or self.module_transform is not None
+
+    @property
     def slot_tensor(self) -> torch.Tensor:
         """The tensor of the model: `param`, or the DTensor whose local tensor it is."""
         return self.param if self.sharded is None else self.sharded.tensor
@@ -259,14 +264,14 @@ class Assignment:
             self.route = ReadRoute.COMPUTED
         elif not self.is_read_into_place or self.transform is not None or self.placement.by_handler:
             self.route = ReadRoute.WHOLE
-        elif self.value.dtype == self.dtype and self.on_cpu and self.remake is None:
+        elif self.value.dtype == self.dtype and self.on_cpu and self.module_transform is None:
             self.route = ReadRoute.DIRECT
         elif not self.is_run_of_bytes:
             self.route = ReadRoute.WHOLE
         elif self.placement.direct:
             self.route = ReadRoute.STREAMED if self.param.is_contiguous() else ReadRoute.WHOLE
         else:
-            in_rows = self.own_stride is None and (self.remake is None or self.remake_rows > 0)
+            in_rows = self.own_stride is None and (self.module_transform is None or self.block_function is not None)
             self.route = ReadRoute.STREAMED if in_rows else ReadRoute.WHOLE
 
     def stage_instead(self, reason: str) -> None:
@@ -297,7 +302,7 @@ class Assignment:
     @property
     def _is_computed_into_place(self) -> bool:
         """Whether nothing has to be done with the result of a computation."""
-        is_final = self.value.dtype == self.dtype and self.on_cpu and self.transform is None and self.remake is None
+        is_final = self.value.dtype == self.dtype and self.on_cpu and not self.is_transformed
         in_order = self.own_stride is None and (not self.placement.direct or self.param.is_contiguous())
         return is_final and in_order and not self.placement.by_handler
 
@@ -343,7 +348,7 @@ class Assignment:
         """Whether the value is read into, or computed in, temporary memory."""
         if self.placement.mapped or isinstance(self.stored, torch.Tensor):
             return False
-        changes = self.value.dtype != self.dtype or self.remake is not None or self.own_stride is not None
+        changes = self.value.dtype != self.dtype or self.module_transform is not None or self.own_stride is not None
         # A read for `in_place=True` goes straight to plain memory only.
         changes = changes or (self.placement == DIRECT and not is_plain_memory(self.param))
         return changes or not self.on_cpu or not self.is_read_into_place
@@ -353,12 +358,12 @@ class Assignment:
         """Bytes of memory that a transform needs for this value, as far as they are known before the call."""
         if self.transform is not None:
             return self.buffer_bytes  # the argument of the transform
-        if self.remake is None:
+        if self.module_transform is None:
             return 0
         ordered = all(tensor.is_contiguous() for tensor in (self.value, self.param) if is_plain(tensor))
         straight = self.value.dtype == self.dtype and ordered and not isinstance(self.stored, Derived)
         copied = 0 if straight or not self.on_cpu else self.value.numel() * self.dtype.itemsize
-        return self.remake_bytes + copied + (self.nbytes if isinstance(self.stored, torch.Tensor) else 0)
+        return self.transform_bytes + copied + (self.nbytes if isinstance(self.stored, torch.Tensor) else 0)
 
     @property
     def is_read_ahead(self) -> bool:
@@ -377,18 +382,15 @@ class Assignment:
 
     @property
     def unit_bytes(self) -> int:
-        """The smallest number of bytes that a streamed value can be split into."""
-        if self.remake is None:
-            return self.value.itemsize
-        return self.remake_rows * (self.nbytes // self.value.shape[0])
+        """The smallest number of bytes that a streamed value can be split into: an element, or a row."""
+        return self.value.itemsize if self.block_function is None else self.nbytes // self.value.shape[0]
 
-    @property
-    def working_bytes(self) -> int:
+    def working_bytes(self, block_bytes: int) -> int:
         """Bytes of memory that each thread needs for a streamed value in addition to its read buffer."""
-        if self.remake is None:
+        if self.block_function is None:
             return 0
-        result = min(self.unit_bytes, self.nbytes) // self.value.itemsize * self.dtype.itemsize
-        return self.remake_bytes + (2 if self.value.dtype != self.dtype else 1) * result
+        cast = min(max(block_bytes, self.unit_bytes), self.nbytes) // self.value.itemsize * self.dtype.itemsize
+        return self.block_function.extra_bytes + (cast if self.value.dtype != self.dtype else 0)
 
     @property
     def is_read_together(self) -> bool:
@@ -432,22 +434,16 @@ def transform_errors(name: str) -> Iterator[None]:
         ) from error
 
 
-def remade(assignment: Assignment, last: Transform, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Calls a module's transform with a value or some of its rows, and counts new infinite and NaN values."""
-    before = nonfinite(value) if is_plain(value) else 0
-    result = called(last, assignment.name, value, shape)
-    if is_plain(result):
-        assignment.overflows.check_function(assignment.name, BY_TRANSFORM, result, lambda: before)
-    return result
-
-
 def apply_module_transform(assignment: Assignment, last: Transform, value: torch.Tensor) -> None:
     """Sets the final value to the result of a module's transform. The memory of `value` may be reused afterwards."""
     if is_plain(value) and not (
         assignment.on_cpu and value.dtype == assignment.dtype and value.stride() == assignment.stride
     ):
         value = as_target(assignment, value)
-    result = remade(assignment, last, value, assignment.param.shape)
+    before = nonfinite(value) if is_plain(value) else 0
+    result = called(last, assignment.name, value, assignment.param.shape)
+    if is_plain(result):
+        assignment.overflows.check_function(assignment.name, BY_TRANSFORM, result, lambda: before)
     assignment.freezes = isinstance(result, nn.Parameter) and not result.requires_grad
     try:
         result = result.detach().to(assignment.device)
@@ -462,7 +458,7 @@ def apply_module_transform(assignment: Assignment, last: Transform, value: torch
             found=f"{type(result).__name__}: {type(error).__name__}: {error}",
         ) from error
     assignment.dtype = result.dtype
-    assignment.placement = after_remaking(assignment.placement, assignment.param, result)
+    assignment.placement = after_module_transform(assignment.placement, assignment.param, result)
 
 
 def as_target(assignment: Assignment, value: torch.Tensor) -> torch.Tensor:

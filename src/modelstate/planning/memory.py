@@ -9,31 +9,14 @@ from modelstate.io.engine import ReadStrategy, read_threads, uncached_threads
 from modelstate.io.memory import aligned
 from modelstate.planning.assignment import Assignment, ReadRoute
 from modelstate.planning.plain_table import PlainTable, Planned
-from modelstate.planning.transforms import asked_bytes
 
 
 def strategy_within(planned: Sequence[Planned], max_bytes: int, usual: ReadStrategy) -> ReadStrategy:
-    """The fastest strategy that needs at most `max_bytes`; the one that needs least, if none does.
-
-    Where fewer threads and smaller blocks than those of `usual` are not enough, transforms get fewer rows at a time.
-    """
-    while True:
-        for strategy in (usual, *usual.smaller()):
-            if peak_bytes(planned, strategy) <= max_bytes:
-                return strategy
-        if not _have_fewer_rows(item for item in planned if isinstance(item, Assignment)):
-            return strategy
-
-
-def _have_fewer_rows(assignments: Iterable[Assignment]) -> bool:
-    """Halves the rows that transforms get at a time. Returns False where they get single rows already."""
-    by_rows = [assignment for assignment in assignments if assignment.remake_rows > 1]
-    for assignment in by_rows:
-        assignment.remake_rows = -(-assignment.remake_rows // 2)
-        if assignment.remake is not None:
-            part = (assignment.remake_rows, *assignment.param.shape[1:])
-            assignment.remake_bytes = asked_bytes(assignment.remake.transform, assignment.name, part, assignment.dtype)
-    return bool(by_rows)
+    """The fastest strategy that needs at most `max_bytes`; the one that needs least, if none does."""
+    for strategy in (usual, *usual.smaller()):
+        if peak_bytes(planned, strategy) <= max_bytes:
+            break
+    return strategy
 
 
 def uncached_strategy(
@@ -42,7 +25,7 @@ def uncached_strategy(
     """The strategy with O_DIRECT for these files, if that needs at most `max_bytes`; else the same strategy."""
     uncached = replace(strategy, uncached=frozenset(files))
     # More threads compute no faster.
-    computes = any(isinstance(item, Assignment) and item.remake is not None for item in planned)
+    computes = any(isinstance(item, Assignment) and item.module_transform is not None for item in planned)
     wide = uncached if computes else replace(uncached, threads=uncached_threads(strategy.threads))
     for candidate in (wide, uncached):
         if max_bytes is None or peak_bytes(planned, candidate) <= max_bytes:
@@ -97,7 +80,7 @@ def _stream(streamed: Sequence[Assignment], tables: Sequence[PlainTable], strate
     return strategy.stream_bytes(
         total=sum(map(aligned, nbytes)),
         unit=max([*units, *(table.stored_dtype.itemsize for table in tables)]),
-        working=max((assignment.working_bytes for assignment in streamed), default=0),
+        working=max((assignment.working_bytes(strategy.block_bytes) for assignment in streamed), default=0),
         to_device=any(device.type == "cuda" for device in devices),
     )
 
@@ -109,8 +92,8 @@ def _scratch(whole: Sequence[Assignment], strategy: ReadStrategy) -> int:
     buffer = max(max(together, default=0), min(sum(together), strategy.turn_bytes))
     buffers = 2 if strategy.ahead and sum(together) > buffer else 1
     # Transforms read from the buffers.
-    remaking = max((assignment.passing_bytes for assignment in whole if assignment.remake is not None), default=0)
-    return max(buffers * buffer, max(others, default=0)) + remaking
+    passing = max((item.passing_bytes for item in whole if item.module_transform is not None), default=0)
+    return max(buffers * buffer, max(others, default=0)) + passing
 
 
 def _alone(whole: Sequence[Assignment], strategy: ReadStrategy) -> int:

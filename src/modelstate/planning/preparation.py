@@ -29,12 +29,12 @@ from modelstate.planning.recorder import Owner
 from modelstate.planning.sharded import LocalSlot, ShardedSlot, sharded_slot
 from modelstate.planning.transforms import (
     NO_TRANSFORM,
+    BlockTransform,
     Bound,
     Choice,
     Transforms,
-    asked_blocks,
-    asked_bytes,
-    asked_rows,
+    block_shape_of,
+    extra_bytes_of,
 )
 from modelstate.problems import (
     BadExtraState,
@@ -366,7 +366,7 @@ class Preparation:
             sharded=sharded,
         )
         if choice.last is not None:
-            self._set_remake(assignment, choice.last)
+            self._set_module_transform(assignment, choice.last)
         return assignment
 
     def _is_shown(self, stored: StoredTensor) -> bool:
@@ -403,7 +403,7 @@ class Preparation:
         self._has_shards = True
         slot: ShardedSlot | Problem = sharded_slot(name, param, value, self.options.device)
         if isinstance(slot, ShardedSlot) and choice.last is not None:
-            blocks = asked_blocks(choice.last.transform, name, tuple(param.shape), param.dtype)
+            blocks = block_shape_of(choice.last.transform, name, tuple(param.shape), param.dtype)
             needs = ""
             if not choice.last.transform.returns_plain and id(param) in self._gathered:
                 needs = "makes tensors of a subclass, while FSDP2 gathers plain ones"
@@ -447,13 +447,14 @@ class Preparation:
         return isinstance(stored, torch.Tensor)
 
     @staticmethod
-    def _set_remake(assignment: Assignment, remake: Bound) -> None:
-        """Sets the transform of a module that makes the value, and the rows and the memory of each call of it."""
-        assignment.remake, transform, shape = remake, remake.transform, tuple(assignment.param.shape)
-        if shape and assignment.own_stride is None and assignment.is_run_of_bytes:
-            assignment.remake_rows = min(asked_rows(transform, assignment.name, shape, assignment.dtype) or 0, shape[0])
-        part = (assignment.remake_rows, *shape[1:]) if assignment.remake_rows else shape
-        assignment.remake_bytes = asked_bytes(transform, assignment.name, part, assignment.dtype)
+    def _set_module_transform(assignment: Assignment, bound: Bound) -> None:
+        """Sets the transform of a module that computes the value, and the memory that each call needs."""
+        assignment.module_transform, transform, shape = bound, bound.transform, tuple(assignment.param.shape)
+        in_rows = assignment.own_stride is None and assignment.is_run_of_bytes and assignment.nbytes > 0
+        if isinstance(transform, BlockTransform) and in_rows and assignment.on_cpu:
+            assignment.block_function = transform.block_function(shape, assignment.dtype)
+        if assignment.block_function is None:
+            assignment.transform_bytes = extra_bytes_of(transform, assignment.name, shape, assignment.dtype)
         assignment.choose_route()
 
     def move(self, slot: Slot, device: torch.device) -> None:
@@ -518,7 +519,7 @@ class Preparation:
             sharded=sharded,
         )
         if choice.last is not None:
-            self._set_remake(assignment, choice.last)
+            self._set_module_transform(assignment, choice.last)
         self.used.add(given)
         self.filled[id(slot.tensor)] = assignment
         self.assignments.append(assignment)

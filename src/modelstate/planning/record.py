@@ -226,8 +226,7 @@ def _check_quantized(preparation: Preparation) -> None:
     """
     converts: dict[type, bool] = {}
     for assignment in preparation.assignments:
-        is_transformed = assignment.transform is not None or assignment.remake is not None
-        if assignment.plain or assignment.param.is_meta or is_transformed or is_plain(assignment.value):
+        if assignment.plain or assignment.param.is_meta or assignment.is_transformed or is_plain(assignment.value):
             continue
         if not (is_plain(assignment.param) and is_quantized(assignment.value)) or lacks_values(assignment.value):
             continue

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -18,27 +18,6 @@ from modelstate.transaction.slots import Slots
 
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 """Takes a name in the model, and the tensor as it is in the checkpoint. Returns the tensor to load."""
-
-
-class RowsWriter(NamedTuple):
-    """Writes transformed rows of a tensor directly into the result.
-
-    Args:
-        like: A transformed tensor of some rows.
-        write: The function that transforms rows and writes them.
-
-    Examples:
-        >>> def write(rows, parts):
-        ...     parts[""].copy_(rows.mul_(2))
-        >>> writer = modelstate.loading.RowsWriter(torch.empty(1, 8), write)
-    """
-
-    like: torch.Tensor
-    """A transformed tensor of some rows. The result gets its class and `requires_grad`; the parts of the result get the
-    dtypes and columns of its parts."""
-    write: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
-    """Called with some rows, whose memory may be overwritten, and with the same rows of the parts of the result: by the
-    names of `__tensor_flatten__`, or by `""` for a plain tensor. Called by several threads at once."""
 
 
 class ModuleTransform(ABC):
@@ -85,42 +64,43 @@ class ModuleTransform(ABC):
         """
         return 0
 
-    def rows_at_once(self, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
-        """The best number of rows (of dimension 0) for one call; None if calls need the whole tensor.
-
-        A number requires that each row of the result depends on the same row of the tensor alone. Several threads then
-        call the transform at once with some rows each, while the tensor is read. The results are joined. They must be
-        plain tensors, or tensors of one class whose `__tensor_flatten__` returns plain tensors with as many rows.
-
-        Args:
-            shape: The shape of the whole tensor.
-            dtype: The dtype of the tensor.
-        """
-        return None
-
     def block_shape(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...] | None:
-        """The shape of the blocks whose results do not depend on each other; None if calls need the whole tensor.
+        """The shape of the blocks whose results do not depend on each other; None if a call needs the whole tensor.
 
-        Rows, where `rows_at_once` returns a number. A rank of a sharded model transforms its part of a tensor, if it
-        holds whole blocks.
-
-        Args:
-            shape: The shape of the whole tensor.
-            dtype: The dtype of the tensor.
-        """
-        return None if self.rows_at_once(shape, dtype) is None else (1, *shape[1:])
-
-    def rows_writer(self, shape: tuple[int, ...], dtype: torch.dtype, module: nn.Module) -> RowsWriter | None:
-        """The writer of rows on the CPU; None if calls return the rows.
-
-        A writer saves a temporary tensor for each call, and its copy into the result.
+        A rank of a sharded model transforms its part of a tensor, if it holds whole blocks.
 
         Args:
             shape: The shape of the whole tensor.
             dtype: The dtype of the tensor.
-            module: The module that owns the tensor.
         """
         return None
+
+
+class BlockFunction(Protocol):
+    """Computes the result of a transform from some rows of a tensor, straight into the memory of the result.
+
+    Several threads call `write` at once, each with other rows, while the tensor is read.
+    """
+
+    extra_bytes: int
+    """The memory that a thread needs for its calls."""
+
+    def parts(self, rows: int) -> dict[str, torch.Tensor]:
+        """Allocates the plain tensors that a result of so many rows consists of."""
+
+    def write(self, rows: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
+        """Transforms rows, whose memory it may overwrite, into the same rows of the parts."""
+
+    def whole(self, parts: dict[str, torch.Tensor], shape: torch.Size) -> torch.Tensor:
+        """Returns the result that consists of these parts."""
+
+
+class BlockTransform(ModuleTransform):
+    """A transform of this library that may compute its result in blocks of rows."""
+
+    @abstractmethod
+    def block_function(self, shape: tuple[int, ...], dtype: torch.dtype) -> BlockFunction | None:
+        """Returns the function for a tensor on the CPU; None if a call needs the whole tensor."""
 
 
 Pairs = tuple[tuple[str, Transform | ModuleTransform | None], ...]
@@ -219,16 +199,7 @@ class Transforms:
         return named_modules_of(self._root)
 
 
-def asked_rows(transform: ModuleTransform, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
-    """Returns the checked result of `rows_at_once`. Raises `TransformError`."""
-    with _method_errors(name, "rows_at_once"):
-        rows = transform.rows_at_once(shape, dtype)
-        if rows is not None and not (_is_integer(rows) and rows > 0):
-            raise TypeError(f"rows_at_once returned {rows!r}; it must return an integer >= 1, or None")
-        return rows
-
-
-def asked_blocks(
+def block_shape_of(
     transform: ModuleTransform, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[int, ...] | None:
     """Returns the checked result of `block_shape`. Raises `TransformError`."""
@@ -239,19 +210,7 @@ def asked_blocks(
         return blocks
 
 
-def asked_writer(bound: "Bound", name: str, shape: tuple[int, ...], dtype: torch.dtype) -> RowsWriter | None:
-    """Returns the checked result of `rows_writer`. Raises `TransformError`."""
-    with _method_errors(name, "rows_writer"):
-        writer = bound.transform.rows_writer(shape, dtype, bound.module)
-        if not (writer is None or isinstance(writer, RowsWriter)):
-            raise TypeError(f"rows_writer returned {writer!r}; it must return a RowsWriter, or None")
-        if writer is not None and (writer.like.shape[1:] != shape[1:] or writer.like.device.type != "cpu"):
-            columns, device = tuple(writer.like.shape[1:]), writer.like.device
-            raise ValueError(f"like has rows of shape {columns} on {device}; expected {shape[1:]} on the CPU")
-        return writer
-
-
-def asked_bytes(transform: ModuleTransform, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def extra_bytes_of(transform: ModuleTransform, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Returns the checked result of `extra_bytes`. Raises `TransformError`."""
     with _method_errors(name, "extra_bytes"):
         nbytes = transform.extra_bytes(shape, dtype)
