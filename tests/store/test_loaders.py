@@ -103,22 +103,6 @@ def test_a_loader_among_the_objects_that_is_left_and_begun_anew_is_a_warning(tmp
     assert epochs(tmp_path / "outside", StatefulDataLoader(DATA, batch_size=2), batches=2) == []  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_that_is_left_is_a_warning_before_it_begins_anew(tmp_path: Path, workers: int) -> None:
-    """A process that is killed after the first checkpoint has had the warning."""
-    options = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
-    loader: Any = StatefulDataLoader(DATA, batch_size=2, **options)  # type: ignore[arg-type]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", ResumeWarning)
-        for step in ms.resumable(tmp_path, {"loader": loader}, steps=3, save_every=1):
-            assert len([one for one in caught if one.category is ResumeWarning]) == min(step, 1)
-            next(iter(loader))
-    (found,) = [one for one in caught if one.category is ResumeWarning]
-    assert "in the middle of the data" in str(found.message)
-    assert found.filename == __file__
-
-
 def test_a_loader_that_is_iterated_over_several_steps_is_no_warning(tmp_path: Path) -> None:
     loader: Any = StatefulDataLoader(DATA, batch_size=2)  # type: ignore[arg-type]
     with warnings.catch_warnings():

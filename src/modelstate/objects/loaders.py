@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -185,30 +184,8 @@ _LEFT = (
 )
 
 
-def left_loader_problem(objects: Iterable[object]) -> str:
-    """Returns why a resumed run would differ, where the state of a loader is saved whose iteration was given up.
-
-    Such a loader is in the middle of the data, and nothing refers to its iterator any more. `checked_iterators` does
-    not warn of it in a process that is killed before the loader begins anew. Empty where there is no such loader.
-    """
-    for loader in objects:
-        is_new = isinstance(loader, DataLoader) and _is_in_the_middle(loader) and loader not in _warned
-        if is_new and _iterator_references(loader) == _iterator_references(_ONLY_REFERENCE):
-            _warned.add(loader)
-            return _LEFT
-    return ""
-
-
 _warned: "weakref.WeakSet[object]" = weakref.WeakSet()
 """Loaders that have had the warning."""
-
-
-_ONLY_REFERENCE = SimpleNamespace(_iterator=object())
-"""Refers to an object as a loader does to an iterator that nothing else refers to."""
-
-
-def _iterator_references(owner: object) -> int:
-    return sys.getrefcount(vars(owner)[_ITERATOR])
 
 
 def _is_in_the_middle(loader: object) -> bool:

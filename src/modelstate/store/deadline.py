@@ -176,12 +176,14 @@ class Deadline:
                 found=threading.current_thread().name,
                 remedy="enter the deadline there first, or give it signals=()",
             )
-        before = {number: self._handler_before(number) for number in self._signals}
-        self._owner_pid, self._entries, self._entered_seconds, self._previous = os.getpid(), [None], now_seconds(), {}
+        earlier, self._previous = self._previous, {}
+        self._owner_pid, self._entries, self._entered_seconds = os.getpid(), [None], now_seconds()
         try:
-            for number, previous in before.items():
+            for number in self._signals:
+                previous = signal.getsignal(number)
                 signal.signal(number, self._receive)
-                self._previous[number] = previous
+                # It is this one's where another thread has left the deadline, and in a forked child.
+                self._previous[number] = earlier[number] if previous == self._receive else previous
             _entered.append(self)
         except BaseException as error:
             self._restore_handlers()
@@ -196,28 +198,12 @@ class Deadline:
         if not self._entries:
             self._restore_handlers()
 
-    def _handler_before(self, number: int) -> _Handler:
-        """Returns the current handler, without those that stayed of deadlines which are not entered any more."""
-        handler = signal.getsignal(number)
-        while True:
-            deadline = getattr(handler, "__self__", None)
-            if not isinstance(deadline, Deadline) or number not in deadline._previous:
-                return handler
-            if deadline._entries and deadline is not self:
-                return handler
-            handler = deadline._previous[number]
-
     def _restore_handlers(self) -> None:
         self._entries = []
         with suppress(ValueError):  # another thread has left it at the same time
             _entered.remove(self)
         for number in reversed(self._previous):
             self._restore_handler(number)
-        # A deadline that was entered later and is left later must not restore this one's handler.
-        for other in _entered:
-            for number, previous in other._previous.items():
-                if previous == self._receive:
-                    other._previous[number] = self._previous[number]
 
     def _restore_handler(self, number: int) -> None:
         """Restores the handler before, unless another one was set since, or this is not the main thread."""

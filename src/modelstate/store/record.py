@@ -45,7 +45,7 @@ _MAX_HEAD_BYTES = max(8 + MAX_HEADER_BYTES, MAX_INDEX_BYTES)
 """The most bytes of a header with its length, and of an index."""
 
 
-class FileRecord(msgspec.Struct, frozen=True):
+class FileRecord(msgspec.Struct, frozen=True, array_like=True):
     """A file of a checkpoint as it was written."""
 
     nbytes: int
@@ -54,6 +54,10 @@ class FileRecord(msgspec.Struct, frozen=True):
     """The size of the head, which describes the tensors: the header of a file, or all of an index."""
     head: str
     """The digest of the head. The file's own seal is not enough: damage to the key of the seal removes it."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.head_bytes <= min(self.nbytes, _MAX_HEAD_BYTES):
+            raise ValueError(f"a file of {self.nbytes:,} bytes with a header of {self.head_bytes:,}")
 
     def read_head(self, path: str) -> bytes | None:
         """Returns the head of the file at a path; None where it is not what was written.
@@ -65,7 +69,7 @@ class FileRecord(msgspec.Struct, frozen=True):
         return head if digest(head) == self.head else None
 
 
-class ObjectEntry(msgspec.Struct, frozen=True):
+class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """An object of a checkpoint."""
 
     kind: Kind
@@ -171,30 +175,8 @@ class Record(msgspec.Struct, frozen=True):
 
     def text(self) -> bytes:
         """Returns the content of `checkpoint.json`."""
-        entries = {}
-        for key, entry in self.entries.items():
-            fields: dict[str, object] = {"kind": entry.kind}
-            if entry.index:
-                fields["index"] = entry.index
-                fields["files"] = {
-                    name: [file.nbytes, file.mtime_ns, file.head_bytes, file.head] for name, file in entry.files.items()
-                }
-            else:
-                fields["value"] = entry.value
-            if entry.ranks:
-                fields["ranks"] = entry.ranks
-            entries[key] = fields
-        content = {
-            SEAL: OPEN_SEAL,
-            "format": FORMAT,
-            "writer": f"modelstate {__version__}",
-            "store": self.store,
-            "step": self.step,
-            "serial": self.serial,
-            "time": self.time,
-            "metrics": {name: repr(value) for name, value in self.metrics.items()},  # JSON has no NaN
-            "entries": entries,
-        }
+        content = {SEAL: OPEN_SEAL, "format": FORMAT, "writer": f"modelstate {__version__}"} | msgspec.to_builtins(self)
+        content["metrics"] = {name: repr(value) for name, value in self.metrics.items()}  # JSON has no NaN
         return sealed(json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1).encode() + b"\n")
 
 
@@ -235,32 +217,17 @@ def read_record(directory: str) -> Record:
 
 def _parsed(content: dict[str, Any]) -> Record:
     """Returns a record from its JSON. Raises `ValueError` and the errors of a wrong type."""
+    metrics = {name: float(value) for name, value in content["metrics"].items()}
+    record = msgspec.convert({**content, "metrics": metrics}, Record)
     if type(content["format"]) is not int:
         raise ValueError(f"format {str(content['format'])[:80]!r}")
-    entries = {}
-    for key, fields in content["entries"].items():
-        files = {name: _file(*values) for name, values in fields.get("files", {}).items()}
-        if any(os.path.basename(name) != name for name in (*files, key)):
+    for key, entry in record.entries.items():
+        if any(os.path.basename(name) != name for name in (*entry.files, key)):
             raise ValueError(f"a file outside its directory: {key}")
-        index = fields.get("index", "")
-        if fields["kind"] not in tuple(Kind) or (index and index not in files):
+        if (entry.index and entry.index not in entry.files) or entry.ranks < 0:
             raise ValueError(f"an invalid entry of an object: {key}")
-        ranks = fields.get("ranks", 0)
-        if type(ranks) is not int or ranks < 0:
-            raise ValueError(f"an invalid number of ranks: {key}")
-        entries[key] = ObjectEntry(Kind(fields["kind"]), index, files, fields.get("value"), ranks)
-    metrics = {str(name): float(value) for name, value in content["metrics"].items()}
-    time = float(content["time"])
-    datetime.fromtimestamp(time)  # raises for a number that is not a time
-    return Record(str(content["store"]), int(content["step"]), time, metrics, entries, int(content.get("serial", 0)))
-
-
-def _file(nbytes: object, mtime_ns: object, head_bytes: object, head: object) -> FileRecord:
-    if type(nbytes) is not int or type(mtime_ns) is not int or type(head_bytes) is not int or type(head) is not str:
-        raise ValueError("the record of a file has values of other types")
-    if not 0 <= head_bytes <= min(nbytes, _MAX_HEAD_BYTES):
-        raise ValueError(f"a file of {nbytes:,} bytes with a header of {head_bytes:,}")
-    return FileRecord(nbytes, mtime_ns, head_bytes, head)
+    datetime.fromtimestamp(record.time)  # raises for a number that is not a time
+    return record
 
 
 def damaged(where: str, found: str) -> DamagedCheckpointError:

@@ -8,13 +8,12 @@ import inspect
 import logging
 import math
 import os
-import re
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext
-from typing import Any, Self
+from typing import Any
 
 from modelstate.arguments import check_integer, check_keywords
 from modelstate.checkpoint.open import checked_call, is_objects
@@ -23,15 +22,13 @@ from modelstate.distributed.reports import Digest
 from modelstate.errors import (
     OptionError,
     ReadFailedError,
-    ResumeWarning,
     SaveFailedWarning,
     SourceAccessError,
     StoreMovedError,
     WriteFailedError,
 )
-from modelstate.objects.loaders import checked_iterators, left_loader_problem
+from modelstate.objects.loaders import checked_iterators
 from modelstate.objects.objects import targets_of, tensors_within
-from modelstate.planning.differences import nearest
 from modelstate.store.deadline import Deadline, now_seconds
 from modelstate.store.directory import warn_caller
 from modelstate.store.retention import Keep, check_metric, metric_value
@@ -104,25 +101,6 @@ class LoopSaver:
         warn_caller(f"step {step} was not saved: {error}", SaveFailedWarning)
 
 
-class _Metrics(dict[str, float]):
-    """The metrics of a loop, which are checked when they are set."""
-
-    def __setitem__(self, name: str, value: float) -> None:
-        super().__setitem__(name, metric_value(name, value))
-
-    def setdefault(self, name: str, default: float = math.nan) -> float:
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def update(self, *mappings: Any, **named: float) -> None:
-        super().update({name: metric_value(name, value) for name, value in dict(*mappings, **named).items()})
-
-    def __ior__(self, metrics: Mapping[str, float]) -> Self:  # type: ignore[misc, override]
-        self.update(metrics)
-        return self
-
-
 class Resumable:
     """The remaining steps of a training run, for one `for` loop: the result of `modelstate.resumable`.
 
@@ -156,7 +134,9 @@ class Resumable:
         self.restored = restored
         self.start = self.done = restored.step if restored is not None else 0
         self.stopped = ""
-        self.metrics = restored.metrics if restored is not None else {}
+        self.metrics: dict[str, float] = dict(restored.metrics) if restored is not None else {}
+        """Numbers by name that are saved with each checkpoint, and checked after each step. A value stays until it is
+        replaced, also in a resumed run. `math.nan` stands for a value that is not known yet."""
         self.store, self._objects, self._steps = store, objects, steps
         self._save_every, self._deadline, self._background = save_every, deadline, background
         self._owns_store = owns_store
@@ -164,30 +144,12 @@ class Resumable:
         """The ranks that step, save and stop together."""
         self._is_first = True
         """Whether no step has been yielded yet."""
-        self._compared_metrics: tuple[str, ...] = ()
-        """The names of metrics that have been compared with the metric of `Keep(best=...)`."""
         self._is_metric_missed = False
         """Whether it has been logged that the metric of `Keep(best=...)` is not in the metrics."""
         self._saver = LoopSaver(store, deadline, saved_step=self.start if restored is not None else -1)
         self._checked_at = 0.0
         """When this loop last checked its deadline."""
         _newest[store.directory] = weakref.ref(self)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Numbers by name that are saved with each checkpoint, as for `Keep(best=3, metric="loss")`.
-
-        A value stays until it is replaced, also in a resumed run. `math.nan` stands for a value that is not known yet.
-        Setting a name that is not a string, or a value that is not a number, raises `OptionError`: pass `loss.item()`
-        for a tensor.
-        """
-        return self._metrics
-
-    @metrics.setter
-    def metrics(self, metrics: Mapping[str, float]) -> None:
-        checked = _Metrics()
-        checked.update(metrics)
-        self._metrics = checked
 
     def __repr__(self) -> str:
         return f"<Resumable {self.done} of {self._steps} steps are done, {self.store!r}>"
@@ -219,7 +181,8 @@ class Resumable:
                 _loops.is_in_step = False
             self._check_is_newest()
             self.done += 1
-            self._log_misspelt_metric()
+            for name, value in self.metrics.items():
+                metric_value(name, value)
             self._note_step()
             if self.done % self._save_every == 0 and self.done < self._steps:
                 self._save(background=self._background)
@@ -267,39 +230,19 @@ class Resumable:
         if self._saver.is_saved(self.done):
             return
         self._log_missing_metric()
-        objects = (target.obj for target in targets_of(self._objects).values())
-        if self.done < self._steps and (problem := left_loader_problem(objects)):
-            warn_caller(problem, ResumeWarning)
         # Where training went back to an earlier checkpoint, the later ones are replaced.
-        self._saver.save(self.done, self._objects, metrics=dict(self._metrics), overwrite=True, background=background)
+        self._saver.save(self.done, self._objects, metrics=dict(self.metrics), overwrite=True, background=background)
 
     def _log_missing_metric(self) -> None:
         """Logs once that the metric of `Keep(best=...)` is not among the metrics."""
         keep = self.store.keep
-        if keep is None or keep.metric is None or keep.metric in self._metrics or self._is_metric_missed:
+        if keep is None or keep.metric is None or keep.metric in self.metrics or self._is_metric_missed:
             return
         self._is_metric_missed = True
         _logger.warning(
             "step %s is saved without the metric of Keep(best=%s, metric=%r): loop.metrics has %s",
-            *(self.done, keep.best, keep.metric, ", ".join(map(repr, self._metrics)) or "nothing"),
+            *(self.done, keep.best, keep.metric, ", ".join(map(repr, self.metrics)) or "nothing"),
         )
-
-    def _log_misspelt_metric(self) -> None:
-        """Logs a metric whose name is similar to that of the metric of `Keep(best=...)`, which is not set.
-
-        Other names are not logged, since the metric may be set as late as in the step that is saved.
-        """
-        wanted = self.store.keep.metric if self.store.keep is not None else None
-        if wanted is None or wanted in self._metrics or self._compared_metrics == (names := tuple(self._metrics)):
-            return
-        numbers = re.findall(r"\d+", wanted)  # top1 is not a misspelling of top5
-        alike = [name for name in names if re.findall(r"\d+", name) == numbers and name not in self._compared_metrics]
-        self._compared_metrics = names
-        if near := nearest(wanted, alike):
-            _logger.warning(
-                "step %s set loop.metrics[%r]: is it the metric of Keep(best=..., metric=%r), which has not been set?",
-                *(self.done - 1, near, wanted),
-            )
 
 
 class _Loops(threading.local):
