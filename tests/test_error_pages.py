@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelstate.cli.error_pages import Page, classes, pages
+from modelstate.cli.error_pages import Page, named_pages, pages
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "errors"
@@ -117,7 +117,7 @@ def test_the_errors_of_a_page_name_it() -> None:
 
 
 def test_every_class_names_a_page_that_is_there() -> None:
-    named = {kind.__name__: kind.page for kind in classes()}
+    named = dict(named_pages())
     assert len(named) > 50
     assert {name: page for name, page in named.items() if page not in PAGES} == {}
     assert {*named.values(), *OF_TORCH} == set(PAGES)

@@ -14,7 +14,7 @@ import pytest
 import modelstate as ms
 from modelstate import errors
 from modelstate.errors import CUT_SHORT, AmbiguousCheckpointError, ForbiddenGlobalError, ModelStateError, PlanError
-from modelstate.problems import Missing, WrongShape
+from modelstate.problems import Problem, ProblemKind
 
 CLASSES = {
     name: found
@@ -31,6 +31,7 @@ REMEDIES = {
     errors.NewerManifestError: "update modelstate",
     errors.CanaryError: "nothing has been changed; look at the new weights, or at the canary's conditions",
     errors.QuarantinedError: "swap in weights that are known to be good",
+    errors.ModelCodeError: "see the traceback of the cause",
     errors.TargetExistsError: "take another path, or overwrite=True to replace it",
 }
 """The classes whose errors have a remedy of the class where the site gives none."""
@@ -38,7 +39,12 @@ OWN: dict[type, dict[str, Any]] = {
     ForbiddenGlobalError: {"refused": [("os.system", "a.b")]},
     AmbiguousCheckpointError: {"candidates": [("model", 3), ("ema", 2)]},
     errors.ExtraStateError: {"names": ["p", "epoch"]},
-    PlanError: {"problems": [Missing("a", (2, 3), "b"), WrongShape("c", (1,), (2,))]},
+    PlanError: {
+        "problems": [
+            Problem(ProblemKind.MISSING, "a", (2, 3), has_values="b"),
+            Problem(ProblemKind.WRONG_SHAPE, "c", (1,), (2,)),
+        ]
+    },
 }
 LINE = re.compile(r"^(?P<stem>[│ ├└─]*)(?P<name>\w+Error)(?: +\((?P<builtin>\w+(?:, \w+)*)\))?(?: |$)", re.MULTILINE)
 

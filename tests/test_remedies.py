@@ -83,7 +83,7 @@ def text_of(error: ModelStateError) -> str:
 
 
 def causes(error: PlanError) -> set[str]:
-    return {type(problem).__name__ for problem in error.problems}
+    return {problem.kind.name for problem in error.problems}
 
 
 # Scenarios.
@@ -153,7 +153,7 @@ def missing_behind_a_wrapper(_: Path) -> Scenario:
     return loading(state("module.", n0_bias=None))
 
 
-@scenario("problems.py::_initialisation_remedies")
+@scenario("problems.py::_initialising")
 def missing_on_meta(_: Path) -> Scenario:
     def build() -> nn.Module:
         with ms.skeleton():
@@ -236,7 +236,7 @@ def other_shape_after_rules(_: Path) -> Scenario:
     return loading(state("old.", n0_weight=torch.ones(7, 7), n1_weight=torch.ones(5)), rules=rules)
 
 
-@scenario("problems.py::OtherDimensions.remedy_for")
+@scenario("problems.py::_other_dimensions")
 def other_dimensions(_: Path) -> Scenario:
     return loading(state(n0_bias=torch.ones(1, 4)))
 
@@ -251,7 +251,7 @@ def other_prefix(_: Path) -> Scenario:
     return loading(state("backbone."))
 
 
-@scenario("problems.py::WrongDtype.remedy_for")
+@scenario("problems.py::_wrong_dtype")
 def lossy_cast(_: Path) -> Scenario:
     return loading(state(), lambda: net().half())
 
@@ -304,7 +304,7 @@ def buffer_conflict_behind_a_wrapper(_: Path) -> Scenario:
     return loading({"module.frequency": torch.zeros(2), "module.weight": torch.zeros(2)}, Rotary)
 
 
-@scenario("problems.py::QuantizedWeight.remedy_for")
+@scenario("problems.py::_quantized_weight")
 def quantized_weight(_: Path) -> Scenario:
     numbers = torch.ones(4, 3).to(torch.float8_e4m3fn)
     return loading(state("module.", n0_weight=numbers) | {"module.0.weight_scale": torch.tensor(0.5)})
@@ -557,7 +557,7 @@ def a_file_as_a_store(tmp_path: Path) -> Scenario:
     return Scenario(partial(command, "store", "ls", str(saved(tmp_path))))
 
 
-@scenario("problems.py::Uninitialised", "problems.py::Uninitialised.remedy_for")
+@scenario("problems.py::_uninitialised")
 def kept_on_meta(_: Path) -> Scenario:
     def build() -> nn.Module:
         with ms.skeleton():
@@ -588,7 +588,7 @@ def failing_initialisation(_: Path) -> Scenario:
     return Scenario(call, {"init_missing": True}, {"value": 0.0})
 
 
-@scenario("problems.py::UnevenTransform.remedy_for")
+@scenario("problems.py::_uneven_transform")
 def transform_of_one_name(_: Path) -> Scenario:
     class OfLinears(ms.loading.ModuleTransform):
         def applies_to(self, name: str, module: nn.Module) -> bool:
@@ -600,7 +600,7 @@ def transform_of_one_name(_: Path) -> Scenario:
     return loading({"wte.weight": torch.ones(3, 2)}, Tied, transform=OfLinears())
 
 
-@scenario("problems.py::NeedsModel")
+@scenario("problems.py::ProblemKind")
 def conversion_that_fills(tmp_path: Path) -> Scenario:
     path, rules = saved(tmp_path), [ms.rules.Fill("2.*", 0.0)]
     model = nn.Sequential(*net(), nn.Linear(2, 2))
@@ -640,7 +640,7 @@ def conversion_without_values(_: Path) -> Scenario:
     return Scenario(lambda **given: ms.convert(empty, device="cpu", **given))
 
 
-@scenario("problems.py::UnmergedAdapter", "merge/lora.py::LoRA.__post_init__")
+@scenario("merge/lora.py::LoRA.__post_init__")
 def adapter_without_its_base(tmp_path: Path) -> Scenario:
     def build() -> nn.Module:
         return nn.ModuleDict({"up": nn.Linear(10, 10)})
@@ -852,13 +852,6 @@ NOT_FOLLOWED = {
     "objects/schedulers.py::_refusal": "tests/objects/test_schedulers.py follows it",
     "planning/options.py::_check_transform": "tests/loading/test_quantize.py follows it",
     "problems.py::": "tests/suggestion has what ms.suggest finds",
-    "problems.py::QuantizedIntoPlain": "tests/loading/test_quantize.py follows it",
-    "problems.py::GuessedRule": "tests/suggestion follows it",
-    "problems.py::NotATensor": _PROSE,
-    "problems.py::Unread": _PROSE,
-    "problems.py::FakeTensors": "tests/loading/test_sharded.py follows it",
-    "problems.py::UnloadableLayout": _OTHER,
-    "problems.py::OptimizerMisfit": _PROSE,
     "remote/location.py::store_of": _OTHER,
     "remote/upload.py::new_object": "needs a server",
     "serve/aoti.py::AotiTarget._fixed_error": _EXPORT,

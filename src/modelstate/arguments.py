@@ -38,6 +38,7 @@ def check_integer(option: str, value: object, *, least: int, accepts_none: bool 
             f"{option}= must be {'a number of bytes' if option.endswith('bytes') else 'an integer'} >= {least}",
             expected=f"an integer >= {least}{', or None' if accepts_none else ''}",
             found=short_repr(value),
+            names=(option,),
         )
 
 
@@ -71,6 +72,7 @@ def seconds_of(
         f"{option}= must be a number of seconds",
         expected=f"a number {'>=' if accepts_zero else '>'} 0{limit}{', or None' if accepts_none else ''}",
         found=short_repr(value),
+        names=(option,),
     )
 
 
@@ -86,6 +88,7 @@ def check_flag(option: str, value: object, *, accepts_none: bool = False) -> Non
         expected=f"True or False{', or None' if accepts_none else ''}",
         found=short_repr(value),
         remedy=_FLAG_REMEDIES.get(option, ""),
+        names=(option,),
     )
 
 
@@ -98,7 +101,10 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises `OptionError` where the value of an argument is not one of the choices."""
     if not (isinstance(value, str) and value in choices):
         raise OptionError(
-            f"{name}= has an unknown value", expected=" or ".join(map(repr, choices)), found=short_repr(value)
+            f"{name}= has an unknown value",
+            expected=" or ".join(map(repr, choices)),
+            found=short_repr(value),
+            names=(name,),
         )
 
 

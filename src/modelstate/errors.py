@@ -80,6 +80,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, ClassVar, TypedDict, Unpack
 
+import msgspec
+
 from modelstate.text_format import as_given, printable, printable_lines
 
 CUT_SHORT = "the file is damaged or cut short: compare its size with the original, and copy it again"
@@ -130,6 +132,40 @@ def variables_of(frame: FrameType) -> list[tuple[str, object]]:
     return found
 
 
+class Remedy(msgspec.Struct, frozen=True):
+    """What to do about an error or about problems."""
+
+    text: str
+    """In terms of Python; empty for what helps on the command line only."""
+    options: str | None = None
+    """In terms of the command line; empty for what helps in Python only, None where the text fits both."""
+
+    def spelled(self, *, command_line: bool) -> str:
+        """Returns the text for Python, or for the command line."""
+        return self.options if command_line and self.options is not None else self.text
+
+
+class ProblemGroup(msgspec.Struct, frozen=True):
+    """What an error says about the problems of one kind."""
+
+    title: str
+    count: int
+    lines: tuple[str, ...]
+    remedy: Remedy
+    page: str
+
+
+def render(groups: Sequence[ProblemGroup], *, command_line: bool = False) -> str:
+    """Returns the text of groups of problems, with remedies for Python or for the command line."""
+    lines = []
+    for group in groups:
+        remedy = group.remedy.spelled(command_line=command_line) or group.remedy.text
+        lines.append(f"  {group.title} ({group.count}):")
+        lines += [f"    {line}" for line in group.lines]
+        lines += [f"    to do: {remedy}", f"    more: modelstate explain {group.page}"]
+    return "\n".join(lines)
+
+
 class ErrorFields(TypedDict, total=False):
     """The arguments of every error; `ModelStateError` says what they mean."""
 
@@ -137,7 +173,10 @@ class ErrorFields(TypedDict, total=False):
     expected: object
     found: object
     remedy: object
+    options: str
     names: Sequence[str]
+    problems: Sequence[Any]
+    groups: Sequence[ProblemGroup]
     page: str
 
 
@@ -153,6 +192,9 @@ class ModelStateError(Exception):
         expected: what was expected.
         found: what was found.
         remedy: what to do next; empty for the remedy of the class.
+        options: what to do next on the command line; empty where the remedy fits there, too.
+        problems: the problems of a plan or of rules, each a `modelstate.problems.Problem`.
+        groups: what the text says about the problems.
         names: the names of the tensors, attributes or values that are wrong.
         page: the page about the error; empty for the page of the class.
 
@@ -168,12 +210,13 @@ class ModelStateError(Exception):
 
     page: str = ""
     """The page that shows the cause and the fix: `modelstate explain PAGE` prints it."""
-    _class_remedy: ClassVar[str] = ""
+    _class_remedy: ClassVar[Remedy] = Remedy("")
 
-    def __init_subclass__(cls, *, page: str = "", remedy: str = "", **options: object) -> None:
-        super().__init_subclass__(**options)
+    def __init_subclass__(cls, *, page: str = "", remedy: str = "", options: str = "") -> None:
+        super().__init_subclass__()
         cls.page = page or cls.page
-        cls._class_remedy = remedy or cls._class_remedy
+        if remedy:
+            cls._class_remedy = Remedy(remedy, options)
 
     def __init__(
         self,
@@ -183,7 +226,10 @@ class ModelStateError(Exception):
         expected: object = "",
         found: object = "",
         remedy: object = "",
+        options: str = "",
         names: Sequence[str] = (),
+        problems: Sequence[Any] = (),
+        groups: Sequence[ProblemGroup] = (),
         page: str = "",
     ) -> None:
         caught = sys.exc_info()[1]
@@ -200,10 +246,16 @@ class ModelStateError(Exception):
         """What was expected."""
         self.found = str(found)
         """What was found."""
-        self.remedy = str(remedy) or self._class_remedy
+        self.remedy = str(remedy) or self._class_remedy.text
         """What to do next."""
+        self.options = options or ("" if remedy else self._class_remedy.options or "")
+        """What to do next on the command line; empty where the remedy fits there, too."""
         self.names = tuple(names)
         """The names of the tensors, attributes or values that are wrong; empty where the text alone names them."""
+        self.problems = tuple(problems)
+        """The problems of a plan or of rules, each a `modelstate.problems.Problem`."""
+        self.groups = tuple(groups)
+        """What the text says about the problems."""
         if page:
             self.page = page
 
@@ -213,16 +265,20 @@ class ModelStateError(Exception):
         return "what" in self.__dict__
 
     def __str__(self) -> str:
-        if not self.has_fields:
-            return super().__str__()
+        return self.text() if self.has_fields else super().__str__()
+
+    def text(self, *, command_line: bool = False) -> str:
+        """Returns the text of the error, with remedies for Python or for the command line."""
         what = printable_lines(self.what)
         lines = [f"{printable(self.where)}: {what}" if self.where else what]
-        labels = {"expected": self.expected, "found": self.found, "to do": self.remedy, "more": self._explain_command()}
+        if self.groups:
+            lines.append(render(self.groups, command_line=command_line))
+        remedy = self.options if command_line and self.options else self.remedy
+        # Each group of problems has a page of its own.
+        more = f"modelstate explain {self.page}" if self.page and not self.problems else ""
+        labels = {"expected": self.expected, "found": self.found, "to do": remedy, "more": more}
         lines += [f"  {label}: {printable_lines(text)}" for label, text in labels.items() if text]
         return as_given("\n".join(lines))
-
-    def _explain_command(self) -> str:
-        return f"modelstate explain {self.page}" if self.page else ""
 
 
 class OpenError(ModelStateError, page="no-checkpoint"):
@@ -367,15 +423,6 @@ class ObjectStateError(ModelStateError, KeyError, TypeError, ValueError, page="o
 class PlanError(ModelStateError, RuntimeError, page="plan-problems"):
     """A plan that has problems, all of them in `problems`."""
 
-    def __init__(self, what: str, *, problems: Sequence[Any] = (), **fields: Unpack[ErrorFields]) -> None:
-        super().__init__(what, **fields)
-        self.problems = tuple(problems)
-        """The problems, each a `modelstate.problems.Problem`."""
-
-    def _explain_command(self) -> str:
-        # The text has the problems by their causes, each with its page.
-        return "" if self.problems else super()._explain_command()
-
 
 class StalePlanError(ModelStateError, RuntimeError, page="stale-plan"):
     """The slots of the model are not those that the plan was made for."""
@@ -393,7 +440,13 @@ class BackgroundTimeoutError(ModelStateError, TimeoutError, page="background"):
     """A background load or save that has not ended within the given time. It goes on."""
 
 
-class ModelCodeError(ModelStateError, RuntimeError, page="model-code"):
+class ModelCodeError(
+    ModelStateError,
+    RuntimeError,
+    page="model-code",
+    remedy="see the traceback of the cause",
+    options="--debug shows the traceback of the cause",
+):
     """The model's own code raised while the model was loaded; its error is the cause."""
 
 
@@ -465,7 +518,12 @@ class UnsavableError(SaveError, ValueError):
     """Tensors or names that the format cannot hold, or more of them than it can hold."""
 
 
-class TargetExistsError(SaveError, FileExistsError, remedy="take another path, or overwrite=True to replace it"):
+class TargetExistsError(
+    SaveError,
+    FileExistsError,
+    remedy="take another path, or overwrite=True to replace it",
+    options="another path, or --overwrite to replace it",
+):
     """The file or the step exists already, and may not be replaced."""
 
 

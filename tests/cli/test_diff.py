@@ -111,7 +111,7 @@ def test_rules() -> None:
     refused = run("diff", "a.safetensors", "renamed.safetensors")
     assert refused.exit_code == 2
     assert "no name in common" in refused.stderr
-    assert "on the command line: --key twice" in refused.stderr
+    assert "to do: --key twice" in refused.stderr
 
 
 def test_what_is_shown() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from modelstate.cli.error_pages import classes, find, pages
+from modelstate.cli.error_pages import find, named_pages, pages
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -31,8 +31,8 @@ def test_by_name(asked: str, name: str) -> None:
 
 
 def test_every_class_and_every_page_is_found() -> None:
-    for kind in classes():
-        assert [page.name for page in find(kind.__name__).pages] == [kind.page]
+    for kind, page_name in named_pages():
+        assert [page.name for page in find(kind).pages] == [page_name]
     for name in pages():
         assert [page.name for page in find(name).pages] == [name]
 

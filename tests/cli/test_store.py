@@ -281,7 +281,7 @@ class TestPrune:
         assert ms.Store("run").steps() == (10, 30)
         assert run("store", "prune", "run", "--every-steps", "1000").exit_code == 0
         done = run("store", "prune", "run", "--best", "1", "--metric", "accuracy")
-        assert (done.exit_code, "on the command line: --metric of a metric" in done.stderr) == (1, True)
+        assert (done.exit_code, "to do: --metric of a metric" in done.stderr) == (1, True)
 
     @pytest.mark.parametrize(
         ("options", "text"),
@@ -377,7 +377,7 @@ class TestRestore:
         Path("model.safetensors").write_text("mine")
         done = run("store", "restore", "run", "model.safetensors")
         assert done.exit_code == 1
-        assert "on the command line: another path, or --overwrite to replace it" in done.stderr
+        assert "to do: another path, or --overwrite to replace it" in done.stderr
         assert Path("model.safetensors").read_text() == "mine"
         assert run("store", "restore", "run", "model.safetensors", "--overwrite").exit_code == 0
         assert set(load_file("model.safetensors")) == {"weight", "bias"}
@@ -444,7 +444,7 @@ class TestConvert:
         torch.save({"model": model_at(2).state_dict()}, "training.pt")
         done = run(*arguments)
         assert done.exit_code == 1
-        assert "on the command line: another path, or --overwrite to replace it" in done.stderr
+        assert "to do: another path, or --overwrite to replace it" in done.stderr
         assert {path: path.read_bytes() for path in tmp_path.glob("out*")} == before
         assert run(*arguments, "--overwrite").exit_code == 0
         assert torch.equal(ms.open("out.safetensors").tensor("weight"), model_at(2).weight)
@@ -460,7 +460,7 @@ class TestConvert:
         arguments = ("convert", "training.pt", "out.safetensors", "--key", "model", "--rules", "my_grown_model:rules")
         done = run(*arguments)
         assert done.exit_code == 1
-        assert "on the command line: --model MODEL" in done.stderr
+        assert "to do: --model MODEL" in done.stderr
         done = run(*arguments, "--model", "my_grown_model:build")
         assert done.exit_code == 0, done.output
         found = ms.open("out.safetensors")

@@ -220,6 +220,6 @@ def _outcome(rank: int, module: str, name: str, arguments: Iterable[Any]) -> Out
         return Outcome(rank, function(*arguments))
     except BaseException as error:
         classes = tuple(kind.__name__ for kind in type(error).__mro__)
-        problems = tuple(type(problem).__name__ for problem in getattr(error, "problems", ()))
+        problems = tuple(problem.kind.name for problem in getattr(error, "problems", ()))
         text = "".join(traceback.format_exception(error))
         return Outcome(rank, None, Failure(classes, str(error), text, isinstance(error, ModelStateError), problems))

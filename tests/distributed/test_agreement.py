@@ -24,7 +24,7 @@ from modelstate import errors
 from modelstate.distributed import connections as connections_module
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.distributed.reports import Digest
-from modelstate.problems import Missing, WrongShape, plan_error
+from modelstate.problems import Problem, ProblemKind, plan_error
 from modelstate.torch_compat import sharding
 from tests.distributed import models
 from tests.distributed.ranks import Outcome, Ranks
@@ -71,7 +71,14 @@ def raising(ranks: Sequence[int], kind: str) -> str:
         if kind == "read":
             raise errors.ReadFailedError("reading failed", where="file, byte 7", found=f"EIO of {len(ranks)}")
         if kind == "plan":
-            raise plan_error("Net", "x.pt", [Missing("a.w", (2,)), *[WrongShape("b.w", (1,), (2,))] * (rank == 2)])
+            raise plan_error(
+                "Net",
+                "x.pt",
+                [
+                    Problem(ProblemKind.MISSING, "a.w", (2,)),
+                    *[Problem(ProblemKind.WRONG_SHAPE, "b.w", (1,), (2,))] * (rank == 2),
+                ],
+            )
         raise KeyboardInterrupt
 
     return phases(do)
@@ -109,7 +116,7 @@ def test_the_problems_of_all_ranks_are_in_one_error(ranks: Ranks) -> None:
     outcomes = ranks.run(raising, [1, 2, 3], "plan")
     texts = failures(outcomes, errors.PlanError)
     assert all("ranks 1, 3:" in text and "rank 2:" in text and "b.w" in text for text in texts)
-    assert {outcome.failure.problems for outcome in outcomes if outcome.failure} == {("Missing", "WrongShape")}
+    assert {outcome.failure.problems for outcome in outcomes if outcome.failure} == {("MISSING", "WRONG_SHAPE")}
 
 
 def test_an_interrupt_of_one_rank_ends_the_others(ranks: Ranks) -> None:

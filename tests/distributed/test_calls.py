@@ -465,7 +465,7 @@ def refusals(path: str) -> dict[str, Any]:
         try:
             call()
         except errors.PlanError as error:
-            found[name] = sorted({type(problem).__name__ for problem in error.problems})
+            found[name] = sorted({problem.kind.name for problem in error.problems})
         except errors.ModelStateError as error:
             found[name] = type(error).__name__
     assert fingerprint(fsdp) == before
@@ -475,9 +475,9 @@ def refusals(path: str) -> dict[str, Any]:
 def test_refusals(ranks: Ranks) -> None:
     for found in ranks.values(refusals, ""):
         assert found == {
-            "partial": ["UnloadableLayout"],
-            "other sharding": ["OtherSharding"],
-            "shape": ["WrongShape"],
+            "partial": ["UNLOADABLE_LAYOUT"],
+            "other sharding": ["OTHER_SHARDING"],
+            "shape": ["WRONG_SHAPE"],
             "background": "OptionError",
             "device": "OptionError",
             "timeout": "OptionError",

@@ -77,13 +77,13 @@ def in_use(path: str) -> list[str]:
     except errors.PlanError as error:
         after = models.gathered(net)
         assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
-        return sorted({type(problem).__name__ for problem in error.problems})
+        return sorted({problem.kind.name for problem in error.problems})
     return []
 
 
 def test_the_dtype_of_a_model_that_has_run(ranks: Ranks, tmp_path: Path) -> None:
     ms.save(models.plain("fsdp", seed=5), tmp_path / "x.safetensors")
-    assert ranks.values(in_use, str(tmp_path / "x.safetensors")) == [["ShardsInUse"]] * 4
+    assert ranks.values(in_use, str(tmp_path / "x.safetensors")) == [["SHARDS_IN_USE"]] * 4
 
 
 def mixed_precision(path: str) -> bool:

@@ -91,7 +91,7 @@ def test_the_error_names_the_way_to_the_tensors(tmp_path: Path) -> None:
         ms.open(tmp_path / "whole.pt")
     done = CliRunner().invoke(app, ["inspect", str(tmp_path / "whole.pt")])
     assert done.exit_code == 1
-    assert "on the command line: --skip-forbidden" in done.stderr
+    assert "to do: --skip-forbidden" in done.stderr
 
 
 def test_inspect_shows_them(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate import errors, problems
+from modelstate import errors
 from modelstate.loading.place import Place
 from modelstate.loading.staging import Staging
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import record
+from modelstate.problems import ProblemKind
 from modelstate.transaction.slots import slots_of
 from modelstate.transaction.transaction import Transaction
 
@@ -68,7 +69,7 @@ def test_hidden_buffers_are_compared_without_rounding(value: list[float], agrees
     module.register_buffer("position", torch.arange(3), persistent=False)
     module.weight = nn.Parameter(torch.ones(1))
     plan = ms.plan(module, {"weight": torch.ones(1), "position": torch.tensor(value)})
-    assert [type(problem) for problem in plan.problems] == ([] if agrees else [problems.BufferConflict])
+    assert [problem.kind for problem in plan.problems] == ([] if agrees else [ProblemKind.BUFFER_CONFLICT])
 
 
 def test_one_prefix_in_the_place_of_another_is_not_proposed() -> None:
@@ -76,14 +77,14 @@ def test_one_prefix_in_the_place_of_another_is_not_proposed() -> None:
     state = {name.replace("encoder.", "decoder."): value for name, value in model.state_dict().items()}
     with pytest.raises(ms.PlanError) as caught:
         ms.load(model, state)
-    assert {type(problem) for problem in caught.value.problems} == {problems.Missing, problems.Unexpected}
+    assert {problem.kind for problem in caught.value.problems} == {ProblemKind.MISSING, ProblemKind.UNEXPECTED}
     assert ms.load(model, state, rules=[ms.rules.Prefix(strip="decoder.", add="encoder.")]).coverage == 1.0
 
 
 def test_nothing_at_all_is_not_a_load() -> None:
     with pytest.raises(ms.PlanError) as caught:
         ms.load(nn.Linear(2, 2), {"x": torch.ones(1)}, allow_missing=["*"], allow_unexpected=["*"])
-    assert isinstance(caught.value.problems[0], problems.NothingFits)
+    assert caught.value.problems[0].kind is ProblemKind.NOTHING_FITS
 
 
 def test_what_is_only_moved_to_a_device_is_not_counted_as_loaded() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import PlacementError, PlanError, ReadFailedError
-from modelstate.problems import FreedMemory, NoValues
+from modelstate.problems import Problem, ProblemKind
 
 freed = pytest.mark.parametrize("nbytes", [0, 40, 16 * 16 * 4 - 1])
 
@@ -40,7 +40,7 @@ def test_nothing_is_written_to_where_the_memory_was(nbytes: int, options: dict[s
     model = cut(nbytes)
     with pytest.raises(PlanError) as caught:
         ms.load(model, path, **options)
-    assert caught.value.problems == (FreedMemory("weight", 16 * 16 * 4, nbytes),)
+    assert caught.value.problems == (Problem(ProblemKind.FREED_MEMORY, "weight", 16 * 16 * 4, nbytes),)
     assert model.weight.untyped_storage().nbytes() == nbytes
     assert model.bias.eq(0).all()
 
@@ -85,14 +85,14 @@ def test_a_source_whose_memory_was_freed_has_no_values(nbytes: int, options: dic
         model = nn.Linear(16, 16)
     with pytest.raises(PlanError) as caught:
         ms.load(model, state, **options)
-    assert caught.value.problems == (NoValues("weight"),)
+    assert caught.value.problems == (Problem(ProblemKind.NO_VALUES, "weight"),)
     with pytest.raises(PlanError) as caught:
         ms.load(model, {"w": state["weight"], "bias": state["bias"]}, rules=[ms.rules.Rename("w", "weight")], **options)
-    assert caught.value.problems == (NoValues("weight"),)
+    assert caught.value.problems == (Problem(ProblemKind.NO_VALUES, "weight"),)
     combined = ms.open([state, state], combine=ms.merge.Average())
     with pytest.raises(PlanError) as caught:
         ms.load(model, combined, **options)
-    assert caught.value.problems == (NoValues("weight"),)
+    assert caught.value.problems == (Problem(ProblemKind.NO_VALUES, "weight"),)
     with pytest.raises(ReadFailedError, match="freed"):
         combined.tensor("weight")
     with pytest.raises(RuntimeError, match="memory of the value has been freed"):

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate import errors, problems
+from modelstate import errors
+from modelstate.problems import Problem, ProblemKind
 from tests.loading.fingerprint import whole
 from tests.programs import run_program
 from tests.sweeps import EXHAUSTIVE
@@ -140,7 +141,7 @@ def test_a_cast_of_quantized_tensors_is_a_problem(tmp_path: Path, config: Callab
     before = {name: (id(one), one.dtype) for name, one in loaded.named_parameters()}
     with pytest.raises(errors.PlanError) as caught:
         ms.load(loaded, tmp_path / "q.safetensors", dtype=torch.float32)
-    assert [type(one) for one in caught.value.problems] == [problems.QuantizedCast] * 2
+    assert [one.kind for one in caught.value.problems] == [ProblemKind.QUANTIZED_CAST] * 2
     assert {name: (id(one), one.dtype) for name, one in loaded.named_parameters()} == before
     ms.load(loaded, tmp_path / "q.safetensors", dtype=torch.bfloat16)
 
@@ -159,7 +160,7 @@ def test_quantized_tensors_for_plain_ones_are_a_problem(
     plan = ms.plan(loaded, given)
     with pytest.raises(errors.PlanError, match="quantize the model in the same way") as caught:
         ms.load(loaded, given)
-    assert [type(one) for one in caught.value.problems] == [problems.QuantizedIntoPlain] * 2
+    assert [one.kind for one in caught.value.problems] == [ProblemKind.QUANTIZED_INTO_PLAIN] * 2
     assert plan.problems == tuple(caught.value.problems)
     assert whole(loaded) == before
     Q.quantize_(loaded.bfloat16(), config())
@@ -345,9 +346,9 @@ def test_the_checks_of_shape_and_dtype_are_those_of_a_load(path: Path) -> None:
     state["head.weight"] = torch.ones(5, 96)
     quantize = ms.loading.Quantize(Q.Int8WeightOnlyConfig())
     found = ms.plan(Net(), state, transform=quantize).problems
-    assert {type(problem) for problem in found if problem.name in ("up.weight", "head.weight")} == {
-        problems.WrongDtype,
-        problems.WrongShape,
+    assert {problem.kind for problem in found if problem.name in ("up.weight", "head.weight")} == {
+        ProblemKind.WRONG_DTYPE,
+        ProblemKind.WRONG_SHAPE,
     }
 
 
@@ -416,7 +417,12 @@ def test_a_layer_that_is_tied_to_an_embedding_is_refused() -> None:
     with pytest.raises(ms.PlanError) as caught:
         ms.load(model, Tied().state_dict(), transform=ms.loading.Quantize(Q.Int8WeightOnlyConfig()))
     assert caught.value.problems == (
-        problems.UnevenTransform("head.weight", "Quantize(Int8WeightOnlyConfig)", ("embed.weight",)),
+        Problem(
+            ProblemKind.UNEVEN_TRANSFORM,
+            "head.weight",
+            found="Quantize(Int8WeightOnlyConfig)",
+            others=("embed.weight",),
+        ),
     )
     assert whole(model) == before
 
@@ -507,7 +513,11 @@ def test_a_model_without_linear_layers() -> None:
     model = nn.LayerNorm(4)
     plan = ms.plan(model, copy.deepcopy(model.state_dict()), transform=ms.loading.Quantize(Q.Int8WeightOnlyConfig()))
     name = "Quantize(Int8WeightOnlyConfig)"
-    assert plan.problems == (problems.IdlePattern(name, "transform", f"{name} applies to none of the model's tensors"),)
+    assert plan.problems == (
+        Problem(
+            ProblemKind.IDLE_PATTERN, name, found="transform", why=f"{name} applies to none of the model's tensors"
+        ),
+    )
 
 
 def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,9 +341,9 @@ def test_script_modules_on_meta() -> None:
     state = {name: torch.ones(value.shape) for name, value in model.state_dict().items()}
     with pytest.raises(ms.PlanError) as caught:
         ms.load(model, state)
-    assert [(type(problem).__name__, problem.name) for problem in caught.value.problems] == [
-        ("ScriptedOnMeta", "scripted.weight"),
-        ("ScriptedOnMeta", "scripted.bias"),
+    assert [(problem.kind.name, problem.name) for problem in caught.value.problems] == [
+        ("SCRIPTED_ON_META", "scripted.weight"),
+        ("SCRIPTED_ON_META", "scripted.bias"),
     ]
     with ms.skeleton():
         model = nn.ModuleDict({"plain": nn.Linear(2, 2), "scripted": nn.Linear(2, 2)})

@@ -11,7 +11,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import PlanError
-from modelstate.problems import BadRule, CyclicRules, IdlePattern, Missing, NameClash
+from modelstate.problems import ProblemKind
 from tests.loading.fingerprint import whole
 
 
@@ -154,20 +154,20 @@ def test_tied_slots_that_get_computed_values() -> None:
 @pytest.mark.parametrize(
     ("rules", "problem"),
     [
-        ([ms.rules.Split("qkv.*", ["q.*", "k.*", "v.*"], sizes=[5, 4, 4])], BadRule),
-        ([ms.rules.Split("qkv.*", ["q.*", "q.x*", "v.*"])], Missing),
-        ([ms.rules.Split("qkv.*", ["q.*", "k.*", "norm.*"])], NameClash),
-        ([ms.rules.Split("qkv.*", PARTS), ms.rules.Rename("nothing", "else")], IdlePattern),
-        ([ms.rules.Rename("qkv.*", "x.*"), ms.rules.Rename("x.*", "qkv.*")], CyclicRules),
-        ([ms.rules.Apply("qkv.*", lambda t: 1 / 0)], BadRule),
+        ([ms.rules.Split("qkv.*", ["q.*", "k.*", "v.*"], sizes=[5, 4, 4])], ProblemKind.BAD_RULE),
+        ([ms.rules.Split("qkv.*", ["q.*", "q.x*", "v.*"])], ProblemKind.MISSING),
+        ([ms.rules.Split("qkv.*", ["q.*", "k.*", "norm.*"])], ProblemKind.NAME_CLASH),
+        ([ms.rules.Split("qkv.*", PARTS), ms.rules.Rename("nothing", "else")], ProblemKind.IDLE_PATTERN),
+        ([ms.rules.Rename("qkv.*", "x.*"), ms.rules.Rename("x.*", "qkv.*")], ProblemKind.CYCLIC_RULES),
+        ([ms.rules.Apply("qkv.*", lambda t: 1 / 0)], ProblemKind.BAD_RULE),
     ],
 )
-def test_rules_that_do_not_fit_are_problems(rules: list[Any], problem: type) -> None:
+def test_rules_that_do_not_fit_are_problems(rules: list[Any], problem: ProblemKind) -> None:
     model = Attention()
     before = whole(model)
     state = Fused().state_dict()
     plan = ms.plan(model, state, rules=rules)
-    assert problem in map(type, plan.problems)
+    assert problem in [found.kind for found in plan.problems]
     with pytest.raises(PlanError) as caught:
         ms.load(model, state, rules=rules)
     assert caught.value.problems == plan.problems
@@ -282,7 +282,7 @@ def test_a_value_that_cannot_be_decoded_matters_only_to_who_takes_it(tmp_path: P
     ms.load(without, tmp_path / "held.safetensors", allow_unexpected=["a.*"])
     ms.load(without, tmp_path / "held.safetensors", rules=[ms.rules.Ignore("a.*")])
     plan = ms.plan(nn.ModuleDict({"a": Keeps(), "b": nn.Linear(1, 1)}), tmp_path / "held.safetensors")
-    assert [type(problem).__name__ for problem in plan.problems] == ["BadExtraState"]
+    assert [problem.kind.name for problem in plan.problems] == ["BAD_EXTRA_STATE"]
     assert "test.Gone" in str(plan)
 
 

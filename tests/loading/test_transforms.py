@@ -15,6 +15,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors, problems
 from modelstate.loading import stage
+from modelstate.problems import Problem, ProblemKind
 from tests.loading.fingerprint import identities, whole
 
 
@@ -110,7 +111,7 @@ def test_the_law_of_patterns(patterns: list[str], data: st.DataObject) -> None:
     idle = {pattern for i, pattern in enumerate(patterns) if i not in winners.values()}
     found = ms.plan(model, state, transform=given).problems
     assert {problem.name for problem in found} == idle
-    assert all(isinstance(problem, problems.IdlePattern) for problem in found)
+    assert all(problem.kind is ProblemKind.IDLE_PATTERN for problem in found)
     if not idle:
         ms.load(model, state, transform=given)
         for name, value in state.items():
@@ -122,8 +123,8 @@ def test_the_law_of_patterns(patterns: list[str], data: st.DataObject) -> None:
 def test_a_pattern_that_matches_nothing_and_one_that_comes_too_late(path: Path) -> None:
     found = plan_problems(Net(), path, {"*": twice, "head*": None, "haed*": None})
     assert found == (
-        problems.IdlePattern("head*", "transform", "earlier patterns match all of its names"),
-        problems.IdlePattern("haed*", "transform"),
+        Problem(ProblemKind.IDLE_PATTERN, "head*", found="transform", why="earlier patterns match all of its names"),
+        Problem(ProblemKind.IDLE_PATTERN, "haed*", found="transform"),
     )
 
 
@@ -171,7 +172,7 @@ def test_shapes_and_dtypes_are_checked_where_no_transform_is_called(path: Path) 
     state["embed.weight"] = torch.ones(6, 4, dtype=torch.int64)
     state["norm.weight"] = torch.ones(2, 2)
     found = plan_problems(Net(), state, {"norm*": lambda name, tensor: tensor.flatten(), "head*": None})
-    assert {type(problem) for problem in found} == {problems.WrongShape, problems.WrongDtype}
+    assert {problem.kind for problem in found} == {ProblemKind.WRONG_SHAPE, ProblemKind.WRONG_DTYPE}
     assert {problem.name for problem in found} == {"head.weight", "embed.weight"}
 
 
@@ -401,17 +402,24 @@ def test_a_failure_after_it_takes_back_the_flag_and_the_gradient(make: Any, path
 
 def test_one_that_is_for_nothing(path: Path) -> None:
     assert plan_problems(Net(), path, {"norm*": Scale(), "*": None}) == (
-        problems.IdlePattern("norm*", "transform", "Scale(2) applies to none of the names that match"),
+        Problem(
+            ProblemKind.IDLE_PATTERN, "norm*", found="transform", why="Scale(2) applies to none of the names that match"
+        ),
     )
     assert plan_problems(nn.LayerNorm(2), {"weight": torch.ones(2), "bias": torch.ones(2)}, Scale()) == (
-        problems.IdlePattern("Scale(2)", "transform", "Scale(2) applies to none of the model's tensors"),
+        Problem(
+            ProblemKind.IDLE_PATTERN,
+            "Scale(2)",
+            found="transform",
+            why="Scale(2) applies to none of the model's tensors",
+        ),
     )
 
 
 def test_one_that_is_for_some_places_of_a_tied_tensor(path: Path) -> None:
     state = {key: value for key, value in saved(path).items() if key != "head.weight"}
     assert plan_problems(Net(tied=True), state, Scale()) == (
-        problems.UnevenTransform("head.weight", "Scale(2)", ("embed.weight",)),
+        Problem(ProblemKind.UNEVEN_TRANSFORM, "head.weight", found="Scale(2)", others=("embed.weight",)),
     )
     ms.load(Net(tied=True), state, transform={"head": None, "*": Scale()})
 

@@ -399,9 +399,9 @@ def test_an_adapter_that_is_not_merged_is_answered_with_lora(case: str) -> None:
     before = {name: value.clone() for name, value in base.state_dict().items()}
     with pytest.raises(ms.PlanError) as caught:
         ms.load(base, ms.open(parts.get(case, [small_adapter()])))
-    kinds = [type(problem).__name__ for problem in caught.value.problems]
-    assert kinds[:3] == ["UnmergedAdapter"] * 3
-    assert set(kinds[3:]) == ({"Missing"} if case == "alone" else set())
+    kinds = [problem.kind.name for problem in caught.value.problems]
+    assert kinds[:3] == ["UNMERGED_ADAPTER"] * 3
+    assert set(kinds[3:]) == ({"MISSING"} if case == "alone" else set())
     assert "combine=ms.merge.LoRA()" in str(caught.value)
     assert "allow_unexpected" not in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
@@ -417,8 +417,8 @@ def test_a_model_that_has_an_adapter_itself_is_not_told_to_merge() -> None:
     model = nn.ModuleDict({"lora_A": nn.Linear(2, 2, bias=False), "lora_B": nn.Linear(2, 2, bias=False)})
     wrapped = nn.ModuleDict({"q": model})
     state = {name.replace("weight", "default.weight"): value for name, value in wrapped.state_dict().items()}
-    kinds = {type(problem).__name__ for problem in ms.plan(wrapped, state).problems}
-    assert kinds == {"Missing", "Unexpected"}
+    kinds = {problem.kind.name for problem in ms.plan(wrapped, state).problems}
+    assert kinds == {"MISSING", "UNEXPECTED"}
 
 
 @pytest.mark.parametrize("others", [[], [{"0.weight": torch.ones(2, 4)}]], ids=["alone", "before its base"])

@@ -11,7 +11,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.problems import Missing
+from modelstate.problems import Problem, ProblemKind
 from tests.objects.nets import Lenient, Load, Net, Plain, deep, saved_as, with_values
 
 # What is saved is what is loaded.
@@ -146,7 +146,7 @@ def test_what_is_not_optional_is_missing_as_for_torch(load: Load) -> None:
     with pytest.raises(RuntimeError, match="_extra_state"):
         load(model, state)
     assert model.epoch == 3
-    assert Missing("_extra_state") in ms.plan(Net(), state).problems
+    assert Problem(ProblemKind.MISSING, "_extra_state") in ms.plan(Net(), state).problems
     report = ms.load(model, state, allow_missing=["_extra_state"])
     assert model.epoch == 3
     assert report.coverage < 1

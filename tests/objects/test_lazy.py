@@ -11,7 +11,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.problems import Missing, WrongDtype
+from modelstate.problems import ProblemKind
 from tests.loading.fingerprint import whole
 
 Load = Callable[[nn.Module, Any], Any]
@@ -146,7 +146,7 @@ def test_one_that_is_none_takes_the_dtype_and_one_that_is_set_keeps_its_own(load
 
 def test_a_cast_that_loses_is_a_problem_as_for_any_buffer() -> None:
     plan = ms.plan(Lazy(torch.zeros(3, dtype=torch.int64)), Lazy(torch.ones(2)).state_dict())
-    assert [type(problem) for problem in plan.problems] == [WrongDtype]
+    assert [problem.kind for problem in plan.problems] == [ProblemKind.WRONG_DTYPE]
 
 
 @every_load
@@ -160,7 +160,7 @@ def test_a_value_that_has_got_lost_is_missing_where_that_is_known(load: Load, no
             with pytest.raises(RuntimeError, match="p") as caught:
                 load(target, state)
             if isinstance(caught.value, ms.PlanError):
-                assert [type(problem) for problem in caught.value.problems] == [Missing]
+                assert [problem.kind for problem in caught.value.problems] == [ProblemKind.MISSING]
             else:
                 assert 'Missing key(s) in state_dict: "p"' in str(caught.value)
             assert target.p is there
@@ -399,7 +399,7 @@ def test_the_note_follows_the_rules() -> None:
     made = type(state)(renamed)
     made._metadata = {f"module.{path}" if path else "module": saved for path, saved in state._metadata.items()}
     plan = ms.plan(nn.Sequential(Lazy()), made, rules=[ms.rules.Prefix(strip="module.")])
-    assert [(type(problem), problem.name) for problem in plan.problems] == [(Missing, "0.p")]
+    assert [(problem.kind, problem.name) for problem in plan.problems] == [(ProblemKind.MISSING, "0.p")]
 
 
 def test_a_module_of_nothing_else(tmp_path: Path) -> None:

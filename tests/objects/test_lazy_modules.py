@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import modelstate as ms
-from modelstate import problems
+from modelstate.problems import ProblemKind
 from tests.programs import run_program
 
 
@@ -133,7 +133,7 @@ def test_where_the_model_has_run_it_is_a_problem_beside_the_others(tmp_path: Pat
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ms.PlanError, match="had not initialised") as caught:
         ms.load(model, source)
-    found = {problem.name for problem in caught.value.problems if isinstance(problem, problems.NotYetInitialised)}
+    found = {problem.name for problem in caught.value.problems if problem.kind is ProblemKind.NOT_YET_INITIALISED}
     assert found == set(lazy_names(make().state_dict()))
     assert {p.name for p in caught.value.problems} - found == {"more.weight", "more.bias"}
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -145,9 +145,9 @@ def test_where_it_has_no_place_it_is_unexpected(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Identity(), nn.LazyBatchNorm1d(), nn.Linear(4, 2))
     with pytest.raises(ms.PlanError) as caught:
         ms.load(model, path)
-    assert {(type(p).__name__, p.name) for p in caught.value.problems} == {
-        ("Unexpected", "0.weight"),
-        ("Unexpected", "0.bias"),
+    assert {(p.kind.name, p.name) for p in caught.value.problems} == {
+        ("UNEXPECTED", "0.weight"),
+        ("UNEXPECTED", "0.bias"),
     }
     ms.load(model, path, allow_unexpected=["0.*"])
 
@@ -173,7 +173,7 @@ def test_a_skeleton_has_lazy_modules_that_can_run() -> None:
 def test_on_meta_it_would_stay_there() -> None:
     with pytest.raises(ms.PlanError) as caught:
         ms.load(nn.LazyLinear(3, device="meta"), nn.LazyLinear(3).state_dict())
-    assert {type(problem) for problem in caught.value.problems} == {problems.Uninitialised}
+    assert {problem.kind for problem in caught.value.problems} == {ProblemKind.UNINITIALISED}
 
 
 def test_names_that_rules_change(tmp_path: Path) -> None:

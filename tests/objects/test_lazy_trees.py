@@ -17,7 +17,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.problems import TieConflict, Unexpected
+from modelstate.problems import ProblemKind
 from tests.loading.fingerprint import whole
 from tests.objects.test_lazy import Lazy, Load, every_load, same, saved, stock
 
@@ -75,7 +75,7 @@ def test_two_shapes_for_a_shared_module() -> None:
     for name in ("weight", "bias"):
         state[f"b.linear.{name}"] = state[f"a.linear.{name}"]
     target = nn.ModuleDict({"a": shared, "b": shared})
-    assert TieConflict in {type(problem) for problem in ms.plan(target, state).problems}
+    assert ProblemKind.TIE_CONFLICT in {problem.kind for problem in ms.plan(target, state).problems}
     assert shared.p is None
 
 
@@ -88,7 +88,7 @@ def test_names_that_are_not_lazy_stay_strict() -> None:
         target.load_state_dict(state)
     plan = ms.plan(target, state)
     assert {problem.name for problem in plan.problems} == {"q", "r"}
-    assert [problem.why for problem in plan.problems if isinstance(problem, Unexpected)] == [
+    assert [problem.why for problem in plan.problems if problem.kind is ProblemKind.UNEXPECTED] == [
         "registered as None in the model"
     ]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import PlanError
-from modelstate.problems import Missing
+from modelstate.problems import ProblemKind
 from tests.loading.fingerprint import described_module
 
 pytestmark = pytest.mark.slow
@@ -136,7 +136,7 @@ def test_random_trees_with_random_keys_missing(case: tuple[Tree, Bare, set[str]]
         return nn.ModuleDict({"module": made}) if wrap else made
 
     plan = ms.plan(model(), state)
-    found = {problem.name for problem in plan.problems if isinstance(problem, Missing)}
+    found = {problem.name for problem in plan.problems if problem.kind is ProblemKind.MISSING}
     assert found == missing
     assert plan.ok is not bool(missing)
     for one in (nn.Module.load_state_dict, ms.load_state_dict, ms.load):

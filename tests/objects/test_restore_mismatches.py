@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate import errors, problems
+from modelstate import errors
 from modelstate.objects.objects import capture, targets_of
 from modelstate.objects.parts import Part
 from modelstate.objects.restore import restore_objects
+from modelstate.problems import ProblemKind
 from tests.objects.nets import trained
 from tests.store.training import Positions, kept, state_of
 
@@ -46,7 +47,7 @@ def test_patterns_have_to_be_of_use_somewhere() -> None:
     for option in ("allow_missing", "allow_unexpected"):
         with pytest.raises(errors.PlanError) as caught:
             restore_objects({"model": model}, saved, **{option: ["emma"]})  # type: ignore[arg-type]
-        assert [type(problem) for problem in caught.value.problems] == [problems.IdlePattern]
+        assert [problem.kind for problem in caught.value.problems] == [ProblemKind.IDLE_PATTERN]
 
 
 def test_parameters_that_are_new_or_no_longer_trained() -> None:
@@ -117,7 +118,7 @@ def test_rules_that_cannot_be() -> None:
     assert "in model.*" in str(caught.value)
     with pytest.raises(errors.PlanError) as caught:
         restore_objects({"model": model}, saved, rules={"model": [ms.rules.Split("weight", ["a"], sizes=[9])]})
-    assert problems.BadRule in map(type, caught.value.problems)
+    assert ProblemKind.BAD_RULE in [problem.kind for problem in caught.value.problems]
 
 
 def test_an_optimizer_with_parameters_of_nobody() -> None:

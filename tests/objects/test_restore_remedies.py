@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate import errors, problems
+from modelstate import errors
 from modelstate.errors import OptimizerStateError, OptionError, PlanError
 from modelstate.objects.parts import Part
 from modelstate.objects.restore import restore_objects
+from modelstate.problems import ProblemKind
 from tests.store.training import everything
 
 
@@ -51,8 +52,8 @@ def test_models_and_optimizers_have_their_problems_in_one_error_with_patterns_fo
     with pytest.raises(PlanError) as caught:
         store.restore(of)
     assert everything(of) == before
-    kinds = {type(problem).__name__ for problem in caught.value.problems}
-    assert kinds == {"Missing", "Unexpected", "OptimizerMisfit"}
+    kinds = {problem.kind.name for problem in caught.value.problems}
+    assert kinds == {"MISSING", "UNEXPECTED", "OPTIMIZER_MISFIT"}
     options = proposed(str(caught.value))
     assert set(options) == {"allow_missing", "allow_unexpected"}
     assert store.restore(of, **options).step == 1  # type: ignore[arg-type]
@@ -150,7 +151,7 @@ def test_a_model_and_an_optimizer_of_another_class_have_their_problems_in_one_er
     of["optimizer0"] = torch.optim.SGD(of["model"].parameters())
     with pytest.raises(PlanError) as caught:
         store.restore(of)
-    whys = [one.line() for one in caught.value.problems if isinstance(one, problems.OptimizerMisfit)]
+    whys = [one.line() for one in caught.value.problems if one.kind is ProblemKind.OPTIMIZER_MISFIT]
     assert "optimizer0: the state is of torch.optim.Adam, the optimizer is torch.optim.SGD" in whys
     assert "build the optimizer that was saved: torch.optim.Adam" in str(caught.value)
 
@@ -219,7 +220,7 @@ def test_a_shape_that_does_not_fit_is_said_once_of_the_model(tmp_path: Path) -> 
     ms.Store(tmp_path).save(1, headed("head", 5))
     with pytest.raises(PlanError) as caught:
         ms.Store(tmp_path).restore(headed("head", 4))
-    assert {type(problem).__name__ for problem in caught.value.problems} == {"WrongShape"}
+    assert {problem.kind.name for problem in caught.value.problems} == {"WRONG_SHAPE"}
 
 
 @pytest.mark.parametrize("restore", ["file", "store"])

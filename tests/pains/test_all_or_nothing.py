@@ -137,8 +137,8 @@ def test_all_problems_come_at_once() -> None:
     state["norm.gain"] = torch.ones(4)
     with pytest.raises(ms.PlanError) as caught:
         ms.load(Net(), state)
-    assert {type(p).__name__: p.name for p in caught.value.problems} == {
-        "WrongShape": "last.bias",
-        "Missing": "first.weight",
-        "Unexpected": "norm.gain",
+    assert {p.kind.name: p.name for p in caught.value.problems} == {
+        "WRONG_SHAPE": "last.bias",
+        "MISSING": "first.weight",
+        "UNEXPECTED": "norm.gain",
     }

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.problems import OtherDimensions, Problem, WrongDtype
+from modelstate.problems import CHANGES_KIND, LOSES_VALUES, Problem, ProblemKind
 from tests.loading.fingerprint import whole
 from tests.pains.conftest import StockFails
 
@@ -31,37 +31,37 @@ BENT: dict[str, tuple[torch.Tensor, torch.Tensor, list[float], Problem]] = {
         FLOATS,
         torch.tensor([-128, 127], dtype=torch.int8),
         [-128.0, 127.0],
-        WrongDtype("value", "float32", "int8", "kind"),
+        Problem(ProblemKind.WRONG_DTYPE, "value", "float32", "int8", why=CHANGES_KIND),
     ),
     "complex into real": (
         FLOATS,
         torch.tensor([1 + 2j, 3 - 4j]),
         [1.0, 3.0],
-        WrongDtype("value", "float32", "complex64", "kind"),
+        Problem(ProblemKind.WRONG_DTYPE, "value", "float32", "complex64", why=CHANGES_KIND),
     ),
     "floats into integers": (
         INTEGERS,
         torch.tensor([1.75, -2.75]),
         [1.0, -2.0],
-        WrongDtype("value", "int64", "float32", "kind"),
+        Problem(ProblemKind.WRONG_DTYPE, "value", "int64", "float32", why=CHANGES_KIND),
     ),
     "float64 into float32": (
         FLOATS,
         torch.tensor([1e300, 1.0], dtype=torch.float64),
         [float("inf"), 1.0],
-        WrongDtype("value", "float32", "float64", "lossy"),
+        Problem(ProblemKind.WRONG_DTYPE, "value", "float32", "float64", why=LOSES_VALUES),
     ),
     "large integers into small ones": (
         torch.zeros(2, dtype=torch.int8),
         torch.tensor([300, 1]),
         [44.0, 1.0],
-        WrongDtype("value", "int8", "int64", "lossy"),
+        Problem(ProblemKind.WRONG_DTYPE, "value", "int8", "int64", why=LOSES_VALUES),
     ),
     "one element into a scalar": (
         torch.zeros(()),
         torch.tensor([7.0]),
         [7.0],
-        OtherDimensions("value", (), (1,), "ms.rules.Reshape('value', [])"),
+        Problem(ProblemKind.OTHER_DIMENSIONS, "value", (), (1,), rules=("ms.rules.Reshape('value', [])",)),
     ),
 }
 

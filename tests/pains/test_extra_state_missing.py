@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.problems import BadExtraState, Missing, Unexpected
+from modelstate.problems import Problem, ProblemKind
 from tests.pains.conftest import StockFails
 
 
@@ -86,7 +86,9 @@ def test_no_hole_in_the_firewall(stock_fails: StockFails, wrapper: str) -> None:
         with pytest.raises(RuntimeError, match=r"conv\.bias") as caught:
             load(wrapped(Declared()), old)
         assert "_extra_state" not in str(caught.value)
-    assert ms.plan(wrapped(Declared()), old).problems == (Missing(wrapper + "body.layers.1.conv.bias", (1,)),)
+    assert ms.plan(wrapped(Declared()), old).problems == (
+        Problem(ProblemKind.MISSING, wrapper + "body.layers.1.conv.bias", (1,)),
+    )
 
 
 def test_a_name_that_is_missing(stock_fails: StockFails) -> None:
@@ -97,7 +99,7 @@ def test_a_name_that_is_missing(stock_fails: StockFails) -> None:
     stock_fails("a name that got lost is None, without a word", strictly(three_deep(ByHand()), by_hand) == "")
 
     (problem,) = ms.plan(three_deep(Declared()), state).problems
-    assert isinstance(problem, BadExtraState)
+    assert problem.kind is ProblemKind.BAD_EXTRA_STATE
     assert problem.name == KEY
     assert "'p'" in problem.why
 
@@ -110,7 +112,7 @@ def test_a_model_without_it(stock_fails: StockFails) -> None:
     )
 
     state = three_deep(Declared()).state_dict()
-    assert ms.plan(three_deep(Old()), state).problems == (Unexpected(KEY),)
+    assert ms.plan(three_deep(Old()), state).problems == (Problem(ProblemKind.UNEXPECTED, KEY),)
     ms.load(three_deep(Old()), state, allow_unexpected=["*._extra_state"])
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.problems import OtherNames
+from modelstate.problems import ProblemKind
 from tests.pains.conftest import StockFails
 from tests.wrappers import data_parallel
 
@@ -84,10 +84,10 @@ def test_another_prefix_is_answered_with_the_rule(prefix: str) -> None:
     with pytest.raises(ms.PlanError) as caught:
         ms.load(ours, state)
     (problem,) = caught.value.problems
-    assert isinstance(problem, OtherNames)
+    assert problem.kind is ProblemKind.OTHER_NAMES
     assert f"{len(state)} names differ only by the prefix {prefix!r}" in str(caught.value)
-    assert f"rules=[{problem.rule}]" in str(caught.value)
-    ms.load(ours, state, rules=[eval(problem.rule, {"ms": ms})])
+    assert f"rules=[{problem.rules[0]}]" in str(caught.value)
+    ms.load(ours, state, rules=[eval(problem.rules[0], {"ms": ms})])
     assert all(torch.equal(value, wanted[name]) for name, value in ours.state_dict().items())
 
 

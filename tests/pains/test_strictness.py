@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.problems import IdlePattern, WrongShape
+from modelstate.problems import Problem, ProblemKind
 from tests.loading.fingerprint import described_module, whole
 from tests.pains.conftest import StockFails
 
@@ -41,7 +41,7 @@ def test_a_shape_that_differs(stock_fails: StockFails) -> None:
     before = whole(ours)
     with pytest.raises(ms.PlanError) as caught:
         ms.load(ours, state, allow_missing=["1.weight"], allow_unexpected=["1.weight"])
-    assert WrongShape("1.weight", (2, 4), (9, 9)) in caught.value.problems
+    assert Problem(ProblemKind.WRONG_SHAPE, "1.weight", (2, 4), (9, 9)) in caught.value.problems
     assert whole(ours) == before
 
 
@@ -65,7 +65,7 @@ def test_a_pattern_that_matches_nothing_is_a_problem(option: str) -> None:
     before = whole(ours)
     with pytest.raises(ms.PlanError) as caught:
         ms.load(ours, net(2).state_dict(), **{option: ["head.*"]})
-    assert caught.value.problems == (IdlePattern("head.*", option=option),)
+    assert caught.value.problems == (Problem(ProblemKind.IDLE_PATTERN, "head.*", found=option),)
     assert whole(ours) == before
 
 
@@ -73,7 +73,7 @@ def test_every_pattern_of_several_must_match() -> None:
     state = net(2).state_dict() | {"a.b": torch.ones(1)}
     with pytest.raises(ms.PlanError) as caught:
         ms.load(net(1), state, allow_unexpected=["a.*", "a.?", "b.*"])
-    assert caught.value.problems == (IdlePattern("b.*", option="allow_unexpected"),)
+    assert caught.value.problems == (Problem(ProblemKind.IDLE_PATTERN, "b.*", found="allow_unexpected"),)
 
 
 def test_coverage_is_in_every_report() -> None:

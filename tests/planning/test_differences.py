@@ -12,7 +12,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import PlanError
 from modelstate.planning.differences import Shape, nearest, one_prefix, wrapper_rule
-from modelstate.problems import Missing, OtherDimensions, OtherNames, Unexpected, explain
+from modelstate.problems import Problem, ProblemKind, explain
 from modelstate.rules.known import WRAPPERS
 from modelstate.rules.rule import Rule
 from tests.planning.test_matching import calls_of
@@ -36,9 +36,9 @@ def under(prefix: str, shapes: Shapes) -> Shapes:
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
-def pasted(problem: OtherNames | OtherDimensions) -> Rule:
+def pasted(problem: Problem) -> Rule:
     """The rule, from the code that the problem proposes."""
-    rule: Rule = eval(problem.rule, {"ms": ms, "re": re})
+    rule: Rule = eval(problem.rules[0], {"ms": ms, "re": re})
     return rule
 
 
@@ -111,7 +111,10 @@ def test_what_is_missing_beside_a_wrapper_is_all_that_is_reported() -> None:
     model, values = module_of(["a.w", "head.w"]), state(["module.a.w", "module.old.w"])
     with pytest.raises(PlanError) as caught:
         ms.load(model, values)
-    assert caught.value.problems == (Missing("head.w", (2, 2)), Unexpected("old.w", (2, 2)))
+    assert caught.value.problems == (
+        Problem(ProblemKind.MISSING, "head.w", (2, 2)),
+        Problem(ProblemKind.UNEXPECTED, "old.w", found=(2, 2), name_for_rules="module.old.w"),
+    )
     ms.load(model, values, allow_missing=["head.*"], allow_unexpected=["module.old.*"])
     assert torch.equal(model.get_parameter("a.w"), values["module.a.w"])
     assert model.get_parameter("head.w").eq(-1).all()
@@ -208,9 +211,9 @@ def test_one_prefix_for_all(prefix: str, strips: bool) -> None:
     missing, unexpected = (LAYERS, under(prefix, LAYERS)) if strips else (under(prefix, LAYERS), LAYERS)
     problem, pairs = one_prefix(missing, unexpected)
     assert problem is not None
-    assert problem.difference == f"the prefix {prefix!r} of the {'checkpoint' if strips else 'model'}"
+    assert f"the prefix {prefix!r} of the {'checkpoint' if strips else 'model'}" in problem.why
     assert pasted(problem) == (ms.rules.Prefix(strip=prefix) if strips else ms.rules.Prefix(add=prefix))
-    assert problem.count == len(missing)
+    assert problem.why.startswith(f"{len(missing)} names ")
     assert renamed([pasted(problem)], unexpected) == dict(zip(missing, unexpected, strict=True)) == pairs
 
 
@@ -363,7 +366,7 @@ def test_projections_of_one_shape_are_not_paired_by_their_order(more: list[str])
     with pytest.raises(PlanError) as caught:
         ms.load(model, file)
     text = str(caught.value)
-    assert {type(problem) for problem in caught.value.problems} == {Missing, Unexpected}
+    assert {problem.kind for problem in caught.value.problems} == {ProblemKind.MISSING, ProblemKind.UNEXPECTED}
     assert "did you mean" not in text
     assert "rules=[" not in text
     assert "ms.suggest(model, source)" in text
@@ -375,8 +378,8 @@ def test_projections_of_one_shape_are_not_paired_by_their_order(more: list[str])
 
 
 def test_nothing_is_to_be_looked_for_where_only_one_side_has_more() -> None:
-    assert "suggest" not in explain([Missing("a", (2,))])
-    assert "suggest" not in explain([Unexpected("a", (2,))])
+    assert "suggest" not in explain([Problem(ProblemKind.MISSING, "a", (2,))])
+    assert "suggest" not in explain([Problem(ProblemKind.UNEXPECTED, "a", found=(2,))])
 
 
 def test_nothing_almost_like_it_is_named() -> None:
@@ -440,7 +443,13 @@ def test_what_is_loaded_or_proposed_is_what_was_meant(renaming: tuple[dict[str, 
 
     check([])
     planned = ms.plan(module_of(list(names)), file)
-    check([pasted(problem) for problem in planned.problems if isinstance(problem, OtherNames | OtherDimensions)])
+    check(
+        [
+            pasted(problem)
+            for problem in planned.problems
+            if problem.kind in (ProblemKind.OTHER_NAMES, ProblemKind.OTHER_DIMENSIONS)
+        ]
+    )
 
 
 # The nearest name.

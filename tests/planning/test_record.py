@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate import problems
 from modelstate.planning import record
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.preparation import Preparation
+from modelstate.problems import ProblemKind
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.transaction.slots import slots_of
 from modelstate.transaction.transaction import Transaction, Write
@@ -134,9 +134,9 @@ def test_all_problems_are_found_at_once() -> None:
     state["scale"] = torch.ones(5)
     state["more"] = torch.ones(1)
     preparation = preparation_of(Net(hidden=False, tied=True), state)
-    found = {type(problem) for problem in preparation.problems}
-    assert found == {problems.TieConflict, problems.WrongShape, problems.Unexpected}
-    assert {type(problem) for problem in preparation.error().problems} == found
+    found = {problem.kind for problem in preparation.problems}
+    assert found == {ProblemKind.TIE_CONFLICT, ProblemKind.WRONG_SHAPE, ProblemKind.UNEXPECTED}
+    assert {problem.kind for problem in preparation.error().problems} == found
 
 
 def test_slots_that_are_not_tied_map_different_bytes(tmp_path: Path) -> None:
@@ -222,5 +222,5 @@ def test_memory_that_was_freed_is_a_problem() -> None:
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.weight.untyped_storage().resize_(0)
     (problem,) = preparation_of(model, state, in_place=False).problems
-    assert isinstance(problem, problems.FreedMemory)
+    assert problem.kind is ProblemKind.FREED_MEMORY
     assert (problem.name, problem.expected, problem.found) == ("weight", 16, 0)

@@ -13,7 +13,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import OptionError, RuleError
-from modelstate.problems import CyclicRules, NameClash
+from modelstate.problems import Problem, ProblemKind
 from modelstate.rules.names import Copy, Fill, Ignore, Prefix, Rename, Same
 from modelstate.rules.rule import Entry, Rule, Template
 from modelstate.rules.schema import apply_rules, check_rules, in_memory, renaming
@@ -147,7 +147,7 @@ def test_rules_are_applied_in_their_order(rules: list[Rule], names: list[str]) -
         clash = clash or len(set(after.values())) < len(after)
         now = after
     result = applied(rules, names)
-    assert clash == any(isinstance(problem, NameClash) for problem in result.problems)
+    assert clash == any(problem.kind is ProblemKind.NAME_CLASH for problem in result.problems)
     if not clash:
         assert {name: entry.sources for name, entry in result.entries.items()} == {n: (s,) for s, n in now.items()}
         assert list(result.idle) == idle
@@ -195,20 +195,20 @@ def test_an_order_that_matters() -> None:
 def test_several_names_become_one() -> None:
     result = applied([Rename(re.compile(r"\d"), "")], ["a1", "a2", "b"])
     assert {name: entry.sources for name, entry in result.entries.items()} == {"a": ("a1",), "b": ("b",)}
-    assert result.problems == (NameClash("a", ("a1", "a2")),)
+    assert result.problems == (Problem(ProblemKind.NAME_CLASH, "a", others=("a1", "a2")),)
 
 
 def test_a_name_that_another_one_gets_for_a_while() -> None:
     """Nothing overwrites anything, not even where a later rule would have moved it away."""
     result = applied([Rename("a", "b"), Rename("b", "c")], ["a", "b"])
-    assert NameClash("b", ("a", "b")) in result.problems
+    assert Problem(ProblemKind.NAME_CLASH, "b", others=("a", "b")) in result.problems
 
 
 def test_renames_that_go_round() -> None:
     result = applied([Rename("a", "b"), Rename("b", "a")], ["a"])
-    assert result.problems == (CyclicRules("a", ("Rename('a', 'b')", "Rename('b', 'a')")),)
+    assert result.problems == (Problem(ProblemKind.CYCLIC_RULES, "a", others=("Rename('a', 'b')", "Rename('b', 'a')")),)
     longer = applied([Rename("a", "b"), Rename("b", "c"), Rename("c", "a")], ["a", "d"])
-    assert [type(problem) for problem in longer.problems] == [CyclicRules]
+    assert [problem.kind for problem in longer.problems] == [ProblemKind.CYCLIC_RULES]
 
 
 def test_two_names_are_exchanged_by_a_third() -> None:

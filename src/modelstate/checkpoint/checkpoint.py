@@ -173,6 +173,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
                 remedy=f"did you mean {' or '.join(map(repr, near))}?"
                 if near
                 else "iterate over the checkpoint to see its names",
+                options="" if near else "modelstate inspect SOURCE lists the names",
             ) from None
 
     def _check_read(self, value: object, path: str) -> None:
@@ -557,6 +558,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
                 found=f"none for {listed(without, 3)}" if checksums else f"{self.format}, which keeps none",
                 remedy="modelstate.save(modelstate.open(path), new_path) writes a file that keeps checksums of what is "
                 "here now; a load without verify=True asks for none",
+                options="modelstate convert SOURCE PATH.safetensors writes a file that keeps checksums",
             )
         return DigestCheck(self.source, self.fingerprints, names_of, checksums)
 
@@ -742,6 +744,7 @@ def _below(flat: FlatTree, key: str, where: str, decode: Callable[[object], obje
             where=where,
             expected=f"one of {parts}" if parts else "",
             remedy="give one of these as key=, or none" if parts else "leave key= out: the checkpoint has no parts",
+            options="--key KEY, or leave it out",
         )
     return part
 

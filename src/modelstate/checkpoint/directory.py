@@ -208,6 +208,7 @@ def _refuse_other_tools(directory: str, names: list[str]) -> None:
 
 
 def _nothing(directory: str, entries: Mapping[str, _Kind]) -> SourceNotFoundError:
+    options = ""
     below = [name for name, kind in entries.items() if kind is _Kind.DIRECTORY]
     there = [name + ("/" if name in below else "") for name in entries]
     if "store.json" in there:
@@ -215,6 +216,7 @@ def _nothing(directory: str, entries: Mapping[str, _Kind]) -> SourceNotFoundErro
             "it is a store: give one object of it, such as modelstate.Store(path).open('model'). Store.restore and "
             f"Store.verify read all objects; `modelstate store ls {shlex.quote(directory)}` lists the steps"
         )
+        options = "modelstate store restore DIR PATH writes one object of it as a file; give the path of this file"
     elif below:
         remedy = f"subdirectories are not searched: give one of {listed(below)}"
     else:
@@ -226,6 +228,7 @@ def _nothing(directory: str, entries: Mapping[str, _Kind]) -> SourceNotFoundErro
         "or one file of torch.save or safetensors",
         found=listed(there, 12) or "an empty directory",
         remedy=remedy,
+        options=options,
     )
 
 

@@ -337,6 +337,7 @@ def _too_small(needed_bytes: int, max_memory_bytes: int) -> MemoryBudgetError:
         expected=f"at most {max_memory_bytes:,} bytes",
         found=f"{needed_bytes:,} bytes, at the least",
         remedy=f"max_memory_bytes={needed_bytes}, or leave it out",
+        options=f"--max-memory {needed_bytes}B, or leave it out",
     )
 
 

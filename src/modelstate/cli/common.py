@@ -81,23 +81,22 @@ def reported(debug: bool, exit_code: int = PROBLEMS) -> Iterator[None]:
 
 
 def _say(error: BaseException, debug: bool, is_unexpected: bool = False) -> None:
-    from modelstate.cli import spelling  # only where it is needed: a command takes less time than its imports
-
     if debug:
         traceback.print_exception(error)
-    name, text, options = type(error).__name__, str(error) or type(error).__name__, spelling.of_error(error, debug)
+    name, text = type(error).__name__, str(error) or type(error).__name__
+    if isinstance(error, ms.ModelStateError) and error.has_fields:
+        text = error.text(command_line=True)
     see_where = "" if debug or not is_unexpected else "run it again with --debug to see where this came from"
     fields = {field: str(getattr(error, field, "")) for field in ("where", "what", "expected", "found", "page")}
-    remedy = "; ".join(options) or see_where or str(getattr(error, "remedy", ""))
-    if isinstance(error, ms.errors.OptionError):
-        text, remedy = spelling.in_options(text), spelling.in_options(remedy)
-        fields = {field: spelling.in_options(value) for field, value in fields.items()}
+    remedy = see_where or getattr(error, "options", "") or str(getattr(error, "remedy", ""))
     what = fields.pop("what") or text
+    if isinstance(error, ms.ModelStateError) and error.problems:
+        what = text
     if _prints_json(name, what, remedy, **fields):
         return
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    text = printable_lines(text + spelling.as_text(options))
+    text = printable_lines(with_options(error, text))
     print(f"error: {name}: {text}" if is_unexpected else f"error: {text}", file=sys.stderr)
     if see_where:
         print(f"  to do: {see_where}", file=sys.stderr)
@@ -427,12 +426,20 @@ def _both_sides(text: str) -> tuple[str, str]:
 
 def usage_text(error: ms.ModelStateError) -> str:
     """Returns an error of an argument in one line, with the option of the command that runs."""
-    from modelstate.cli import spelling
-
     where = f"{error.where}: " if error.where else ""
     found = f": {error.found}" if error.found else ""
     expected = f"; give {error.expected}" if error.expected else ""
-    return spelling.in_options(in_a_line(f"{where}{error.what}{found}{expected}"))
+    return with_options(error, in_a_line(f"{where}{error.what}{found}{expected}"))
+
+
+def with_options(error: BaseException, text: str) -> str:
+    """Names the options of the command that runs in place of the arguments that an error is about."""
+    context = click.get_current_context(silent=True)
+    if context is not None and isinstance(error, ms.errors.OptionError):
+        for parameter in context.command.params:
+            if parameter.name in error.names:
+                text = text.replace(f"{parameter.name}=", parameter.opts[0])
+    return text
 
 
 def _one_line(error: BaseException) -> str:

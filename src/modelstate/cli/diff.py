@@ -91,19 +91,19 @@ def _remedies(a: str, keys: Sequence[str]) -> Iterator[None]:
         yield
     except ms.errors.KeyNotFoundError as error:
         if len(keys) == 1:
-            from modelstate.cli.spelling import option
+            from modelstate.problems import option
 
             both = option("--key", keys[0]) + " --key ''"
-            error.remedy = f"give --key twice, for A and for B, where '' is the whole, such as {both}"
+            error.options = f"give --key twice, for A and for B, where '' is the whole, such as {both}"
         raise
     except ms.errors.AmbiguousCheckpointError as error:
         key = next((key for key, _ in error.candidates if key), None)
         if key is not None:
-            from modelstate.cli.spelling import option
             from modelstate.io.files import local_path
+            from modelstate.problems import option
 
             sides = (key, "") if error.where in (a, local_path(a)) else ("", key)
-            error.remedy = " ".join(option("--key", side) for side in sides)
+            error.options = option("--key", *sides)
         raise
 
 

@@ -5,13 +5,12 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import msgspec
 
-from modelstate import errors, problems
+from modelstate import errors
 from modelstate.errors import ModelStateError
-from modelstate.problems import Problem
+from modelstate.problems import ProblemKind
 
 _LINK = re.compile(r"\[([^\]]*)\]\([\w./-]+\.md(?:#[\w-]+)?\)")
 
@@ -40,8 +39,8 @@ class Match(msgspec.Struct, frozen=True):
 def pages() -> dict[str, Page]:
     """Returns all pages by name."""
     named: dict[str, list[str]] = {}
-    for kind in classes():
-        named.setdefault(kind.page, []).append(kind.__name__)
+    for name, page in named_pages():
+        named.setdefault(page, []).append(name)
     package = Path(__file__).parent.parent
     folder = package / "pages"
     if not folder.is_dir():  # a checkout, or an editable install of one
@@ -55,10 +54,12 @@ def pages() -> dict[str, Page]:
     return by_name
 
 
-def classes() -> Iterator[type[ModelStateError] | type[Problem]]:
-    """Yields every class of errors and of problems. Each names a page."""
-    yield from (kind for kind in _defined(errors) if issubclass(kind, ModelStateError) and kind is not ModelStateError)
-    yield from (kind for kind in _defined(problems) if issubclass(kind, Problem) and kind is not Problem)
+def named_pages() -> Iterator[tuple[str, str]]:
+    """Yields the name of every class of errors and every kind of problems, with its page."""
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, ModelStateError) and kind.page:
+            yield name, kind.page
+    yield from ((kind.name, kind.page) for kind in ProblemKind)
 
 
 def find(query: str) -> Match:
@@ -78,10 +79,6 @@ def find(query: str) -> Match:
     of_query = _quoted_and_other_words(query)
     nearest = max(pages().values(), key=lambda page: _nearness(page, *of_query))
     return Match((nearest,), guess=True) if _nearness(nearest, *of_query)[0] > 0.5 else Match(())
-
-
-def _defined(module: ModuleType) -> Iterator[type]:
-    return (kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__)
 
 
 def _plain(name: str) -> str:

@@ -155,7 +155,7 @@ class Request(msgspec.Struct, frozen=True):
                 return function(model, checkpoint, **self.options)
         except ms.errors.ModelCodeError as error:
             if any(param.is_meta for param in model.parameters()):
-                error.remedy += f"; if the code reads values, {WITH_VALUES}"
+                error.options += f"; if the code reads values, {WITH_VALUES}"
             raise
 
 
@@ -260,13 +260,8 @@ def plan(
 
     result = request.run(planned, checkpoint)
     write_page(html, result)
-    remedies = ""
-    if problems := result.problems:
-        from modelstate.cli import spelling
-
-        remedies = spelling.as_text(spelling.of_problems(problems))
-    echo(result.to_json() if as_json else printable_lines(f"{rules}{result}{remedies}"))
-    if problems:
+    echo(result.to_json() if as_json else printable_lines(f"{rules}{result.text(command_line=True)}"))
+    if result.problems:
         raise click.exceptions.Exit(PROBLEMS)
 
 

@@ -153,6 +153,7 @@ def diff(
             expected=f"names such as {listed(map(printable, second), 3)}",
             found=listed(map(printable, first), 3),
             remedy="give a part of each with key=, or rules= that lead from the first names to the second",
+            options="--key twice, for A and for B; or --rename PATTERN=REPLACEMENT, which applies to names of A",
         )
     selected = {name for name in (*entries, *others) if is_selected(name, patterns)}
     if not selected:

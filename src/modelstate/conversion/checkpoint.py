@@ -30,7 +30,7 @@ from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.planning.matching import ModelSchemaView, entries_of, renamed_versions
 from modelstate.planning.options import check_model
-from modelstate.problems import QuantizedWeight
+from modelstate.problems import ProblemKind, join_remedies, remedies_for
 from modelstate.remote.cache import Cache
 from modelstate.rules.expression import Derived, values_of
 from modelstate.rules.expression import Source as DerivedSource
@@ -157,13 +157,15 @@ def _check_scales(tensors: Mapping[str, Any], where: str, *, has_rules: bool) ->
         return
     from modelstate.planning.quantized import stored_quantized
 
-    scaled = [problem for problem in stored_quantized(tensors) if problem.layout.startswith("float8")]
+    scaled = [problem for problem in stored_quantized(tensors) if str(problem.found).startswith("float8")]
     if scaled:
         raise OptionError(
             "dtype= would cast numbers whose scales are in other tensors; nothing has been written",
             where=where,
             found=listed([problem.line() for problem in scaled], 3, "; "),
-            remedy=QuantizedWeight.remedy_for(scaled).replace("rules=[", "rules=[*rules, " if has_rules else "rules=["),
+            remedy=join_remedies(remedies_for(ProblemKind.QUANTIZED_WEIGHT, scaled)).replace(
+                "rules=[", "rules=[*rules, " if has_rules else "rules=["
+            ),
         )
 
 

@@ -7,18 +7,17 @@ the error that all of them raise.
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
+from msgspec import convert, to_builtins
 
-from modelstate import errors, problems
+from modelstate import errors
 from modelstate.distributed.connections import number_of, ranks_text
 from modelstate.errors import (
     BackgroundCancelledError,
     DistributedError,
     ModelStateError,
-    PlanError,
     RanksDifferError,
 )
 from modelstate.problems import Problem, explain
@@ -63,7 +62,7 @@ def report_of(error: BaseException | None, digests: Sequence[Digest] = ()) -> Re
         "error": type(error).__name__,
         **{name: getattr(own, name) for name in ("what", "where", *_FIELDS)},
         "names": list(own.names),
-        "problems": [[type(problem).__name__, asdict(problem)] for problem in getattr(own, "problems", ())],
+        "problems": to_builtins(own.problems),
     }
 
 
@@ -86,15 +85,14 @@ def error_of(failed: Mapping[int, Report], what: str, effect: str, ranks: int) -
     for text, of_group in groups.items():
         report = json.loads(text)
         where = f"rank {of_group[0]}" if len(of_group) == 1 else f"ranks {ranks_text(of_group)}"
-        new = [_problem(*entry) for entry in report["problems"]]
+        new = convert(report["problems"], list[Problem])
         found += [problem for problem in new if problem not in found]
         texts.append(f"{where}: {report['what']}" if not new else f"{where}:\n{explain(new)}")
     common = [name for name in _FIELDS if len({report[name] for report in failed.values()}) == 1]
     fields = {name: first[name] for name in common}
     where = first["where"] if len(groups) == 1 else ""
-    more = {"problems": found} if issubclass(kind, PlanError) else {"names": first["names"]}
     text = "\n".join([f"{what} failed on {len(failed)} of {ranks} ranks; {effect}", *texts])
-    error: ModelStateError = kind(text, where=where, **fields, **more)
+    error: ModelStateError = kind(text, where=where, **fields, names=first["names"], problems=found)
     return error
 
 
@@ -126,13 +124,3 @@ def difference_of(reports: Mapping[int, Report], call: str) -> RanksDifferError:
         found=found(differing),
         remedy=f"call {call} with the same model and the same other arguments on every rank",
     )
-
-
-def _problem(name: str, fields: Mapping[str, Any]) -> Problem:
-    """Returns a problem of another rank."""
-    kind: type[Problem] = getattr(problems, name)
-    return kind(**{key: _frozen(value) for key, value in fields.items()})
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -441,5 +441,6 @@ def threads_within(tensors: Mapping[str, object], max_memory_bytes: int | None, 
             expected=f"at most {size(max_memory_bytes)}",
             found=f"{needs[largest]:,} bytes",
             remedy=f"max_memory_bytes={needs[largest]} or more",
+            options=f"--max-memory {needs[largest]}B or more, or leave it out",
         )
     return max(1, min(threads, max_memory_bytes // max(needs[largest], 1)))

@@ -19,6 +19,7 @@ from modelstate.formats.unpickle import (
     Storage,
     invalid,
 )
+from modelstate.problems import option
 from modelstate.spec import Refused, StoredComposite, StoredTensor
 from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import QUANTIZED
@@ -243,12 +244,15 @@ def _forbidden(what: str, refused: list[tuple[str, str]], remedy: str, of_module
     ordered = list(dict.fromkeys(name for name, _ in refused))
     never = [name for name in ordered if is_never(name)]
     allow: list[str] = []
+    options = ""
     if never:
         remedy = f"do not trust this file: {never[0]} has no place in a checkpoint"
     elif any(name.startswith("torch.nn.modules.") for name in ordered):
         remedy = of_modules
+        options = "--skip-forbidden" if "skip_forbidden" in remedy else ""
     else:
         allow = ordered
+        options = f"{option('--allow', *ordered)} if you trust them; or --skip-forbidden"
         remedy = remedy.format("[" + ", ".join(f'"{name}"' for name in ordered) + "]")
     is_one = len(ordered) == 1
     return ForbiddenGlobalError(
@@ -259,6 +263,7 @@ def _forbidden(what: str, refused: list[tuple[str, str]], remedy: str, of_module
         allow=allow,
         found=listed((f"{name} at {unique[name]}" if unique[name] else name for name in ordered), 10),
         remedy=remedy,
+        options=options,
     )
 
 

@@ -38,6 +38,7 @@ from modelstate.formats.unpickle import (
     unpickle,
 )
 from modelstate.io.files import FileFingerprint, SourceFile
+from modelstate.problems import option
 from modelstate.spec import Assemble, ByteRange, Checksum, Refused, StoredComposite, StoredTensor
 from modelstate.text_format import excerpt, listed
 
@@ -178,6 +179,7 @@ def _forbidden(names: TorchGlobals) -> ForbiddenGlobalError:
         remedy=f"do not trust this checkpoint: {never[0]} has no place in its metadata"
         if never
         else f"if you know why they are there: ms.load(model, ms.open(path, allow=[{quoted}])); they are not made",
+        options="" if never else f"{option('--allow', *refused)} if you trust them; or --skip-forbidden",
     )
 
 

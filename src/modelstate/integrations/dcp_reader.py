@@ -29,7 +29,7 @@ from modelstate.io.engine import Request, read_ranges
 from modelstate.loading.collective import digest_of_source
 from modelstate.planning.matching import DecodeFailure, Patterns, entries_of
 from modelstate.planning.quantized import Candidate, quantized_weights
-from modelstate.problems import NotATensor, Problem, Unexpected, WrongDtype, plan_error
+from modelstate.problems import CHANGES_KIND, LOSES_VALUES, Problem, ProblemKind, plan_error
 from modelstate.rules.expression import Source as TensorSource
 from modelstate.rules.expression import is_dequantized, region, values_of
 from modelstate.rules.quantized import SCALABLE
@@ -123,7 +123,7 @@ class Reader(StorageReader):
         problems = []
         for name in dict.fromkeys(item.storage_index.fqn for item in plan.items):
             if name not in self._values and (why := self._entries[name].why_not_plain):
-                problems.append(NotATensor(name, why))
+                problems.append(Problem(ProblemKind.NOT_A_TENSOR, name, found=why))
             if isinstance(failure := self._values.get(name), DecodeFailure):
                 raise failure.error
             if found := refused_in(self._values.get(name), name):
@@ -166,14 +166,17 @@ class Reader(StorageReader):
             name = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:
                 if isinstance(state.get(item.dest_index.fqn), torch.Tensor):
-                    problems.append(NotATensor(name, type(self._values[name]).__name__))
+                    found = type(self._values[name]).__name__
+                    problems.append(Problem(ProblemKind.NOT_A_TENSOR, name, found=found))
                 continue
             source, target = self._tensor(name), planner.resolve_tensor(item).detach()
             cast = cast_between(source.dtype, target.dtype)
             if source.dtype in SCALABLE and source.dtype != target.dtype and target.is_floating_point():
                 numbers += [Candidate(name, other, has_numbers=True) for other in self._entries[name].sources]
             if cast == "kind" or (cast == "lossy" and not is_dequantized(source)):
-                problems.append(WrongDtype(name, short(target.dtype), short(source.dtype), cast))
+                why = CHANGES_KIND if cast == "kind" else LOSES_VALUES
+                problem = Problem(ProblemKind.WRONG_DTYPE, name, short(target.dtype), short(source.dtype), why=why)
+                problems.append(problem)
             box = zip(item.storage_offsets, item.lengths, strict=True)
             regions.append((item, target, region(source, [slice(start, start + size) for start, size in box])))
         if numbers:
@@ -183,7 +186,9 @@ class Reader(StorageReader):
             problems = [*(problem for problem in problems if problem.name not in names), *quantized]
         if problems:
             remedy = "rules=ms.rules.Cast(name, dtype) casts; or make the state dict with the dtypes of the checkpoint"
-            raise plan_error(_TARGET, self._checkpoint.source, list(dict.fromkeys(problems)), {WrongDtype: remedy})
+            raise plan_error(
+                _TARGET, self._checkpoint.source, list(dict.fromkeys(problems)), {ProblemKind.WRONG_DTYPE: remedy}
+            )
         requests = []
         for _, target, source in regions:
             if is_run(source) and is_plain_memory(target) and source.dtype == target.dtype:
@@ -222,7 +227,7 @@ class Reader(StorageReader):
         }
         asked_parts = set().union(*(parts[name] for name in parts if name in asked))
         problems: list[Problem] = [
-            Unexpected(name, tuple(self._tensor(name).shape))
+            Problem(ProblemKind.UNEXPECTED, name, found=tuple(self._tensor(name).shape))
             for name in parts
             if name not in asked
             and parts[name] & asked_parts

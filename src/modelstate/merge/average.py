@@ -15,7 +15,7 @@ from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import CombineError, OptionError
 from modelstate.formats.tree import FlatTree
 from modelstate.planning.quantized import stored_quantized
-from modelstate.problems import QuantizedWeight
+from modelstate.problems import ProblemKind, join_remedies, remedies_for
 from modelstate.rules.quantized import SCALABLE
 from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, bytes_key
 from modelstate.text_format import count, listed, short_repr
@@ -133,9 +133,9 @@ class Average(Combination):
             raise CombineError(
                 "weights that are stored with scales cannot be taken from one checkpoint: the scales are averaged",
                 where=quantized[0].name,
-                found=f"{quantized[0].layout} in {count(len(quantized), 'weight')}",
+                found=f"{quantized[0].found} in {count(len(quantized), 'weight')}",
                 remedy=f"write plain weights of each first, with modelstate.convert_checkpoint: "
-                f"{QuantizedWeight.remedy_for(quantized)}",
+                f"{join_remedies(remedies_for(ProblemKind.QUANTIZED_WEIGHT, quantized))}",
             )
         averages: dict[object, Stored] = {}
         tensors: dict[str, Stored] = {}

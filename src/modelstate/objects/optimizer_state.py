@@ -49,7 +49,7 @@ from modelstate.objects.whole_optimizer import DTYPES, ORDERS, hidden_attributes
 from modelstate.planning.differences import without_wrappers, wrapper_rule
 from modelstate.planning.matching import Patterns
 from modelstate.planning.options import check_model
-from modelstate.problems import OptimizerMisfit, glob_patterns
+from modelstate.problems import OPTIMIZER_RULES, glob_patterns
 from modelstate.process import deferred_signals
 from modelstate.rules.optimizer import apply_to_optimizer, changed_values
 from modelstate.rules.rule import Rule
@@ -236,7 +236,7 @@ def remedies_for_names(missing: Sequence[str], unexpected: Sequence[str], gone: 
     """
     if not missing and not unexpected:
         return []
-    remedies = [OptimizerMisfit.remedy]
+    remedies = [OPTIMIZER_RULES]
     if missing:
         remedies.append(f"for parameters that are new: allow_missing={glob_patterns(missing)!r}")
     if unexpected:

@@ -258,7 +258,7 @@ def _unfit_for_shard(value: torch.Tensor, param: torch.Tensor) -> str:
         rows = ": one value for each row or column, which is not split over the ranks of a DTensor"
         return text + (rows if _is_reduced(value, param) else "")
     slot = sharded_slot("", param, value, None)
-    return "" if isinstance(slot, ShardedSlot) else f"cannot be split over the ranks: {slot.title}"
+    return "" if isinstance(slot, ShardedSlot) else f"cannot be split over the ranks: {slot.kind.title}"
 
 
 def _is_reduced(value: torch.Tensor, param: torch.Tensor) -> bool:

@@ -29,6 +29,7 @@ from modelstate.errors import (
     OptimizerStateError,
     OptionError,
     PlanError,
+    Remedy,
 )
 from modelstate.formats.tree import deep_copy
 from modelstate.html.page import Page, Shown
@@ -63,16 +64,7 @@ from modelstate.objects.whole_optimizer import DTYPES, WholeOptimizer, is_whole
 from modelstate.planning.matching import Patterns
 from modelstate.planning.options import LoadOptions, checked_options
 from modelstate.planning.recorder import ModuleContainer
-from modelstate.problems import (
-    RULES_FROM_SUGGEST,
-    Missing,
-    OptimizerMisfit,
-    OtherNames,
-    Unexpected,
-    WrongShape,
-    glob_patterns,
-    plan_error,
-)
+from modelstate.problems import RULES_FROM_SUGGEST, Problem, ProblemKind, glob_patterns, plan_error
 from modelstate.remote.cache import Cache
 from modelstate.rules.rule import Rule, Scoped
 from modelstate.rules.schema import Schema, check_rules
@@ -600,7 +592,11 @@ class _Restoring:
 
         With `init_missing` any parameter counts as one that the load would have initialised.
         """
-        misshapen = {problem.name for problem in error.problems if isinstance(problem, WrongShape)}
+        misshapen = {
+            problem.name
+            for problem in error.problems
+            if problem.kind in (ProblemKind.WRONG_SHAPE, ProblemKind.OTHER_DIMENSIONS)
+        }
         plans: dict[str, OptimizerPlan] = {}
         problems = []
         for path, target in self.targets:
@@ -611,12 +607,13 @@ class _Restoring:
             for line in plan.problems:
                 name, _, why = line.partition(": ")
                 if name not in misshapen:  # else its state has the shape of the checkpoint's parameter
-                    problems.append(OptimizerMisfit(f"{path}.{name}" if why else path, why=why or line))
+                    whole = f"{path}.{name}" if why else path
+                    problems.append(Problem(ProblemKind.OPTIMIZER_MISFIT, whole, why=why or line))
         missing, unexpected = _refused(plans)
-        missing = [problem.name for problem in error.problems if isinstance(problem, Missing)] + missing
-        unexpected = [problem.name for problem in error.problems if isinstance(problem, Unexpected)] + unexpected
+        missing = [problem.name for problem in error.problems if problem.kind is ProblemKind.MISSING] + missing
+        unexpected = [problem.name for problem in error.problems if problem.kind is ProblemKind.UNEXPECTED] + unexpected
         remedies = _own_remedies(plans)
-        if any(isinstance(problem, OtherNames) for problem in error.problems):
+        if any(problem.kind is ProblemKind.OTHER_NAMES for problem in error.problems):
             remedies.append("pass the rule above: optimizers follow rules")
         else:
             remedies += remedies_for_names(missing, unexpected, f"allow_unexpected={glob_patterns(unexpected)!r}")
@@ -625,8 +622,8 @@ class _Restoring:
             path
             for path in checkpoints
             if all(
-                any(type(problem) is cause and problem.name.startswith(f"{path}.") for problem in error.problems)
-                for cause in (Missing, Unexpected)
+                any(problem.kind is kind and problem.name.startswith(f"{path}.") for problem in error.problems)
+                for kind in (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
             )
         ]
         suggested = ", ".join(f"{path!r}: {_suggest_code(path, checkpoints[path], source_name)}" for path in renamed)
@@ -634,8 +631,8 @@ class _Restoring:
             ", ".join(checkpoints),
             listed(sources, 3),
             [*error.problems, *problems],
-            {OptimizerMisfit: "; ".join(remedies)},
-            f"work out rules: rules={{{suggested}}}" if suggested else RULES_FROM_SUGGEST,
+            {ProblemKind.OPTIMIZER_MISFIT: "; ".join(remedies)},
+            Remedy(f"work out rules: rules={{{suggested}}}") if suggested else RULES_FROM_SUGGEST,
         )
 
 

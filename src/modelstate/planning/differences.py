@@ -14,10 +14,10 @@ import msgspec
 from torch import nn
 
 from modelstate.planning.recorder import loads_names_itself
-from modelstate.problems import OtherNames
+from modelstate.problems import Problem, ProblemKind, option
 from modelstate.rules.known import WRAPPERS
 from modelstate.rules.names import Prefix, Rename
-from modelstate.rules.rule import Rule, as_code
+from modelstate.rules.rule import as_code
 from modelstate.text_format import count
 from modelstate.torch_compat.modules import has_own_load, named_modules_of
 
@@ -164,7 +164,7 @@ def one_prefix(
     *,
     fitting: Collection[str] = (),
     optional: Collection[str] = (),
-) -> tuple[OtherNames | None, dict[str, str]]:
+) -> tuple[Problem | None, dict[str, str]]:
     """Returns a problem with the rule for the one prefix by which all missing and unexpected names differ.
 
     The rule is certain. Every unexpected name is the prefix and a missing name, or every missing name is the prefix and
@@ -190,12 +190,32 @@ def one_prefix(
         return None, {}
     start, put = (rf"^{re.escape(prefix)}", "") if strips else ("^", prefix.replace("\\", r"\\"))
     rests = [name if strips else source for name, source in pairs.items()]
-    for rule in (Prefix(strip=prefix) if strips else Prefix(add=prefix), *_narrowed(start, rests, put)):
+    whole = Prefix(strip=prefix) if strips else Prefix(add=prefix)
+    rules: list[Prefix | Rename] = [whole, *_narrowed(start, rests, put)]
+    for rule in rules:
         right = all(rule.rename(source) == name for name, source in pairs.items())
         if right and all(rule.rename(name) is None for name in fitting):
-            difference = f"the prefix {prefix!r} of the {'checkpoint' if strips else 'model'}"
-            return OtherNames(next(iter(pairs)), len(pairs), difference, as_code(rule)), pairs
+            side = "checkpoint" if strips else "model"
+            problem = Problem(
+                ProblemKind.OTHER_NAMES,
+                next(iter(pairs)),
+                why=f"{len(pairs)} names differ only by the prefix {prefix!r} of the {side}",
+                rules=(as_code(rule),),
+                options=as_options(rule),
+            )
+            return problem, pairs
     return None, {}
+
+
+def as_options(rule: Prefix | Rename) -> str:
+    """Returns the rule as an option of the command line; empty where there is none."""
+    if isinstance(rule, Prefix):
+        return option("--strip-prefix", rule.strip) if rule.strip else option("--add-prefix", rule.add)
+    is_regex = isinstance(rule.pattern, re.Pattern)
+    pattern = rule.pattern.pattern if isinstance(rule.pattern, re.Pattern) else rule.pattern
+    if "=" in rule.replacement:
+        return ""
+    return option("--rename-regex" if is_regex else "--rename", f"{pattern}={rule.replacement}")
 
 
 def _candidates(required: Collection[str], missing: Iterable[str], unexpected: Iterable[str]) -> list[tuple[str, bool]]:
@@ -214,9 +234,9 @@ def _paired(prefix: str, strips: bool, missing: Iterable[str], unexpected: Colle
     return {name: source for name, source in pairs.items() if source in unexpected}
 
 
-def _narrowed(start: str, rests: Iterable[str], replacement: str) -> tuple[Rule, ...]:
+def _narrowed(start: str, rests: Iterable[str], replacement: str) -> tuple[Rename, ...]:
     """Returns rules for only the names that continue after `start` as these do."""
-    rules: list[Rule] = []
+    rules: list[Rename] = []
     for parts in ({rest.partition(".")[0] for rest in rests}, set(rests)):
         if parts and len(parts) <= _MOST_HEADS:
             choice = "|".join(sorted(map(re.escape, parts)))

@@ -24,7 +24,7 @@ from modelstate.planning.differences import Rewrapped, prefixes, without_wrapper
 from modelstate.planning.initialise import Initialisers
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.recorder import outermost, own_names
-from modelstate.problems import IdlePattern, Problem
+from modelstate.problems import Problem, ProblemKind, option
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, to_be_computed
 from modelstate.rules.rule import Entries, Entry, Rule, Value, Wanted, describe
@@ -340,6 +340,7 @@ def matching_part(
             found=listed,
             remedy=f"say which one is meant, for example key={best!r}; without key=, give "
             f"ms.open(source).select({best!r})",
+            options=option("--key", best or next(key for key in rivals if key)),
             candidates=tuple(rivals.items()),
         )
     return checkpoint.select(best) if best else checkpoint
@@ -421,4 +422,8 @@ class Patterns:
         return bool(hits)
 
     def idle(self) -> list[Problem]:
-        return [IdlePattern(pattern, option=self.option) for pattern in self.patterns if pattern not in self.used]
+        return [
+            Problem(ProblemKind.IDLE_PATTERN, pattern, found=self.option)
+            for pattern in self.patterns
+            if pattern not in self.used
+        ]

@@ -259,6 +259,10 @@ class LoadPlan(LazySteps, Shown):
         return f"<{type(self).__name__}: {filled}, {size(self.bytes)} to read, {problems}>"
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, command_line: bool = False) -> str:
+        """Returns the plan as text, with remedies for Python or for the command line."""
         lines = [
             f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled",
             f"  {size(self.bytes)} to read, {size(self.peak_memory_bytes)} of memory beyond the final tensors",
@@ -266,12 +270,11 @@ class LoadPlan(LazySteps, Shown):
             *(f"  note: {printable(note)}" for note in self.notes),
         ]
         if self.problems:
-            lines += [f"problems ({len(self.problems)}):", self._explanation]
+            lines += [f"problems ({len(self.problems)}):", self._explanation(command_line)]
         return "\n".join(lines)
 
-    @property
-    def _explanation(self) -> str:
-        return explain(self.problems, given=self.binding.matched.given)
+    def _explanation(self, command_line: bool = False) -> str:
+        return explain(self.problems, given=self.binding.matched.given, command_line=command_line)
 
     def _page(self) -> Page:
         facts = (
@@ -280,7 +283,7 @@ class LoadPlan(LazySteps, Shown):
             ("To read", size(self.bytes)),
             ("Memory beyond the final tensors", size(self.peak_memory_bytes)),
         )
-        text = self._explanation if self.problems else ""
+        text = self._explanation() if self.problems else ""
         return steps_page(f"{self.source} into {self.target}", facts, self.steps, self.notes, text)
 
     def to_json(self) -> str:

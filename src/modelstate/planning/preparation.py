@@ -37,23 +37,12 @@ from modelstate.planning.transforms import (
     extra_bytes_of,
 )
 from modelstate.problems import (
-    BadExtraState,
-    BufferConflict,
-    FakeTensors,
-    FreedMemory,
-    NotATensor,
-    NotYetInitialised,
-    NoValues,
-    NumPyArray,
+    CHANGES_KIND,
+    LOSES_VALUES,
     Problem,
-    QuantizedCast,
-    ShardedTensors,
-    ShardedTransform,
-    ShardsInUse,
-    TieConflict,
-    Unread,
-    WrongDtype,
+    ProblemKind,
     one_line,
+    option,
     plan_error,
     wrong_shape,
 )
@@ -263,7 +252,7 @@ class Preparation:
                 take(value)
         except (ExtraStateError, CodecError) as error:
             self._cause = self._cause or error
-            self.problems.append(BadExtraState(key, one_line(error), type(error).__name__))
+            self.problems.append(Problem(ProblemKind.BAD_EXTRA_STATE, key, why=one_line(error)))
 
     def tensor(self, key: str, param: torch.Tensor, value: Any, owner: Owner | None, errors: list[str]) -> None:
         given = key
@@ -275,13 +264,14 @@ class Preparation:
             self.unread(key, value.error)
         elif not isinstance(value, torch.Tensor):
             is_array = f"{type(value).__module__}.{type(value).__name__}" == "numpy.ndarray"
-            self.problems.append((NumPyArray if is_array else NotATensor)(key, type(value).__name__))
+            kind = ProblemKind.NUMPY_ARRAY if is_array else ProblemKind.NOT_A_TENSOR
+            self.problems.append(Problem(kind, key, found=type(value).__name__))
         elif type(value) is not torch.Tensor and is_lazy(value):
             self.used.add(given)
             if is_lazy(param):
                 self.uninitialised[key] = param
             else:
-                self.problems.append(NotYetInitialised(key))
+                self.problems.append(Problem(ProblemKind.NOT_YET_INITIALISED, key))
         elif param.shape != value.shape and not (self.transforms and self.transforms.of(key).first):
             seen_by_rules = self.matched.name_for_rules(given)
             self.problems.append(wrong_shape(key, tuple(param.size()), tuple(value.size()), seen_by_rules))
@@ -292,7 +282,7 @@ class Preparation:
         """Adds the problem of a value that is not read."""
         self._cause = self._cause or error
         why = ": ".join(filter(None, (error.what, error.found)))
-        self.problems.append(Unread(key, printable(why), error.remedy))
+        self.problems.append(Problem(ProblemKind.UNREAD, key, why=printable(why), remedy=error.remedy))
 
     # Values and slots become assignments.
 
@@ -312,9 +302,9 @@ class Preparation:
         if not assignment.plain and self._has_other_class(assignment):
             return  # the value is never written, even where the model's own code uses the tensor
         if assignment.sharded is not None and assignment.placement.name == "data" and self._shards_are_in_use:
-            self.problems.append(ShardsInUse(name, assignment.placement.why))
+            self.problems.append(Problem(ProblemKind.SHARDS_IN_USE, name, why=assignment.placement.why))
         if value.is_meta or (isinstance(stored, torch.Tensor) and lacks_values(stored)):
-            self.problems.append(NoValues(name))
+            self.problems.append(Problem(ProblemKind.NO_VALUES, name))
         elif value.dtype != assignment.dtype:
             self._check_dtype(assignment)
         if not param.is_meta:
@@ -410,7 +400,8 @@ class Preparation:
             elif not slot.shard.has_whole_blocks(blocks or tuple(param.shape)):
                 needs = "takes the whole tensor" if blocks is None else f"takes blocks of {list(blocks)}"
             if needs:
-                slot = ShardedTransform(name, str(choice.last.transform), needs, str(slot.shard))
+                why = f"{choice.last.transform} {needs}, and this rank holds {slot.shard}"
+                slot = Problem(ProblemKind.SHARDED_TRANSFORM, name, why=why)
         if isinstance(slot, Problem):
             self.problems.append(slot)
             return None
@@ -473,7 +464,7 @@ class Preparation:
         value: Any = self.incoming.get(name)
         buffer = slot.tensor
         if is_lazy(value):
-            self.problems.append(NotYetInitialised(name))
+            self.problems.append(Problem(ProblemKind.NOT_YET_INITIALISED, name))
         elif not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
             self.problems.append(wrong_shape(name, tuple(buffer.shape), found, self.matched.name_for_rules(name)))
@@ -483,7 +474,7 @@ class Preparation:
             self.compared.append(name)
             return True
         else:
-            self.problems.append(BufferConflict(name, name_for_rules=self.other_name(name)))
+            self.problems.append(Problem(ProblemKind.BUFFER_CONFLICT, name, name_for_rules=self.other_name(name)))
         return False
 
     def initialise(self, slot: Slot) -> str:
@@ -526,8 +517,15 @@ class Preparation:
         self.transaction.add(self._make_write(assignment))
         return is_read
 
-    def _tie_conflict(self, name: str, first: str) -> TieConflict:
-        return TieConflict(name, (first,), tuple(self.other_name(of) or of for of in (name, first)))
+    def _tie_conflict(self, name: str, first: str) -> Problem:
+        names = [self.other_name(of) or of for of in (name, first)]
+        return Problem(
+            ProblemKind.TIE_CONFLICT,
+            name,
+            others=(first,),
+            rules=tuple(f"ms.rules.Ignore({of!r})" for of in names),
+            options=" or ".join(option("--ignore", of) for of in names),
+        )
 
     def other_name(self, name: str) -> str:
         """Returns the name that rules see, empty where it is the same."""
@@ -543,11 +541,12 @@ class Preparation:
         """
         problem: Problem | None = None
         if is_fake(assignment.param) or is_fake(assignment.value):
-            problem = FakeTensors(assignment.name, "model" if is_fake(assignment.param) else "checkpoint")
+            side = "model" if is_fake(assignment.param) else "checkpoint"
+            problem = Problem(ProblemKind.FAKE_TENSORS, assignment.name, found=side)
         elif is_sharded(assignment.param):
             return True  # `_assignment` has added the problem
         elif is_sharded(assignment.value):
-            problem = ShardedTensors(assignment.name)
+            problem = Problem(ProblemKind.SHARDED_TENSORS, assignment.name)
         self.problems += [problem] if problem is not None else []
         return problem is not None
 
@@ -559,7 +558,8 @@ class Preparation:
         if is_copied and not (
             assignment.placement.direct or has_its_memory(param)
         ):  # `choose` has asked for direct ones
-            self.problems.append(FreedMemory(assignment.name, param.nbytes, param.untyped_storage().nbytes()))
+            stored = param.untyped_storage().nbytes()
+            self.problems.append(Problem(ProblemKind.FREED_MEMORY, assignment.name, param.nbytes, stored))
             return
         if is_copied and assignment.plain and assignment.transform is None:
             is_dense = assignment.own_stride is not None or param.is_contiguous()
@@ -603,21 +603,21 @@ class Preparation:
                 assignment.param
             )  # else the class converts it to a plain tensor
             if self.options.dtype is not None and keeps_class and is_quantized(assignment.value):
-                cls = type(assignment.value.data).__name__
-                self.problems.append(
-                    QuantizedCast(assignment.name, short(assignment.dtype), short(assignment.value.dtype), cls)
-                )
+                found = f"{type(assignment.value.data).__name__} of {short(assignment.value.dtype)}"
+                problem = Problem(ProblemKind.QUANTIZED_CAST, assignment.name, short(assignment.dtype), found)
+                self.problems.append(problem)
             return
         cast = cast_between(assignment.value.dtype, assignment.dtype)
         is_requested = self.options.dtype is not None and assignment.dtype == self.options.dtype
         is_rounded = assignment.dtype in (torch.bfloat16, torch.float16) and is_dequantized(assignment.stored)
         if cast == "kind" or (cast == "lossy" and not (is_requested or is_rounded)):
             self.problems.append(
-                WrongDtype(
+                Problem(
+                    ProblemKind.WRONG_DTYPE,
                     assignment.name,
                     short(assignment.dtype),
                     short(assignment.value.dtype),
-                    cast,
+                    why=CHANGES_KIND if cast == "kind" else LOSES_VALUES,
                     name_for_rules=self.other_name(assignment.name),
                 )
             )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from modelstate.problems import QuantizedWeight
+from modelstate.problems import Problem, ProblemKind
 from modelstate.rules.quantized import SCALABLE, Dequantize
 from modelstate.rules.rule import as_code, template
 from modelstate.tensor_spec import TensorSpec
@@ -64,7 +64,7 @@ class Candidate(NamedTuple):
 
 def quantized_weights(
     candidates: Iterable[Candidate], part: Mapping[str, TensorSpec], left: Collection[str], then: Sequence[str] = ()
-) -> tuple[list[QuantizedWeight], set[str]]:
+) -> tuple[list[Problem], set[str]]:
     """Returns a problem for each weight that is stored quantized, and the names that belong to these weights.
 
     Args:
@@ -76,7 +76,7 @@ def quantized_weights(
     beside: dict[str, set[str]] = {}
     for name in left:
         beside.setdefault(name.rpartition(".")[0], set()).add(name)
-    problems: list[QuantizedWeight] = []
+    problems: list[Problem] = []
     scaled: list[tuple[str, str, str]] = []
     guessed: set[str] = set()
     used: set[str] = set()
@@ -101,7 +101,10 @@ def quantized_weights(
             own = {other for other in near if other.startswith((f"{source}.", f"{source}_"))}
             own |= near & {prefix + last for last in (*_BESIDE_MODULE, *_PARTS)} if is_weight else set()
             used |= own
-            problems.append(QuantizedWeight(name, layout[0], tuple(sorted(own)), tool=layout[1]))
+            others = tuple(sorted(own))
+            problems.append(
+                Problem(ProblemKind.QUANTIZED_WEIGHT, name, found=layout[0], others=others, remedy=layout[1])
+            )
     modules = {source.rpartition(".")[0] for _, source, _ in scaled}
     extra = sorted(name for module in modules for name in beside.get(module, ()) if name.endswith(_OF_ACTIVATIONS))
     extra += [_MARKER] if scaled and _MARKER in left else []
@@ -110,7 +113,10 @@ def quantized_weights(
     for name, source, scale in scaled:
         rule, layout_name = code[source, scale], f"{short(part[source].dtype)} with scales"
         rules = (rule, *ignored, *then) if rule else ()
-        problems.append(QuantizedWeight(name, layout_name, (scale,), rules, is_guess=name in guessed))
+        why = "a guess by name and shape" if name in guessed else ""
+        problems.append(
+            Problem(ProblemKind.QUANTIZED_WEIGHT, name, found=layout_name, why=why, others=(scale,), rules=rules)
+        )
     return problems, {*used, *extra, *(scale for *_, scale in scaled)}
 
 
@@ -131,7 +137,7 @@ def _likely_scale(source: str, near: Collection[str], part: Mapping[str, TensorS
     return ""
 
 
-def stored_quantized(tensors: Mapping[str, TensorSpec]) -> list[QuantizedWeight]:
+def stored_quantized(tensors: Mapping[str, TensorSpec]) -> list[Problem]:
     """Returns the weights that a checkpoint stores as numbers and scales, without regard to a model."""
     candidates = []
     for name, tensor in tensors.items():

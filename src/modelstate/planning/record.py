@@ -23,21 +23,7 @@ from modelstate.planning.plain_table import PlainTable, bound_tables
 from modelstate.planning.plan import LoadPlan, Step
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.recorder import IncompatibleKeys, outermost, walk
-from modelstate.problems import (
-    Complaint,
-    IdlePattern,
-    Missing,
-    NothingFits,
-    OneShard,
-    Problem,
-    QuantizedIntoPlain,
-    ScriptedOnMeta,
-    Unexpected,
-    Uninitialised,
-    UnmergedAdapter,
-    model_errors,
-    wrong_shape,
-)
+from modelstate.problems import Problem, ProblemKind, model_errors, wrong_shape
 from modelstate.rules.expression import lacks_values
 from modelstate.rules.rule import Value
 from modelstate.spec import StoredComposite
@@ -98,7 +84,7 @@ def record(preparation: Preparation) -> None:
     if not _is_exact(preparation, outcome):
         _Coverage(preparation, outcome).settle()
     if matched.fits_in_part and not preparation.problems:
-        preparation.problems.append(Complaint("", _FITS_IN_PART))
+        preparation.problems.append(Problem(ProblemKind.COMPLAINT, "", why=_FITS_IN_PART))
     preparation.settle()
 
 
@@ -126,7 +112,7 @@ def _scripted_on_meta(slots: Slots) -> list[Problem]:
     if not scripted:
         return []
     on_meta = [slot.name for slot in slots.tensors if slot.tensor.is_meta]
-    return [ScriptedOnMeta(name) for name in on_meta if name[: name.rfind(".") + 1] in scripted]
+    return [Problem(ProblemKind.SCRIPTED_ON_META, name) for name in on_meta if name[: name.rfind(".") + 1] in scripted]
 
 
 def _is_exact(preparation: Preparation, outcome: IncompatibleKeys) -> bool:
@@ -234,8 +220,9 @@ def _check_quantized(preparation: Preparation) -> None:
         if cls not in converts:
             converts[cls] = _becomes_plain(preparation.checkpoint, assignment)
         if not converts[cls]:
-            expected, found = short(assignment.param.dtype), short(assignment.value.dtype)
-            preparation.problems.append(QuantizedIntoPlain(assignment.name, expected, found, cls.__name__))
+            expected, found = short(assignment.param.dtype), f"{cls.__name__} of {short(assignment.value.dtype)}"
+            problem = Problem(ProblemKind.QUANTIZED_INTO_PLAIN, assignment.name, expected, found)
+            preparation.problems.append(problem)
 
 
 def _becomes_plain(checkpoint: Checkpoint, assignment: Assignment) -> bool:
@@ -280,16 +267,18 @@ class _Coverage:
         has_matches = bool(self.preparation.filled or self.preparation.uninitialised or self.outcome.called)
         initialised = self._initialised(missing, allowed) if self.preparation.options.init_missing else {}
         problems += self._differences([name for name in missing if name not in allowed], unexpected)
-        problems += [Complaint("", message) for message in self.outcome.errors]
+        problems += [Problem(ProblemKind.COMPLAINT, "", why=message) for message in self.outcome.errors]
         unfilled = [slot for slot in self.preparation.slots.tensors if id(slot.tensor) not in self.preparation.filled]
         problems += self._uninitialised(unfilled, (set(missing) - allowed).union(problem.name for problem in problems))
         problems += self.may_miss.idle() + self.may_exceed.idle()
-        problems += [IdlePattern(rule, option="rules") for rule in self.preparation.matched.applied.idle]
+        problems += [
+            Problem(ProblemKind.IDLE_PATTERN, rule, found="rules") for rule in self.preparation.matched.applied.idle
+        ]
         if self.preparation.transforms is not None:
             problems += [*self.preparation.transforms.problems, *self.preparation.transforms.idle()]
         self._move(unfilled)
         if any(slot.kind != HIDDEN for slot in self.preparation.slots.tensors) and not has_matches and not problems:
-            problems.append(NothingFits(type(self.preparation.model).__name__))
+            problems.append(Problem(ProblemKind.NOTHING_FITS, type(self.preparation.model).__name__))
         self._note_lost_versions()
         self._note_own_code(missing, unexpected, unfilled)
         self._note_options()
@@ -412,13 +401,14 @@ class _Coverage:
 
     def _differences(self, missing: list[str], unexpected: list[str]) -> Iterable[Problem]:
         if missing and (shard := other_shards(self.preparation.checkpoint.files)):
-            yield OneShard(*shard)
+            file, index, others = shard
+            yield Problem(ProblemKind.ONE_SHARD, file, found=index or None, others=others)
         computed = self._computed()
         slots, incoming = self.preparation.slots.by_name, self.preparation.incoming
         lacking = {name: _shape(slots[name].tensor if name in slots else None) for name in (*missing, *computed)}
         over = {name: _shape(incoming.get(name)) for name in unexpected}
         adapter = [] if adapter_names(slots) else adapter_names(unexpected)
-        yield from map(UnmergedAdapter, adapter)
+        yield from (Problem(ProblemKind.UNMERGED_ADAPTER, name) for name in adapter)
         unexpected = [name for name in unexpected if name not in adapter] if adapter else unexpected
         # A user's rule sees the names before wrappers are removed. The names that are compared here are others.
         is_simple = not (adapter or self.preparation.matched.before_wrappers)
@@ -434,10 +424,12 @@ class _Coverage:
             return
         for name in missing:
             if not self._is_filled(name):  # the model's initialisation has filled some
-                yield Missing(name, lacking[name], *self._first_value(name))
+                has_values, initialiser = self._first_value(name)
+                yield Problem(ProblemKind.MISSING, name, lacking[name], has_values=has_values, initialiser=initialiser)
         for name in unexpected:
             why = "registered as None in the model" if name in self.preparation.slots.empty else ""
-            yield Unexpected(name, over[name], why, name_for_rules=self.preparation.other_name(name))
+            seen = self.preparation.other_name(name)
+            yield Problem(ProblemKind.UNEXPECTED, name, found=over[name], why=why, name_for_rules=seen)
 
     def _first_value(self, name: str) -> tuple[bool, str | None]:
         """Whether a tensor has values, and the methods that would initialise it (None where they do not matter)."""
@@ -455,7 +447,8 @@ class _Coverage:
                 taken_below.setdefault(prefix, []).append(name)
         for slot in without_values:
             of_owner = taken_below.get(slot.name[: slot.name.rfind(".") + 1], [])
-            yield Uninitialised(slot.name, slot.kind, self._methods_for(slot), listed(of_owner, 3))
+            initialiser, why = self._methods_for(slot), listed(of_owner, 3)
+            yield Problem(ProblemKind.UNINITIALISED, slot.name, found=slot.kind, why=why, initialiser=initialiser)
 
     def _taken_by_code(self, named: Collection[str]) -> list[str]:
         """The names that the model's own loading code has removed from the state dict, except for these."""

@@ -13,7 +13,7 @@ import torch
 from modelstate.distributed.shards import LocalShard, shard_of
 from modelstate.errors import ShardingError, TransformError
 from modelstate.planning.transforms import Transform
-from modelstate.problems import OtherSharding, Problem, UnloadableLayout, one_line
+from modelstate.problems import Problem, ProblemKind, one_line
 from modelstate.rules.expression import Derived, Operation, Source, lacks_values
 from modelstate.spec import StoredTensor, slices_of
 from modelstate.torch_compat.plain import is_plain, is_sharded
@@ -106,19 +106,25 @@ def sharded_slot(
     """
     mesh_device = mesh_device_type(tensor)
     if device is not None and device.type not in (mesh_device, tensor.device.type):
-        return UnloadableLayout(name, f"its mesh is on {mesh_device}, and device= asks for {device.type}")
+        return Problem(
+            ProblemKind.UNLOADABLE_LAYOUT, name, why=f"its mesh is on {mesh_device}, and device= asks for {device.type}"
+        )
     try:
         shard = shard_of(tensor)
         if shard is None:
-            return UnloadableLayout(name, "this rank is not in the mesh of the DTensor")
+            return Problem(ProblemKind.UNLOADABLE_LAYOUT, name, why="this rank is not in the mesh of the DTensor")
         if not is_plain(local_tensor(tensor)):
-            return UnloadableLayout(name, f"its local tensor is a {type(local_tensor(tensor)).__name__}")
+            return Problem(
+                ProblemKind.UNLOADABLE_LAYOUT, name, why=f"its local tensor is a {type(local_tensor(tensor)).__name__}"
+            )
         if is_sharded(value):
             given = shard_of(value)
             if given is None or not (given.is_whole or same_layout(tensor, value)):
-                return OtherSharding(name)
+                return Problem(ProblemKind.OTHER_SHARDING, name)
         elif not is_plain(value):
-            return UnloadableLayout(name, f"the value is a {type(value).__name__}, which has no regions")
+            return Problem(
+                ProblemKind.UNLOADABLE_LAYOUT, name, why=f"the value is a {type(value).__name__}, which has no regions"
+            )
     except ShardingError as error:
-        return UnloadableLayout(name, one_line(error))
+        return Problem(ProblemKind.UNLOADABLE_LAYOUT, name, why=one_line(error))
     return ShardedSlot(tensor, shard, value)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import TransformError
-from modelstate.problems import IdlePattern, Problem, UnevenTransform
+from modelstate.problems import Problem, ProblemKind
 from modelstate.process import cached_attribute
 from modelstate.torch_compat.modules import named_modules_of
 from modelstate.transaction.slots import Slots
@@ -158,10 +158,11 @@ class Transforms:
             name = pattern if self._by_pattern else str(transform)
             if self._by_pattern and index not in self._winning:
                 why = "earlier patterns match all of its names" if index in self._matching else ""
-                yield IdlePattern(name, "transform", why)
+                yield Problem(ProblemKind.IDLE_PATTERN, name, found="transform", why=why)
             elif isinstance(transform, ModuleTransform) and index not in self._applied:
                 matched = "the names that match" if self._by_pattern else "the model's tensors"
-                yield IdlePattern(name, "transform", f"{transform} applies to none of {matched}")
+                why = f"{transform} applies to none of {matched}"
+                yield Problem(ProblemKind.IDLE_PATTERN, name, found="transform", why=why)
 
     def _choose(self, names: tuple[str, ...]) -> Choice:
         """Chooses for a tensor with these names. The first pattern that matches a name of a tied tensor counts."""
@@ -189,7 +190,7 @@ class Transforms:
         if not all(applies):
             others = tuple(name for name, applied in zip(names, applies, strict=True) if not applied)
             name = names[applies.index(True)]
-            self.problems.append(UnevenTransform(name, str(transform), others))
+            self.problems.append(Problem(ProblemKind.UNEVEN_TRANSFORM, name, found=str(transform), others=others))
         module = owners[applies.index(True)][1]
         assert module is not None
         return Choice(None, Bound(transform, module))

@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from modelstate.errors import RuleError
-from modelstate.problems import NeedsModel
+from modelstate.problems import Problem, ProblemKind
 from modelstate.rules.expression import Derived, constant
 from modelstate.rules.rule import (
     CodeRepr,
@@ -264,7 +264,7 @@ class Fill(PatternRule, msgspec.Struct, frozen=True, eq=False):
         wanted = context.wanted
         if wanted is None:
             context.mark_used()
-            context.problems.append(NeedsModel(self.pattern, repr(self)))
+            context.problems.append(Problem(ProblemKind.NEEDS_MODEL, self.pattern, found=repr(self)))
             return None
         if not template.stars:
             names = [self.pattern] if self.pattern in wanted else []

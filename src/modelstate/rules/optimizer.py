@@ -4,9 +4,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from modelstate.errors import RuleError
 from modelstate.formats.tree import map_leaves, same_value
-from modelstate.problems import BadRule, Problem, explain
+from modelstate.problems import Problem, ProblemKind, rule_error
 from modelstate.rules.expression import values_of
 from modelstate.rules.names import Fill
 from modelstate.rules.rule import Entries, Entry, Rule, Value, new_name, unscoped
@@ -34,10 +33,11 @@ def apply_to_optimizer(
     kept = [rule for rule in rules if not isinstance(unscoped(rule), Fill | Cast)]
     why = "it computes with values"
     problems: list[Problem] = [
-        BadRule(
+        Problem(
+            ProblemKind.BAD_RULE,
             name,
-            repr(rule),
-            f"{why}: moves=True says that it only moves elements" if isinstance(inner, Apply) else why,
+            found=repr(rule),
+            why=f"{why}: moves=True says that it only moves elements" if isinstance(inner, Apply) else why,
         )
         for rule in kept
         if not getattr(inner := unscoped(rule), "moves", True)
@@ -59,7 +59,7 @@ def apply_to_optimizer(
             if several and not all(map(_is_of_names, entry.rules)):
                 source = next((source for source in entry.sources if source in several), next(iter(several)))
                 why = f"the optimizer has several shapes for {source}: {several[source]}"
-                problems.append(BadRule(name, entry.rules[-1], why))
+                problems.append(Problem(ProblemKind.BAD_RULE, name, found=entry.rules[-1], why=why))
             if entry.tensor is not None:
                 moved[name, path] = values_of(entry.tensor, in_memory)
             sources[name] = entry.sources
@@ -73,10 +73,11 @@ def apply_to_optimizer(
             key for other in others for key in {**first, **other} if not same_value(first.get(key), other.get(key))
         ]
         if differs:
-            problems.append(BadRule(name, str(differs[0]), f"it differs between {', '.join(origins)}"))
+            why = f"it differs between {', '.join(origins)}"
+            problems.append(Problem(ProblemKind.BAD_RULE, name, found=str(differs[0]), why=why))
         result[name] = _with_elements(first, name, moved)
     if problems:
-        raise RuleError(f"the rules cannot be applied to the optimizer; nothing has been changed\n{explain(problems)}")
+        raise rule_error("the rules cannot be applied to the optimizer; nothing has been changed", problems)
     return result, sources
 
 

@@ -7,15 +7,15 @@ it keeps or makes into the `RuleContext`. An entry that `apply` does not put the
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from modelstate.errors import ModelStateError, RuleError, keep_interrupt
-from modelstate.problems import BadRule, CyclicRules, GuessedRule, NameClash, NeedsModel, Problem
+from modelstate.problems import Problem, ProblemKind
 from modelstate.rules.expression import Read, Source, values_of, why_not_plain
 from modelstate.spec import StoredTensor
 from modelstate.text_format import short_repr
@@ -129,7 +129,7 @@ class RuleContext:
         else:
             rename_all(rule, self)
         # After a rule that needs a model, later rules may lack its results, so they are not reported as idle.
-        self._needs_model |= any(isinstance(problem, NeedsModel) for problem in self.problems[earlier:])
+        self._needs_model |= any(problem.kind is ProblemKind.NEEDS_MODEL for problem in self.problems[earlier:])
         if not self._hits and not self._needs_model:
             self.idle.append(self.text)
         self.entries = self._results
@@ -158,7 +158,9 @@ class RuleContext:
                     is_first = other_place < place
                     first, second = (other, entry) if is_first else (entry, other)
                     entries[name], places[name] = first, min(place, other_place)
-                    self.problems.append(NameClash(name, (*first.sources, *second.sources)))
+                    self.problems.append(
+                        Problem(ProblemKind.NAME_CLASH, name, others=(*first.sources, *second.sources))
+                    )
         self.entries = {name: entries[name] for name in sorted(entries, key=places.__getitem__)}
 
     @property
@@ -175,7 +177,7 @@ class RuleContext:
         """Puts an entry into the result as it is; records a problem if there is another of this name."""
         first = self._results.setdefault(name, entry)
         if first is not entry:
-            self.problems.append(NameClash(name, (*first.sources, *entry.sources)))
+            self.problems.append(Problem(ProblemKind.NAME_CLASH, name, others=(*first.sources, *entry.sources)))
 
     def mark_used(self) -> None:
         """Records that the rule applies here, so that it is not reported as idle."""
@@ -193,7 +195,7 @@ class RuleContext:
         rules = tuple(dict.fromkeys(rule for _, entry in of for rule in entry.rules))
         before = tuple(dict.fromkeys(old for last, entry in of for old in (*entry.names, last) if last != name))
         if len(of) == 1 and name in of[0][1].names:
-            self.problems.append(CyclicRules(name, (*rules, self.text)))
+            self.problems.append(Problem(ProblemKind.CYCLIC_RULES, name, others=(*rules, self.text)))
         self.keep(name, Entry(content, sources, (*rules, self.text), before))
 
     def make_tensor(self, name: str, of: NamedEntry, change: Callable[[Source], Source]) -> None:
@@ -223,7 +225,7 @@ class RuleContext:
     def fail(self, name: str, why: str) -> None:
         """Records why the rule cannot be carried out on this name."""
         self._hits += 1
-        self.problems.append(BadRule(name, self.text, why))
+        self.problems.append(Problem(ProblemKind.BAD_RULE, name, found=self.text, why=why))
 
     def run_below(self, prefix: str, rule: Rule) -> None:
         """Applies a rule to the names that begin with a prefix, which the rule does not see; keeps all others."""
@@ -325,7 +327,7 @@ class Guess(msgspec.Struct, frozen=True):
         return self.rule.rename(name)
 
     def apply(self, context: RuleContext) -> None:
-        context.problems.append(GuessedRule(repr(self.rule)))
+        context.problems.append(Problem(ProblemKind.GUESSED_RULE, repr(self.rule)))
         if hasattr(self.rule, "apply"):
             self.rule.apply(context)
         else:

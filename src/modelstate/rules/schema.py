@@ -12,7 +12,7 @@ import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelStateError, OptionError, RuleError, SchemaError
-from modelstate.problems import IdlePattern, Problem, explain
+from modelstate.problems import Problem, ProblemKind, rule_error
 from modelstate.rules.expression import values_of
 from modelstate.rules.names import Fill
 from modelstate.rules.rule import (
@@ -132,9 +132,12 @@ class Applied(msgspec.Struct, frozen=True):
 
     def check(self, what: str, where: str = "") -> None:
         """Raises `RuleError` with every problem, and with the rules that applied to nothing."""
-        problems: list[Problem] = [*self.problems, *(IdlePattern(rule, option="rules") for rule in self.idle)]
+        problems: list[Problem] = [
+            *self.problems,
+            *(Problem(ProblemKind.IDLE_PATTERN, rule, found="rules") for rule in self.idle),
+        ]
         if problems:
-            raise RuleError(f"{what}\n{explain(problems)}", where=where)
+            raise rule_error(what, problems, where)
 
 
 def apply_rules(

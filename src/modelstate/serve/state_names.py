@@ -16,7 +16,7 @@ from torch import nn
 from modelstate.errors import NameMapError
 from modelstate.formats.tree import same_value
 from modelstate.planning.differences import nearest
-from modelstate.problems import NameClash
+from modelstate.problems import Problem, ProblemKind
 from modelstate.rules.rule import Entry, RuleContext
 from modelstate.serve.meta_clone import runtime_state
 from modelstate.text_format import listed
@@ -259,7 +259,9 @@ class NameMap:
                 entry = entry._replace(rules=(*entry.rules, repr(self)), names=(*entry.names, name))
             first = renamed.setdefault(runtime, entry)
             if first is not entry and not context.equal(first, entry):
-                context.problems.append(NameClash(runtime, (*first.sources, *entry.sources)))
+                context.problems.append(
+                    Problem(ProblemKind.NAME_CLASH, runtime, others=(*first.sources, *entry.sources))
+                )
         context.replace(renamed)
 
     def _has_runtime_names(self, names: Iterable[str]) -> bool:

@@ -5,7 +5,6 @@ A `SwapSource` reads no tensor bytes when it is made. `stage` fills a new progra
 """
 
 import copy
-import dataclasses
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from modelstate.errors import (
     PlanError,
     QuarantinedError,
     ReadFailedError,
+    Remedy,
     WeightsError,
 )
 from modelstate.loading.load import Source, load_then, prepare
@@ -36,21 +36,7 @@ from modelstate.planning.matching import select_part
 from modelstate.planning.options import checked_options
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.preparation import Preparation
-from modelstate.problems import (
-    BufferConflict,
-    Missing,
-    NothingFits,
-    Problem,
-    Remedy,
-    Unexpected,
-    Uninitialised,
-    WrongDtype,
-    WrongShape,
-    allowing,
-    extended,
-    ignoring,
-    plan_error,
-)
+from modelstate.problems import Problem, ProblemKind, Remedies, allowing, casting, extended, ignoring, plan_error
 from modelstate.rules.expression import is_dequantized
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, renaming, way_back
@@ -143,25 +129,31 @@ class SwapReport(msgspec.Struct, frozen=True):
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def _cast_remedy(problems: Sequence[Problem]) -> str:
-    casts = WrongDtype.casting([problem for problem in problems if isinstance(problem, WrongDtype)])
-    other = casts or "to cast them: rules=[modelstate.rules.Cast(name, dtype)]"
-    return f"give weights with the dtype of the program; or, {other}"
+def _cast_remedy(problems: Sequence[Problem]) -> list[Remedy]:
+    other = casting(problems) or "to cast them: rules=[modelstate.rules.Cast(name, dtype)]"
+    return [Remedy(f"give weights with the dtype of the program; or, {other}")]
 
 
-_REMEDIES: dict[type[Problem], str | Remedy] = {
-    Missing: lambda members: (
-        "take a checkpoint that has them; or, to keep those of the version that serves: "
-        + allowing("allow_missing", members)
+_REMEDIES: Remedies = {
+    ProblemKind.MISSING: lambda members: [
+        Remedy("take a checkpoint that has them"),
+        allowing("allow_missing", members, "or, to keep those of the version that serves"),
+    ],
+    ProblemKind.UNEXPECTED: lambda members: [
+        allowing("allow_unexpected", members, "if they are not needed"),
+        Remedy(
+            "if they are missing ones in another spelling: "
+            f"rules=[ms.rules.Rename({members[0].seen_by_rules!r}, other)]"
+        ),
+    ],
+    ProblemKind.WRONG_SHAPE: (
+        "take a checkpoint with the sizes of the program, or serve a model with those of the checkpoint"
     ),
-    Unexpected: lambda members: (
-        f"if they are not needed: {allowing('allow_unexpected', members)}; if they are missing ones in another "
-        f"spelling: rules=[ms.rules.Rename({members[0].seen_by_rules!r}, other)]"
-    ),
-    WrongShape: "take a checkpoint with the sizes of the program, or serve a model with those of the checkpoint",
-    WrongDtype: _cast_remedy,
-    Uninitialised: "take a checkpoint that has them",
-    BufferConflict: lambda members: f"if the values of the program are right: {ignoring(members)}",
+    ProblemKind.WRONG_DTYPE: _cast_remedy,
+    ProblemKind.UNINITIALISED: "take a checkpoint that has them",
+    ProblemKind.BUFFER_CONFLICT: lambda members: [
+        Remedy(f"if the values of the program are right: {ignoring(members)}")
+    ],
 }
 """In place of remedies with options that a swap does not have."""
 
@@ -351,10 +343,10 @@ class SwapSource:
             preparation.problems[:] = [
                 problem
                 for problem in preparation.problems
-                if not isinstance(problem, Uninitialised) or problem.taken or problem.name not in names
+                if problem.kind is not ProblemKind.UNINITIALISED or problem.why or problem.name not in names
             ]
             if kept and not preparation.filled and not preparation.problems:
-                preparation.problems.append(NothingFits(self._target.name))
+                preparation.problems.append(Problem(ProblemKind.NOTHING_FITS, self._target.name))
         if preparation.problems:
             raise preparation.error()
         if self._options.exact:
@@ -368,8 +360,7 @@ class SwapSource:
             yield
         except PlanError as error:
             problems = [
-                dataclasses.replace(problem, name_for_rules=self._name_for_rules(problem.name))
-                for problem in error.problems
+                replace(problem, name_for_rules=self._name_for_rules(problem.name)) for problem in error.problems
             ]
             options = {"rules": self._has_rules, "allow_missing": self._selection.allow_missing}
             options["allow_unexpected"] = self._selection.allow_unexpected
@@ -377,12 +368,14 @@ class SwapSource:
             dtypes = dtype_error(problems, self.source, given) if self._options.exact else None
             if dtypes is not None:
                 raise dtypes from error
-            unexpected = [problem.name for problem in error.problems if isinstance(problem, Unexpected)]
+            unexpected = [problem.name for problem in error.problems if problem.kind is ProblemKind.UNEXPECTED]
             only_unexpected = len(unexpected) == len(error.problems)
             if only_unexpected and self._target.unexpected_error is not None:
                 raise self._target.unexpected_error(unexpected) from error
             has_values = not any(tensor.is_meta for tensor in serving.tensors)
-            remedies = _REMEDIES if has_values else {**_REMEDIES, Missing: "take a checkpoint that has them"}
+            remedies = (
+                _REMEDIES if has_values else {**_REMEDIES, ProblemKind.MISSING: "take a checkpoint that has them"}
+            )
             raise plan_error(self._target.name, self.source, problems, remedies, given=given) from error.__cause__
         except PlacementError as error:
             error.remedy = "give weights of the class that the program has, as the state dict of such a module"
@@ -506,12 +499,12 @@ def dtype_error(problems: Sequence[Problem], where: str, given: Mapping[str, str
 
     `given` has the lists that the call has already, as for `plan_error`.
     """
-    wrong = [problem for problem in problems if isinstance(problem, WrongDtype)]
+    wrong = [problem for problem in problems if problem.kind is ProblemKind.WRONG_DTYPE]
     if not wrong or len(wrong) < len(problems):
         return None
     found = [(problem.name, f"{problem.found}, which would have to be cast to {problem.expected}") for problem in wrong]
     what = "weights have another dtype than the program"
-    return _error(what, found, where, "the dtype of the program", extended(_cast_remedy(wrong), given))
+    return _error(what, found, where, "the dtype of the program", extended(_cast_remedy(wrong)[0].text, given))
 
 
 class FiniteCheck:

@@ -237,6 +237,7 @@ def damaged(where: str, found: str) -> DamagedCheckpointError:
         where=where,
         found=found,
         remedy="restore another step: store.restore(objects) takes the newest one that is whole",
+        options="another step, or leave out --step: the newest one that is whole is taken",
     )
 
 

@@ -154,7 +154,9 @@ class Keep(msgspec.Struct, frozen=True):
             check_integer(name, getattr(self, name), least=1, accepts_none=True)
         hours = self.every_hours
         if hours is not None and not (is_number(hours) and 1 <= hours * _HOUR_SECONDS < math.inf):
-            raise OptionError("every_hours= is a time", expected="hours, from 1/3600", found=short_repr(hours))
+            raise OptionError(
+                "every_hours= is a time", expected="hours, from 1/3600", found=short_repr(hours), names=("every_hours",)
+            )
         if self.metric is not None and type(self.metric) is not str:
             raise OptionError(
                 "metric= is the name of a metric", expected="text, as 'loss'", found=short_repr(self.metric)
@@ -213,6 +215,7 @@ def check_metric(infos: Iterable[CheckpointInfo], keep: Keep) -> None:
             expected=f"metrics={{{keep.metric!r}: ...}} at Store.save, or loop.metrics[{keep.metric!r}] = ...",
             found=", ".join(sorted(metrics)) or "no metrics",
             remedy="give it with each checkpoint; math.nan stands for a value that is not known yet",
+            options="--metric of a metric that the checkpoints have, or another rule than --best",
         )
 
 

@@ -20,6 +20,7 @@ from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import AmbiguousCheckpointError, OptionError
 from modelstate.html.page import Page, Shown
 from modelstate.planning.matching import matching_part
+from modelstate.problems import option
 from modelstate.process import gc_paused
 from modelstate.rules.names import Rename
 from modelstate.rules.rule import Entries, Entry, Guess, Rule, Template, Value, as_code
@@ -273,6 +274,7 @@ def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
             where=checkpoint.source,
             found=", ".join(map(repr, [best, *rivals])),
             remedy=f"say which one is meant, for example key={best!r}",
+            options=option("--key", best or next(key for key in rivals if key)),
             candidates=tuple((candidate, scores[candidate][0]) for candidate in [best, *rivals]),
         )
     return checkpoint.select(best) if best else checkpoint
