@@ -1,6 +1,5 @@
 """`reference_keeping`: `.to()` and its kin on an unchanged model."""
 
-import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -38,15 +37,10 @@ def objects(module: nn.Module) -> list[int]:
     return [id(one) for one in (*module.parameters(), *module.buffers())]
 
 
-def test_calls_for_good_do_not_accumulate() -> None:
+def test_the_last_call_counts() -> None:
     left_before = ms.reference_keeping()
-    counts = []
-    for _ in range(3):
-        for _ in range(20):
-            ms.reference_keeping(True)
-            ms.reference_keeping(False)
-        counts.append(len(gc.get_objects()))
-    assert counts[2] - counts[1] < 10
+    ms.reference_keeping(True)
+    ms.reference_keeping(False)
     assert nn.Module._apply is STOCK
     with left_before:  # it was made before the calls, so it is set before them
         assert nn.Module._apply is STOCK

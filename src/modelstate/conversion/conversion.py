@@ -7,7 +7,6 @@ the module are converted, as in torch. A conversion that fails undoes the change
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain
 from operator import is_
 
 import torch
@@ -112,10 +111,6 @@ class Conversion:
         """The ids of the returned tensors that are swapped with tensors of the module."""
         self._unshared: list[list[Slot]] = []
         """Groups of slots that shared memory, and may not share it afterwards."""
-        self._holders: dict[int, Holders] = {}
-        """What else holds the module's tensors, by their ids, as of the last search."""
-        self._owners: dict[int, int] = {}
-        """The number of owners of each tensor at the last search."""
 
     @cached_attribute
     def _slot_of(self) -> dict[int, Slot]:
@@ -149,8 +144,7 @@ class Conversion:
                 self._make_all(self.casts)
             self._check(self.changes, self.casts.slots)
         finally:
-            self._returned.clear()
-            self._holders, self._owners = {}, {}  # a traceback must not keep objects alive that are to be dropped
+            self._returned.clear()  # a traceback must not keep objects alive that are to be dropped
 
     def _visit(self, module: nn.Module, fn: Apply | None) -> None:
         """Collects the slots of a module, by its own `_apply` if it has one."""
@@ -214,7 +208,7 @@ class Conversion:
         else:
             self._unshared += sharing(plain, [slot.tensor for slot in plain])
         if casts is not None:
-            plain = casts.take(plain)
+            plain = casts.add(plain)
             self.spend(max(casts.peak_bytes, 0))
         for slot in plain:
             self._make_one(slot, None, True)
@@ -223,28 +217,21 @@ class Conversion:
 
     def _make_one(self, slot: Slot, fn: Apply | None, plain: bool) -> None:
         tensor, target = slot.tensor, self.target
-        value = target.make(slot.names[0], tensor) if fn is None else fn(tensor)
+        value = target.make(slot.name, tensor) if fn is None else fn(tensor)
         if value is tensor:
             if not target.is_user_function:
-                self._make_grad(slot, tensor, fn)
+                self._add(slot, tensor, GRADIENT, fn)
             return
         shared = reference_count(value) > ONE_VARIABLE
         if target.is_user_function:
             value = self._checked_result(slot, value)
-        simple = plain and not target.is_user_function and is_plain(value) and can_set_data(tensor, value)
-        if simple and not tensor.is_inference():
-            placement = DATA
-        else:
-            placement = placement_of(tensor, value)
-            value = self._swappable(slot, value, placement, shared)
-        if (
-            placement is SUBCLASS
-            and not target.is_user_function
-            and (value.dtype, value.device) == (tensor.dtype, tensor.device)
-        ):
+        is_simple = plain and not target.is_user_function and is_plain(value) and not tensor.is_inference()
+        placement = DATA if is_simple and can_set_data(tensor, value) else placement_of(tensor, value)
+        value = self._swappable(slot, value, placement, shared)
+        is_same = (value.dtype, value.device) == (tensor.dtype, tensor.device)
+        if placement is SUBCLASS and is_same and not target.is_user_function:
             self.notes.append(f"{slot.name} stays {short(tensor.dtype)}: {type(tensor).__name__} decides that")
-        old_grad, grad = self._new_grad(slot, value, fn)
-        self._add_made(Change(slot, value, placement, old_grad, grad))
+        self._add(slot, value, placement, fn)
 
     def _checked_result(self, slot: Slot, value: torch.Tensor) -> torch.Tensor:
         """Returns what a user's function returned for a slot, detached, in memory that no other tensor uses.
@@ -298,41 +285,30 @@ class Conversion:
         self._swapped.add(id(value))
         return swappable(slot.name, slot.tensor, value, shared)
 
-    def _make_grad(self, slot: Slot, value: torch.Tensor, fn: Apply | None) -> None:
-        """Converts only the gradient: the tensor stays as it is, or the function has changed it in place."""
-        old_grad, grad = self._new_grad(slot, value, fn)
-        if old_grad is not None and grad is not old_grad:
-            self._add_made(Change(slot, slot.tensor, GRADIENT, old_grad, grad))
-
-    def _new_grad(
-        self, slot: Slot, value: torch.Tensor, fn: Apply | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns the gradient of a tensor that becomes `value`, before and after."""
-        old = slot.tensor.grad if slot.tensor.is_leaf else None
-        if old is None or id(old) in self._grads:  # a shared gradient changes with the first of its tensors
-            return old, old
-        self._grads[id(old)] = old
-        new = self.target.grad(old, value) if fn is None else fn(old)
-        if new is None:
-            self.notes.append(f"{slot.name}: its gradient is dropped, because the new tensor cannot have it")
-        return old, new
-
-    def _add(self, *changes: Change) -> None:
-        self.changes += changes
-        self.transaction.add(*changes)
-        if self.target.is_reported:
-            self._steps += [step_of(change) for change in changes if change.placement is not GRADIENT]
-
-    def _add_made(self, change: Change) -> None:
-        """Adds a change whose new tensor, or gradient, has been made."""
-        self._add(change)
-        self._check_overflow(change)
-        new = [] if change.placement is GRADIENT else [change.value]
-        self.spend(sum(map(nbytes_of, new if change.grad is None else [*new, change.grad])))
+    def _add(self, slot: Slot, value: torch.Tensor, placement: Placement, fn: Apply | None) -> None:
+        """Adds the change of a slot, with that of its gradient. `GRADIENT` as placement changes only the gradient."""
+        old_grad = grad = slot.tensor.grad if slot.tensor.is_leaf else None
+        if old_grad is not None and id(old_grad) not in self._grads:
+            # A shared gradient changes with the first of its tensors.
+            self._grads[id(old_grad)] = old_grad
+            grad = self.target.grad(old_grad, value) if fn is None else fn(old_grad)
+            if grad is None:
+                self.notes.append(f"{slot.name}: its gradient is dropped, because the new tensor cannot have it")
+        if placement is GRADIENT and grad is old_grad:
+            return
+        change = Change(slot, value, placement, old_grad, grad)
+        self.changes.append(change)
+        self.transaction.add(change)
+        if placement is not GRADIENT:
+            if self.target.is_reported:
+                self._steps.append(step_of(change))
+            self._check_overflow(change)
+            self.spend(nbytes_of(value))
+        self.spend(0 if grad is None else nbytes_of(grad))
 
     def _check_overflow(self, change: Change) -> None:
         tensor, value = change.target, change.value
-        if self.overflows is None or change.placement is GRADIENT or not (is_plain(tensor) and is_plain(value)):
+        if self.overflows is None or not (is_plain(tensor) and is_plain(value)):
             return
         if tensor.is_nested or value.is_nested or value.is_meta or tensor.shape != value.shape:
             return
@@ -377,7 +353,7 @@ class Conversion:
         new = self.target.make(group[0].name, flat)
         if new is flat:
             for slot in group:
-                self._make_grad(slot, slot.tensor, None)
+                self._add(slot, slot.tensor, GRADIENT, None)
             return
         if not is_plain(new) or new.shape != flat.shape or not new.is_contiguous():
             self._make_apart(group)
@@ -386,8 +362,7 @@ class Conversion:
             tensor = slot.tensor
             offset = (tensor.data_ptr() - start) // itemsize + int(new.storage_offset())
             value = new.as_strided(tensor.size(), tensor.stride(), offset).detach()
-            old_grad, grad = self._new_grad(slot, value, None)
-            self._add_made(Change(slot, value, placement_of(tensor, value), old_grad, grad))
+            self._add(slot, value, placement_of(tensor, value), None)
 
     def _make_apart(self, group: list[Slot]) -> None:
         """Converts tensors that share memory one by one, so that they share none afterwards."""
@@ -405,11 +380,11 @@ class Conversion:
 
     def _refusal(self, changes: Sequence[Change], cast: Sequence[Slot]) -> SwapError | None:
         """Returns the error instead of raising it, so that no frame of its traceback keeps the holders alive."""
-        waiting = [change for change in changes if not change.done and change.placement is not GRADIENT]
-        holders = self._holders_of([*(change.target for change in waiting), *(slot.tensor for slot in cast)])
+        waiting = [(change.slot, change) for change in changes if not change.done and change.placement is not GRADIENT]
+        rows: list[tuple[Slot, Change | None]] = [*waiting, *((slot, None) for slot in cast)]
+        holders = self._holders_of([slot.tensor for slot, _ in rows])
         refused: list[tuple[Slot, list[str]]] = []
-        rows = [(change.slot, change) for change in waiting], [(slot, None) for slot in cast]
-        for slot, change in chain(*rows) if holders else ():
+        for slot, change in rows if holders else ():
             held = holders.get(id(slot.tensor))
             if held is None:
                 continue
@@ -430,19 +405,11 @@ class Conversion:
             remedy=holders[id(refused[0][0].tensor)].remedy,
         )
 
-    def _holders_of(self, tensors: Sequence[torch.Tensor]) -> dict[int, Holders]:
-        """Returns what else holds the tensors, by their ids, from one search for all tensors of the module.
-
-        The search looks at every object of the process. Modules with an `_apply` of their own are checked one by one,
-        so its result is kept from one to the next, unless the number of owners of a tensor has changed.
-        """
+    def _holders_of(self, tensors: Iterable[torch.Tensor]) -> dict[int, Holders]:
+        """Returns what else holds the tensors, by their ids. The search looks at every object of the process."""
         held = [tensor for tensor in tensors if use_count(tensor) > 1]
-        if any(self._owners.get(id(tensor)) != use_count(tensor) for tensor in held):
-            all_tensors = {id(tensor): tensor for tensor in (*held, *(slot.tensor for slot in self.slots.tensors))}
-            computed = {id(vars(module).get(name)) for module in self.modules for name in computed_attributes(module)}
-            self._holders = holders_of(all_tensors.values(), replaced=computed)
-            self._owners = {key: use_count(tensor) for key, tensor in all_tensors.items()}
-        return {id(tensor): self._holders[id(tensor)] for tensor in held if id(tensor) in self._holders}
+        computed = {id(vars(module).get(name)) for module in self.modules for name in computed_attributes(module)}
+        return holders_of(held, replaced=computed) if held else {}
 
     # Phase two: put the new tensors in place.
 

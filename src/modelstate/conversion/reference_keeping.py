@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import ClassVar, NamedTuple
-from weakref import ReferenceType, ref
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -21,15 +20,9 @@ from modelstate.transaction.transaction import Transaction, exclusive
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _Switch(NamedTuple):
-    on: bool
-    owner: "ReferenceType[reference_keeping]"
-    """Refers to the object that may be entered and left. A call for good keeps none, so its switch stays."""
-
-
-_switches: tuple[_Switch, ...] = ()
-"""The switches of all threads, in the order in which they were set. The last one counts. A change replaces the tuple,
-since modules are converted in other threads meanwhile."""
+_switches: "tuple[reference_keeping, ...]" = ()
+"""The switches of all threads that have not been left, in the order in which they were set. The last one counts. A
+change replaces the tuple, since modules are converted in other threads meanwhile."""
 
 
 class reference_keeping:
@@ -50,7 +43,7 @@ class reference_keeping:
     effect meanwhile. Modules that are traced (within `FakeTensorMode`, or with tensors of one) are left to torch.
 
     Args:
-        on: whether references are kept.
+        on: Whether references are kept.
 
     Examples:
         >>> with modelstate.reference_keeping():
@@ -72,30 +65,27 @@ class reference_keeping:
     ) -> None:
         global _switches
         with _lock:
-            last = max(index for index, switch in enumerate(_switches) if switch.owner() is self)
+            last = max(index for index, switch in enumerate(_switches) if switch is self)
             _switches = _switches[:last] + _switches[last + 1 :]
         _overrides.update()
 
     def _add(self) -> None:
         global _switches
         with _lock:
-            # Of those that stay, the last one hides the others for good.
-            hidden = [switch for switch in _switches if switch.owner() is None][:-1]
-            left = [switch for switch in _switches if not any(switch is other for other in hidden)]
-            _switches = (*left, _Switch(self._on, ref(self)))
+            _switches = (*_switches, self)
         _overrides.update()
 
     @staticmethod
-    def _holds() -> bool:
-        """Whether references are kept now: the value of the last switch that has not been left."""
+    def _is_on() -> bool:
+        """Whether references are kept now."""
         switches = _switches
-        return bool(switches) and switches[-1].on
+        return bool(switches) and switches[-1]._on
 
 
 def _apply(_stock: Callable[..., nn.Module], self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
     if (
         running_conversion(self) is not None
-        or not reference_keeping._holds()
+        or not reference_keeping._is_on()
         or is_faking()  # a traced module, whose tensors stand for others
         or any(map(is_fake, tensors_of(modules_of(self))))
     ):
@@ -109,7 +99,7 @@ def _apply(_stock: Callable[..., nn.Module], self: nn.Module, fn: Apply, recurse
 
 
 _lock = fork_safe_lock()
-_overrides = Overrides(MethodOverride(nn.Module, "_apply", _apply), holds=reference_keeping._holds)
+_overrides = Overrides(MethodOverride(nn.Module, "_apply", _apply), holds=reference_keeping._is_on)
 replaced_apply = _overrides.used
 """Makes torch's part of a module's own `_apply` run in the conversion of this thread."""
 
