@@ -334,7 +334,7 @@ def _execute(
             call_extra_state=True,
             reads=True,
             staged=staged,
-            with_tables=with_tables and staged is None,
+            with_tables=with_tables,
         )
         staging.inspect = inspect
         if check is not None:
@@ -456,13 +456,12 @@ def prepare(
         *(transaction, view, matched, staging.overflows, write),
         call_extra_state=call_extra_state,
         with_tables=with_tables,
+        staged_tables=None if staged is None else staged.tables,
     )
     if not isinstance(source, LoadPlan):
         record(preparation)
-    elif staged is None:
-        bind(preparation, source, "make the plan again")
     else:
-        bind(preparation, source, LOAD_AGAIN, staged.tables)
+        bind(preparation, source, "make the plan again" if staged is None else LOAD_AGAIN)
     if options.read_once:
         staging.shared = shared_reads(preparation.assignments, agreement or agreement_of(transaction.root))
         preparation.notes += notes_on_shared(staging.shared)

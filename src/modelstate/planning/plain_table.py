@@ -30,9 +30,9 @@ from modelstate.planning.assignment import (
     staged_because,
 )
 from modelstate.planning.options import LoadOptions
-from modelstate.planning.plan import StepTable
+from modelstate.planning.plan import Step
 from modelstate.process import cached_attribute
-from modelstate.spec import ByteRange, StoredTensors, TensorColumns, overlapping
+from modelstate.spec import ByteRange, StoredTensor, StoredTensors, TensorColumns, overlapping
 from modelstate.torch_compat.dtypes import cast_between, short
 from modelstate.torch_compat.plain import is_plain, is_writable_memory
 from modelstate.transaction.slots import HIDDEN, Slot, sharing
@@ -115,18 +115,30 @@ class PlainTable:
         runs = zip(paths[first].tolist(), starts[first].tolist(), ends[last].tolist(), strict=True)
         return [ByteRange(names[path], start, end - start) for path, start, end in runs]
 
-    @property
-    def steps(self) -> StepTable:
-        """The steps of the plan, or of the report."""
+    def step_maker(self, tensors: Mapping[str, StoredTensor]) -> Callable[[], list[Step]]:
+        """Returns a function that makes the step of each row, with its source in `tensors`. It holds no tensor."""
         slots = [(slot.names[0], slot.kind) for slot in self.slots]
-        return StepTable(
-            slots, self.columns, self.dtypes, self.placement, self.route, self.device, seconds=self.seconds
-        )
+        how, route, device, columns, dtypes = self.placement, self.route, self.device, self.columns, self.dtypes
+        seconds = self.seconds / self.nbytes
 
-    def take_slots(self, slots: Mapping[str, Slot]) -> None:
-        """Has the values get into the slots of these names, which have been listed anew."""
+        def make() -> list[Step]:
+            rows = zip(slots, dtypes, columns.rows(), strict=True)
+            return [
+                Step(
+                    *(name, kind, name, how, torch.Size(shape), dtype, stored_dtype, device, nbytes, (), (), route),
+                    expression=tensors.get(name),
+                    seconds=seconds * nbytes,
+                )
+                for (name, kind), dtype, (stored_dtype, shape, _, _, nbytes) in rows
+            ]
+
+        return make
+
+    def rebound(self, slots: Mapping[str, Slot]) -> "PlainTable":
+        """Returns the table for the slots of these names, which have been listed anew."""
         self.slots = [slots[slot.names[0]] for slot in self.slots]
         self.params = [slot.tensor for slot in self.slots]
+        return self
 
     def stage_instead(self, reason: str) -> None:
         """Has the values read before the commit that were planned to be read at the commit."""
@@ -243,40 +255,6 @@ def plain_tables(
         for part, placement, route, device, maps in parts
         if part.slots
     ]
-
-
-def bound_tables(
-    planned: Iterable[StepTable], slots: Mapping[str, Slot], options: LoadOptions, maps_of_load: Callable[[], Maps]
-) -> list[PlainTable]:
-    """Returns the tables of a plan for slots that have the signatures for which it was made.
-
-    Args:
-        planned: The tables of the plan.
-        slots: The slots of a model by their names.
-        options: The options of the plan.
-        maps_of_load: Returns what maps values. A file may no longer be mapped that another process has opened for
-            writing since. Its values are then read.
-    """
-    tables: list[PlainTable] = []
-    for steps in planned:
-        rows = _Rows([slots[name] for name, _ in steps.slots], [*range(len(steps.slots))], steps.dtypes)
-        if not steps.placement.mapped:
-            tables.append(
-                PlainTable(rows.slots, steps.columns, steps.dtypes, steps.placement, steps.route, steps.device)
-            )
-            continue
-        maps = maps_of_load()
-        mapped, read = _split_by_map(rows, steps.columns, options.map, maps)
-        for part, placement, route, maps_of_part in (
-            (mapped, steps.placement, steps.route, maps),
-            (read, NEW_MEMORY, ReadRoute.DIRECT, None),
-        ):
-            if part.slots:
-                columns = steps.columns.selected(part.rows)
-                tables.append(
-                    PlainTable(part.slots, columns, part.dtypes, placement, route, steps.device, maps_of_part)
-                )
-    return tables
 
 
 def _dtype_after(stored_name: str, dtype: torch.dtype, is_meta: bool, options: LoadOptions) -> torch.dtype | None:

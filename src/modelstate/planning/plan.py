@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ from modelstate.planning.matching import MatchedCheckpoint
 from modelstate.planning.options import LoadOptions
 from modelstate.problems import Problem, explain
 from modelstate.rules.expression import Source
-from modelstate.spec import StoredTensor, TensorColumns
 from modelstate.text_format import count, printable, size
 from modelstate.torch_compat.dtypes import short
 from modelstate.transaction.slots import SlotSignatures
@@ -119,36 +118,6 @@ class Step(NamedTuple):
 _COMPARED = Step._fields.index("expression")
 
 
-class StepTable(msgspec.Struct, frozen=True):
-    """Steps of plain values that get into their slots in the same way, as rows. It holds no tensor."""
-
-    slots: list[tuple[str, str]]
-    """The name and the kind of each slot. The checkpoint, after the rules, has the value under the same name."""
-    columns: TensorColumns
-    """Where the values are, in the order of the slots."""
-    dtypes: list[torch.dtype]
-    """After the load."""
-    placement: Placement
-    route: ReadRoute
-    device: torch.device
-    """After the load."""
-    seconds: float = 0.0
-
-    def steps(self, tensors: Mapping[str, StoredTensor]) -> list[Step]:
-        """Returns the step of each row, with its part of the time and its source in `tensors`."""
-        columns, placement, route, device = self.columns, self.placement, self.route, self.device
-        rows = zip(self.slots, self.dtypes, columns.rows(), strict=True)
-        seconds = self.seconds / sum(columns.nbytes)
-        return [
-            Step(
-                *(name, kind, name, placement, torch.Size(shape), dtype, stored_dtype, device, nbytes, (), (), route),
-                expression=tensors.get(name),
-                seconds=seconds * nbytes,
-            )
-            for (name, kind), dtype, (stored_dtype, shape, _, _, nbytes) in rows
-        ]
-
-
 class LazySteps:
     """Creates the field `steps` when it is first used: a model may have tens of thousands of slots.
 
@@ -178,13 +147,8 @@ class Binding(msgspec.Struct, frozen=True):
     """The slots of the model that the plan was made for."""
     runs_code: bool
     """Whether code of the model ran. It runs again when the plan is executed, because its effects were undone."""
-    tables: tuple[StepTable, ...]
-    steps: tuple[Step, ...]
-    """The steps of tensors that are rows of no table."""
-    moved: tuple[str, ...]
-    """Names of tensors that get no value, and only move to another device."""
-    compared: tuple[str, ...]
-    """Names of non-persistent buffers that equal the checkpoint's values. They are compared again."""
+    mapped: int
+    """The number of tensors that are maps of a file."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -1,7 +1,7 @@
 """`Preparation`: the assignments of a load, and every problem that keeps a value from its slot."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +98,7 @@ class Preparation:
         make_write: Returns the write that executes an assignment.
         call_extra_state: Whether `set_extra_state` is called; a plan only checks values.
         with_tables: Whether plain values are planned together, as the rows of `PlainTable`.
+        staged_tables: The tables of the plan with their values, where these have been read already.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Preparation:
         *,
         call_extra_state: bool,
         with_tables: bool = False,
+        staged_tables: Sequence[PlainTable] | None = None,
     ) -> None:
         self.transaction, self.model = transaction, transaction.root
         self.matched, self.view = matched, view
@@ -158,6 +160,7 @@ class Preparation:
         self.not_mapped = 0
         """The number of tensors that are read although the plan that is executed maps them."""
         self._make_write, self._call_extra_state, self._with_tables = make_write, call_extra_state, with_tables
+        self._staged_tables = staged_tables
         self._cause: Exception | None = None
         self._has_shards = False
         # Code of the model may change a lazy parameter before `plan` is called.
@@ -211,7 +214,13 @@ class Preparation:
         has_others = options.transform is not None or options.read_once
         if has_others or not (self._with_tables and isinstance(entries, StoredEntries)):
             return ()
-        self.take_tables(plain_tables(self.slots.tensors, entries.tensors, options, lambda: self.incoming.maps))
+        if self._staged_tables is not None:
+            self.tables = [table.rebound(self.slots.by_name) for table in self._staged_tables]
+        else:
+            self.tables = plain_tables(self.slots.tensors, entries.tensors, options, lambda: self.incoming.maps)
+        for table in self.tables:
+            self.used.update(slot.names[0] for slot in table.slots)
+            self.filled.update(dict.fromkeys(map(id, table.params)))
         rows = entries.tensors.rows
         if len({*rows.values()}) < len(rows):  # other names of the same bytes are not mapped
             for table in self.tables:
@@ -219,12 +228,11 @@ class Preparation:
                     self._show(extent, extent)
         return self.used
 
-    def take_tables(self, tables: list[PlainTable]) -> None:
-        """Takes values that have no assignment of their own."""
-        self.tables = tables
-        for table in tables:
-            self.used.update(slot.names[0] for slot in table.slots)
-            self.filled.update(dict.fromkeys(map(id, table.params)))
+    @property
+    def mapped(self) -> int:
+        """The number of tensors that become maps of a file."""
+        in_tables = sum(len(table.slots) for table in self.tables if table.placement.mapped)
+        return in_tables + sum(assignment.placement.mapped for assignment in self.assignments)
 
     @property
     def signatures(self) -> SlotSignatures:
@@ -487,36 +495,6 @@ class Preparation:
                 return initialiser.how
         return ""
 
-    def rebind(self, step: Step, slot: Slot, value: torch.Tensor) -> bool:
-        """Assigns a value according to a step. Returns whether the file is read because it can no longer be mapped."""
-        given, stored = self.incoming.origin_of(value)
-        assert step.dtype is not None
-        assert step.device is not None
-        placement, param = step.how, slot.tensor
-        choice = NO_TRANSFORM if self.transforms is None else self.transforms.of(step.name)
-        transform, sharded = choice.first, None
-        if is_sharded(param) and (slots := self._sharded_slot(step.name, param, value, stored, choice)) is not None:
-            sharded, (param, value, stored, transform) = slots
-        is_read = (
-            placement.mapped
-            and isinstance(stored, StoredTensor)
-            and not self.incoming.maps.may_show(stored.extent, self.options.map)
-        )
-        if is_read:  # another process has opened the file for writing since
-            placement = choose(param, value, step.dtype, step.device, map=False, in_place=False, transformed=False)
-        assignment = Assignment(
-            *(step.name, step.kind, param, value, given, stored, placement, is_plain(param, value)),
-            *(step.dtype, step.device, self.overflows, transform),
-            sharded=sharded,
-        )
-        if choice.last is not None:
-            self._set_module_transform(assignment, choice.last)
-        self.used.add(given)
-        self.filled[id(slot.tensor)] = assignment
-        self.assignments.append(assignment)
-        self.transaction.add(self._make_write(assignment))
-        return is_read
-
     def _tie_conflict(self, name: str, first: str) -> Problem:
         names = [self.other_name(of) or of for of in (name, first)]
         return Problem(
@@ -653,15 +631,7 @@ class Preparation:
             notes=tuple(self.notes),
             slots=facts.slots,
             peak_memory_bytes=peak_bytes(self.planned, ReadStrategy.fastest()),
-            binding=Binding(
-                self.matched,
-                self.signatures,
-                self.transaction.armed,
-                tuple(table.steps for table in self.tables),
-                facts.steps,
-                tuple(assignment.name for assignment in self.moves),
-                tuple(self.compared),
-            ),
+            binding=Binding(self.matched, self.signatures, self.transaction.armed, self.mapped),
             make_steps=facts.make_steps,
         )
 
@@ -698,12 +668,12 @@ class Preparation:
             return Facts(*self.names, slots, tuple(steps), lambda: (*steps, *extra))
         entries = self.matched.applied.entries
         stored = entries.tensors if with_sources and isinstance(entries, StoredEntries) else {}
-        tables = [table.steps for table in self.tables]
+        tables = [table.step_maker(stored) for table in self.tables]
         names = [*self.slots.by_name] if len(tables) > 1 or steps else []
 
         def merged() -> tuple[Step, ...]:
             positions = {name: position for position, name in enumerate(names)}
-            unordered = [*steps, *(step for table in tables for step in table.steps(stored))]
+            unordered = [*steps, *(step for table in tables for step in table())]
             return (*sorted(unordered, key=lambda step: positions.get(step.name, len(names))), *extra)
 
         return Facts(*self.names, slots, tuple(steps), merged)

@@ -19,7 +19,6 @@ from modelstate.formats.tree import leaves
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.differences import adapter_names, one_prefix, prefixes
 from modelstate.planning.matching import Patterns, StoredEntries
-from modelstate.planning.plain_table import PlainTable, bound_tables
 from modelstate.planning.plan import LoadPlan, Step
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.recorder import IncompatibleKeys, outermost, walk
@@ -33,7 +32,6 @@ from modelstate.torch_compat.modules import (
     changes_state,
     needs_protocol,
     overrides_loading,
-    runs_loading_code,
     state_dict_of,
 )
 from modelstate.torch_compat.plain import is_plain, is_quantized
@@ -123,63 +121,27 @@ def _is_exact(preparation: Preparation, outcome: IncompatibleKeys) -> bool:
     return is_filled and is_silent and not (has_options or outcome.missing or outcome.unexpected)
 
 
-def bind(preparation: Preparation, plan: LoadPlan, stale_remedy: str, staged: list[PlainTable] | None = None) -> None:
-    """Assigns values according to the steps of a plan, which has the same matched checkpoint.
+def bind(preparation: Preparation, plan: LoadPlan, stale_remedy: str) -> None:
+    """Records with the matched checkpoint of a plan, for a model with the same slots.
 
-    Where code of the model takes part in a load, the protocol runs again, and must give the steps of the plan. Raises
+    The steps are those of the plan where no code of the model runs. Where it runs, they are compared. Raises
     `StalePlanError`, with this remedy, where the model is no longer the one of the plan.
-
-    Args:
-        preparation: An empty one.
-        plan: The plan.
-        stale_remedy: What to do where the model has changed.
-        staged: The tables of the plan with their values, where these have been read already.
     """
-    slots, was, now = preparation.slots, plan.binding.slots, preparation.signatures
+    was, now = plan.binding.slots, preparation.signatures
     if was != now:
         _check_same(preparation, was.by_name(), now.by_name(), stale_remedy)
-    if plan.binding.runs_code or runs_loading_code(slots.modules, preparation.matched.applied.entries):
-        record(preparation)
-        if not preparation.problems:
-            # Whether a file may be mapped depends on other processes too: it does not make a plan stale.
-            planned, steps = ({step.name: step for step in steps} for steps in (plan.steps, preparation.steps()))
-            preparation.not_mapped = sum(
-                step.mapped and not steps[name].mapped for name, step in planned.items() if name in steps
-            )
-            for name, step in planned.items():
-                if name in steps and _is_same_but_for_mapping(step, steps[name]):
-                    steps[name] = step
-            _check_same(preparation, planned, steps, stale_remedy)
+    preparation.notes += plan.notes  # also those on tables whose values have been read already
+    record(preparation)
+    if preparation.problems:
         return
-    preparation.problems += plan.problems
-    preparation.notes += plan.notes
-    if staged is None:
-        options, of_plan = preparation.options, plan.binding.tables
-        preparation.take_tables(bound_tables(of_plan, slots.by_name, options, lambda: preparation.incoming.maps))
-        mapped = sum(len(table.slots) for table in of_plan if table.placement.mapped)
-        preparation.not_mapped = mapped - sum(
-            len(table.slots) for table in preparation.tables if table.placement.mapped
-        )
-    else:
-        for table in staged:
-            table.take_slots(slots.by_name)
-        preparation.take_tables(staged)
-    incoming = preparation.incoming
-    for step in plan.binding.steps:
-        slot = slots.by_name[step.name]
-        value = next((incoming[name] for name in slot.names if name in incoming), None)
-        if value is None:
-            preparation.initialise(slot)
-        else:
-            preparation.not_mapped += preparation.rebind(step, slot, value)
-    for name in plan.binding.compared:
-        preparation.hidden_buffer(slots.by_name[name], name)
-    for name in plan.binding.moved:
-        preparation.move(slots.by_name[name], preparation.device_after(slots.by_name[name].tensor))
-    for slot in slots.tensors:
-        if is_lazy(slot.tensor) and id(slot.tensor) not in preparation.filled:
-            preparation.uninitialised.update(dict.fromkeys(slot.names, slot.tensor))
-    preparation.settle()
+    # Whether a file may be mapped depends on other processes too: it does not make a plan stale.
+    preparation.not_mapped = max(plan.binding.mapped - preparation.mapped, 0)
+    if plan.binding.runs_code or preparation.transaction.armed:
+        planned, steps = ({step.name: step for step in steps} for steps in (plan.steps, preparation.steps()))
+        for name, step in planned.items():
+            if name in steps and _is_same_but_for_mapping(step, steps[name]):
+                steps[name] = step
+        _check_same(preparation, planned, steps, stale_remedy)
 
 
 def _check_same(preparation: Preparation, was: Mapping[str, object], now: Mapping[str, object], remedy: str) -> None:
