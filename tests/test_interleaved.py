@@ -33,7 +33,7 @@ from modelstate.io.memory import MemoryPool
 from modelstate.objects import loaders
 from modelstate.process import cached_attribute
 from modelstate.serve.versions import ConcurrentWeakSet
-from modelstate.spec import ByteRange, LazyMapping
+from modelstate.spec import ByteRange
 from modelstate.store.directory import StepIndex
 from tests.io.test_forks import in_child
 from tests.sweeps import at_instruction
@@ -332,25 +332,6 @@ def test_two_threads_fork_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.join()
     assert held == [True, True]
     assert not any(lock.locked() for lock in locks)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_process_is_forked_while_a_thread_makes_a_mapping() -> None:
-    is_computing, may_end = threading.Event(), threading.Event()
-
-    def create() -> dict[str, int]:
-        is_computing.set()
-        may_end.wait(SOON)
-        return {}
-
-    thread = threading.Thread(target=len, args=(LazyMapping(create),))
-    thread.start()
-    is_computing.wait(SOON)
-    try:
-        assert in_child(lambda: LazyMapping(lambda: {"a": 1})["a"] == 1, seconds=10) == "True"
-    finally:
-        may_end.set()
-        thread.join()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")

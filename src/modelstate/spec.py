@@ -11,13 +11,12 @@ import os
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeGuard
 
 import msgspec
 from msgspec.structs import replace
 
 from modelstate.errors import DamagedFileError, OpenError
-from modelstate.process import cached_attribute
 
 if TYPE_CHECKING:
     import torch
@@ -546,36 +545,6 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     def __repr__(self) -> str:
         return f"<{len(self)} stored tensors>"
-
-
-_K = TypeVar("_K")
-_V = TypeVar("_V")
-
-
-class LazyMapping(Mapping[_K, _V]):
-    """A mapping that a function creates when it is first used."""
-
-    def __init__(self, create: Callable[[], Mapping[_K, _V]]) -> None:
-        self._create = create
-
-    @cached_attribute
-    def _created(self) -> Mapping[_K, _V]:
-        return self._create()
-
-    def __getitem__(self, key: _K) -> _V:
-        return self._created[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._created
-
-    def __iter__(self) -> Iterator[_K]:
-        return iter(self._created)
-
-    def __len__(self) -> int:
-        return len(self._created)
-
-    def __repr__(self) -> str:
-        return repr(self._created)
 
 
 def under_names(tensors: Mapping[str, Stored], names: Mapping[str, str]) -> Mapping[str, Stored]:

@@ -234,10 +234,10 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         """The files that were read."""
         return tuple(self.contents.files)
 
-    @property
+    @cached_attribute
     def checksums(self) -> Mapping[ByteRange, Checksum]:
         """The checksums of storages, where the file has them."""
-        return self.contents.checksums
+        return self.contents.checksums()
 
     @property
     def nbytes(self) -> int:
@@ -602,7 +602,7 @@ def join(
         tree,
         merged_fingerprints(checkpoints),
         metadata or {},
-        {extent: checksum for checkpoint in checkpoints for extent, checksum in checkpoint.checksums.items()},
+        lambda: {extent: checksum for each in checkpoints for extent, checksum in each.checksums.items()},
         is_sealed,
     )
     return Checkpoint(contents, source=source)

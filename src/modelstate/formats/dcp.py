@@ -12,7 +12,7 @@ import enum
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ from modelstate.formats.unpickle import (
 )
 from modelstate.io.files import FileFingerprint, SourceFile
 from modelstate.problems import option
-from modelstate.spec import Assemble, ByteRange, Checksum, Refused, StoredComposite, StoredTensor
+from modelstate.spec import Assemble, Refused, StoredComposite, StoredTensor
 from modelstate.text_format import excerpt, listed
 
 _DCP = "torch.distributed.checkpoint."
@@ -429,10 +429,14 @@ def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool
     for name, item in metadata.items.items():
         if item is not None:
             values[name] = _tensor(item, values[name], f"{directory}: {name}")
-    checksums: dict[ByteRange, Checksum] = {}
-    for archive in archives.values():
-        checksums.update(archive.checksums)
-    return Contents(FORMAT, _tree(values, metadata, path), fingerprints, checksums=checksums)
+    return Contents(
+        FORMAT,
+        tree_of({path: values[name] for name, path in metadata.paths.items()}, path),
+        fingerprints,
+        checksums=lambda: {
+            extent: checksum for archive in archives.values() for extent, checksum in archive.checksums().items()
+        },
+    )
 
 
 def _read_archives(
@@ -521,40 +525,41 @@ class _Node(dict[str | int, object]):
     """A container of the state dict, in contrast to a dict that is a value."""
 
 
-def _tree(values: Mapping[str, object], metadata: Metadata, where: str) -> dict[object, object]:
-    """The state dict with its items at their paths."""
+def tree_of(values: Mapping[Path, object], where: str = "") -> dict[Any, object]:
+    """The containers of a flat state by the paths of its values: dicts, and lists where the keys are integers.
+
+    Raises `DamagedFileError` for paths that make no tree; `where` is the file, for messages.
+    """
     root = _Node()
-    for name, path in metadata.paths.items():
-        node = root
+    for path, value in values.items():
+        node: Any = root
         for step in path[:-1]:
-            below = node.setdefault(step, _Node())
-            if type(below) is not _Node:
-                raise _conflict(where, name)
-            node = below
-        if path[-1] in node:
-            raise _conflict(where, name)
-        node[path[-1]] = values[name]
-    return with_positions({key: _finished(value, where, name=str(key)) for key, value in root.items()})
+            node = node.setdefault(step, _Node()) if type(node) is _Node else None
+        if type(node) is not _Node or path[-1] in node:
+            raise DamagedFileError("two items have one path in the state dict", where=where, found=_dotted(path))
+        node[path[-1]] = value
+    return _container(root, where, ())  # type: ignore[return-value]
 
 
-def _conflict(where: str, name: str) -> DamagedFileError:
-    return DamagedFileError("two items have one path in the state dict", where=where, found=name)
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
-def _finished(node: object, where: str, name: str) -> object:
-    if type(node) is not _Node:
-        return node
-    steps = list(node)
-    if all(type(step) is str for step in steps):
-        return with_positions({step: _finished(value, where, f"{name}.{step}") for step, value in node.items()})
-    if not all(type(step) is int for step in steps):
-        raise DamagedFileError(
-            "the metadata is damaged: a list with keys, or a dict with indices", where=where, found=name
-        )
-    return list(_items(node, where, name))
+def _container(node: _Node, where: str, path: Path) -> object:
+    steps = [*node]
+    nodes = {
+        step: _container(value, where, (*path, step)) if type(value) is _Node else value for step, value in node.items()
+    }
+    if not path or all(type(step) is str for step in steps):
+        return with_positions(nodes)
+    if not all(type(step) is int for step in steps) or 1 + max(steps) > 1000 + 10 * len(steps):
+        what = "a list with keys, a dict with indices, or a list with few items and many indices"
+        raise DamagedFileError(f"the metadata is damaged: {what}", where=where, found=_dotted(path))
+    # None for an index under which nothing was saved, such as an empty dict.
+    return [nodes.get(index) for index in range(1 + max(steps))]
 
 
-def with_positions(node: dict[object, object]) -> dict[object, object]:
+def with_positions(node: dict[Any, object]) -> dict[Any, object]:
     """The state of an optimizer by the positions of its parameters, which are integers; any other dict as it is.
 
     The writer turns all keys of dicts into text. `Optimizer.load_state_dict` ignores the state of a parameter "0", so
@@ -567,13 +572,3 @@ def with_positions(node: dict[object, object]) -> dict[object, object]:
     several = [params for params in of_groups if isinstance(params, list | tuple)]
     positions = {str(param): param for params in several for param in params if type(param) is int}
     return {**node, "state": {positions.get(key, key): values for key, values in state.items()}}
-
-
-def _items(node: _Node, where: str, name: str) -> Iterator[object]:
-    """The items of a list; None for an index under which nothing was saved, such as an empty dict."""
-    length = 1 + max(int(step) for step in node)
-    if length > 1000 + 10 * len(node):
-        raise DamagedFileError(
-            "the metadata is damaged: a list with few items and many indices", where=where, found=name
-        )
-    return (_finished(node.get(index), where, f"{name}.{index}") for index in range(length))

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 from collections import ChainMap, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,7 +46,6 @@ from modelstate.spec import (
     ByteRange,
     Checksum,
     Encoded,
-    LazyMapping,
     Stored,
     StoredComposite,
     StoredTensor,
@@ -91,7 +90,7 @@ class ManifestState(msgspec.Struct, frozen=True):
     """The saved state. Values other than tensors are present but not yet decoded; the tensors within them are not."""
     metadata: dict[str, object]
     """`schema` and `extra`, where they were saved; `extra` is not yet decoded."""
-    checksums: Mapping[ByteRange, Checksum]
+    checksums: Callable[[], Mapping[ByteRange, Checksum]]
 
 
 def check_size(text: str) -> None:
@@ -124,7 +123,7 @@ def apply(tensors: StoredTensors, text: str, path: str, place: str, allow: Seque
     where = f"{path}: {place}[{KEY!r}]"
     manifest = _parse(text, where)
     metadata: dict[str, object] = {"schema": manifest["schema"]} if "schema" in manifest else {}
-    checksums = _checksums(manifest["digests"], tensors, where) if manifest.get("digests") else {}
+    checksums = _checksums(manifest["digests"], tensors, where) if manifest.get("digests") else dict
     hidden: dict[str, StoredTensor] = {}
     if names := manifest.get("extra_tensors"):
         hidden = {name: tensors[name] for name in _names(names, tensors, where)}
@@ -241,7 +240,9 @@ class _Tree:
         return key
 
 
-def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) -> Mapping[ByteRange, Checksum]:
+def _checksums(
+    fields: Mapping[str, Any], tensors: StoredTensors, where: str
+) -> Callable[[], Mapping[ByteRange, Checksum]]:
     digests, parts = fields.get("tensors"), fields.get("parts", {})
     is_known = fields.get("algorithm") == ALGORITHM and fields.get("block_bytes") == BLOCK_BYTES
     if not is_known or type(digests) is not dict or type(parts) is not dict:
@@ -267,12 +268,10 @@ def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) ->
         for name, value, length, nbytes in zip(digests, values, lengths, sizes, strict=True):
             if type(value) is not str or len(value) != length or value.strip(_HEX_DIGITS):
                 raise damaged(where, f"{quote(name)}: no digest of {nbytes:,} bytes: {str(value)[:60]}")
-    return LazyMapping(
-        lambda: {
-            tensors.extent(name): Checksum(ALGORITHM, BLOCK_BYTES, digest_of_blocks, tuple(parts.get(name, ())))
-            for name, digest_of_blocks in digests.items()
-        }
-    )
+    return lambda: {
+        tensors.extent(name): Checksum(ALGORITHM, BLOCK_BYTES, digest_of_blocks, tuple(parts.get(name, ())))
+        for name, digest_of_blocks in digests.items()
+    }
 
 
 def are_usual_versions(versions: Mapping[str, Any]) -> bool:

@@ -165,7 +165,7 @@ def read(file: SourceFile, *, allow: Sequence[object] = ()) -> Contents:
     if manifest.KEY not in metadata:
         return Contents("safetensors", tensors, files, metadata, is_sealed=seal is not None)
     state = manifest.apply(tensors, metadata.pop(manifest.KEY), path, "__metadata__", allow)
-    checksums = state.checksums if seal is not None else {}  # without a seal the digests may be damaged themselves
+    checksums = state.checksums if seal is not None else dict  # without a seal the digests may be damaged themselves
     return Contents("safetensors", state.tree, files, metadata | state.metadata, checksums, seal is not None)
 
 

@@ -42,7 +42,7 @@ from modelstate.formats.tree import Contents
 from modelstate.io.files import FileFingerprint, SourceFile
 from modelstate.remote.file import forget, open_all
 from modelstate.remote.location import beside, is_remote
-from modelstate.spec import Described, LazyMapping, StoredTensor, StoredTensors
+from modelstate.spec import Described, StoredTensor, StoredTensors
 from modelstate.text_format import count, listed, quote
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
@@ -126,14 +126,17 @@ def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], a
         if versions:
             set_version_metadata(merged, versions)
     formats = sorted({shard.format for shard in contents.values()})
-    checksums = LazyMapping(
-        lambda: {extent: checksum for shard in contents.values() for extent, checksum in shard.checksums.items()}
-    )
     files, own_metadata = {index_path: fingerprint}, merged_metadata(contents)
     for shard in contents.values():
         files.update(shard.files)
     if manifest.KEY not in metadata:
-        return Contents(" and ".join(formats), merged, files, own_metadata, checksums)
+        return Contents(
+            " and ".join(formats),
+            merged,
+            files,
+            own_metadata,
+            lambda: {extent: checksum for shard in contents.values() for extent, checksum in shard.checksums().items()},
+        )
     if not isinstance(merged, StoredTensors):
         others = (name for name, value in merged.items() if not isinstance(value, StoredTensor))
         what = quote(next(others, listed(map(quote, formats))))
@@ -145,7 +148,7 @@ def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], a
         tree=state.tree,
         files=files,
         metadata=own_metadata | state.metadata,
-        checksums=state.checksums if is_sealed else {},  # without a seal the digests may be damaged themselves
+        checksums=state.checksums if is_sealed else dict,  # without a seal the digests may be damaged themselves
         is_sealed=is_sealed,
     )
 

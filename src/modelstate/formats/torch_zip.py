@@ -28,7 +28,7 @@ from modelstate.formats.block_writer import LazyTensor, check_repeated, threads_
 from modelstate.formats.construct import construct, refusal
 from modelstate.formats.safetensors import listed_problems
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
-from modelstate.formats.tree import Contents, flatten, items_of, leaves, refused_in
+from modelstate.formats.tree import Checksums, Contents, flatten, items_of, leaves, refused_in
 from modelstate.formats.unpickle import (
     Storage,
     check_protocol,
@@ -42,7 +42,7 @@ from modelstate.io import system
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS, Output, unfinished_file, write_errors
 from modelstate.io.files import SourceFile
 from modelstate.process import deferred_signals
-from modelstate.spec import ByteRange, Checksum, LazyMapping, Refused
+from modelstate.spec import Refused
 from modelstate.text_format import excerpt, listed
 from modelstate.torch_compat.plain import remedies_for, why_not_saved
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
@@ -105,8 +105,8 @@ class Archive(NamedTuple):
     value: object
     """The value that the pickle describes, which `construct` checks and creates."""
     pickle_nbytes: int
-    checksums: Mapping[ByteRange, Checksum]
-    """The CRC-32 checksums of the storages."""
+    checksums: Checksums
+    """Returns the CRC-32 checksums of the storages."""
 
 
 def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
@@ -118,7 +118,7 @@ def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
     check_protocol(data)
     storages = _Storages(directory, prefix)
     value, _ = unpickle(data, 0, storages.find, names.find)
-    return Archive(value, len(data), LazyMapping(lambda: directory.checksums(storages.records)))
+    return Archive(value, len(data), lambda: directory.checksums(storages.records))
 
 
 def _prefix(directory: ZipDirectory) -> str:

@@ -27,6 +27,10 @@ _MAX_LEVELS = 100
 _MAX_NODES = 5_000_000
 
 
+Checksums = Callable[[], Mapping[ByteRange, Checksum]]
+"""Returns checksums by the bytes that they are of."""
+
+
 class Contents(msgspec.Struct, frozen=True):
     """What the reader of a format returns for a file: the table of contents, without any tensor data."""
 
@@ -39,8 +43,8 @@ class Contents(msgspec.Struct, frozen=True):
     """Every file that was read, or that holds tensors, as it was before it was read."""
     metadata: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """What the file stores about itself: text (the `__metadata__` of safetensors), or an `Encoded`."""
-    checksums: Mapping[ByteRange, Checksum] = msgspec.field(default_factory=dict)
-    """The checksums of whole storages, as far as the format stores them."""
+    checksums: Checksums = dict
+    """Returns the checksums of whole storages, as far as the format stores them."""
     is_sealed: bool = False
     """Whether everything that the files state about their tensors has been verified with a checksum."""
 

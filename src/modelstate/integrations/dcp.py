@@ -108,7 +108,8 @@ class Writer(StorageWriter):
         # In the thread of `dcp.async_save`, where a program does not wait for the imports.
         from modelstate.checkpoint.write import SaveOptions
         from modelstate.distributed.agreement import agreement_of
-        from modelstate.integrations.dcp_state import state_of, tree_of, with_values_of_all
+        from modelstate.formats.dcp import tree_of
+        from modelstate.integrations.dcp_state import state_of, with_values_of_all
         from modelstate.objects.objects import tensors_within
         from modelstate.objects.save import save_with
 

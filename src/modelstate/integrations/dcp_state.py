@@ -14,7 +14,6 @@ from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.connections import number_of
 from modelstate.errors import OptionError, RanksDifferError
 from modelstate.formats.block_writer import write_blocks
-from modelstate.formats.dcp import with_positions
 from modelstate.formats.torch_zip import pickled
 from modelstate.torch_compat.plain import is_sharded
 from modelstate.torch_compat.private import storage_id
@@ -135,31 +134,3 @@ def _united(
     own = {path: value for path, value in state.items() if path not in of_all or not isinstance(value, torch.Tensor)}
     of_all = {**of_all, **own}
     return {path: of_all[path] for path in sorted(of_all, key=lambda path: [str(step) for step in path])}
-
-
-def tree_of(state: Mapping[_Path, object]) -> dict[Any, object]:
-    """Returns the containers of a flattened state: dicts, and lists where the keys are integers.
-
-    DCP turns the positions in the state of an optimizer into text; they become integers again.
-    """
-    root = _Node()
-    for path, value in state.items():
-        node = root
-        for step in path[:-1]:
-            below = node.setdefault(step, _Node())
-            assert isinstance(below, _Node)
-            node = below
-        node[path[-1]] = value
-    return with_positions({key: _finished(value) for key, value in root.items()})
-
-
-class _Node(dict[Any, object]):
-    """A container of the state dict, in contrast to a dict that is a value."""
-
-
-def _finished(node: object) -> object:
-    if type(node) is not _Node:
-        return node
-    if all(type(key) is int for key in node):
-        return [_finished(node[index]) for index in sorted(node)]
-    return with_positions({key: _finished(value) for key, value in node.items()})
