@@ -12,7 +12,7 @@ import enum
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any, TypeVar
 
@@ -220,7 +220,12 @@ def _checked(value: object) -> Metadata:
                 raise
         items[name] = seen[id(node)]
     written = _places(_typed(fields.get("storage_data"), dict, "the table of places"))
-    places = {index: _written(index, written) for index in _indices(items)}
+    places: dict[Index, Place] = {}
+    for name, item in items.items():
+        for offsets in [None] if item is None else [chunk.offsets for chunk in item.chunks]:
+            if (name, offsets) not in written:
+                raise _damaged("the place of an item is missing", name + (f", chunk at {offsets}" if offsets else ""))
+            places[name, offsets] = written[name, offsets]
     _check_apart(written)
     return Metadata(items, places, _paths(items, fields.get("planner_data")))
 
@@ -303,15 +308,6 @@ def _not_covered(what: str, shape: tuple[int, ...], found: object) -> DamagedFil
     )
 
 
-def _indices(items: dict[str, ChunkedTensor | None]) -> Iterable[Index]:
-    for name, item in items.items():
-        if item is None:
-            yield name, None
-        else:
-            for chunk in item.chunks:
-                yield name, chunk.offsets
-
-
 def _places(table: dict[object, object]) -> dict[Index, Place]:
     places: dict[Index, Place] = {}
     keys = Keys()
@@ -339,14 +335,6 @@ def _places(table: dict[object, object]) -> dict[Index, Place]:
             )
         places[at] = place
     return places
-
-
-def _written(index: Index, places: dict[Index, Place]) -> Place:
-    if index not in places:
-        raise _damaged(
-            "the place of an item is missing", index[0] + (f", chunk at {index[1]}" if index[1] is not None else "")
-        )
-    return places[index]
 
 
 def _check_apart(places: dict[Index, Place]) -> None:
@@ -476,7 +464,7 @@ def _read_archive(file: SourceFile, index: Index, place: Place, names: TorchGlob
 
 def _tensor(item: ChunkedTensor, chunks: Sequence[object], where: str) -> object:
     """The tensor that consists of the chunks."""
-    parts: list[StoredTensor | StoredComposite] = []
+    parts: list[StoredTensor] = []
     for chunk, part in zip(item.chunks, chunks, strict=True):
         if isinstance(part, Refused):
             return part
@@ -493,13 +481,6 @@ def _tensor(item: ChunkedTensor, chunks: Sequence[object], where: str) -> object
         if part.shape == item.shape:
             # The other chunks are empty: ranks without elements have saved them.
             return part
-        parts.append(part)
-    return _assembled(item, parts, where)
-
-
-def _assembled(item: ChunkedTensor, parts: Sequence[StoredTensor | StoredComposite], where: str) -> StoredComposite:
-    stored: list[StoredTensor] = []
-    for part in parts:
         if isinstance(part, StoredComposite):
             raise UnsupportedTensorError(
                 f"chunks of kind {part.kind} are not supported", where=where, remedy=_TRY_TORCH
@@ -509,13 +490,13 @@ def _assembled(item: ChunkedTensor, parts: Sequence[StoredTensor | StoredComposi
             raise DamagedFileError(
                 "a chunk has more elements than bytes", where=where, expected=part.nbytes, found=part.storage.nbytes
             )
-        stored.append(part)
+        parts.append(part)
     boxes = tuple(
         tuple(range(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.shape, strict=True))
         for chunk in item.chunks
     )
     build = Assemble(item.shape, item.dtype, boxes)
-    return StoredComposite(kind=KIND, dtype=item.dtype, shape=item.shape, parts=tuple(stored), build=build)
+    return StoredComposite(kind=KIND, dtype=item.dtype, shape=item.shape, parts=tuple(parts), build=build)
 
 
 # The state dict.

@@ -187,12 +187,9 @@ def _builtin() -> dict[str, object]:
     for scheme in ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric"):
         names[f"torch.{scheme}"] = getattr(torch, scheme)
     names["torch.per_channel_affine_float_qparams"] = torch.per_channel_affine_float_qparams
-    add("torch.Tensor", old_tensor, torch.Tensor)
-    add("torch.nn.parameter.Parameter", old_tensor, torch.nn.Parameter)
+    add("torch.Tensor", None, torch.Tensor)
+    add("torch.nn.parameter.Parameter", None, torch.nn.Parameter)
     names["torch.nn.Parameter"] = names["torch.nn.parameter.Parameter"]
-    for storage in STORAGE_DTYPES:
-        for module in ("torch", "torch.cuda", "torch.sparse", "torch.cuda.sparse"):
-            add(f"{module}.{storage.replace('Storage', 'Tensor')}", old_tensor)
     return names
 
 
@@ -209,7 +206,7 @@ def _items(values: object) -> list[object]:
 
 
 def _ordered_dict(pairs: object = ()) -> OrderedDict[object, object]:
-    if type(pairs) is dict:
+    if type(pairs) is dict or pairs == ():
         return OrderedDict(pairs)
     mapping: OrderedDict[object, object] = OrderedDict()
     keys = Keys()
@@ -347,7 +344,7 @@ def _strided(
     if dtype in QUANTIZED:
         return unsupported(f"a quantized tensor ({dtype})", _QUANTIZED)
     try:
-        shape, steps, first = _shape(size), dims(stride), dims((offset,))[0]
+        shape, steps, first = _shape(size), dims(stride), dims((offset,))[0] if offset else 0
         if not storage.numel and 0 not in shape:
             return unsupported(
                 "a tensor whose memory had been given back when it was saved",
@@ -591,11 +588,6 @@ def _from_numpy(data: object, dtype: object, device: object, requires_grad: obje
 def _quantized(*args: object) -> Rebuilt:
     dtype = args[0].dtype if args and type(args[0]) is Storage else "quantized"
     return unsupported(f"a quantized tensor ({dtype})", _QUANTIZED)
-
-
-def old_tensor(*_: object) -> Rebuilt:
-    """Replaces classes such as `torch.FloatTensor`, which files from before 0.2 call."""
-    return unsupported("a tensor that PyTorch before 0.2 saved", "load and save it once with torch.load and torch.save")
 
 
 FUNCTIONS: dict[str, Callable[..., object]] = {

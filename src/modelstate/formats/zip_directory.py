@@ -33,9 +33,8 @@ _LEADS_OUT = re.compile(r"[\\\0]|\.\.|(?:\A|\n)(?:/|.:)", re.DOTALL)
 """Matches in names that are joined by line breaks where one of them may lead out of the archive."""
 _ALIGN_BYTES = 64
 """The alignment of the data that torch writes."""
-_TOGETHER_BYTES, _SMALL_BYTES = 1 << 16, GAP_BYTES
-"""Headers that lie close together are read in one call, with the small records between them: to read a page too much is
-cheaper than another read."""
+_TOGETHER_BYTES = 8 << 10
+"""What is read at once from a header on, with the small records behind it and their headers."""
 _HEADER_BYTES = 256
 """More than torch writes in a header, unless an option of torch aligns the data to more."""
 
@@ -216,30 +215,22 @@ class ZipDirectory:
         Returns the beginnings of the data, in bytes from the beginning of the archive.
         """
         starts: dict[str, int] = {}
-        ends: list[int] = []
-        block, first, block_bytes = b"", 0, 0
+        block, first = b"", 0
         is_remote, fixed_bytes, unpack = self.file.is_remote, _LOCAL.size, _LOCAL.unpack_from
-        reaches, reach = list[int](), directory
-        for entry in reversed(ordered):
-            reach = reach if entry.nbytes < _SMALL_BYTES else entry.header + _HEADER_BYTES
-            reaches.append(reach)
         begins = [entry.header for entry in ordered[1:]] + [directory]
-        for entry, begin, reach in zip(ordered, begins, reversed(reaches), strict=False):
+        for entry, begin in zip(ordered, begins, strict=False):
             if is_remote and (known := _start_before(entry, begin)) is not None:
                 starts[entry.name] = known
-                ends.append(begin)
                 continue
             header, name, true_name, method, true_flags, _, true_packed, true_nbytes = entry
             at = header - first
-            if at + fixed_bytes > block_bytes:
-                ahead_bytes = min(reach - header, _TOGETHER_BYTES)
-                block, first, at = self._headers(entry, fixed_bytes, directory, ahead_bytes), header, 0
-                block_bytes = len(block)
+            if at + _HEADER_BYTES > len(block):
+                ahead_bytes = _TOGETHER_BYTES if true_packed < GAP_BYTES else _HEADER_BYTES
+                block, first, at = self._header(entry, fixed_bytes, ahead_bytes, directory), header, 0
             magic, flags, stated_method, packed, nbytes, name_size, extra_size = unpack(block, at)
             header_bytes = fixed_bytes + name_size + extra_size
-            if at + header_bytes > block_bytes:
-                block, first, at = self._headers(entry, header_bytes, directory), header, 0
-                block_bytes = len(block)
+            if at + header_bytes > len(block):
+                block, first, at = self._header(entry, header_bytes, header_bytes, directory), header, 0
             raw_name = block[at + fixed_bytes : at + fixed_bytes + name_size]
             if magic != b"PK\3\4" or raw_name != true_name or stated_method != method:
                 raise self._size_error(name, "the same name and method in front of the data", raw_name[:100])
@@ -252,22 +243,19 @@ class ZipDirectory:
             if true_flags & _SIZES_FOLLOW:
                 is_wide = _MAX32 in (packed, nbytes) or max(header, true_packed, true_nbytes) >= _MAX32
                 end += 24 if is_wide else 16
-            ends.append(end)
-        # A header that is off by a few bytes would shift the data; only the bytes left over reveal that.
-        for entry, end, begin in zip(ordered, ends, begins, strict=False):
+            # A header that is off by a few bytes would shift the data; only the bytes left over reveal that.
             if end != begin:
-                raise self._size_error(
-                    entry.name, f"an end at byte {begin}, where the next record or the directory begins", end
-                )
+                expected = f"an end at byte {begin}, where the next record or the directory begins"
+                raise self._size_error(name, expected, end)
         return starts
 
-    def _headers(self, entry: Record, nbytes: int, directory: int, ahead_bytes: int = 0) -> bytes:
-        """Reads the local header of an entry, of at least `nbytes`, with some that lie close behind it."""
-        if entry.header + nbytes > directory:
+    def _header(self, entry: Record, least_bytes: int, nbytes: int, directory: int) -> bytes:
+        """Reads the local header of an entry, of at least `least_bytes`, with what lies behind it."""
+        if entry.header + least_bytes > directory:
             raise self._size_error(
-                entry.name, "a header before the directory", f"one of {nbytes} bytes at byte {entry.header}"
+                entry.name, "a header before the directory", f"one of {least_bytes} bytes at byte {entry.header}"
             )
-        return self.file.read(entry.header, min(max(ahead_bytes, nbytes), directory - entry.header), "a header")
+        return self.file.read(entry.header, min(nbytes, directory - entry.header), "a header")
 
 
 def _start_before(entry: Record, begin: int) -> int | None:

@@ -24,6 +24,7 @@ from modelstate.errors import (
     SourceAccessError,
     SourceNotFoundError,
     SourceTypeError,
+    TruncatedFileError,
     UnknownFormatError,
 )
 from modelstate.process import cached_attribute, leaving, parallel_for
@@ -96,7 +97,8 @@ class RemoteFile:
         self._lock, self._address_lock = threading.Lock(), threading.Lock()
         self._pinned = version
         if version is None:
-            self._open()
+            buffer = memoryview(bytearray(_FIRST_BYTES))
+            self._blocks.append((0, bytes(buffer[: self.read_into([buffer], 0)])))
 
     @property
     def version(self) -> Version:
@@ -108,15 +110,6 @@ class RemoteFile:
     def location(self) -> Location:
         """The place of the object."""
         return locate(self.path)
-
-    def _open(self) -> None:
-        """Reads the beginning, and the version."""
-        buffer = memoryview(bytearray(_FIRST_BYTES))
-        try:
-            count = self.read_into([buffer], 0)
-        except _EmptyError:
-            count = 0
-        self._blocks = [(0, bytes(buffer[:count]))]
 
     def read(self, start: int, nbytes: int) -> bytes:
         """Reads a part of the headers, with what is needed next: the beginning and the end are read at once.
@@ -300,9 +293,12 @@ class RemoteFile:
 
     def _error(self, failure: Failure, offset: int) -> Exception:
         if self._pinned is None and failure.cause is Cause.NO_SUCH_RANGE:
-            if self._is_empty():
-                return _EmptyError()
-            failure = Failure(Cause.NO_RANGES, failure.found, DOWNLOAD)
+            return TruncatedFileError(
+                "the file is empty",
+                where=self.path,
+                found="0 bytes",
+                remedy="its writer was stopped: take an older one, or copy it again",
+            )
         is_open = self._pinned is not None
         where = f"{self.path}, byte {offset}" if is_open else self.path
         if is_open:
@@ -317,18 +313,6 @@ class RemoteFile:
         if failure.cause is Cause.NO_RANGES and (page := self._page()):
             return page
         return _open_error(failure, self.path)
-
-    def _is_empty(self) -> bool:
-        import obstore
-
-        try:
-            meta = call(obstore.head_async, self._store, self._key)
-        except Exception as error:  # such as the refusal of a HEAD by an address that is signed for GET
-            raise _open_error(failure_of(error, self.location), self.path) from without_secrets(error)
-        if meta["size"]:
-            return False
-        self._pinned = Version(0, int(meta["last_modified"].timestamp()) * 1_000_000_000, meta["e_tag"] or "")
-        return True
 
     def _page(self) -> OpenError | None:
         """The error for a web page or for a compressed file in place of a file; None for something else."""
@@ -357,10 +341,6 @@ class RemoteFile:
 
     def close(self) -> None:
         """Does nothing: the client keeps the connections."""
-
-
-class _EmptyError(Exception):
-    """The object has no bytes."""
 
 
 _ERRORS: dict[Cause, type[OpenError]] = {
