@@ -837,7 +837,7 @@ NOT_FOLLOWED = {
     "merge/lora.py::LoRA.merge": "tests/merge/test_lora.py and test_experts.py follow them",
     "merge/lora.py::_check_adapter": "tests/merge/test_lora.py follows it",
     "merge/adapter_config.py::_decoded": "tests/merge/test_lora.py follows it",
-    "objects/attributes.py::check": "changes a class",
+    "objects/extra_state.py::_check_attribute": "changes a class",
     "objects/extra_state.py::Layer._values": "changes a class",
     "objects/objects.py::_walk": _PLACEHOLDERS,
     "objects/optimizer_state.py::OtherClass.remedy": _ELSEWHERE,

@@ -1,9 +1,7 @@
 """A transformers Trainer saves to a store, ends in time, and goes on as if nothing had been."""
 
 import os
-import shutil
 import signal
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from modelstate.errors import (
     WriteFailedError,
 )
 from modelstate.io import system
-from modelstate.store.record import ObjectEntry
 from tests.programs import run_program
 
 pytestmark = pytest.mark.slow
@@ -138,22 +135,6 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_been(
     assert_equal(model, uninterrupted)
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == 15
-
-
-def test_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
-    options: Any = {"eval_strategy": "steps", "eval_steps": 3}
-    whole, first, second = Net(), Net(), Net()
-    trainer_of(tmp_path, None, whole, save_strategy="no", **options).train()
-    with ms.Store(tmp_path / "run") as store:
-        saving = StoreCallback(store)
-        with pytest.raises(KeyboardInterrupt):
-            saving.train(trainer_of(tmp_path, saving, first, [StopAt(7)], **options))
-        assert [set(info.metrics) >= {"eval_loss"} for info in store.infos()] == [True, True]
-        saving.train(trainer_of(tmp_path, saving, second, **options))
-        assert store.steps() == (3, 6, 9, 12, 15)
-        assert all("eval_loss" in info.metrics for info in store.infos())
-    assert first.losses[:6] + second.losses == whole.losses
-    assert_equal(second, whole)
 
 
 def test_at_the_ends_of_epochs(tmp_path: Path, uninterrupted: Net) -> None:
@@ -366,28 +347,6 @@ def test_where_the_disk_stays_full_the_last_save_raises(tmp_path: Path, monkeypa
         assert store.latest() == 15
 
 
-class SaveAt(TrainerCallback):  # type: ignore[misc]
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_save = state.global_step == 4
-
-
-def test_what_was_lost_is_saved_when_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing else is."""
-    for end, steps in ((5, (15,)), (99, ())):
-        with ms.Store(tmp_path / f"run{end}") as store:
-            saving = StoreCallback(store, background=True)
-            more = [FullDisk(monkeypatch, 4, end), Waits(store)]
-            trainer = trainer_of(tmp_path, saving, None, more, save_strategy="no")
-            trainer.callback_handler.callbacks.insert(0, SaveAt())
-            with (
-                pytest.warns(SaveFailedWarning, match="step 4"),
-                pytest.raises(WriteFailedError) if end == 99 else nullcontext(),
-            ):
-                saving.train(trainer)
-            monkeypatch.undo()
-            assert store.steps() == steps
-
-
 def test_a_save_that_it_waits_for_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ms.Store(tmp_path / "run") as store:
         saving = StoreCallback(store)
@@ -395,28 +354,6 @@ def test_a_save_that_it_waits_for_raises(tmp_path: Path, monkeypatch: pytest.Mon
             saving.train(trainer_of(tmp_path, saving, None, [FullDisk(monkeypatch, 5, 99)]))
         monkeypatch.undo()
         assert store.steps() == (3,)
-
-
-def test_a_step_that_is_taken_away_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ms.Store(tmp_path / "run") as store:
-        saving = StoreCallback(store)
-        saving.train(trainer_of(tmp_path, saving))
-    real = ObjectEntry.verify
-
-    def verify(entry: ObjectEntry, directory: str, *more: Any, **options: Any) -> None:
-        """Removes the step when its reading begins."""
-        monkeypatch.setattr(ObjectEntry, "verify", real)
-        shutil.rmtree(directory)
-        real(entry, directory, *more, **options)
-
-    with ms.Store(tmp_path / "run") as store:
-        saving, model = StoreCallback(store), Net()
-        monkeypatch.setattr(ObjectEntry, "verify", verify)
-        assert saving.train(trainer_of(tmp_path, saving, model)).global_step == 15
-        assert len(model.losses) == 3
-        monkeypatch.setattr(ObjectEntry, "verify", verify)
-        with pytest.raises(StepNotFoundError):
-            saving.train(trainer_of(tmp_path, saving), step=9)
 
 
 def test_other_callbacks_and_objects_of_ones_own(tmp_path: Path) -> None:

@@ -149,23 +149,6 @@ def test_where_the_module_is_going_to_be() -> None:
     assert [device.type for device in seen] == ["cpu", "cpu", "cpu"]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_tensors_go_to_the_device_that_is_there(load: Load) -> None:
-    state = with_values(Net(), p=[torch.ones(2)]).state_dict()
-    made = Net().cuda()
-    load(made, state)
-    assert made.p[0].device.type == "cuda"
-    with ms.skeleton():
-        skeleton = Net()
-    for model in (Net(), skeleton):
-        ms.load(model, state, device="cuda")  # the parameters are not there yet when the extra state is set
-        assert model.p[0].device.type == "cuda"
-    made = with_values(Net().cuda(), p=[torch.ones(1)])
-    load(made, state)
-    assert made.p[0].device.type == "cpu"
-
-
 def test_a_load_that_fails_later_leaves_every_extra_state_alone() -> None:
     model = nn.ModuleDict({"a": with_values(Net(3), p=[1]), "b": Lenient(), "c": nn.Linear(2, 2)})
     state = model.state_dict()

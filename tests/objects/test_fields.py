@@ -1,7 +1,5 @@
 """`extra_state` and `declare_extra_state`: attributes in state dicts, through torch's tools and ours."""
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +10,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.problems import Problem, ProblemKind
-from tests.objects.nets import Lenient, Load, Net, Plain, deep, saved_as, with_values
+from tests.objects.nets import Lenient, Load, Net, Plain, deep, saved_as
 
 # What is saved is what is loaded.
 
@@ -50,33 +48,6 @@ def test_what_is_saved_is_plain_and_a_snapshot() -> None:
     assert made.p[1] == {"a": 1}
 
 
-def test_two_models_do_not_share_what_they_loaded(load: Load) -> None:
-    net = Net()
-    net.p = torch.zeros(2)
-    state, a, b = net.state_dict(), Net(), Net()
-    load(a, state)
-    load(b, state)
-    a.p.add_(1)
-    assert torch.equal(b.p, torch.zeros(2))
-    assert torch.equal(net.p, torch.zeros(2))
-
-
-def test_instances_are_copied_and_pickled_as_ever() -> None:
-    net = Net(7)
-    for made in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        assert type(made) is Net
-        assert made.epoch == 7
-        made.load_state_dict(net.state_dict())
-
-
-def test_a_class_stays_the_object_that_it_is() -> None:
-    class Mine(nn.Module):
-        pass
-
-    assert ms.extra_state("p")(Mine) is Mine
-    assert Net.get_extra_state.__qualname__ == "Net.get_extra_state"
-
-
 def test_the_compiled_and_the_wrapped(load: Load) -> None:
     net = Net(5)
     compiled = torch.compile(Net(), backend="eager")
@@ -88,24 +59,6 @@ def test_the_compiled_and_the_wrapped(load: Load) -> None:
     made = Net()
     ms.load(made, compiled.state_dict(), rules=[ms.rules.Prefix(strip="_orig_mod.")])
     assert made.epoch == 5
-
-
-def test_a_module_that_is_reached_twice(load: Load) -> None:
-    net = Net(5)
-    model, made = nn.ModuleDict({"a": net, "b": net}), nn.ModuleDict({"a": (new := Net()), "b": new})
-    load(made, model.state_dict())
-    assert new.epoch == 5
-
-
-def test_an_exported_program_is_as_without() -> None:
-    class WithInput(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.linear(x)
-            return result
-
-    model, x = WithInput(), torch.ones(1, 2)
-    program = torch.export.export(model, (x,))
-    assert torch.equal(program.module()(x), model(x))
 
 
 # Checkpoints from before.
@@ -186,16 +139,6 @@ def test_defaults_for_all_names_allow_all_to_be_missing(load: Load) -> None:
     assert model.epoch == 0
 
 
-def test_an_optional_one_with_a_default(load: Load) -> None:
-    @ms.extra_state("p", "epoch", optional=True, defaults={"epoch": 0})
-    class Both(Plain):
-        p, epoch = "as built", 5
-
-    model = Both()
-    load(model, Plain().state_dict())
-    assert (model.p, model.epoch) == ("as built", 0)
-
-
 def test_a_plan_sets_nothing(later: type[nn.Module]) -> None:
     @ms.extra_state("epoch", defaults={"epoch": 0})
     class Counted(Plain):
@@ -230,15 +173,3 @@ def test_a_class_that_cannot_be_edited(load: Load) -> None:
             ms.declare_extra_state(Foreign, "epoch", **{"optional": True, **other})
     with pytest.raises(errors.OptionError, match="'epoch'"):
         ms.extra_state("more")(Foreign)
-
-
-def test_a_class_of_torch(load: Load) -> None:
-    class Norm(nn.BatchNorm1d):
-        pass
-
-    state = Norm(2).state_dict()
-    ms.declare_extra_state(Norm, "training_steps", optional=True)
-    made = with_values(Norm(2), training_steps=1)
-    load(made, state)
-    load(made, with_values(Norm(2), training_steps=5).state_dict())
-    assert made.training_steps == 5

@@ -8,9 +8,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from tests.loading.fingerprint import whole
 from tests.objects.nets import (
-    Lenient,
     Load,
     Net,
     Own,
@@ -94,14 +92,6 @@ def test_values_that_are_damaged_or_of_an_unknown_type(tree: Any, kind: type[Exc
 def test_a_value_that_has_no_encoding() -> None:
     with pytest.raises(errors.CodecError, match=r"Net\['p'\]\[1\]"):
         with_values(Net(), p=[1, object()]).state_dict()
-
-
-def test_many_names_are_cut_short() -> None:
-    saved = saved_as("Two", p=1, epoch=2)
-    saved["values"] |= {f"name{index}" * 100: 1 for index in range(1000)}
-    with pytest.raises(errors.ExtraStateError, match="and 992 more") as caught:
-        Two().load_state_dict({"weight": torch.zeros(2), "_extra_state": saved})
-    assert len(str(caught.value)) < 2000
 
 
 def test_what_an_empty_dict_stands_for() -> None:
@@ -210,12 +200,6 @@ def test_an_upgrade_that_returns_other_names() -> None:
     refused(errors.ExtraStateError, model, state_of(2, p=1), "upgrade= makes of version 2", "'epoch'", "'epochs'")
 
 
-@pytest.mark.parametrize("made", [nn.Parameter(torch.ones(1)), nn.Buffer(torch.ones(1)), nn.Linear(1, 1)], ids=type)
-def test_an_upgrade_that_returns_a_part_of_a_module(made: Any) -> None:
-    model = versioned(lambda old, values: {"p": made, "epoch": 1})
-    refused(errors.ExtraStateError, model, state_of(2, p=1), type(made).__name__)
-
-
 # Inheritance, and methods that are there already.
 
 
@@ -293,14 +277,6 @@ def test_a_base_that_was_declared_after_the_subclass(load: Load) -> None:
     assert (made.a, made.b) == (1, 3)
 
 
-def test_a_subclass_of_the_same_name(load: Load) -> None:
-    again = type("Net", (Net,), {"__qualname__": Net.__qualname__, "more": 1})
-    ms.declare_extra_state(again, "more")
-    made = again()
-    load(made, with_values(again(3), more=2).state_dict())
-    assert (made.epoch, made.more) == (3, 2)
-
-
 def test_a_base_is_set_before_its_subclass(load: Load) -> None:
     class Seeing(Net):
         @property
@@ -315,14 +291,6 @@ def test_a_base_is_set_before_its_subclass(load: Load) -> None:
     made = Seeing()
     load(made, Seeing(3).state_dict())
     assert made.seen == (3, 6)
-
-
-def test_a_class_that_was_renamed(load: Load) -> None:
-    state = Net(3).state_dict()
-    state["_extra_state"]["class"] = "OldName"
-    made = Net()
-    load(made, state)
-    assert made.epoch == 3
 
 
 def test_nothing_is_set_where_one_class_of_several_cannot_take_its_part() -> None:
@@ -359,32 +327,6 @@ def test_methods_that_are_there_already(load: Load, as_base: bool) -> None:
         load(before, Plain().state_dict())  # for torch, what the class keeps by itself is missing
 
 
-def test_methods_that_came_after_the_declaration() -> None:
-    cls = own()
-    ms.declare_extra_state(cls, "p")
-    cls.p = 1
-    state = cls().state_dict()
-    del state["_extra_state"]["base"]
-    refused(errors.ExtraStateError, cls(), state, "set_extra_state of Own")
-
-
-def test_a_method_that_is_there_and_raises() -> None:
-    cls = own()
-    ms.declare_extra_state(cls, "p")
-    cls.p = 1
-    state = with_values(cls(), p=2).state_dict()
-    state["_extra_state"]["base"] = {}
-    model = cls()
-    was = whole(model)
-    for one in (ms.load_state_dict, ms.load):
-        with pytest.raises((KeyError, errors.ModelCodeError), match="kept"):
-            one(model, state)
-        assert whole(model) == was
-    with pytest.raises(KeyError, match="kept"):
-        stock(model, state)
-    assert model.p == 1
-
-
 def test_a_subclass_that_wraps(load: Load) -> None:
     class Wrapping(Net):
         mine = 1
@@ -403,23 +345,6 @@ def test_a_subclass_that_wraps(load: Load) -> None:
     model, made = with_values(Wrapping(3), mine=2, third=4), with_values(Wrapping(), third=0)
     load(made, model.state_dict())
     assert (made.mine, made.epoch, made.third) == (2, 3, 4)
-
-
-def test_a_subclass_that_does_it_alone(load: Load) -> None:
-    class Alone(Lenient):
-        mine = 1
-
-        def get_extra_state(self) -> Any:
-            return self.mine
-
-        def set_extra_state(self, state: Any) -> None:
-            self.mine = state
-
-    model, made = with_values(Alone(), mine=2), Alone()
-    load(made, model.state_dict())
-    assert (made.mine, made.p) == (2, "as built")
-    with pytest.raises(RuntimeError, match="_extra_state"):
-        load(Alone(), Plain().state_dict())
 
 
 def test_loading_code_that_is_there_already(load: Load) -> None:

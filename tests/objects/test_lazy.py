@@ -169,18 +169,6 @@ def test_a_value_that_has_got_lost_is_missing_where_that_is_known(load: Load, no
             assert target.p is None
 
 
-def test_missing_may_be_allowed() -> None:
-    state: Any = Lazy(torch.ones(3)).state_dict()
-    del state["p"]
-    for there in (None, torch.zeros(2)):
-        target = Lazy(there)
-        ms.load(target, state, allow_missing=["p"])
-        assert target.p is there
-        found = target.load_state_dict(state, strict=False)
-        assert found.missing_keys == ["p"]
-        assert target.p is there
-
-
 def test_a_part_of_a_model_says_nothing_of_the_rest() -> None:
     model = nn.Sequential(Lazy(torch.ones(3)), Lazy(torch.ones(3)))
     part = dict(nn.Sequential(Lazy()).state_dict())
@@ -195,26 +183,6 @@ def test_a_part_of_a_model_says_nothing_of_the_rest() -> None:
     del model[0].weight
     ms.load(model, part, allow_missing=["1.*"])
     assert (model[0].p, model[1].p) == (None, kept)
-
-
-@pytest.mark.parametrize("note", [3, {"p": 3}, {"q": True}, {"p": None}, []])
-def test_a_note_of_another_kind(note: Any) -> None:
-    state: Any = Lazy(torch.ones(3)).state_dict()
-    state._metadata[""]["modelstate.lazy_buffers"] = note
-    for load in LOADS.values():
-        target = Lazy()
-        load(target, state)
-        assert same(target.p, torch.ones(3))
-
-
-@every_load
-@pytest.mark.parametrize("note", [3, {"p": 0}, {"q": True}, {"p": None}, []])
-def test_a_note_of_another_kind_where_nothing_is(load: Load, note: Any) -> None:
-    state: Any = Lazy().state_dict()
-    state._metadata[""]["modelstate.lazy_buffers"] = note
-    target = Lazy(torch.zeros(2))
-    load(target, state)
-    assert target.p is None
 
 
 @every_load
@@ -263,37 +231,6 @@ def test_layouts_of_their_own(kind: str, there: torch.Tensor | None) -> None:
     assert torch.equal(dense, eye)
 
 
-def test_buffers_that_cannot_be_resized_are_replaced() -> None:
-    with torch.inference_mode():
-        inference = torch.zeros(2)
-    weight = nn.Parameter(torch.ones(2))
-    for there in (inference, weight * 2, torch.arange(6.0)[2:4]):
-        target = Lazy(there)
-        ms.load(target, Lazy(torch.ones(3)).state_dict())
-        assert same(target.p, torch.ones(3))
-        assert target.p.is_leaf
-
-
-@every_load
-def test_a_gradient_of_another_shape_goes(load: Load) -> None:
-    target = Lazy(torch.ones(2, requires_grad=True))
-    target(torch.ones(1, 2)).sum().backward()
-    held = target.p
-    load(target, Lazy(torch.ones(3)).state_dict())
-    assert target.p is held
-    assert held.requires_grad
-    assert held.grad is None
-
-
-def test_loading_within_inference_mode_makes_a_normal_tensor() -> None:
-    target = Lazy()
-    with torch.inference_mode():
-        target.load_state_dict(Lazy(torch.ones(3)).state_dict())
-    assert target.p is not None
-    assert not target.p.is_inference()
-    target.load_state_dict(Lazy(torch.zeros(3)).state_dict())
-
-
 # What modelstate's own loads add.
 
 
@@ -318,19 +255,6 @@ def test_nothing_is_changed_by_a_load_that_fails_later(
         load(target, source)
     assert whole(target) == before
     assert same(target[0].p, there())
-
-
-@pytest.mark.parametrize("there", STATES.values(), ids=STATES)
-@pytest.mark.parametrize("value", STATES.values(), ids=STATES)
-def test_a_transform_that_raises(there: Callable[[], Any], value: Callable[[], Any]) -> None:
-    def fails(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        raise ValueError(name)
-
-    target = Lazy(there())
-    before = whole(target)
-    with pytest.raises(errors.TransformError):
-        ms.load(target, Lazy(value()).state_dict(), transform=fails)
-    assert whole(target) == before
 
 
 @pytest.mark.parametrize("there", STATES.values(), ids=STATES)
@@ -391,32 +315,6 @@ def test_arguments_of_load(tmp_path: Path) -> None:
         with pytest.raises(errors.MemoryBudgetError):
             ms.load(target, tmp_path / "c.pt", key="ema", max_memory_bytes=0)
         assert whole(target) == before
-
-
-def test_the_note_follows_the_rules() -> None:
-    state: Any = nn.Sequential(Lazy(torch.ones(3))).state_dict()
-    renamed = {f"module.{name}": value for name, value in state.items() if name != "0.p"}
-    made = type(state)(renamed)
-    made._metadata = {f"module.{path}" if path else "module": saved for path, saved in state._metadata.items()}
-    plan = ms.plan(nn.Sequential(Lazy()), made, rules=[ms.rules.Prefix(strip="module.")])
-    assert [(problem.kind, problem.name) for problem in plan.problems] == [(ProblemKind.MISSING, "0.p")]
-
-
-def test_a_module_of_nothing_else(tmp_path: Path) -> None:
-    def build(p: torch.Tensor | None = None) -> nn.Module:
-        module = nn.Module()
-        ms.register_lazy_buffer(module, "p")
-        module.p = p
-        return module
-
-    torch.save({"net": build(torch.ones(3)).state_dict(), "other": {"q": torch.ones(2)}}, tmp_path / "c.pt")
-    target = build()
-    ms.load(target, tmp_path / "c.pt")  # the part that is meant is known by the name of the buffer
-    assert same(target.p, torch.ones(3))
-    for load in LOADS.values():
-        target = build(torch.ones(2))
-        load(target, build().state_dict())
-        assert target.p is None
 
 
 def test_conversions() -> None:

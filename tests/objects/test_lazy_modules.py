@@ -1,6 +1,5 @@
 """Lazy modules of torch that have not run yet: saved as what they are, and restored so."""
 
-import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch.nn.parameter import is_lazy
 
 import modelstate as ms
 from modelstate.problems import ProblemKind
-from tests.programs import run_program
 
 
 @pytest.fixture(autouse=True)
@@ -184,34 +182,6 @@ def test_names_that_rules_change(tmp_path: Path) -> None:
     assert lazy_names(model.state_dict()) == LAZY
 
 
-def test_a_state_dict_is_not_shared(tmp_path: Path) -> None:
-    state = partly().state_dict()
-    value = ms.open(state).value()
-    assert lazy_names(value) == LAZY
-    value["0.weight"].materialize((1,))
-    assert lazy_names(state) == LAZY
-
-
-def test_files_are_copied_and_shown(tmp_path: Path) -> None:
-    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
-    ms.save(partly(), one)
-    ms.save(ms.open(one), two)
-    assert list(ms.open(two).extra) == LAZY
-    assert "UninitializedParameter  without a shape yet, float32" in str(ms.inspect(two))
-    assert len(json.loads(ms.inspect(two).to_json())["extra"]) == 6
-
-
-def test_checkpoints_are_combined() -> None:
-    one, other = partly(), partly(1)
-    mean = ms.open([one.state_dict(), other.state_dict()], combine=ms.merge.Average())
-    assert list(mean.extra) == LAZY
-    assert torch.equal(mean.tensor("2.weight"), (one[2].weight + other[2].weight).detach() / 2)  # type: ignore[index]
-    run = partly(2)
-    run(torch.randn(3, 5))
-    with pytest.raises(ms.errors.CombineError):
-        ms.open([one.state_dict(), run.state_dict()], combine=ms.merge.Average())
-
-
 def test_a_loop_that_ends_before_its_first_step(tmp_path: Path) -> None:
     def loop(hours: float, seed: int) -> tuple[ms.store.Resumable, dict[str, Any]]:
         now = objects(partly(seed))
@@ -229,32 +199,3 @@ def test_a_loop_that_ends_before_its_first_step(tmp_path: Path) -> None:
         second["model"](torch.randn(3, 5)).sum().backward()
         second["optimizer"].step()
     assert store.steps() == (0, 2, 4)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_before_its_first_step_goes_on(tmp_path: Path) -> None:
-    """The same losses as without: the batch, and what the lazy module makes of it, come out of the same generator."""
-    script = """
-import os, signal, sys, torch, modelstate as ms
-from torch import nn
-torch.manual_seed(int(sys.argv[3]))
-model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 1))
-optimizer = torch.optim.AdamW(model.parameters())
-objects = {"model": model, "optimizer": optimizer, "rng": ms.RNG()}
-store = ms.Store(sys.argv[1])
-loop = ms.resumable(store, objects, steps=3, save_every=1)
-if sys.argv[2] == "kill":
-    store.save(0, objects)
-    os.kill(os.getpid(), signal.SIGKILL)
-for _ in loop:
-    loss = model(torch.randn(8, 5)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item().hex())
-"""
-    whole = run_program(script, tmp_path / "a", "run", 3)
-    assert run_program(script, tmp_path / "b", "kill", 3).returncode == -9
-    resumed = run_program(script, tmp_path / "b", "run", 4)
-    assert (resumed.returncode, resumed.stderr) == (0, "")
-    assert whole.stdout.split() == resumed.stdout.split() != []

@@ -1,11 +1,7 @@
 """Lazy buffers in trees of modules, in copies and in programs."""
 
-import copy
-import io
-import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import modelstate as ms
-from modelstate import errors
 from modelstate.problems import ProblemKind
-from tests.loading.fingerprint import whole
 from tests.objects.test_lazy import Lazy, Load, every_load, same, saved, stock
 
 # Trees of modules.
@@ -36,21 +30,6 @@ def test_shared_modules(load: Load) -> None:
             load(target, build(value).state_dict())
             assert same(target["a"].p, value)
             assert target["a"] is target["b"][0]
-
-
-@pytest.mark.parametrize("gone", ["a.p", "b.p"])
-@pytest.mark.parametrize("there", [None, torch.zeros(2)], ids=["None", "set"])
-@pytest.mark.parametrize("note", [True, False], ids=["noted", "not noted"])
-def test_one_name_of_a_shared_module_is_enough(gone: str, there: torch.Tensor | None, note: bool) -> None:
-    def build(p: torch.Tensor | None) -> nn.ModuleDict:
-        shared = Lazy(p)
-        return nn.ModuleDict({"a": shared, "b": shared})
-
-    state: Any = build(torch.ones(3)).state_dict()
-    del state[gone]
-    target: Any = build(there)
-    ms.load(target, state if note else dict(state))
-    assert same(target["a"].p, torch.ones(3))
 
 
 @every_load
@@ -152,26 +131,6 @@ def test_after_a_load_the_target_is_what_the_source_was(
 # Copies, and programs.
 
 
-@every_load
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_load_for_themselves(load: Load, way: Callable[[nn.Module], Any]) -> None:
-    for there in (None, torch.zeros(2)):
-        original = nn.Sequential(Lazy(there))
-        made = way(original)
-        before = whole(original)
-        load(made, nn.Sequential(Lazy(torch.ones(3))).state_dict())
-        assert same(made[0].p, torch.ones(3))
-        assert whole(original) == before
-        load(made, nn.Sequential(Lazy()).state_dict())
-        assert made[0].p is None
-        with pytest.raises(errors.BufferNameError):
-            ms.register_lazy_buffer(made[0], "p")
-        ms.register_lazy_buffer(made[0], "q")
-        made[0].q = torch.ones(1)
-        assert made.state_dict()._metadata["0"]["modelstate.lazy_buffers"] == {"p": False, "q": True}
-        assert not hasattr(original[0], "q")
-
-
 @pytest.mark.slow
 def test_a_whole_module_in_a_file_of_another_process(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
@@ -186,34 +145,3 @@ def test_a_whole_module_in_a_file_of_another_process(tmp_path: Path) -> None:
         "assert module.p.tolist() == [1, 1, 1]\n"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "module.pt"], check=True)
-
-
-def test_the_note_is_in_torchs_files() -> None:
-    file = io.BytesIO()
-    torch.save(Lazy(torch.ones(3)).state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    assert state._metadata[""]["modelstate.lazy_buffers"] == {"p": True}
-
-
-@pytest.mark.slow
-def test_compiled() -> None:
-    torch._dynamo.reset()
-    module, x = Lazy(), torch.ones(1, 2)
-    compiled = torch.compile(module, backend="eager")
-    for value in (None, torch.ones(3), torch.ones(2, 2), None):
-        ms.load(module, Lazy(value).state_dict())
-        assert torch.equal(compiled(x), module(x))
-        assert torch.equal(compiled(x), module.linear(x) + (0 if value is None else value.sum()))
-    ms.load(compiled, Lazy(torch.ones(4)).state_dict(), rules=[ms.rules.Prefix(add="_orig_mod.")])
-    assert same(module.p, torch.ones(4))
-
-
-@pytest.mark.parametrize("value", [None, torch.arange(3.0)], ids=["None", "set"])
-def test_exported_as_what_it_is_at_that_time(value: torch.Tensor | None) -> None:
-    module, x = Lazy(value), torch.ones(1, 2)
-    program = torch.export.export(module, (x,))
-    assert ("p" in program.state_dict) == (value is not None)
-    assert torch.equal(program.module()(x), module(x))
-    ms.load(module, Lazy(torch.ones(5)).state_dict())
-    assert same(module.p, torch.ones(5))

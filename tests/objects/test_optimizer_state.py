@@ -88,15 +88,6 @@ def test_training_goes_on_in_a_model_with_other_pieces(kind: str) -> None:
     assert ms.optimizer_state(again, back)["state"].keys() == ms.optimizer_state(separate, first)["state"].keys()
 
 
-def test_a_file_in_between(tmp_path: Any) -> None:
-    model = Separate()
-    optimizer = trained(model, lr=0.25)
-    torch.save(ms.optimizer_state(model, optimizer), tmp_path / "state.pt")
-    fresh = torch.optim.AdamW(model.parameters())
-    ms.load_optimizer_state(model, fresh, torch.load(tmp_path / "state.pt"))
-    assert described(fresh.state_dict()) == described(optimizer.state_dict())
-
-
 def test_torchs_own_state_with_names() -> None:
     model = Separate()
     optimizer = torch.optim.AdamW(model.named_parameters())
@@ -672,28 +663,6 @@ def test_a_round_trip_with_every_optimizer(name: str) -> None:
     step(model, first)
     step(twin, second)
     assert all(torch.equal(twin.state_dict()[key], value) for key, value in model.state_dict().items())
-
-
-def test_very_many_parameters() -> None:
-    """What is kept for a parameter is found out once for all that are alike."""
-    steps = 0
-
-    class Counted(torch.optim.Adam):
-        def step(self, closure: Any = None) -> Any:
-            nonlocal steps
-            steps += 1
-            return super().step(closure)
-
-    Counted.__module__ = "torch.optim.adam"
-    model = nn.ParameterList([nn.Parameter(torch.zeros(1 + index % 2)) for index in range(300)])
-    first = torch.optim.Adam(model.parameters())
-    for param in model:
-        param.grad = torch.ones_like(param)
-    first.step()
-    fresh = Counted(model.parameters())
-    ms.load_optimizer_state(model, fresh, ms.optimizer_state(model, first))
-    assert steps == 1
-    assert described(fresh.state_dict()["state"]) == described(first.state_dict()["state"])
 
 
 @pytest.mark.parametrize(("saved", "live"), [(None, True), (True, None), (False, True), (True, False)])

@@ -3,7 +3,7 @@
 from collections import OrderedDict, deque
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +13,6 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import ModelStateError, OptimizerStateError, PlacementError, RuleError
 from tests.loading.fingerprint import described
-
-
-class Factors(NamedTuple):
-    left: torch.Tensor
-    right: torch.Tensor
 
 
 class Nesting(torch.optim.Optimizer):

@@ -13,7 +13,6 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.objects.objects import capture, targets_of
-from modelstate.objects.parts import Part
 from modelstate.objects.restore import restore_objects
 from tests.io.test_lease import can_lease
 from tests.store.training import OPTIMIZERS, SCHEDULERS, Model, Run, kept, state_of
@@ -127,46 +126,6 @@ def test_a_loader_of_torchdata_goes_on_where_it_was() -> None:
     fresh = loading.StatefulDataLoader(range(20), batch_size=3, shuffle=True, generator=torch.Generator())
     restore_objects({"loader": fresh}, saved)
     assert [batch.tolist() for batch in fresh] == rest
-
-
-def test_keys_that_are_names_of_methods() -> None:
-    objects = {"train": nn.Linear(2, 2), "state_dict": nn.Linear(2, 2), "forward": {"weight": nn.BatchNorm1d(2)}}
-    saved, was = kept(objects), state_of(objects)
-    for part in (objects["train"], objects["state_dict"], objects["forward"]["weight"]):
-        nn.init.zeros_(part.weight)  # type: ignore[index,arg-type,union-attr]
-    restore_objects(objects, saved)
-    assert state_of(objects) == was
-
-
-def test_values_that_a_module_under_such_a_key_makes_itself() -> None:
-    saved = {"train": Part("module", {"weight": torch.ones(2, 2)}), "ema": Part("module", {"weight": torch.ones(2)})}
-    objects = {"train": nn.Linear(2, 2), "ema": nn.LayerNorm(2)}
-    nn.init.constant_(objects["ema"].bias, 3)  # type: ignore[arg-type]
-    restore_objects(objects, saved, rules={"train": [ms.rules.Fill("bias")], "ema": [ms.rules.Fill("bias")]})
-    assert not objects["ema"].bias.any()  # type: ignore[union-attr]
-
-
-def test_hooks_see_their_own_names_behind_their_prefix() -> None:
-    class Renamed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.new = nn.Linear(2, 2)
-            self._register_load_state_dict_pre_hook(self.rename)
-
-        @staticmethod
-        def rename(state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-            assert metadata == {"version": 1}
-            for name in ("weight", "bias"):
-                if f"{prefix}old.{name}" in state:
-                    state[f"{prefix}new.{name}"] = state.pop(f"{prefix}old.{name}")
-
-    source, target = Renamed(), Renamed()
-    state = source.state_dict()
-    versions = state._metadata  # type: ignore[attr-defined]
-    state = OrderedDict((name.replace("new", "old"), value) for name, value in state.items())
-    state._metadata = versions  # type: ignore[attr-defined]
-    restore_objects({"x": target}, {"x": Part("module", state)})
-    assert torch.equal(source.new.weight, target.new.weight)
 
 
 class Whole(nn.Module):

@@ -1,9 +1,7 @@
 """What is saved comes back, and other tools read it."""
 
 import json
-import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import MemoryBudgetError, ModelStateError, PlanError, UnknownClassError, UnsavableError
+from modelstate.errors import MemoryBudgetError, PlanError, UnknownClassError, UnsavableError
 from modelstate.formats import block_writer
 from modelstate.formats.safetensors import DTYPES
 from modelstate.spec import StoredTensor
-from modelstate.torch_compat.plain import in_a_row
 from tests.codec.values import ANY_VALUE, EXAMPLES, same
 from tests.formats.files import same as same_tensor
 from tests.formats.torch_files import is_copied
@@ -121,9 +118,6 @@ def test_extra_state_of_every_kind(tmp_path: Path, name: str) -> None:
     assert same(other.state, EXAMPLES[name])
 
 
-_NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
-
-
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
@@ -152,15 +146,6 @@ def test_extra_state_is_fresh_at_every_access(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.extra["_extra_state"]["again"][0], torch.ones(3))
         assert checkpoint.extra["_extra_state.items"] == [1]
         assert checkpoint.extra["_extra_state.items.0"] == 1
-
-
-def test_tensors_of_extra_state_take_no_name_of_the_model(tmp_path: Path) -> None:
-    state = {"_modelstate_extra.0": torch.ones(1), "x._extra_state": [torch.zeros(2)], "y._extra_state": torch.ones(3)}
-    ms.save(state, tmp_path / "state.safetensors")
-    checkpoint = ms.open(tmp_path / "state.safetensors")
-    assert set(checkpoint) == {"_modelstate_extra.0", "y._extra_state"}
-    assert torch.equal(checkpoint.extra["x._extra_state"][0], torch.zeros(2))
-    assert torch.equal(load_file(tmp_path / "state.safetensors")["__modelstate_extra.0"], torch.zeros(2))
 
 
 def test_extra_state_that_cannot_be_decoded_says_where_it_is(tmp_path: Path) -> None:
@@ -261,14 +246,6 @@ def test_the_remedy_for_what_only_torch_files_hold(tmp_path: Path, name: str, te
     assert torch.equal(ms.open(tmp_path / "x.pt").tensor(name).to_dense(), tensor.to_dense())
 
 
-def test_no_remedy_for_what_torch_files_do_not_hold_either(tmp_path: Path) -> None:
-    tensor = torch.empty(2, dtype=torch.uint4)
-    for suffix in ("safetensors", "pt"):
-        with pytest.raises(UnsavableError) as raised:
-            ms.save({"packed": tensor}, tmp_path / f"x.{suffix}")
-        assert ".pt keeps" not in str(raised.value)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "build",
@@ -340,48 +317,6 @@ def test_a_live_model_that_shows_the_old_file_is_saved_over_it(tmp_path: Path) -
     assert torch.equal(load_file(path)["weight"], before)
 
 
-def test_tensors_are_written_from_their_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {f"w{index}": torch.ones(1 << 20) for index in range(8)}
-    columns = {f"c{index}": torch.arange(1 << 14).view(128, 128).t() for index in range(3)}
-    copied: list[torch.Size] = []
-    monkeypatch.setattr(block_writer, "in_a_row", lambda *of: copied.append(of[0].shape) or in_a_row(*of))
-    ms.save(rows | columns, tmp_path / "x.safetensors")
-    assert copied == [(128, 128)] * 3
-    assert torch.equal(load_file(tmp_path / "x.safetensors")["c0"], columns["c0"])
-
-
-def test_links_are_replaced_and_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "blob").write_bytes(b"kept")
-    (tmp_path / "model.safetensors").symlink_to("blob")
-    ms.save({"a": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert (tmp_path / "blob").read_bytes() == b"kept"
-    assert list(ms.open(tmp_path / "model.safetensors")) == ["a"]
-
-
-def test_paths_as_text_and_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert ms.save({"a": torch.ones(1)}, "x.safetensors").path == str(tmp_path / "x.safetensors")
-    assert list(ms.open("x.safetensors")) == ["a"]
-
-
-def test_a_working_directory_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ms.save({"a": torch.ones(1)}, tmp_path / "x.safetensors")
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    relative: list[Callable[[], object]] = [
-        lambda: ms.open("x.safetensors"),
-        lambda: ms.open("../x.safetensors"),
-        lambda: ms.load(nn.Linear(1, 1), "x.safetensors"),
-        lambda: ms.save({"a": torch.ones(1)}, "y.safetensors"),
-        lambda: ms.Store("store"),
-    ]
-    for use in relative:
-        with pytest.raises(ModelStateError, match="the working directory has been removed"):
-            use()
-    ms.save(ms.open(tmp_path / "x.safetensors"), tmp_path / "y.safetensors")
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_tensors_of_a_device(tmp_path: Path) -> None:
@@ -390,28 +325,6 @@ def test_tensors_of_a_device(tmp_path: Path) -> None:
     checkpoint = ms.open(tmp_path / "net.safetensors")
     assert torch.equal(checkpoint.tensor("head.weight"), model.head.weight.cpu())
     assert checkpoint.aliases == (("embed.weight", "head.weight"),)
-
-
-@pytest.mark.slow
-def test_what_changes_while_it_is_written_is_torn_at_worst(tmp_path: Path) -> None:
-    """Its digests are those of what is in the file."""
-    model, over = nn.Linear(3000, 3000), threading.Event()
-
-    def change() -> None:
-        with torch.no_grad():
-            while not over.is_set():
-                model.weight.add_(1.0)
-
-    changing = threading.Thread(target=change)
-    changing.start()
-    try:
-        for _ in range(3):
-            ms.save(model, tmp_path / "x.safetensors")
-            checkpoint = ms.open(tmp_path / "x.safetensors")
-            assert checkpoint.verify() == checkpoint.nbytes == 4 * 3001 * 3000
-    finally:
-        over.set()
-        changing.join()
 
 
 @pytest.mark.parametrize("before", [None, 8])

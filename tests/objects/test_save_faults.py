@@ -4,7 +4,6 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import modelstate as ms
 from modelstate.errors import WriteFailedError
 from tests.faults import Request, faulty_writes
 from tests.objects.saves import KINDS, NAME, PAIRS, contents, save, version_at
-from tests.sweeps import EXHAUSTIVE, at_instruction, interrupt, sample
+from tests.sweeps import EXHAUSTIVE, sample
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES)
 
@@ -96,23 +95,6 @@ def test_an_interrupt_at_every_call(tmp_path: Path, old: str, new: str) -> None:
     assert all(isinstance(raised, KeyboardInterrupt) for _, raised in found)
 
 
-@pytest.mark.slow
-def test_an_interrupt_while_a_save_ends_its_blocks(tmp_path: Path) -> None:
-    """Where it comes in `ExitStack.__exit__`, the blocks are left when the stack is freed, in the wrong order."""
-
-    def version_after(at: int) -> tuple[int, int]:
-        save(tmp_path, 1, "more")
-        is_counted = at_instruction(at, lambda code: code is ExitStack.__exit__.__code__, interrupt, as_signal=True)
-        with is_counted as found, suppress(KeyboardInterrupt):
-            save(tmp_path, 2, "more")
-        return version_at(tmp_path / NAME), found.count
-
-    version, places = version_after(0)
-    assert version == 2
-    assert places > 5
-    assert {version_after(at)[0] for at in range(1, places + 1)} <= {1, 2}
-
-
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=["full", "interrupt"])
 def test_the_torch_format(tmp_path: Path, error: BaseException) -> None:
     path = tmp_path / "x.pt"
@@ -169,21 +151,3 @@ def test_a_file_system_without_preallocation_links_and_syncs_of_directories(tmp_
             save(tmp_path, version, kind)
         assert version_at(tmp_path / NAME) == version
         assert not [name for name in contents(tmp_path) if name.startswith(".")]
-
-
-@pytest.mark.slow
-def test_a_directory_that_is_removed(tmp_path: Path) -> None:
-    with faulty_writes() as clean:
-        save(tmp_path, 1, "shards")
-    for number in range(1, len(clean.requests) + 1):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-
-        def remove(request: Request, directory: Path = directory) -> None:
-            for path in directory.iterdir():
-                path.unlink()
-            directory.rmdir()
-
-        with faulty_writes(at=number, before=remove), suppress(WriteFailedError):
-            save(directory, 1, "shards")
-        assert not directory.exists()

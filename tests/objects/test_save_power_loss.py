@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from modelstate.io import system
 from tests.lossy_disk import LossyDisk, lossy_disk
 from tests.objects.saves import KINDS, NAME, PAIRS, save, version_at
 from tests.sweeps import EXHAUSTIVE
@@ -47,33 +46,3 @@ def test_the_next_save_goes_on_from_any_of_them(tmp_path: Path, new: str) -> Non
         save(into, 3, "shards")
         assert version_at(into / NAME) == 3
         assert len(list(into.iterdir())) == 3
-
-
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_the_law_can_fail(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without syncs, or with the new file written over the old one, something is lost."""
-    if call == "fsync":
-        monkeypatch.setattr(system, "fsync", lambda descriptor: None)
-        (tmp_path / "disk").mkdir()
-        save(tmp_path / "disk", 1, "file")
-        disk = LossyDisk(str(tmp_path / "disk"))
-        calls = {
-            name: getattr(system, name)
-            for name in ("open_to_write", "fallocate", "pwritev", "replace", "link", "unlink")
-        }
-        for name, real in calls.items():
-            monkeypatch.setattr(system, name, disk._recorded(name, real))
-        save(tmp_path / "disk", 2, "file")
-        disk.write(tmp_path / "cut", len(disk.calls), "synced")
-        assert version_at(tmp_path / "cut" / NAME) == 1
-        return
-    disk = recorded(tmp_path / "disk", "file", "shards")
-    disk._done = [one for one in disk._done if one[0] != "fsync"]
-    lost = 0
-    for seed in range(20):
-        disk.write(tmp_path / str(seed), len(disk._done), seed)
-        try:
-            version_at(tmp_path / str(seed) / NAME)
-        except Exception:
-            lost += 1
-    assert lost

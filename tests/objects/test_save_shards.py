@@ -67,13 +67,6 @@ def test_more_than_a_header_or_an_index_holds(tmp_path: Path, monkeypatch: pytes
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("sizes", [(30, 100, None, 70, 30)])
-def test_another_number_of_shards_takes_the_old_ones_away(tmp_path: Path, sizes: tuple[int | None, ...]) -> None:
-    for size in sizes:
-        report = ms.save({f"w{n}": torch.ones(5) for n in range(9)}, tmp_path / NAME, shard_size_bytes=size)
-        assert set(contents(tmp_path)) == {Path(path).name for path in report.files}
-
-
 OTHERS: dict[str, tuple[Any, Any]] = {
     "shapes": ({"a": torch.zeros(2, 3), "b": torch.ones(6)}, {"a": torch.zeros(3, 2), "b": torch.ones(6)}),
     "dtypes": ({"a": torch.zeros(4), "b": torch.ones(6)}, {"a": torch.zeros(4, dtype=torch.int32), "b": torch.ones(6)}),
@@ -122,13 +115,6 @@ def test_files_that_are_no_shards_or_another_index_has_stay(tmp_path: Path) -> N
     assert set(contents(tmp_path)) == {NAME, "y.index.json", shared, other}
 
 
-def test_two_checkpoints_whose_names_differ_by_the_suffix(tmp_path: Path) -> None:
-    for path in (tmp_path / "x", tmp_path / NAME, tmp_path / "x"):
-        ms.save({"a": torch.ones(3), "b": torch.ones(path.name.count("s") + 1)}, path, shard_size_bytes=4)
-    assert ms.open(tmp_path / NAME)["b"].shape == (4,)
-    assert ms.open(tmp_path / "x")["b"].shape == (1,)
-
-
 def test_an_index_in_the_way(tmp_path: Path) -> None:
     save(tmp_path, 1, "shards")
     for options in ({}, {"shard_size_bytes": 1}):
@@ -139,15 +125,6 @@ def test_an_index_in_the_way(tmp_path: Path) -> None:
     save(tmp_path, 2, "shards")
     assert version_at(tmp_path / NAME) == 2
     assert len(contents(tmp_path)) == 3
-
-
-def test_a_torch_file_over_shards(tmp_path: Path) -> None:
-    ms.save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "x", shard_size_bytes=4)
-    with pytest.raises(TargetExistsError):
-        ms.save({"a": torch.ones(1)}, tmp_path / "x", format="torch", overwrite=False)
-    ms.save({"a": torch.ones(1)}, tmp_path / "x", format="torch")
-    assert set(contents(tmp_path)) == {"x"}
-    assert list(ms.open(tmp_path / "x")) == ["a"]
 
 
 @pytest.mark.slow

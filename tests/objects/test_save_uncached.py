@@ -91,15 +91,6 @@ def test_the_same_bytes(start: int, sizes: list[int], tmp_path_factory: pytest.T
 
 
 @pytest.mark.slow
-def test_other_threads_and_tensors_that_are_made(tmp_path: Path) -> None:
-    state = {f"w{n}": torch.randn(300 + n, 5001) for n in range(12)} | {"t": torch.randn(2000, 1500).t()}
-    ms.save(state, tmp_path / NAME)
-    found = ms.open(tmp_path / NAME)
-    assert found.verify()
-    assert all(torch.equal(found.tensor(name), one) for name, one in state.items())
-
-
-@pytest.mark.slow
 def test_the_page_cache_is_left_alone(tmp_path: Path) -> None:
     """A large save leaves no page of its file in the page cache. This includes pages that it writes only in part.
 
@@ -167,13 +158,6 @@ def test_every_call_may_fail(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "shards"])
-def test_an_interrupt_at_every_call(tmp_path: Path, kind: str) -> None:
-    found = sweep(tmp_path, lambda: save(tmp_path, 1, kind), lambda: save(tmp_path, 2, kind), error=KeyboardInterrupt)
-    assert all(isinstance(raised, KeyboardInterrupt) for _, raised in found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["file", "shards"])
 def test_a_power_cut_at_every_call(tmp_path: Path, kind: str) -> None:
     (tmp_path / "disk").mkdir()
     save(tmp_path / "disk", 1, kind)
@@ -185,18 +169,3 @@ def test_a_power_cut_at_every_call(tmp_path: Path, kind: str) -> None:
             disk.write(into, point, keep)
             assert version_at(into / NAME) in ((2,) if point == len(disk.calls) else (1, 2))
             shutil.rmtree(into)
-
-
-@pytest.mark.parametrize(("least", "is_cached"), [(8 << 20, True), (2 << 20, False)])
-def test_smaller_files_stay_in_the_page_cache(
-    tmp_path: Path, least: int, is_cached: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(block_writer, "LEAST_BYTES", least)
-    if not can_be_past_cache(tmp_path):
-        pytest.skip("the file system has no O_DIRECT")
-    ms.save({"w": torch.randn(1 << 20)}, tmp_path / NAME)
-    with (tmp_path / NAME).open("rb") as file:
-        share = cached_share(file.fileno(), 0, (tmp_path / NAME).stat().st_size)
-    if share is None:
-        pytest.skip("the kernel does not say what is in its page cache")
-    assert (share > 0.9) == is_cached

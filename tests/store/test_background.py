@@ -6,10 +6,8 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -25,7 +23,7 @@ from modelstate.io import system
 from modelstate.process import is_stopped
 from modelstate.store.medium import _NewDirectory
 from modelstate.store.saving import PendingSave, Staging
-from tests.programs import Program, code_of
+from tests.programs import Program
 from tests.store.common import Held, Training, failing_call, litter, program
 
 
@@ -375,39 +373,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "fails", "is_used"),
-    [("fork", True, True), ("fork", True, False), ("fork", False, True), ("spawn", True, False)],
-)
-def test_the_end_of_a_child_says_what_was_not_saved(tmp_path: Path, method: str, fails: bool, is_used: bool) -> None:
-    given = (tmp_path / "store", method, str(fails), str(is_used))
-    if method == "fork":
-        done = program(CHILD, *given)
-    else:
-        script = tmp_path / "script.py"  # the other methods import it
-        script.write_text(CHILD)
-        done = program(code_of([str(script), *map(str, given)]))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("modelstate: step 2 was not saved: ") == fails, done.stderr
-    assert ms.Store(tmp_path / "store").verify() == ({1: ""} if fails else {1: "", 2: ""})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("background", [True, False])
-def test_a_save_at_the_very_end(tmp_path: Path, background: bool) -> None:
-    code = """
-import atexit, sys, torch, modelstate as ms
-store = ms.Store(sys.argv[1])
-state = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(3)}
-store.save(1, {"state": state}, background=True)
-atexit.register(lambda: store.save(2, {"state": state}, background=sys.argv[2] == "True", overwrite=True))
-"""
-    done = program(code, tmp_path, background)
-    assert done.stderr == ""
-    assert ms.Store(tmp_path).verify() == {1: "", 2: ""}
-
-
-@pytest.mark.slow
 def test_ctrl_c_at_the_end_says_what_was_not_saved(tmp_path: Path) -> None:
     code = SLOW.replace("0.05", "5") + "print('ending', flush=True)"
     process = Program(code, tmp_path, "slow", finalizes=True)
@@ -439,56 +404,6 @@ def test_ctrl_c_in_a_save_that_blocks(tmp_path: Path) -> None:
     else:
         pytest.fail("a save makes fewer calls than that")
     assert store.verify() == {1: "", 2: ""}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_ctrl_c_while_the_thread_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """Either it is written, all of it, or nothing is; and the memory that it was copied to is used again."""
-    store, real = ms.Store(tmp_path), threading.Thread.start
-    state = {"w": torch.full((1 << 18,), 1.0)}
-
-    def start(thread: threading.Thread) -> None:
-        if thread.name.startswith("modelstate-save"):
-            if when == "after":
-                real(thread)
-            raise KeyboardInterrupt
-        real(thread)
-
-    for number in range(1, 6):
-        state["w"].fill_(number)
-        monkeypatch.setattr(threading.Thread, "start", start)
-        with pytest.raises(KeyboardInterrupt):
-            store.save(number, {"state": state}, background=True)
-        monkeypatch.setattr(threading.Thread, "start", real)
-        state["w"].fill_(-1.0)
-    store.save(6, {"state": state}, background=True)
-    store.wait()
-    assert store.steps() == ((1, 2, 3, 4, 5, 6) if when == "after" else (6,))
-    assert set(store.verify().values()) == {""}
-    for number in store.steps():
-        kept = ms.open(tmp_path / f"step-{number:09d}" / "state.safetensors").tensor("w")
-        assert kept.unique().tolist() == [number if number < 6 else -1.0]
-
-
-@pytest.mark.slow
-def test_a_program_ends_whose_save_was_interrupted_before_it_began(tmp_path: Path) -> None:
-    code = """
-import sys, threading, torch, modelstate as ms
-store, real = ms.Store(sys.argv[1]), threading.Thread.start
-def start(thread):
-    if thread.name.startswith("modelstate-save"):
-        raise KeyboardInterrupt
-    real(thread)
-threading.Thread.start = start
-try:
-    store.save(1, {"state": {"w": torch.ones(9)}}, background=True)
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-    done = program(code, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
-    assert ms.Store(tmp_path).steps() == ()
 
 
 def test_a_forked_child_has_nothing_to_do_with_it(tmp_path: Path, gate: Gate) -> None:
@@ -536,49 +451,6 @@ def test_a_store_that_is_forgotten_finishes(tmp_path: Path) -> None:
     del pending
     gc.collect()
     ms.Store(tmp_path).save(2, training.objects)  # it has given the lock back
-
-
-@pytest.mark.parametrize("call", ["mkdir", "pwritev"])  # in the thread of the save, and in the threads that it starts
-@pytest.mark.parametrize("raised_by", ["nothing", "wait", "result", "save"])
-def test_a_store_that_is_dropped_after_an_error_unlocks_without_a_collection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, raised_by: str
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, "the disk is gone")
-
-    def use() -> None:
-        store = ms.Store(tmp_path)
-        store.check({})
-        with monkeypatch.context() as patch:
-            patch.setattr(system, call, fail)
-            pending = store.save(1, {"state": torch.ones(1 << 20)}, background=True)
-            assert pending is not None
-            pending.wait()
-        calls = {
-            "nothing": lambda: None,
-            "wait": store.wait,
-            "result": pending.result,
-            "save": partial(store.save, 2, {}),
-        }
-        try:
-            calls[raised_by]()
-        except errors.WriteFailedError as error:
-            lines = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-            causes = [frame.name for frame in traceback.extract_tb(error.__cause__.__traceback__)]
-            assert {"result", "_run", "save", "_write"} <= set(lines)
-            assert causes[-1] == "fail"
-        else:
-            assert raised_by == "nothing"
-
-    gc.disable()
-    try:
-        use()
-        for thread in threading.enumerate():
-            if thread.name == "modelstate-save":
-                thread.join()  # the save has ended, and its thread may not have yet
-        ms.Store(tmp_path).save(3, {"value": 1})
-    finally:
-        gc.enable()
 
 
 def test_a_commit_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

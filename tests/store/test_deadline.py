@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 from hypothesis import given
@@ -19,8 +18,6 @@ from hypothesis import strategies as st
 
 import modelstate as ms
 from modelstate.errors import OptionError
-from modelstate.store import deadline as module
-from tests.programs import run_program
 
 HOUR = 3600.0
 
@@ -154,16 +151,6 @@ def test_the_time_before_the_import_counts() -> None:
     assert 0.3 <= float(done.stdout) <= time.monotonic() - start + 0.02
 
 
-@pytest.mark.parametrize("content", [None, b"", b"7 (a) b) R 1 2", b"7 (a) R " + b"x " * 30])
-def test_a_system_that_does_not_tell_when_the_process_began(
-    content: bytes | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    if content is not None:
-        (tmp_path / "stat").write_bytes(content)
-    monkeypatch.setattr(module, "open", lambda path, mode: (tmp_path / "stat").open(mode), raising=False)
-    assert ms.Deadline(1).remaining_seconds == pytest.approx(HOUR, abs=5)
-
-
 def test_signals_alone(handlers: None) -> None:
     deadline = ms.Deadline(hours=None)
     assert deadline.remaining_seconds == math.inf
@@ -242,15 +229,6 @@ def test_one_within_another(handlers: None, number: int) -> None:
         assert (inner.reached, outer.reached, other.reached) == (True, True, False)
 
 
-def test_a_second_interrupt_interrupts_within_several(handlers: None) -> None:
-    interrupt = [signal.SIGINT]
-    with ms.Deadline(since="now", signals=interrupt), ms.Deadline(since="now", signals=interrupt) as inner:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert inner.reached
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_a_signal_reaches_those_whose_time_had_begun(handlers: None) -> None:
     made = ms.Deadline(since="now")
     with ms.Deadline(since="now", signals=[signal.SIGTERM, signal.SIGINT]):
@@ -300,20 +278,6 @@ def test_another_thread_may_enter_what_is_entered(handlers: None, tmp_path: Path
     assert (loops[0].done, loops[0].stopped) == (4, "SIGTERM was received")
 
 
-def test_a_signal_that_the_system_keeps_for_itself(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = signal.signal
-
-    def refuse(number: int, handler: Any) -> Any:
-        if number == signal.SIGUSR2:
-            raise OSError(22, "Invalid argument")
-        return real(number, handler)
-
-    monkeypatch.setattr(signal, "signal", refuse)
-    deadline = ms.Deadline(signals=(signal.SIGTERM, signal.SIGUSR2))
-    with pytest.raises(OptionError, match="cannot be received"):
-        deadline.__enter__()
-
-
 @pytest.mark.slow
 def test_a_forked_child_can_be_ended(handlers: None) -> None:
     with ms.Deadline(since="now") as deadline:
@@ -349,55 +313,6 @@ def test_a_forked_child_has_the_handler_that_was_there(handlers: None) -> None:
         assert exit_of_a_child_with_a_signal() == 9
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-LEFT = """
-import gc, os, signal, sys, threading
-import modelstate as ms
-
-called = []
-def mine(*_): called.append("mine")
-before = {"default": signal.SIG_DFL, "ignored": signal.SIG_IGN, "mine": mine}[sys.argv[2]]
-signal.signal(signal.SIGUSR1, before)
-
-class Cycle:
-    pass
-
-def leave(deadline):
-    cycle = Cycle()
-    cycle.itself = cycle
-    store = ms.Store(sys.argv[1])
-    cycle.steps = iter(ms.resumable(store, {"a": {"b": 1}}, steps=5, save_every=9, deadline=deadline))
-    next(cycle.steps)
-
-deadline = ms.Deadline(since="now")
-gc.disable()
-leave(deadline)
-thread = threading.Thread(target=gc.collect)
-thread.start()
-thread.join()
-assert signal.getsignal(signal.SIGUSR1) == deadline._receive
-if sys.argv[3] != "left":
-    with deadline if sys.argv[3] == "itself" else ms.Deadline(since="now") as other:
-        assert signal.getsignal(signal.SIGUSR1) == other._receive
-for _ in range(2):
-    os.kill(os.getpid(), signal.SIGUSR1)
-print(called, deadline.reached)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "entered_again"), [("default", "left"), ("ignored", "itself"), ("mine", "another"), ("mine", "left")]
-)
-def test_what_is_left_in_another_thread_takes_no_more_signals(tmp_path: Path, before: str, entered_again: str) -> None:
-    """As where a loop's iterator is collected there."""
-    done = run_program(LEFT, tmp_path, before, entered_again)
-    assert done.stderr == ""
-    if before == "default":
-        assert done.returncode == -signal.SIGUSR1
-    else:
-        assert (done.returncode, done.stdout) == (0, f"{['mine'] * 2 if before == 'mine' else []} False\n")
 
 
 def test_a_forked_child_may_enter_what_its_parent_has(handlers: None) -> None:
@@ -505,9 +420,3 @@ def test_what_is_no_time(seconds: Any) -> None:
         with pytest.raises(OptionError):
             tell(seconds)
     assert deadline.margin_seconds == before
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
-    deadline = ms.Deadline(np.int64(4), np.float32(60), since=np.float64(time.time()))  # type: ignore[arg-type]
-    deadline.saved(np.float32(1))  # type: ignore[arg-type]
-    assert deadline.margin_seconds == 60

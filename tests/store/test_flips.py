@@ -5,14 +5,12 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 import modelstate as ms
 from modelstate import errors
 from modelstate.cli.main import app
 from tests.store.killed import Job
-from tests.store.training import Run, state_of
 
 FLIPS = 60
 
@@ -54,44 +52,6 @@ def test_every_flip_is_found(tmp_path: Path) -> None:
         flipped(path, place, bit)
         found[path] += 1
     assert min(found.values()) > 1
-    assert ms.Store(tmp_path).verify() == {1: ""}
-
-
-@pytest.mark.slow
-def test_every_kind_of_object_is_covered(tmp_path: Path) -> None:
-    run = Run()
-    run.train(2)
-    store = ms.Store(tmp_path)
-    step = Path(store.save(1, run.objects).path)
-    target = Run()
-    was = state_of(target.objects)
-    for path in sorted(step.iterdir()):
-        for place in {0, path.stat().st_size // 2, path.stat().st_size - 1}:
-            flipped(path, place, 3)
-            assert ms.Store(tmp_path).verify()[1], path.name
-            with pytest.raises((errors.StoreError, errors.NewerManifestError)):
-                ms.Store(tmp_path).restore(target.objects, step=1)
-            flipped(path, place, 3)
-    assert state_of(target.objects) == was
-
-
-@pytest.mark.slow
-def test_every_part_of_every_json_file_is_covered(tmp_path: Path) -> None:
-    chance = random.Random(1)
-    with ms.Store(tmp_path) as store:
-        step = Path(store.save(1, {"model": torch.nn.Linear(2, 2), "epoch": 3}, metrics={"loss": 0.5}).path)
-    files = [tmp_path / "store.json", *sorted(step.glob("*.json"))]
-    assert len(files) == 3
-    assert ms.Store(tmp_path).verify() == {1: ""}
-    missed = []
-    for path in files:
-        for place in range(chance.randrange(3), path.stat().st_size, 3):
-            bit = chance.randrange(8)
-            flipped(path, place, bit)
-            if not any(ms.Store(tmp_path).verify().values()):
-                missed.append(f"{path.name}, byte {place}, bit {bit}")
-            flipped(path, place, bit)
-    assert missed == []
     assert ms.Store(tmp_path).verify() == {1: ""}
 
 

@@ -68,15 +68,6 @@ def test_weights_that_turn_out_to_be_steady(tmp_path: Path) -> None:
     assert store.verify() == dict.fromkeys(range(4), "")
 
 
-def test_nothing_changed(tmp_path: Path) -> None:
-    store, model = ms.Store(tmp_path), Adapted()
-    optimizer = torch.optim.SGD(model.parameters())
-    store.save(0, {"model": model, "optimizer": optimizer})
-    saved = store.save(1, {"model": model, "optimizer": optimizer})
-    assert saved.written_bytes < 2_000
-    assert same(store, model, 1, optimizer=True)
-
-
 def test_a_weight_that_is_frozen_no_more(tmp_path: Path) -> None:
     store, model = ms.Store(tmp_path), Adapted()
     store.save(0, {"model": model})

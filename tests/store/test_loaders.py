@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +58,6 @@ def test_the_warning_comes_before_the_first_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_the_warning_proposes_is_no_warning(tmp_path: Path) -> None:
-    assert epochs(tmp_path / "none", DataLoader(DATA, num_workers=1, multiprocessing_context="fork")) == []  # type: ignore[arg-type]
-    loader = persistent(StatefulDataLoader)
-    assert epochs(tmp_path / "saved", loader, {"loader": loader}) == []
-    started = persistent()
-    iter(started)
-    assert epochs(tmp_path / "started", started) == []
-
-
-@pytest.mark.slow
 def test_an_object_that_holds_the_loader_saves_its_state(tmp_path: Path) -> None:
     class Holder:
         def __init__(self) -> None:
@@ -113,22 +103,6 @@ def test_a_loader_that_is_iterated_over_several_steps_is_no_warning(tmp_path: Pa
         steps = ms.resumable(tmp_path / "zip", {"loader": loader}, steps=4, save_every=1)
         for batch, step in zip(loader, steps, strict=False):
             assert batch.tolist() == [2 * step, 2 * step + 1]
-
-
-def test_a_wrapper_that_another_package_adds_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = DataLoader(DATA, batch_size=2)  # type: ignore[arg-type,var-annotated]
-    monkeypatch.setattr(DataLoader, "__iter__", ITERS[0])  # which puts it back at the end
-
-    def wrapped(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda self: make(self)
-
-    for _ in ms.resumable(tmp_path, {"rng": ms.RNG()}, steps=1, save_every=1):
-        DataLoader.__iter__ = other = wrapped(DataLoader.__iter__)  # type: ignore[method-assign,assignment]
-    assert DataLoader.__iter__ is other
-    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [len(list(loader)) for _ in ms.resumable(tmp_path / "again", {"rng": ms.RNG()}, steps=1, save_every=1)] == [
-        4
-    ]
 
 
 def test_a_resumed_run_does_what_the_warning_says(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import modelstate as ms
 from modelstate.io import system
 from tests.lossy_disk import lossy_disk
-from tests.store.common import failing_call, litter
+from tests.store.common import litter
 from tests.store.killed import Job
 from tests.sweeps import spread
 
@@ -57,42 +57,6 @@ def test_at_every_point(tmp_path: Path) -> None:
             store.save(step, Job().objects(step))
             assert store.verify() == {step: ""}
             assert not litter(into)
-
-
-@pytest.mark.parametrize("left_out", ["fsync", "sync_directory"])
-def test_the_law_can_fail(tmp_path: Path, left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where files, or the names in directories, are not synced, something is lost."""
-    (tmp_path / "disk").mkdir()
-    reported: dict[int, tuple[int, str]] = {}
-    if left_out == "fsync":
-        monkeypatch.setattr("modelstate.io.atomic.Output.sync", lambda self: None)
-    else:
-        monkeypatch.setattr("modelstate.store.medium.sync_directory", lambda path: None)
-    with lossy_disk(tmp_path / "disk") as disk:
-        saves(tmp_path / "disk", Job(), reported, disk.calls)
-    disk.write(tmp_path / "cut", len(disk.calls), "synced")
-    with pytest.raises(AssertionError):
-        assert restored(tmp_path / "cut") == reported[len(disk.calls)]
-
-
-class Killed(BaseException):
-    """The end of a process: nothing that it would do afterwards is done."""
-
-
-def test_the_directory_of_a_save_that_was_killed_is_made_durable_by_the_next_one(tmp_path: Path) -> None:
-    """The first save may have been killed when the directory was there, and its name was not on the disk."""
-    for number in range(1, 9):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        with lossy_disk(folder) as disk:
-            store = ms.Store(folder / "runs" / "one")
-            with pytest.raises(Killed), failing_call(number, Killed(), lasting=True) as calls:
-                store.save(1, {"value": 1})
-            store.index.medium.lock.release()
-            with ms.Store(folder / "runs" / "one") as again:
-                again.save(2, {"value": 2})
-        disk.write(tmp_path / f"cut-{number}", len(disk.calls), "synced")
-        assert ms.Store(tmp_path / f"cut-{number}" / "runs" / "one").restore({"value": 0}).step == 2, calls[-1]
 
 
 def test_the_parent_of_the_directory_need_not_be_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,17 +277,6 @@ def test_a_path_is_a_store_of_its_own(tmp_path: Path) -> None:
         ms.resumable(ms.Store(tmp_path), objects(), steps=1, save_every=1, keep=2)
 
 
-def test_what_was_restored_is_true_whatever_was_asked_for(tmp_path: Path) -> None:
-    store, of = ms.Store(tmp_path), objects()
-    first = ms.resumable(store, of, steps=1, save_every=1)
-    assert first.restored is None
-    assert list(first) == [0]
-    assert store.restore(of)
-    assert ms.resumable(store, of, steps=2, save_every=1).restored
-    ms.save(of, tmp_path / "x.safetensors")
-    assert ms.restore(of, tmp_path / "x.safetensors")
-
-
 def test_what_cannot_be_saved_is_found_out_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(CodecError):
         ms.resumable(tmp_path, {**objects(), "held": Held(value=object())}, steps=9, save_every=9)
@@ -384,16 +373,6 @@ def test_a_metric_that_is_not_known_yet_is_given_as_nan(tmp_path: Path) -> None:
         elif number > 2:
             loop.metrics["val_loss"] = 1.0
     assert loop.store.steps() == (3, 6)
-
-
-@pytest.mark.parametrize("name", ["start", "done", "stopped", "restored", "metrics", "store"])
-def test_the_attributes_of_a_loop_are_found_where_one_looks(tmp_path: Path, name: str) -> None:
-    loop = ms.resumable(tmp_path, {"a": Held(b=1)}, steps=6, save_every=1)
-    assert name in dir(loop)
-    assert f"    {name}: " in (ms.store.Resumable.__doc__ or "")
-    assert f"`{name}`" in (ms.resumable.__doc__ or "")
-    page = Path(__file__).parents[2] / "docs" / "training_loops.md"
-    assert f"loop.{name}" in page.read_text()
 
 
 def test_generators_are_set_again_when_the_first_step_is_handed_out(tmp_path: Path) -> None:

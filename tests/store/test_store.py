@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import nn
 
 import modelstate as ms
 from modelstate import errors
@@ -101,15 +99,6 @@ def test_values_with_tensors_and_arrays(tmp_path: Path) -> None:
     assert [one.dtype for one in found["tensors"]] == [one.dtype for one in tensors]
     assert (found["array"] == array).all()
     assert torch.equal(found[5], torch.ones(2, dtype=torch.complex64))
-
-
-@pytest.mark.parametrize("model", [nn.ReLU(), nn.Sequential(), nn.BatchNorm1d(3), nn.Linear(0, 3)], ids=repr)
-def test_modules_of_little(tmp_path: Path, model: nn.Module) -> None:
-    store = ms.Store(tmp_path)
-    store.save(0, {"model": model})
-    store.save(1, {"model": model})
-    store.restore({"model": model})
-    assert store.verify() == {0: "", 1: ""}
 
 
 def test_what_is_there(tmp_path: Path) -> None:
@@ -375,18 +364,6 @@ except ms.errors.UnknownClassError:
 """
     done = program(code, tmp_path)
     assert done.stdout == "{1: ''}\nrefused (1,)\n", done.stderr
-
-
-def test_warnings_say_where(tmp_path: Path) -> None:
-    store, model = ms.Store(tmp_path), torch.nn.Linear(1, 1)
-    for step in (1, 2):
-        store.save(step, {"model": model})
-    flip(tmp_path / "step-000000002" / "checkpoint.json", 60)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        store.restore({"model": model})
-        ms.Store(tmp_path).open("model")
-    assert [Path(one.filename).name for one in caught] == [Path(__file__).name] * 2
 
 
 def test_of_a_step_that_is_a_link_only_the_link_is_pruned(tmp_path: Path) -> None:

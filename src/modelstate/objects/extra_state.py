@@ -22,19 +22,21 @@ import torch
 from torch import nn
 
 from modelstate.codec.codec import decode, encode
-from modelstate.errors import (
-    ExtraStateError,
-    ModelStateError,
-    OptionError,
-    keep_interrupt,
-)
-from modelstate.formats.tree import EXTRA_STATE
-from modelstate.objects import attributes
+from modelstate.errors import ExtraStateError, ModelStateError, OptionError, keep_interrupt
+from modelstate.formats.tree import EXTRA_STATE, map_leaves
 from modelstate.planning.preparation import CHECK_EXTRA_STATE
-from modelstate.planning.recorder import KEEPS_NAMES, recording_of
+from modelstate.planning.recorder import KEEPS_NAMES, device_after, recording_of
 from modelstate.process import ThreadValue
 from modelstate.text_format import listed
-from modelstate.torch_compat.modules import load_from_state_dict, load_pre_hooks
+from modelstate.torch_compat.modules import (
+    load_from_state_dict,
+    load_pre_hooks,
+    non_persistent_buffers,
+    own_buffers,
+    own_modules,
+    own_parameters,
+)
+from modelstate.transaction.transaction import Transaction
 
 FORMAT = 1
 METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict", CHECK_EXTRA_STATE)
@@ -300,7 +302,7 @@ class Layer:
         """Implements `get_extra_state`: returns a snapshot."""
         declaration = self.declaration
         # One encoding for all attributes, so that a tensor which two of them share is shared after loading too.
-        values = encode({name: attributes.read(module, name) for name in declaration.names}, self.name)
+        values = encode({name: _read(module, name) for name in declaration.names}, self.name)
         state = {"modelstate": FORMAT, "class": self.name, "version": declaration.version, "values": values}
         below = self._below(module, "get_extra_state")
         return state if below is None else {**state, "base": below()}
@@ -314,7 +316,7 @@ class Layer:
             prepared = handed[3]
         else:
             prepared = self.prepare(module, value)
-        attributes.set_all(module, prepared.values, prepared.first)
+        _set_all(module, prepared)
 
     def prepare(self, module: nn.Module, value: object) -> Prepared:
         """Checks a value for this layer and those below, and sets nothing. Raises `ExtraStateError`."""
@@ -333,8 +335,7 @@ class Layer:
         elif value is not _ABSENT:
             raise _bad_format(self.name, "no state of a base class, since none has any", _kind(value))
         for name, attribute in prepared.values:
-            attributes.check(module, name)
-            attributes.check_value(module, name, attribute)
+            _check_attribute(module, name, attribute)
         return prepared
 
     def _split(self, value: object, below: list[str], has_own: bool) -> tuple[object, object]:
@@ -468,7 +469,7 @@ class Layer:
             call()
         if top is not None and key in missing_keys[before:] and top._may_be_absent(module):
             missing_keys[before:] = [name for name in missing_keys[before:] if name != key]
-            attributes.set_all(module, top.prepare(module, _ABSENT).values)
+            _set_all(module, top.prepare(module, _ABSENT))
 
     def _loads_plainly(self, module: nn.Module) -> bool:
         """Whether no hand-written code comes between the state dict and `set_extra_state`."""
@@ -528,7 +529,105 @@ def _check_upgrade(function: object, option: str) -> None:
         _refuse(f"{option} cannot be called with a version and values", inspect.signature(function), expected)
 
 
+# The attributes of a module.
+
+
+def _read(module: nn.Module, name: str) -> object:
+    """Returns the value of an attribute. Raises `ExtraStateError` where it cannot be saved."""
+    _check_attribute(module, name)
+    try:
+        value = getattr(module, name)
+    except Exception as error:
+        raise ExtraStateError(
+            "an attribute that is declared as extra state is not there",
+            where=_place(module, name),
+            found=f"{type(error).__name__}: {error}",
+            remedy="set it in __init__, to None if it has no value yet",
+        ) from error
+    _check_attribute(module, name, value)
+    return value
+
+
+def _check_attribute(module: nn.Module, name: str, value: object = None) -> None:
+    """Raises `ExtraStateError` for a name or a value that torch itself registers with the module."""
+    for kind, members in (
+        ("parameter", own_parameters(module)),
+        ("buffer", own_buffers(module)),
+        ("submodule", own_modules(module)),
+    ):
+        if name in members:
+            raise ExtraStateError(
+                f"an attribute that is declared as extra state is a {kind}",
+                where=_place(module, name),
+                remedy="register it with persistent=True instead"
+                if name in non_persistent_buffers(module)
+                else "take it out of the declaration: the state dict has it already",
+            )
+    if isinstance(value, nn.Module | nn.Parameter | nn.Buffer):
+        raise ExtraStateError(
+            "extra state cannot be a parameter, a buffer or a module",
+            where=_place(module, name),
+            found=type(value).__name__,
+            remedy="register it, or have its values in a plain tensor",
+        )
+
+
+def _set_all(module: nn.Module, prepared: Prepared) -> None:
+    """Calls the hand-written `set_extra_state`, and sets the values. Any error undoes all changes."""
+    before = dict(module.__dict__)
+
+    def undo() -> None:
+        module.__dict__.clear()
+        module.__dict__.update(before)
+
+    with Transaction(module) as transaction:
+        transaction.register_undo(undo)
+        if prepared.first is not None:
+            prepared.first()
+        for name, value in prepared.values:
+            _set(module, name, value, transaction)
+        transaction.commit()
+
+
+def _set(module: nn.Module, name: str, value: object, transaction: Transaction) -> None:
+    try:
+        current = getattr(module, name, None)
+    except Exception as error:  # a property that raises
+        keep_interrupt(error)
+        current = None
+    if hasattr(type(module), name):  # a property or a slot, whose value is not in the module's dict
+        transaction.register_undo(partial(setattr, module, name, current))
+
+    def moved(_: object, leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        device = _target_device(module, current)
+        return leaf if device is None or leaf.device == device else leaf.to(device)
+
+    try:
+        setattr(module, name, map_leaves(value, moved))
+    except Exception as error:
+        raise ExtraStateError(
+            "an attribute that is declared as extra state cannot be set",
+            where=_place(module, name),
+            found=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+def _target_device(module: nn.Module, current: object) -> torch.device | None:
+    """Returns the device of the tensors that a value replaces, or else of the module's parameters."""
+    devices: list[torch.device] = []
+    map_leaves(current, lambda _, leaf: devices.append(leaf.device) if isinstance(leaf, torch.Tensor) else None)
+    devices += (device_after(module, param) for param in module.parameters())
+    return next((device for device in devices if device.type != "meta"), None)
+
+
 # Messages.
+
+
+def _place(module: nn.Module, name: str) -> str:
+    """Returns the name of an attribute for a message."""
+    return f"{type(module).__qualname__}.{name}"
 
 
 def _quoted(names: Collection[str]) -> str:
