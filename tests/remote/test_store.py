@@ -353,7 +353,7 @@ def test_two_writers_race(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        committed = [place for place in ms.Store(url).index.medium.places() if place.step == step]
+        committed = [place for place in ms.Store(url).index.backend.places() if place.step == step]
         assert (sorted(outcomes), len(committed)) == ([False, True], 1)
     assert restored(ms.Store(url)) == step
 
@@ -376,7 +376,7 @@ def test_a_lost_reply_to_the_commit(url: str, proxy: FaultProxy, fault: Fault) -
         proxy.fault = None
         save(store, 3)
     assert hit
-    assert [place.step for place in ms.Store(url).index.medium.places()] == [1, 2, 3]
+    assert [place.step for place in ms.Store(url).index.backend.places()] == [1, 2, 3]
     assert restored(ms.Store(url)) == 3
 
 

@@ -21,7 +21,7 @@ import modelstate as ms
 from modelstate import errors
 from modelstate.io import system
 from modelstate.process import is_stopped
-from modelstate.store.medium import _NewDirectory
+from modelstate.store.backend import _NewDirectory
 from modelstate.store.saving import PendingSave, Staging
 from tests.programs import Program
 from tests.store.common import Held, Training, failing_call, litter, program

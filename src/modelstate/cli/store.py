@@ -46,14 +46,14 @@ def is_store(path: str) -> bool:
     """Whether a directory, or a prefix of a bucket, is a store. False also where this cannot be found out."""
     from modelstate.io.files import local_path
     from modelstate.remote.location import is_remote
-    from modelstate.store.directory import medium_of
-    from modelstate.store.medium import STORE_FILE
+    from modelstate.store.backend import STORE_FILE
+    from modelstate.store.directory import backend_of
 
     try:
         if is_remote(path):
-            return _is_in_bucket(path) and bool(medium_of(path).places())
+            return _is_in_bucket(path) and bool(backend_of(path).places())
         directory = local_path(path)
-        return os.path.isfile(os.path.join(directory, STORE_FILE)) or bool(medium_of(directory).places())
+        return os.path.isfile(os.path.join(directory, STORE_FILE)) or bool(backend_of(directory).places())
     except (OSError, ms.ModelStateError):
         return False
 
@@ -112,7 +112,7 @@ def _index(path: str, cache: ms.Cache | None = None) -> StepIndex:
 
 
 def _no_store(where: str) -> ms.errors.SourceNotFoundError:
-    from modelstate.store.medium import STORE_FILE
+    from modelstate.store.backend import STORE_FILE
 
     return ms.errors.SourceNotFoundError(
         "this is not a store of checkpoints",
@@ -201,8 +201,8 @@ def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | N
 
     Another process may delete and save steps meanwhile. If no step could be read, the new ones are read.
     """
+    from modelstate.store.backend import STORE_FILE
     from modelstate.store.directory import store_file_problem
-    from modelstate.store.medium import STORE_FILE
 
     def say(what: str | int, nbytes: int, problem: str) -> None:
         if as_json:

@@ -379,7 +379,7 @@ class Following:
         info, started = candidate.info, time.perf_counter()
         try:
             with self._store.open(self._object, info.step, verify=True) as checkpoint:
-                if not self._store.index.medium.is_of(checkpoint.source, info.path):
+                if not self._store.index.backend.is_of(checkpoint.source, info.path):
                     return "again"  # the checkpoint was replaced after it was listed
                 # A `Live` reads exactly the files that were verified. Other targets get a path.
                 source = checkpoint if isinstance(self._target, Live) else checkpoint.source
@@ -399,7 +399,7 @@ class Following:
 
     def _failed(self, candidate: "Candidate", error: Exception, seconds: float) -> Outcome:
         info, key = candidate.info, _key(candidate)
-        if self._store.index.medium.is_gone(info.path):
+        if self._store.index.backend.is_gone(info.path):
             return "again"  # the checkpoint was deleted or replaced, so it is not bad
         if isinstance(error, _ALWAYS_RETRIED):
             self._wait_for(error, info.step, info.path)

@@ -20,7 +20,7 @@ class WriteAccess:
     """
 
     def __init__(self, index: StepIndex) -> None:
-        self._index, self.lock = index, index.medium.lock
+        self._index, self.lock = index, index.backend.lock
         self._in_use: os.stat_result | None = None
         """The directory of the last restore or save, which no other directory may replace."""
         self._pid, self._thread_lock = os.getpid(), threading.RLock()
@@ -63,7 +63,7 @@ class WriteAccess:
                     self.lock.release()
             if self._in_use is not None:
                 check_directory(index.directory, self._in_use)
-            index.medium.make()
+            index.backend.make()
             try:
                 self.lock.acquire()
             except LockedError as error:
@@ -77,8 +77,8 @@ class WriteAccess:
             try:
                 # Before anything is removed: a store of a newer version is refused here.
                 store = index.ensure_name()
-                self._in_use = index.medium.in_use()
-                index.medium.clear(index.read_all)
+                self._in_use = index.backend.in_use()
+                index.backend.clear(index.read_all)
                 return store
             except BaseException:
                 self.lock.release()
@@ -87,7 +87,7 @@ class WriteAccess:
     def note_in_use(self) -> None:
         """Has a later `acquire` refuse a directory that has replaced the present one."""
         with suppress(OSError):
-            self._in_use = self._index.medium.in_use()
+            self._in_use = self._index.backend.in_use()
 
     @contextmanager
     def errors(self, *name: str) -> Iterator[None]:

@@ -42,7 +42,7 @@ from modelstate.process import try_start
 from modelstate.remote.location import Location, locate
 from modelstate.remote.requests import cleanup, pause
 from modelstate.remote.upload import ObjectWriter, get, head, list_all, listing, new_object, put, remove
-from modelstate.store.medium import DATA, STORE_FILE, Listed, Lock, NewFiles, Place
+from modelstate.store.backend import DATA, STORE_FILE, Listed, Lock, NewFiles, Place
 from modelstate.store.record import RECORD_FILE, FileRecord
 from modelstate.text_format import printable
 

@@ -6,13 +6,12 @@ Reading needs no lock: a checkpoint may be replaced or removed at any time, and 
 import json
 import os
 import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from modelstate.errors import (
     ChecksumError,
@@ -35,8 +34,8 @@ from modelstate.objects.parts import Kind, Part
 from modelstate.process import progress_bar
 from modelstate.remote.cache import Cache
 from modelstate.remote.location import is_remote
+from modelstate.store.backend import STORE_FILE, LocalBackend, Place, StoreBackend
 from modelstate.store.bucket import Bucket
-from modelstate.store.medium import STORE_FILE, LocalMedium, Medium, Place
 from modelstate.store.record import ALL, FileRecord, Record, damaged, read_record, read_small, unreadable
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 from modelstate.text_format import in_a_line, short_repr
@@ -59,42 +58,39 @@ _Key = tuple[str, object]
 """The path of a checkpoint, and what identifies its record, since the path may be used again."""
 
 
-class _Read(NamedTuple):
-    """What reading the record of a checkpoint has shown."""
-
-    record: Record | None
-    """None where it cannot be read."""
-    error: ModelStateError | None
-    """Why the checkpoint cannot be used."""
-    is_foreign: bool = False
-    """Whether the record is of another store, or of another step."""
-
-
 class StepEntry:
-    """A checkpoint, as it was when the store was listed. Its record is read when it is needed."""
+    """A checkpoint, as it was when the store was listed. Its record is read when it is needed, once."""
 
-    __slots__ = ("_identity", "_medium", "_read", "_result", "place")
+    __slots__ = ("_identity", "_index", "_result", "_store", "place")
 
-    def __init__(self, place: Place, medium: Medium, read: Callable[[Place], _Read]) -> None:
-        self.place, self._medium, self._read = place, medium, read
-        self._identity = medium.identity(place.path)  # before the record is read
-        self._result = None if medium.is_lazy else read(place)
+    def __init__(self, place: Place, index: "StepIndex", store: Callable[[], str] | None) -> None:
+        """Takes what returns the name of the store; None where the checkpoint is known to be of it."""
+        self.place, self._index, self._store = place, index, store
+        self._identity = index.backend.identity(place.path)  # before the record is read
+        self._result: tuple[Record | None, ModelStateError | None, bool] | None = None
+        if not index.backend.is_lazy:
+            self.read()
 
-    def read(self) -> _Read:
-        """Reads the record, once."""
+    def read(self) -> tuple[Record | None, ModelStateError | None, bool]:
+        """Returns the record, why the checkpoint cannot be used, and whether it is of another store or step."""
         if self._result is None:
-            self._result = self._read(self.place)
+            self._result = self._index.examined(self.place, self._store)
         return self._result
 
     @property
     def record(self) -> Record | None:
         """None where it cannot be read."""
-        return self.read().record
+        return self.read()[0]
 
     @property
     def error(self) -> ModelStateError | None:
         """Why the checkpoint cannot be used, as far as names, sizes and earlier reads show."""
-        return self.read().error
+        return self.read()[1]
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is of another store, or of another step."""
+        return self.read()[2]
 
     def file_names(self) -> set[str] | None:
         """Returns the names of its files; None where its record cannot be read."""
@@ -104,7 +100,7 @@ class StepEntry:
     @property
     def serial(self) -> int | None:
         """The number of the save; None where it is not known."""
-        if self._medium.is_lazy:
+        if self._index.backend.is_lazy:
             return self.place.revision
         return None if (record := self.record) is None else record.serial
 
@@ -119,7 +115,7 @@ class StepEntry:
     @property
     def is_whole(self) -> bool:
         """Whether nothing is known to be wrong with it."""
-        return self._result is None or self._result.error is None
+        return self._result is None or self._result[1] is None
 
     @property
     def is_damaged(self) -> bool:
@@ -130,11 +126,6 @@ class StepEntry:
         return not self.is_foreign and isinstance(self.error, DamagedCheckpointError)
 
     @property
-    def is_foreign(self) -> bool:
-        """Whether it is of another store, or of another step."""
-        return self.read().is_foreign
-
-    @property
     def is_unreadable(self) -> bool:
         """Whether it may be whole, and cannot be read now."""
         return isinstance(self.error, ReadFailedError)
@@ -142,7 +133,10 @@ class StepEntry:
     @property
     def is_gone(self) -> bool:
         """Whether it was removed or replaced since the directory was listed."""
-        return self._medium.is_gone(self.place.path) or self._medium.identity(self.place.path) != self._identity
+        return (
+            self._index.backend.is_gone(self.place.path)
+            or self._index.backend.identity(self.place.path) != self._identity
+        )
 
     def open_object(self, name: str, cache: Cache | None = None, *, verify: bool = False) -> "Checkpoint":
         """Opens one object, with `verify` after all of it was read and compared with its digests.
@@ -165,7 +159,7 @@ class StepEntry:
 
     @property
     def is_pinned(self) -> bool:
-        return self._medium.is_pinned(self.place)
+        return self._index.backend.is_pinned(self.place)
 
     @property
     def info(self) -> CheckpointInfo:
@@ -202,9 +196,9 @@ class StepEntry:
         return "newer version" if isinstance(self.error, NewerManifestError) else "damaged"
 
 
-def medium_of(directory: str) -> Medium:
-    """Returns the medium of a store, by its path or URL."""
-    return Bucket(directory) if is_remote(directory) else LocalMedium(directory)
+def backend_of(directory: str) -> StoreBackend:
+    """Returns the backend of a store, by its path or URL."""
+    return Bucket(directory) if is_remote(directory) else LocalBackend(directory)
 
 
 def ages(serials: Mapping[int, int | None]) -> dict[int, tuple[int, int]]:
@@ -228,24 +222,19 @@ class StepIndex:
     them are damaged, and which are not.
     """
 
-    def __init__(self, directory: str, medium: Medium | None = None, cache: Cache | None = None) -> None:
+    def __init__(self, directory: str, backend: StoreBackend | None = None, cache: Cache | None = None) -> None:
         self.directory, self.cache = directory, cache
-        self.medium = medium_of(directory) if medium is None else medium
+        self.backend = backend_of(directory) if backend is None else backend
         self._damage: dict[_Key, ModelStateError] = {}
         """Damage that only reading a checkpoint shows."""
         self._whole: set[_Key] = set()
         """Checkpoints all of whose bytes this object has read, or written."""
         self._doubtful: set[object] = set()
         """Keys of the files of damaged checkpoints; other checkpoints may share the same files."""
-        self._cache: dict[str, tuple[object, Record]] | None = {} if self.medium.is_lazy else None
+        self._records: dict[str, tuple[object, Record]] = {}
         """Records by the path of the checkpoint, each with the identity of the file that it was read from."""
 
-    def cached(self) -> "StepIndex":
-        """Returns an index of the same directory that reads each record once, as long as its file is the same."""
-        index = StepIndex(self.directory, self.medium, self.cache)
-        index._damage, index._whole, index._doubtful = self._damage, self._whole, self._doubtful
-        index._cache = {} if self._cache is None else self._cache
-        return index
+    # Listing.
 
     # Listing.
 
@@ -255,19 +244,16 @@ class StepIndex:
         `store` is the name of the store, where that is known.
         """
         for _ in range(_MAX_TRIES):
-            found = self._places()
-            names, naming = [store] if store else [], threading.Lock()  # a child lacks a thread that holds it
+            places = self._places()
+            self._records = {place.path: self._records[place.path] for place in places if place.path in self._records}
+            names = [store] if store else []
 
-            def read(
-                place: Place, found: list[Place] = found, names: list[str] = names, naming: threading.Lock = naming
-            ) -> _Read:
-                unchecked = self._read(place)
-                with naming:
-                    if not names:
-                        names.append(self._name(found))
-                return self._checked(place, unchecked, names[0])
+            def name(places: list[Place] = places, names: list[str] = names) -> str:
+                if not names:
+                    names.append(self._name(places))
+                return names[0]
 
-            entries = [StepEntry(place, self.medium, read) for place in found]
+            entries = [StepEntry(place, self, name) for place in places]
             # A checkpoint that was removed meanwhile may have been replaced by one that is not on this list.
             if not any(not entry.is_whole and entry.is_gone for entry in entries):
                 return entries
@@ -341,7 +327,7 @@ class StepIndex:
 
     def _places(self) -> list[Place]:
         try:
-            return self.medium.places()
+            return self.backend.places()
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -359,28 +345,40 @@ class StepIndex:
         try:
             return _read_store_file(self.directory)[0]
         except (OpenError, ReadFailedError, DamagedCheckpointError):
-            return _most_common(self._read(place).record for place in places)
+            return self._most_common_name(places)
 
-    def _read(self, place: Place) -> _Read:
-        identity: object = None
-        if self._cache is not None:
-            identity = self.medium.identity(place.path)
-            cached = self._cache.get(place.path)
-            if cached is not None and cached[0] == identity:
-                return _Read(cached[1], None)
+    def _most_common_name(self, places: Iterable[Place]) -> str:
+        """Returns the name that most of the checkpoints have, for a store whose `store.json` is lost or damaged."""
+        names: Counter[str] = Counter()
+        for place in places:
+            with suppress(ModelStateError):
+                names[self._record(place).store] += 1
+        return names.most_common(1)[0][0] if names else ""
+
+    def _record(self, place: Place) -> Record:
+        identity = self.backend.identity(place.path)
+        known = self._records.get(place.path)
+        if known is not None and known[0] == identity:
+            return known[1]
+        record = read_record(place.path)
+        if identity is not None:
+            self._records[place.path] = identity, record
+        return record
+
+    def examined(
+        self, place: Place, store: Callable[[], str] | None
+    ) -> tuple[Record | None, ModelStateError | None, bool]:
+        """Returns the record, why the checkpoint cannot be used, and whether it is of another store or step.
+
+        Args:
+            place: where the checkpoint is.
+            store: returns the name of the store; None where the checkpoint is known to be of it.
+        """
         try:
-            record = read_record(place.path)
+            record = self._record(place)
         except ModelStateError as error:
-            return _Read(None, error)
-        if self._cache is not None and identity is not None:
-            self._cache[place.path] = identity, record
-        return _Read(record, None)
-
-    def _checked(self, place: Place, read: _Read, name: str) -> _Read:
-        """Returns a record that was read, with what else shows that the checkpoint cannot be used."""
-        record = read.record
-        if record is None:
-            return read
+            return None, error, False
+        name = record.store if store is None else store()
         if record.step != place.step or record.store != name:
             foreign = DamagedCheckpointError(
                 "the checkpoint was put here from another store, or under another step",
@@ -389,16 +387,16 @@ class StepIndex:
                 found=f"step {record.step} of the store {record.store}",
                 remedy="open the store that it is from; ms.open reads what is in it by itself",
             )
-            return _Read(record, foreign, is_foreign=True)
+            return record, foreign, True
         files = {name: file for entry in record.entries.values() for name, file in entry.files.items()}
         try:
-            problem = self.medium.problem_of(place, files)
+            problem = self.backend.problem_of(place, files)
         except OSError as error:
-            return _Read(record, unreadable(place.path, error))
+            return record, unreadable(place.path, error), False
         if problem:
-            return _Read(record, damaged(place.path, problem))
+            return record, damaged(place.path, problem), False
         key = self._key(place.path) if self._damage else None
-        return _Read(record, self._damage.get(key) if key is not None else None)
+        return record, self._damage.get(key) if key is not None else None, False
 
     # Reading whole checkpoints.
 
@@ -463,10 +461,7 @@ class StepIndex:
                 yield listed[index]
                 continue
             place = Place(number, revision, self.directory + path, self.directory + files)
-            read = self._read(place)
-            of_store = read.record.store if read.record is not None else ""
-            checked = self._checked(place, read, of_store)
-            yield StepEntry(place, self.medium, lambda _, checked=checked: checked)  # type: ignore[misc]
+            yield StepEntry(place, self, None)
 
     def opened(
         self, entry: StepEntry, verify: bool, agreement: "Agreement", progress: bool | None
@@ -492,7 +487,7 @@ class StepIndex:
                 chosen = f"{os.path.basename(place.path)}, which the first rank has chosen"
                 raise not_shared(self.directory, chosen, "no such directory")
             record = entry.usable_record
-            identity = self.medium.identity(place.path)
+            identity = self.backend.identity(place.path)
         files = agreement.texts("comparing files", f"{identity}")
         share = slice(agreement.position, None, len(files)) if len(set(files)) == 1 else ALL
         with agreement.phase(f"verifying step {place.step}" if verify else f"opening the objects of step {place.step}"):
@@ -645,12 +640,12 @@ class StepIndex:
             revisions = self.all_revisions()
             own = (entry for entry in revisions if entry.is_whole or entry.is_damaged)
             removed = [entry for entry in own if entry.place.step in steps]
-            self.medium.discard(removed, lambda: self.read_all(revisions))
+            self.backend.discard(removed, lambda: self.read_all(revisions))
         return tuple(steps)
 
     def untouched_head(self, path: str, record: FileRecord) -> bytes | None:
         """Returns the head of a file that can be linked; None where it has changed, or a damaged checkpoint has it."""
-        if self.medium.is_untouched(path, record, self._doubtful):
+        if self.backend.is_untouched(path, record, self._doubtful):
             with suppress(OSError, OpenError):
                 return record.read_head(path)
         return None
@@ -666,10 +661,10 @@ class StepIndex:
         if isinstance(error, DamagedCheckpointError) and key is not None:
             self._damage[key] = error
             self._whole.discard(key)
-            self._doubtful.update(self.medium.files_of(entry.place))
+            self._doubtful.update(self.backend.files_of(entry.place))
 
     def _key(self, path: str) -> _Key | None:
-        identity = self.medium.identity(path)
+        identity = self.backend.identity(path)
         return None if identity is None else (path, identity)
 
     # The name of the store, which each of its checkpoints has too.
@@ -693,9 +688,9 @@ class StepIndex:
             return name
         except (SourceNotFoundError, DamagedCheckpointError):
             pass  # it is written below
-        name = _most_common(self._read(place).record for place in self._places()) or os.urandom(8).hex()
+        name = self._most_common_name(self._places()) or os.urandom(8).hex()
         text = json.dumps({SEAL: OPEN_SEAL, "format": STORE_FORMAT, "store": name}).encode() + b"\n"
-        self.medium.write_name(sealed(text))
+        self.backend.write_name(sealed(text))
         return name
 
 
@@ -745,12 +740,6 @@ def not_shared(directory: str, expected: str, found: object) -> RanksDifferError
         found=found,
         remedy="give all ranks the path of one directory, on a file system that they share",
     )
-
-
-def _most_common(records: Iterable[Record | None]) -> str:
-    """Returns the name that most of the checkpoints have, for a store whose `store.json` is lost or damaged."""
-    counted = Counter(record.store for record in records if record is not None).most_common(1)
-    return counted[0][0] if counted else ""
 
 
 def _passed_over(skipped: Mapping[int, object], used: StepEntry | None) -> Iterator[tuple[int, str]]:

@@ -28,7 +28,6 @@ from modelstate.formats.safetensors import METADATA_NAME, blank_digests, dtype_a
 from modelstate.formats.serialize import SerializedState, serialize
 from modelstate.formats.sharded import (
     INDEX_SUFFIX,
-    MAX_INDEX_BYTES,
     SHARD_METADATA,
     SUFFIX,
     in_shards,
@@ -40,19 +39,14 @@ from modelstate.objects.parts import Kind
 from modelstate.objects.per_rank import gathered
 from modelstate.process import stopped_by, unstoppable
 from modelstate.store.access import WriteAccess
+from modelstate.store.backend import NewFiles, name_of
 from modelstate.store.directory import StepEntry, StepIndex
-from modelstate.store.medium import NewFiles, name_of
 from modelstate.store.record import MAX_RECORD_BYTES, FileRecord, ObjectEntry, Record
 from modelstate.store.retention import Keep
 from modelstate.text_format import size
 from modelstate.torch_compat.sharding import reshard
 
 _logger = logging.getLogger(__name__)
-_LARGE_MANIFEST_BYTES = MAX_INDEX_BYTES // 10
-"""From here on a save computes the size of an index before it writes anything. An index is at most nine times as large
-as its manifest: that is in it, with a backslash for each quotation mark, and it has the name of each tensor, too."""
-_NAME_BYTES = 45
-"""What the name of a file has at the most in addition to the path of its object."""
 
 
 class SavedStep(msgspec.Struct, frozen=True):
@@ -152,10 +146,7 @@ def encode_objects(
             is_module = part.kind is Kind.MODULE
             state = serialize(part.tree, path, as_tree=not is_module, of_shard=of_shard)
             with size_errors(path):
-                manifest = state.manifest(None, blank_digests(state.tensors))
-                check_size(manifest)
-                if len(manifest) > _LARGE_MANIFEST_BYTES:
-                    index_of({"-" * (len(path) + _NAME_BYTES): state.tensors}, state.nbytes, manifest)
+                check_size(state.manifest(None, blank_digests(state.tensors)))
             params = targets[path].obj.named_parameters(remove_duplicate=False) if is_module else ()
             frozen = {name for name, param in params if not param.requires_grad}
             is_spread = any(isinstance(tensor, ShardedTensor) for tensor in state.tensors.values())
@@ -300,7 +291,7 @@ class NewStep:
                     found="" if existing.error is None else existing.error.what,
                     remedy=remedy,
                 )
-        serial = self._index.medium.serial(max((entry.serial or 0 for entry in self._by_age), default=0))
+        serial = self._index.backend.serial(max((entry.serial or 0 for entry in self._by_age), default=0))
         self._record = replace(self._record, store=store, serial=serial)
 
     def save(
@@ -342,7 +333,7 @@ class NewStep:
             pruned: tuple[int, ...] = ()
             try:
                 if replaced := [entry for entry in self._revisions if entry.is_whole or entry.is_damaged]:
-                    self._index.medium.discard(replaced, self._index.read_all)
+                    self._index.backend.discard(replaced, self._index.read_all)
                 if keep is not None:
                     pruned = self._index.prune(keep)
             except OSError as error:  # the checkpoint is saved; the next save prunes again
@@ -382,14 +373,14 @@ class NewStep:
         """Writes the objects that this process holds whole. `check` is called before each of them, and may raise."""
         with self._access.errors(self._final_name):
             check()
-            medium, record = self._index.medium, self._record
-            medium.clear(self._index.read_all)
+            backend, record = self._index.backend, self._record
+            backend.clear(self._index.read_all)
             for entry in reversed(self._by_age):
                 if entry.is_whole and (last := entry.record) is not None:
                     self._before, self._files_before = last.entries, entry.place.files
                     break
             places = [entry.place for entry in self._revisions]
-            self._new = new = medium.new_step(self.name, record.step, record.serial, places)
+            self._new = new = backend.new_step(self.name, record.step, record.serial, places)
             for path, encoded in self._objects.items():
                 if not encoded.is_spread:
                     check()
@@ -519,7 +510,8 @@ def groups(
 
 def _finish_object(new: NewFiles, path: str, encoded: EncodedObject, files: _Files) -> ObjectEntry:
     """Writes the index of the files of an object."""
-    text = index_of(files.tensors, encoded.state.nbytes, encoded.state.manifest(None, files.digests))
+    with size_errors(path):
+        text = index_of(files.tensors, encoded.state.nbytes, encoded.state.manifest(None, files.digests))
     index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
     files.records[index] = record
     files.written_bytes += len(text)

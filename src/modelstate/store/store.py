@@ -36,8 +36,8 @@ from modelstate.remote.cache import Cache, check_cache
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.upload import check_writable
 from modelstate.store.access import WriteAccess
+from modelstate.store.backend import STORE_FILE, unfinished_name
 from modelstate.store.directory import Step, StepEntry, StepIndex, not_shared, store_file_problem
-from modelstate.store.medium import STORE_FILE, unfinished_name
 from modelstate.store.record import RECORD_FILE, Record
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
 from modelstate.store.saving import (
@@ -134,7 +134,7 @@ class Store(Shown):
             check_cache(cache)
         self.index = StepIndex(self.directory, cache=cache)
         """The checkpoints of the directory, as they are now."""
-        self._medium, self._access = self.index.medium, WriteAccess(self.index)
+        self._backend, self._access = self.index.backend, WriteAccess(self.index)
         self._staging = Staging()
         self._spread = SpreadWriter()
         self._pending: PendingSave | None = None
@@ -266,7 +266,7 @@ class Store(Shown):
                 encoded = encode_objects(targets, agreement, writer)
                 record = Record("", step, time.time(), checked_metrics, {})
                 new_step = NewStep(
-                    *(self._access, self.index.cached(), name, record, encoded),
+                    *(self._access, self.index, name, record, encoded),
                     shard_bytes=self._shard_bytes,
                     pin=pin,
                     begin_seconds=begin_seconds,
@@ -317,10 +317,10 @@ class Store(Shown):
                 if agreement.is_first:
                     self._access.acquire()
                     with self._access.errors():
-                        self._medium.probe()
+                        self._backend.probe()
             with agreement.phase("looking for the store"):
                 try:
-                    free_bytes = self._medium.free_bytes()
+                    free_bytes = self._backend.free_bytes()
                 except OSError as error:
                     raise not_shared(self.directory, "the directory that the first rank has made", error) from error
         if free_bytes is not None and free_bytes < nbytes:
@@ -635,7 +635,7 @@ class Store(Shown):
             self.wait()
             self._access.acquire()
             with write_errors(self.directory):
-                self._medium.clear(self.index.read_all)
+                self._backend.clear(self.index.read_all)
                 return self.index.prune(rules)
 
     def pin(self, step: int) -> None:
@@ -675,7 +675,7 @@ class Store(Shown):
             self._access.acquire()
             entry = self.index.step(step)  # the last writer may have replaced it until then
             with write_errors(entry.place.path):
-                self._medium.set_pin(entry.place, pinned)
+                self._backend.set_pin(entry.place, pinned)
 
     def close(self) -> None:
         """Waits for the save in the background, unlocks the store for other processes, and frees the staging memory.

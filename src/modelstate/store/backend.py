@@ -1,6 +1,6 @@
 """Where the checkpoints of a store are: a directory of this machine, or a prefix of a bucket (`store/bucket.py`).
 
-The store decides what is saved, kept and removed; a medium makes it so. A directory has
+The store decides what is saved, kept and removed; a backend makes it so. A directory has
 
 store.json                   the name of the store
 .lock                        the lock of the process that writes
@@ -116,7 +116,7 @@ class Lock(Protocol):
     def check_directory(self) -> None: ...
 
 
-class Medium(Protocol):
+class StoreBackend(Protocol):
     """What a store does with the place of its checkpoints. Methods raise `OSError` where I/O fails."""
 
     lock: Lock
@@ -191,7 +191,7 @@ class Medium(Protocol):
         """Removes what killed saves and prunes have left, and ignores errors. `entries` returns all checkpoints."""
 
 
-class LocalMedium:
+class LocalBackend:
     """A directory of this machine, or of a network file system."""
 
     is_lazy = False
