@@ -179,8 +179,6 @@ def test_a_checkpoint_that_cannot_be_read_for_now_stays(
     for step in (1, 2, 3):
         store.save(step, {"state": {"w": torch.full((9,), float(step))}}, metrics={"loss": float(step)})
     assert store.steps() == (1, 3)
-    store.close()
-    store = ms.Store(tmp_path, keep=store.keep)
     owner = system if call == "open" else os
     real, name = getattr(owner, call), "checkpoint.json" if call == "open" else tensors_of(tmp_path, 1).name
 

@@ -232,7 +232,8 @@ class StepIndex:
         self._doubtful: set[object] = set()
         """Keys of the files of damaged checkpoints; other checkpoints may share the same files."""
         self._records: dict[str, tuple[object, Record]] = {}
-        """Records by the path of the checkpoint, each with the identity of the file that it was read from."""
+        """Records by the path of the checkpoint, each with the identity of its file. Objects of a bucket do not change, and
+        files do, so those are read again."""
 
     # Listing.
 
@@ -361,7 +362,7 @@ class StepIndex:
         if known is not None and known[0] == identity:
             return known[1]
         record = read_record(place.path)
-        if identity is not None:
+        if identity is not None and self.backend.is_lazy:
             self._records[place.path] = identity, record
         return record
 
