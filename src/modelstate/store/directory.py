@@ -232,8 +232,7 @@ class StepIndex:
         self._doubtful: set[object] = set()
         """Keys of the files of damaged checkpoints; other checkpoints may share the same files."""
         self._records: dict[str, tuple[object, Record]] = {}
-        """Records by the path of the checkpoint, each with the identity of its file. Objects of a bucket do not change, and
-        files do, so those are read again."""
+        """Records of a bucket, whose objects do not change, by the path of the checkpoint, with its identity."""
 
     # Listing.
 
