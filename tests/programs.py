@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import modelstate
-from modelstate import process
+from modelstate import forks
 
 MODULES = [found.name for found in pkgutil.walk_packages(modelstate.__path__, "modelstate.") if "__" not in found.name]
 """All of modelstate: its packages alone import nothing, for their names are resolved when they are used."""
@@ -53,7 +53,7 @@ CONTEXT.set_forkserver_preload(
 
 def as_process_of_its_own() -> None:
     """Makes a forked process like a new one: what it was forked from had no threads, so that none is missing."""
-    process._is_forked = False
+    forks._is_forked = False
     gc.freeze()  # a collection that passes over what has been imported takes 0.2 s
     for inherited in weakref.finalize._registry:  # type: ignore[attr-defined]
         inherited.atexit = False  # the end of each library of operators of torch: 45 ms at every exit

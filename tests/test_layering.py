@@ -19,6 +19,7 @@ ROOMS = (
     {
         "version",
         "lazy",
+        "forks",
         "text_format",
         "errors",
         "arguments",

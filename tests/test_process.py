@@ -43,22 +43,22 @@ def test_an_event_loop_handles_a_deferred_signal_once() -> None:
     assert handled == ["once"]
 
 
-def test_the_handler_at_the_end_of_the_block_handles_a_deferred_signal() -> None:
-    """It may be another one: that of a signal which has arrived earlier can replace it, also by none."""
+def test_every_handler_runs_where_one_raises() -> None:
     handled: list[int] = []
 
-    def first(number: int, _: object) -> None:
-        handled.append(number)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    def fail(number: int, _: object) -> None:
+        raise KeyError(number)
 
     before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)]
     try:
-        signal.signal(signal.SIGUSR1, first)
+        signal.signal(signal.SIGUSR1, fail)
         signal.signal(signal.SIGUSR2, lambda number, _: handled.append(number))
-        with deferred_signals():
-            signal.raise_signal(signal.SIGUSR1)
-            signal.raise_signal(signal.SIGUSR2)
-        assert handled == [signal.SIGUSR1]
+        with pytest.raises(KeyError):  # noqa: PT012, SIM117
+            with deferred_signals():
+                signal.raise_signal(signal.SIGUSR1)
+                signal.raise_signal(signal.SIGUSR2)
+        assert handled == [signal.SIGUSR2]
+        assert signal.getsignal(signal.SIGUSR1) is fail
     finally:
         for number, handler in zip((signal.SIGUSR1, signal.SIGUSR2), before, strict=True):
             signal.signal(number, handler)

@@ -25,27 +25,12 @@ from typing import Any
 from torch._C import something
 
 def caller(items: list[Any]) -> int:
-    sorted(items, key=passed)
-    return called_once(items) + called_twice(items) + called_twice(items)
-
-def called_once(items):
     \"\"\"A docstring does not count.\"\"\"
-    return len(items)
 
-def called_twice(items):
-    return len(items)
+    return len(items)  # and no comment
 
-def passed(item):
-    return item
-
-def long(module):
-    first = module._parameters
-    second = first
-    third = second
-    fourth = third
-    return fourth
-
-long(None)
+def parameters(module):
+    return module._parameters
 
 class Own:
     _buffers: list
@@ -55,45 +40,6 @@ class Own:
         self._modules.clear()
 """
 
-MUST_BE_FUNCTIONS = """
-class First:
-    def shared(self):
-        return 1
-
-class Second(First):
-    def shared(self):
-        return 2
-
-    def close(self):
-        super().close()
-
-def public():
-    \"\"\"Is called by users.
-
-    Examples:
-        >>> public()
-    \"\"\"
-    return 3
-
-def caller(item):
-    item.close()
-    return item.shared() + public() + private_name(item) + public_name(item) + in_its_file(item)
-
-def in_its_file(item):
-    return 4
-"""
-OF_TORCH_COMPAT = """
-def private_name(module):
-    from torch._C import something
-    return something(module) + called_here(module)
-
-def public_name(module):
-    return module.training
-
-def called_here(module):
-    return module._version
-"""
-
 
 def test_the_structure_is_counted() -> None:
     measure = tool("measure_code")
@@ -101,23 +47,30 @@ def test_the_structure_is_counted() -> None:
         measure.SOURCE / "a.py": ast.parse(SOURCE),
         measure.SOURCE / "torch_compat" / "b.py": ast.parse("from torch._C import something"),
     }
-    small = {text.split()[-1]: movable for text, movable in measure.small_functions(trees)}
-    assert small == {"called_once": True, "passed": False}
     assert [text.split(maxsplit=1)[1] for text in measure.any_annotations(trees)] == ["list[Any]"]
+    assert measure.code_lines(SOURCE) == 11
     private = measure.private_torch(trees)
     assert {name: [use.split(maxsplit=1)[1] for use in uses] for name, uses in private.items()} == {
         "a.py": ["from torch._C import something", "module._parameters", "self._modules"]
     }
 
 
-def test_what_must_be_a_function_is_not_small() -> None:
-    measure = tool("measure_code")
-    trees = {
-        measure.SOURCE / "a.py": ast.parse(MUST_BE_FUNCTIONS),
-        measure.SOURCE / "torch_compat" / "b.py": ast.parse(OF_TORCH_COMPAT),
-    }
-    small = [text.split()[-1] for text, _ in measure.small_functions(trees)]
-    assert small == ["in_its_file", "public_name", "called_here"]
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (
+            "import modelstate as ms\nfrom modelstate.rules import Rename\nfrom modelstate.errors import LoadError",
+            False,
+        ),
+        ("from modelstate.io.files import stamp", True),
+        ("from modelstate import io", True),
+        ("from modelstate.store import _private", True),
+        ("import modelstate.loading.load", True),
+        ('monkeypatch.setattr("modelstate.store.store.time", None)', True),
+    ],
+)
+def test_a_test_that_looks_inside_is_told_apart(text: str, inside: bool) -> None:
+    assert tool("measure_code").looks_inside(text) is inside
 
 
 @pytest.mark.slow

@@ -1,23 +1,28 @@
-"""Counts what the structure of the source is judged by.
+"""Counts what the structure of the source, the tests and the docs is judged by.
 
-    python tools/measure_code.py [--list small|inline|any|private] [FOLDER]
+    python tools/measure_code.py [--list any|private] [FOLDER]
 
-- small: functions with one caller in the source and a body of fewer than 5 lines. The count leaves out functions that
-  cannot be inlined: methods that several classes define, overrides of a library's methods, public functions (their
-  docstrings have an example), and functions of `torch_compat` that other rooms call to reach a private name of torch.
-- inline: those of them whose body could stand at the caller. Left out are functions that are passed as values (sort
-  keys, callbacks, entries of a table).
+- code lines: those that are not blank, comment or docstring.
+- test files that look inside: those that import a module that users do not import from, or patch a name of the library.
 - any: annotations that are, or contain, `Any`.
 - private: attributes and imports of torch whose names begin with an underscore, by file.
 """
 
 import argparse
 import ast
+import io
+import re
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parent.parent / "src" / "modelstate"
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE, TESTS, DOCS = ROOT / "src" / "modelstate", ROOT / "tests", ROOT / "docs"
+PUBLIC = {"modelstate", *(f"modelstate.{name}" for name in ("errors", "rules", "merge", "store", "serve"))}
+"""The packages that users import from, besides `modelstate.integrations`."""
+WORD_ANY = r"\bAny\b"
+NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 PRIVATE_OF_MODULE = {
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_named_members", "_apply", "_version"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -31,61 +36,36 @@ def parsed(folder: Path) -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
 
 
-def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of the body, without the docstring."""
-    body = function.body
-    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) and len(body) > 1:
-        body = body[1:]
-    return (body[-1].end_lineno or 0) - body[0].lineno + 1
+def code_lines(text: str) -> int:
+    """Returns the lines that are not blank, comment or docstring."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NOT_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and type(first.value.value) is str:
+                lines.difference_update(range(first.lineno, (first.end_lineno or 0) + 1))
+    return len(lines)
 
 
-def small_functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[str, bool]]:
-    """Functions with one mention besides their definition, and a body of fewer than 5 lines.
-
-    Special methods are left out, and what else must be a function. Each comes with whether its body could stand at the
-    caller.
-    """
-    mentions: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    methods: Counter[str] = Counter()
-    inherited: set[str] = set()
-    mentioned_in: dict[str, Path] = {}
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-                calls[node.func.id if isinstance(node.func, ast.Name) else node.func.attr] += 1
-            elif isinstance(node, ast.ClassDef):
-                methods.update(item.name for item in node.body if isinstance(item, ast.FunctionDef))
-            elif isinstance(node, ast.Attribute) and is_super(node.value):
-                inherited.add(node.attr)
-            elif isinstance(node, ast.Attribute) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)):
-                name = node.attr if isinstance(node, ast.Attribute) else node.id
-                mentions[name] += 1
-                mentioned_in[name] = path
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
-                continue
-            name = node.name
-            if mentions[name] != 1 or body_lines(node) >= 5 or name.startswith("__"):
-                continue
-            is_one_of_several = methods[name] > 1 or name in inherited
-            is_public = ">>>" in (ast.get_docstring(node) or "")
-            if not (is_one_of_several or is_public or (mentioned_in[name] != path and is_seam(path, node))):
-                yield f"{path.relative_to(SOURCE)}:{node.lineno} {name}", calls[name] == 1
-
-
-def is_super(value: ast.expr) -> bool:
-    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "super"
-
-
-def is_seam(path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function of `torch_compat` uses a private name of torch: its body can stand in no other room."""
-    if not path.is_relative_to(SOURCE / "torch_compat"):
-        return False
-    attributes = [node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)]
-    imports = [ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
-    return any(name.startswith("_") for name in attributes) or any("._" in text or " _" in text for text in imports)
+def looks_inside(text: str) -> bool:
+    """Returns whether a test imports a module that users do not import from, or patches a name of the library."""
+    for node in ast.walk(ast.parse(text)):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "modelstate":
+            packages = [f"{node.module}.{alias.name}" for alias in node.names]
+            has_private = any(alias.name.startswith("_") for alias in node.names)
+            rooms = [name for name in packages if (SOURCE / name.removeprefix("modelstate.")).is_dir()]
+            names = [node.module or "", *(rooms if node.module == "modelstate" else ())]
+            if has_private:
+                return True
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "modelstate"]
+        if any(name not in PUBLIC and not name.startswith("modelstate.integrations") for name in names):
+            return True
+    return bool(re.search(r'(?:patch\.object|setattr|mock\.patch)\(\s*(?:sys\.modules\[)?"modelstate', text))
 
 
 def any_annotations(trees: dict[Path, ast.Module]) -> Iterator[str]:
@@ -148,24 +128,29 @@ def private_torch(trees: dict[Path, ast.Module]) -> dict[str, list[str]]:
 def main() -> None:
     """Prints the table, or one of the lists."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", choices=("small", "inline", "any", "private"))
-    parser.add_argument("folder", nargs="?", help="only this folder of the source is listed")
+    parser.add_argument("--list", choices=("any", "private"))
+    parser.add_argument("folder", nargs="?", default="", help="only this folder of the source is listed")
     arguments = parser.parse_args()
     trees = parsed(SOURCE)
-    small, broad, private = [*small_functions(trees)], [*any_annotations(trees)], private_torch(trees)
-    inline = [function for function, is_movable in small if is_movable]
+    broad, private = [*any_annotations(trees)], private_torch(trees)
     if arguments.list:
-        lists = {
-            "small": [function for function, _ in small],
-            "inline": inline,
-            "any": broad,
-            "private": [f"{name}:{use}" for name, uses in private.items() for use in uses],
-        }
-        print("\n".join(line for line in lists[arguments.list] if line.startswith(arguments.folder or "")))
+        uses = [f"{name}:{use}" for name, uses in private.items() for use in uses]
+        lines = broad if arguments.list == "any" else uses
+        print("\n".join(line for line in lines if line.startswith(arguments.folder)))
         return
-    functions = sum(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) for t in trees.values() for n in ast.walk(t))
-    print(f"files {len(trees)}, lines {sum(len(path.read_text().splitlines()) for path in trees):,}")
-    print(f"functions {functions:,}, small with one caller {len(small)}, of these fit to inline {len(inline)}")
+    classes = Counter(n.name for t in trees.values() for n in ast.walk(t) if isinstance(n, ast.ClassDef))
+    texts = [path.read_text() for path in trees]
+    tests = [path.read_text() for path in TESTS.rglob("*.py")]
+    test_files = [path.read_text() for path in TESTS.rglob("test_*.py")]
+    inside = sum(map(looks_inside, test_files)) / len(test_files)
+    words = sum(len(path.read_text().split()) for path in DOCS.rglob("*.md"))
+    print(f"files {len(trees)}, lines {sum(len(text.splitlines()) for text in texts):,}")
+    print(f"code lines {sum(map(code_lines, texts)):,}")
+    twice = sum(number > 1 for number in classes.values())
+    print(f"classes {classes.total()}, class names used more than once {twice}")
+    print(f"the word Any {sum(len(re.findall(WORD_ANY, text)) for text in texts)}")
+    print(f"test lines {sum(len(text.splitlines()) for text in tests):,}, test files that look inside {inside:.2f}")
+    print(f"words below docs/ {words:,}")
     print(f"annotations with Any {len(broad):,}")
     print(f"files outside torch_compat with private names of torch {len(private)}")
 

@@ -2,6 +2,8 @@
 
 import sys
 
+from modelstate import forks as forks  # before another thread makes its first call
+
 TYPE_CHECKING = False  # as in `modelstate/__init__.py`
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

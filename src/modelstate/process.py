@@ -1,4 +1,4 @@
-"""Threads, forks, signals, the garbage collector and the progress bar of this process.
+"""Threads, signals, the garbage collector and the progress bar of this process.
 
 Invariant: a function that starts threads returns or raises only when none of them writes to memory of the caller any
 more, also when an interrupt arrives, since that memory may be freed afterwards. A thread within `leaving` is not waited
@@ -9,20 +9,19 @@ import _signal  # type: ignore[import-not-found]
 import _thread
 import gc
 import mmap
-import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from itertools import takewhile
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from modelstate.errors import is_interrupt, keep_interrupt
+from modelstate.forks import at_fork, fork_safe_lock, is_forked
 
 _Item = TypeVar("_Item")
 
@@ -43,16 +42,11 @@ class ThreadValue(threading.local, Generic[_Item]):
     @contextmanager
     def replaced(self, value: _Item) -> Iterator[None]:
         """Within the block, this thread has another value."""
-        before = self.value
+        before, self.value = self.value, value
         try:
-            try:
-                self.value = value
-                yield
-            finally:
-                self.value = before
-        except BaseException:
-            self.value = before  # an interrupt may have broken off the first attempt
-            raise
+            yield
+        finally:
+            self.value = before
 
 
 _stops = ThreadValue[tuple[Callable[[], bool], ...]](())
@@ -137,7 +131,7 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
     stop = threading.Event()
     # While the program ends, in a function of `atexit`, no threads can be started.
     is_nested = with_torch and _computes.value
-    if threads <= 1 or is_nested or (with_torch and _is_forked) or not threading.main_thread().is_alive():
+    if threads <= 1 or is_nested or (with_torch and is_forked()) or not threading.main_thread().is_alive():
         work(stop)
         return
     running: list[None] = []
@@ -492,66 +486,12 @@ class cached_attribute(Generic[_Item]):
         return value
 
 
-# Forks.
-
-_fork_safe: list[tuple[threading.Lock, Callable[[int], None] | None]] = []
-_acquired: list[threading.Lock] = []
-_is_forked = False
-"""A forked process lacks threads that torch relies on: only the caller's own thread is known to work there."""
-
-
-def is_forked() -> bool:
-    """Whether this process was forked, and therefore lacks threads that torch relies on."""
-    return _is_forked
-
-
-def fork_safe_lock(in_child: Callable[[int], None] | None = None) -> threading.Lock:
-    """Returns a lock for the state of a Python module. A fork waits until the lock is free.
-
-    So the lock is free in a forked child, and the state that it guards is complete. The lock must be held only for
-    moments.
-
-    Args:
-        in_child: Called in the child with the number of its only thread (`threading.get_ident`), while the child holds
-            the lock. It undoes what other threads had begun, which do not exist in the child.
-    """
-    lock = threading.Lock()
-    _fork_safe.append((lock, in_child))
-    return lock
-
-
-def _before_fork() -> None:
-    for lock, _ in _fork_safe:
-        lock.acquire()
-        _acquired.append(lock)
-
-
-def _after_fork_in_parent() -> None:
-    acquired = _acquired[::-1]
-    _acquired.clear()  # before the first lock is free, with which a fork in another thread begins
-    for lock in acquired:
-        lock.release()
-
-
-def _after_fork_in_child() -> None:
-    global _is_forked
-    _is_forked = True
-    here = threading.get_ident()
-    for _, in_child in _fork_safe:
-        if in_child is not None:
-            in_child(here)
-    _after_fork_in_parent()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 _torch_threads_lock = fork_safe_lock()
 
 
 # The garbage collector.
 
-_pauses: dict[int, int] = {}
-"""The active pauses, each with the number of its thread: several threads may load at once."""
-_was_enabled = True
+_pausing_thread: int | None = None
 
 
 @contextmanager
@@ -561,39 +501,30 @@ def gc_paused() -> Iterator[None]:
     Tables of tensors contain no garbage, and with torch imported each pass over all objects of the process costs more
     than the table.
     """
-    global _was_enabled
-    token = object()
+    global _pausing_thread
+    if not gc.isenabled():
+        yield
+        return
     try:
-        try:
-            with _collector_lock:
-                if not _pauses:
-                    _was_enabled = gc.isenabled()
-                _pauses[id(token)] = threading.get_ident()
-                gc.disable()
-            yield
-        finally:
-            with _collector_lock:
-                _end_pauses([id(token)])
-    except BaseException:
-        with _collector_lock:
-            _end_pauses([id(token)])  # an interrupt may have arrived before the first call
-        raise
-
-
-def _end_pauses(tokens: Iterable[int]) -> None:
-    active = [token for token in tokens if token in _pauses]
-    if active and len(active) == len(_pauses) and _was_enabled:
+        gc.disable()
+        _pausing_thread = threading.get_ident()
+        yield
+    finally:
         gc.enable()
-    for token in active:
-        del _pauses[token]
+        _pausing_thread = None
 
 
-_collector_lock = fork_safe_lock(
-    lambda thread: _end_pauses([token for token, owner in _pauses.items() if owner != thread])
-)
+def _enable_collector_in_child() -> None:
+    if _pausing_thread not in (None, threading.get_ident()):
+        gc.enable()
+
+
+at_fork(in_child=_enable_collector_in_child)
 
 
 # Signals.
+
+_SIGNALS: list[int] = sorted({int(number) for number in signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP})
 
 
 @contextmanager
@@ -606,58 +537,34 @@ def deferred_signals() -> Iterator[Callable[[], None]]:
     part of `signal` without the lookup of enum members. That takes twenty times as long, and drops a `ValueError` of a
     handler.
     """
+    if threading.get_ident() != threading.main_thread().ident:  # `current_thread` may catch what a handler raises
+        yield lambda: None
+        return
+    handlers = {number: handler for number in _SIGNALS if callable(handler := _signal.getsignal(number))}
     arrived: list[int] = []
-    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
 
     def deliver() -> None:
-        while arrived:
-            number = arrived.pop(0)
-            handlers[number](number, sys._getframe())
+        with ExitStack() as calls:  # each handler, also where another one raises
+            for number in reversed(dict.fromkeys(arrived)):
+                calls.callback(handlers[number], number, sys._getframe())
+            arrived.clear()
 
-    if threading.get_ident() != threading.main_thread().ident:  # `current_thread` may catch what a handler raises
-        yield deliver
-        return
+    def restore() -> None:
+        for number, handler in handlers.items():
+            _signal.signal(number, handler)
 
-    def record(number: int, _: FrameType | None) -> None:
-        arrived.append(number)
-
-    handlers = {number: handler for number in _HANDLED if callable(handler := _signal.getsignal(number))}
     try:
         for number in handlers:
-            _signal.signal(number, record)
+            _signal.signal(number, lambda number, _: arrived.append(number))
         yield deliver
     finally:
         try:
-            try:
-                _install(handlers)
-            except BaseException:
-                _install(handlers)  # a handler that was installed first has raised
-                raise
+            restore()
+        except BaseException:
+            restore()  # a handler that was restored first has raised
+            raise
         finally:
-            with ExitStack() as handled:  # each signal, also where the handler of another one raises
-                for number in reversed(dict.fromkeys(arrived)):
-                    handled.callback(_handle, number)
-
-
-def _handle(number: int) -> None:
-    """Has the effect of a signal that has arrived before.
-
-    An event loop has its handlers called for each byte that the arrival of a signal writes into its pipe, which has
-    been written: another signal would call them a second time.
-    """
-    handler = signal.getsignal(number)
-    if callable(handler):
-        handler(number, sys._getframe())
-    else:
-        signal.raise_signal(number)
-
-
-def _install(handlers: Mapping[int, Callable[[int, FrameType | None], object]]) -> None:
-    for number, handler in handlers.items():
-        _signal.signal(number, handler)
-
-
-_HANDLED: list[int] = sorted({int(number) for number in signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP})
+            deliver()
 
 
 _BAR_DELAY_SECONDS = 0.5

@@ -16,6 +16,7 @@ import modelstate as ms
 from modelstate.errors import BackgroundCancelledError
 from modelstate.process import gc_paused
 from tests.io.test_lease import saved
+from tests.programs import run_program
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork")
 
@@ -167,3 +168,38 @@ def test_no_lock_of_a_python_module_is_forgotten() -> None:
             if isinstance(value, kinds) and id(value) not in known and where not in handled:
                 forgotten.append(where)
     assert not forgotten
+
+
+FIRST_CALLS = """
+import os, signal, sys, threading
+import torch
+import modelstate as ms
+
+path, started = sys.argv[1], threading.Event()
+
+def first_call():
+    started.set()
+    ms.load(torch.nn.Linear(8, 8), path)
+
+sys.setswitchinterval(1e-5)
+threads = [threading.Thread(target=first_call) for _ in range(2)]
+for thread in threads:
+    thread.start()
+started.wait()
+for _ in range(10):
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        ms.load(torch.nn.Linear(8, 8), path)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_children_that_are_forked_during_the_first_calls_of_other_threads(tmp_path: Path) -> None:
+    """The modules that such a call imports are imported in the child as well."""
+    run_program(FIRST_CALLS, saved(tmp_path / "model.safetensors", size=8))

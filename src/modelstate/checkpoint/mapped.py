@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from modelstate.errors import ReadFailedError, SourceTypeError
+from modelstate.forks import fork_safe_lock
 from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
 from modelstate.io.engine import read_ranges
@@ -25,7 +26,6 @@ from modelstate.io.files import (
 )
 from modelstate.io.lease import hold
 from modelstate.io.linux import MAP_NORESERVE
-from modelstate.process import fork_safe_lock
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor, TensorColumns
 
 if TYPE_CHECKING:

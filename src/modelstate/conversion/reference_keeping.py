@@ -10,8 +10,9 @@ from torch import nn
 from modelstate.arguments import check_flag
 from modelstate.conversion.conversion import Conversion, apply_in_conversion, running_conversion
 from modelstate.conversion.tensors import Target
+from modelstate.forks import fork_safe_lock
 from modelstate.planning.assignment import COPYABLE
-from modelstate.process import fork_safe_lock, gc_paused
+from modelstate.process import gc_paused
 from modelstate.torch_compat.modules import MethodOverride, Overrides, is_cast_of_torch, modules_of, tensors_of
 from modelstate.torch_compat.plain import is_fake
 from modelstate.torch_compat.private import is_faking

@@ -37,6 +37,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from modelstate.forks import at_fork
 from modelstate.io import system
 from modelstate.io.files import Descriptor
 from modelstate.io.linux import IS_LINUX, MAP_NORESERVE, Advice, madvise
@@ -444,4 +445,4 @@ def _find_libc() -> _Libc | None:
 
 _libc = _find_libc()
 if _libc is not None:
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+    at_fork(before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork_in_child)

@@ -20,6 +20,7 @@ from datetime import datetime
 from functools import partial
 
 from modelstate.errors import LockedError, StoreMovedError, WriteFailedError
+from modelstate.forks import at_fork
 from modelstate.io.files import Descriptor
 from modelstate.text_format import printable
 
@@ -51,7 +52,7 @@ def _close_in_child() -> None:
             descriptors_to_close.pop().close()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+at_fork(in_child=_close_in_child)
 
 
 class WriterLock:

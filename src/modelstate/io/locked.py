@@ -26,12 +26,13 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from modelstate.errors import ReadFailedError
+from modelstate.forks import is_forked
 from modelstate.io import lease, linux, system
 from modelstate.io.blocks import Block, Consume, Part, Wanted
 from modelstate.io.engine import Request, Rows, coalesce, for_each, memory_at, read_threads
 from modelstate.io.files import Descriptor, FileFingerprint, open_unchanged
 from modelstate.io.prefetch import begin_to_read, merged, most_to_read
-from modelstate.process import is_forked, torch_threads
+from modelstate.process import torch_threads
 from modelstate.spec import GAP_BYTES, ByteRange
 
 if TYPE_CHECKING:

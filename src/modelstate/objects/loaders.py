@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from modelstate.errors import ResumeWarning
+from modelstate.forks import fork_safe_lock
 from modelstate.objects.rng import RNG
-from modelstate.process import fork_safe_lock
 
 GENERATOR_KEY = "modelstate.generator"
 """The key, in the saved state of a loader, of the state of the loader's own generator."""

@@ -22,15 +22,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from modelstate.process import (
-    ThreadValue,
-    fork_safe_lock,
-    is_stopped,
-    leaving,
-    try_start,
-    unstoppable,
-    wait_for,
-)
+from modelstate.forks import at_fork, fork_safe_lock
+from modelstate.process import ThreadValue, is_stopped, leaving, try_start, unstoppable, wait_for
 
 if TYPE_CHECKING:
     import asyncio
@@ -50,14 +43,15 @@ _handing_over: set[int] = set()
 """The threads of the client that are giving a result to the loop."""
 
 
-def _forget_loop(_: int) -> None:
+def _forget_loop() -> None:
     """Its thread does not exist in a process that was forked."""
     global _loop
     _loop = None
     _handing_over.clear()
 
 
-_lock = fork_safe_lock(_forget_loop)
+at_fork(in_child=_forget_loop)
+_lock = fork_safe_lock()
 _until = ThreadValue(float("inf"))
 """The time until which a thread waits for requests: one that cleans up after an interrupt does not wait for long."""
 

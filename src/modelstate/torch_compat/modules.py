@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from modelstate.errors import ModelCodeError, ModelStateError, OptionError
-from modelstate.process import fork_safe_lock
+from modelstate.forks import fork_safe_lock
 from modelstate.torch_compat.private import stock_apply
 from modelstate.torch_compat.sharding import is_hook_of_fsdp
 

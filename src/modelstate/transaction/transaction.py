@@ -8,8 +8,7 @@ first use of a tensor, the transaction copies its bytes and runs the writes that
 
 Changes of one model by several threads wait for one another, under the lock `exclusive`. Two models conflict when they
 share a module, a tensor or a storage. Changes of models that do not conflict run at the same time; a change within
-another one, in the same thread, runs at once. Locks are registered by weak references, so that a lock ends with its
-object. A forked child drops the locks of threads that it does not have.
+another one, in the same thread, runs at once. A forked child drops the locks of threads that it does not have.
 """
 
 import logging
@@ -27,7 +26,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from modelstate.errors import ModelBusyError, RollbackError
-from modelstate.process import deferred_signals, fork_safe_lock
+from modelstate.forks import at_fork, fork_safe_lock
+from modelstate.process import deferred_signals
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import modules_of, own_buffers, own_parameters
 from modelstate.torch_compat.plain import has_dispatch
@@ -452,13 +452,11 @@ _HARMLESS = frozenset(
 _POLL_SECONDS = 0.1
 """The interval in which a waiting thread looks whether a lock has ended without a release."""
 _TIMEOUT_SECONDS = 600.0
-"""The limit of a wait. The owner of a lock may wait for this thread in a way that cannot be seen, as a hook may."""
+"""The limit of a wait. The owner of a lock may wait for this thread, as a hook may."""
 
 _held: "weakref.WeakValueDictionary[int, exclusive]" = weakref.WeakValueDictionary()
-"""The locks that are acquired, by their ids and in their order. One that an interrupt has kept from ending is gone when
-nothing refers to it any more."""
-_waiting: dict[int, set[int]] = {}
-"""By waiting thread, the threads that it waits for."""
+"""The acquired locks by their ids. A lock that an interrupt has kept from ending is gone with its last reference."""
+_guard = fork_safe_lock()
 
 
 class exclusive:
@@ -466,33 +464,33 @@ class exclusive:
 
     Its end rolls back the transactions within it that an interrupt has kept from ending.
 
-    Raises `ModelBusyError` when threads would wait for each other, or when the wait exceeds ten minutes.
+    Raises `ModelBusyError` when the wait exceeds ten minutes.
     """
 
-    __slots__ = ("__weakref__", "_ids", "_models", "_released", "_thread", "rollbacks")
+    __slots__ = ("__weakref__", "_models", "_released", "_shared_ids", "_thread", "rollbacks")
 
     def __init__(self, *models: nn.Module) -> None:
         self._thread = threading.get_ident()
         self._models = models
-        self._ids: set[int] | None = None
+        self._shared_ids: set[int] | None = None
+        """The ids of modules, tensors and storages; computed only when two threads change models at once."""
         self.rollbacks: list[Callable[[], None]] = []
         """The rollbacks of the transactions within it that have not ended."""
-        self._released = threading.Lock()
-        self._released.acquire()
+        self._released = threading.Event()
 
     def __enter__(self) -> None:
         deadline = time.monotonic() + _TIMEOUT_SECONDS
-        try:
-            while (released := self._acquire()) is not None:
-                if time.monotonic() >= deadline:
-                    raise self._busy(f"it has been for {_TIMEOUT_SECONDS:.0f} seconds")
-                if released.acquire(timeout=_POLL_SECONDS):
-                    released.release()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        finally:
-            _waiting.pop(self._thread, None)
+        while (released := self._acquire()) is not None:
+            released.wait(_POLL_SECONDS)
+            if time.monotonic() >= deadline:
+                raise ModelBusyError(
+                    "another thread is changing the module, or one that shares tensors with it; nothing has been "
+                    "changed",
+                    where=", ".join(type(model).__name__ for model in self._models),
+                    found=f"it has been for {_TIMEOUT_SECONDS:.0f} seconds",
+                    remedy="load, convert and restore a module in one thread, and not in a hook that waits for another "
+                    "thread",
+                )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -504,47 +502,22 @@ class exclusive:
             self.rollbacks.clear()
             with _guard:
                 _held.pop(id(self), None)
-            with suppress(RuntimeError):  # it has been released
-                self._released.release()
+            self._released.set()
 
-    def _acquire(self) -> "threading.Lock | None":
-        """Acquires the lock, or returns what is released when a conflicting lock ends."""
+    def _acquire(self) -> "threading.Event | None":
+        """Acquires the lock, or returns what is set when a conflicting lock ends."""
         with _guard:
-            others = [lock for lock in _held.values() if lock._thread != self._thread]
-            conflicts = [lock for lock in others if not self._shared_ids().isdisjoint(lock._shared_ids())]
-            if not conflicts:
-                _held[id(self)] = self
-                return None
-            _waiting[self._thread] = {lock._thread for lock in conflicts}
-            reachable, stack = set[int](), [*_waiting[self._thread]]
-            while stack:
-                thread = stack.pop()
-                if thread not in reachable:
-                    reachable.add(thread)
-                    stack += _waiting.get(thread, ())
-            if self._thread in reachable:
-                raise self._busy("it waits for this thread to end another change")
-            return conflicts[0]._released
+            for lock in list(_held.values()):
+                if lock._thread != self._thread and not self._ids().isdisjoint(lock._ids()):
+                    return lock._released
+            _held[id(self)] = self
+            return None
 
-    def _busy(self, found: str) -> ModelBusyError:
-        return ModelBusyError(
-            "another thread is changing the module, or one that shares tensors with it; nothing has been changed",
-            where=", ".join(type(model).__name__ for model in self._models),
-            found=found,
-            remedy="load, convert and restore a module in one thread, and not in a hook that waits for another thread",
-        )
-
-    def _shared_ids(self) -> set[int]:
-        """The ids of modules, tensors and storages. They are computed only when two threads change models at once."""
-        if self._ids is None:
-            ids = set(map(id, self._models))
-            for model in self._models:
-                for _ in range(100):
-                    with suppress(RuntimeError):  # the owner of a dict has changed it meanwhile
-                        ids |= _ids_of(model)
-                        break
-            self._ids = ids
-        return self._ids
+    def _ids(self) -> set[int]:
+        while self._shared_ids is None:
+            with suppress(RuntimeError):  # the owner of a dict has changed it meanwhile
+                self._shared_ids = {*map(id, self._models)}.union(*map(_ids_of, self._models))
+        return self._shared_ids
 
 
 def _ids_of(model: nn.Module) -> set[int]:
@@ -560,11 +533,10 @@ def _ids_of(model: nn.Module) -> set[int]:
     return {*map(id, modules), *map(id, tensors), *storages}
 
 
-def _in_child(thread: int) -> None:
+def _drop_in_child() -> None:
     for key, lock in [*_held.items()]:
-        if lock._thread != thread:
+        if lock._thread != threading.get_ident():
             del _held[key]
-    _waiting.clear()
 
 
-_guard = fork_safe_lock(_in_child)
+at_fork(in_child=_drop_in_child)
