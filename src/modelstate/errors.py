@@ -428,7 +428,7 @@ class StalePlanError(ModelStateError, RuntimeError, page="stale-plan"):
     """The slots of the model are not those that the plan was made for."""
 
 
-class ModelBusyError(ModelStateError, RuntimeError, page="model-busy"):
+class ModelBusyError(ModelStateError, RuntimeError, page="locked"):
     """Another thread is changing the module, or one that shares tensors with it, and did not finish in time."""
 
 
