@@ -10,7 +10,6 @@ from modelstate.io.held import HeldFiles, held_files
 from modelstate.loading.place import Place
 from modelstate.loading.stage import Progress, limit_memory, read_in_place, stage
 from modelstate.loading.staging import Staging
-from modelstate.planning.matching import MatchedCheckpoint
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_dense, is_plain
@@ -50,7 +49,7 @@ def overwrite(staging: Staging, planned: Iterable[Planned], advance: Progress) -
         ) from error
 
 
-def place_fallible(transaction: Transaction, matched: MatchedCheckpoint, planned: Iterable[Planned]) -> None:
+def place_fallible(transaction: Transaction, planned: Iterable[Planned]) -> None:
     """Gives memory to slots on meta, and places values that may run code of a tensor subclass: all can be undone."""
     for item in planned:
         if isinstance(item, PlainTable) and item.final is not None and item.placement.name == "swap":
@@ -61,12 +60,10 @@ def place_fallible(transaction: Transaction, matched: MatchedCheckpoint, planned
                 rows = zip(item.slots, item.final, strict=True)
                 slot, value = next((slot, value) for slot, value in rows if not value.is_meta)
                 raise _placement_error(slot.name, slot.tensor, value, error) from error
-    # What planning has checked holds as long as no code of a user has run.
-    is_as_planned = not (transaction.armed or matched.options.transform or matched.rules)
     for write in transaction.writes:
         if not isinstance(write, Place) or write.done or write.assignment.placement.direct:
             continue
-        if write.target.is_meta or not ((is_as_planned and write.assignment.is_checked_copy) or write.cannot_fail):
+        if write.target.is_meta or not write.cannot_fail:
             try:
                 transaction.run(write)
             except ModelStateError:

@@ -369,7 +369,7 @@ def _execute(
         effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
         with phase(LAST_CHECKS, decides=True, effect=effect):
             new_state = following_state(optimizers, _final_values(planned), before) if optimizers else []
-            place_fallible(transaction, preparation.matched, planned)
+            place_fallible(transaction, planned)
             if any(assignment.sharded is not None for assignment in assignments):
                 transaction.register_undo(refresh_shards(preparation.slots.modules.values()))
             is_mapped = any(item.placement.mapped for item in planned)
@@ -394,12 +394,12 @@ def _execute(
         ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(preparation, staging, agreement)
     if is_mapped and options.prefault is None and staged is None:
         notes += prefault_async(staging, planned)
-    facts = preparation.facts(with_sources=False)
+    target, source_name = preparation.names
     return LoadReport(
-        target=facts.target,
-        source=facts.source,
+        target=target,
+        source=source_name,
         notes=(*notes, *transaction.notes, *(staging.overflows.notes() if staging.overflows.counts else ())),
-        slots=facts.slots,
+        slots=preparation.slot_count,
         seconds=time.perf_counter() - started,
         peak_memory_bytes=staging.held.peak_bytes,
         verified_bytes=verified,
@@ -407,7 +407,7 @@ def _execute(
         references_lost=lost_references(preparation.slots_before, preparation.model) if transaction.armed else (),
         ranks=ranks,
         reread_bytes=reread_bytes,
-        make_steps=facts.make_steps,
+        make_steps=preparation.step_maker(with_sources=False),
     )
 
 

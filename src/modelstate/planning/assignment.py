@@ -212,8 +212,6 @@ class Assignment:
     seconds: float = 0.0
     sharded: ShardedSlot | None = None
     """The DTensor whose local tensor is `param`; None for a slot that is on one rank."""
-    is_checked_copy: bool = False
-    """Whether planning has checked that a new plain tensor of `dtype` can be copied into the slot."""
     nbytes: int = field(init=False)
     """Bytes to read: the sum of the parts for a value that is computed from several tensors."""
     is_run_of_bytes: bool = field(init=False)

@@ -60,6 +60,11 @@ class Step(NamedTuple):
     proportion to their bytes."""
 
     @property
+    def decision(self) -> tuple[object, ...]:
+        """What a plan decides. Whether bytes are mapped, or read at the commit, depends on other processes too."""
+        return (*self[:3], self.how.name, self.how.by_handler, *self[4:11], self.shard)
+
+    @property
     def placement(self) -> str:
         """The kind of placement.
 

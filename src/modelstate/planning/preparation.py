@@ -1,8 +1,7 @@
 """`Preparation`: the assignments of a load, and every problem that keeps a value from its slot."""
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -14,7 +13,6 @@ from modelstate.errors import CodecError, ExtraStateError, ModelStateError, Plan
 from modelstate.io.engine import ReadStrategy
 from modelstate.planning.assignment import (
     CALL,
-    COPYABLE,
     DEVICES_READ_INTO,
     Assignment,
     Placement,
@@ -147,8 +145,8 @@ class Preparation:
         """By the ids of the tensors that get a value, under whatever name. None stands for a row of a table."""
         self._in_memory: list[Assignment] = []
         """Those that get into plain memory of the model, which that of others may overlap."""
-        self._shown: dict[ByteRange, list[tuple[int, int]]] = {}
-        """The sorted ranges that slots map, from start to end, by their storages. None overlaps another."""
+        self._mapped_storages: set[ByteRange] = set()
+        """The storages of files that slots map. Slots that are not tied must not share memory."""
         self.quantized = () if isinstance(matched.applied.entries, StoredEntries) else tuple(self.incoming.quantized)
         """Names of tensors of the checkpoint that are quantized by a wrapper subclass."""
         quantized = (self.slots.by_name.get(name) for name in self.quantized)
@@ -224,8 +222,7 @@ class Preparation:
         rows = entries.tensors.rows
         if len({*rows.values()}) < len(rows):  # other names of the same bytes are not mapped
             for table in self.tables:
-                for extent in table.sources if table.placement.mapped else ():
-                    self._show(extent, extent)
+                self._mapped_storages.update(table.sources if table.placement.mapped else ())
         return self.used
 
     @property
@@ -337,7 +334,7 @@ class Preparation:
         may_map = is_meta and not transformed and (options.map is True if has_own_memory else options.map is not False)
         if may_map and isinstance(stored, StoredTensor) and stored.is_contiguous:
             # Two slots that are not tied must not map the same bytes.
-            may_map = not self._is_shown(stored)
+            may_map = stored.storage not in self._mapped_storages
             if stored.nbytes and stored.extent.start % stored.dtype.itemsize:
                 may_map = False
                 self.incoming.maps.note(UNALIGNED, stored.extent.path)
@@ -358,7 +355,7 @@ class Preparation:
         elif placement.mapped and isinstance(stored, StoredTensor):
             if not self.incoming.maps.may_show(stored.extent, options.map):
                 placement = choose(param, value, dtype, device, map=False, in_place=False, transformed=False)
-            self._show(stored.storage, stored.extent)
+            self._mapped_storages.update([stored.storage] if stored.nbytes else [])
         assignment = Assignment(
             *(name, kind, param, value, given, stored, placement, plain, dtype, device, self.overflows, transform),
             sharded=sharded,
@@ -366,19 +363,6 @@ class Preparation:
         if choice.last is not None:
             self._set_module_transform(assignment, choice.last)
         return assignment
-
-    def _is_shown(self, stored: StoredTensor) -> bool:
-        """Whether a slot maps some of the bytes of a stored tensor."""
-        ranges, (_, start, nbytes) = self._shown.get(stored.storage, []), stored.extent
-        after = bisect_left(ranges, (start,))
-        return (after > 0 and ranges[after - 1][1] > start) or (
-            after < len(ranges) and ranges[after][0] < start + nbytes
-        )
-
-    def _show(self, storage: ByteRange, extent: ByteRange) -> None:
-        """Takes note of a range that a slot maps."""
-        if extent.nbytes:
-            insort(self._shown.setdefault(storage, []), (extent.start, extent.start + extent.nbytes))
 
     def _equals(self, first: Assignment, value: torch.Tensor, stored: Source | None) -> bool:
         """Whether another value for the slot of an assignment is the same. Each rank compares its part of a DTensor."""
@@ -539,9 +523,6 @@ class Preparation:
             stored = param.untyped_storage().nbytes()
             self.problems.append(Problem(ProblemKind.FREED_MEMORY, assignment.name, param.nbytes, stored))
             return
-        if is_copied and assignment.plain and assignment.transform is None:
-            is_dense = assignment.own_stride is not None or param.is_contiguous()
-            assignment.is_checked_copy = is_dense and assignment.dtype in COPYABLE and not param.is_inference()
         if storage_id(param):
             self._in_memory.append(assignment)
 
@@ -623,79 +604,66 @@ class Preparation:
 
     def plan(self) -> LoadPlan:
         """Returns the frozen plan."""
-        facts = self.facts(with_sources=True)
+        target, source = self.names
         return LoadPlan(
-            target=facts.target,
-            source=facts.source,
+            target=target,
+            source=source,
             problems=tuple(self.problems),
             notes=tuple(self.notes),
-            slots=facts.slots,
+            slots=self.slot_count,
             peak_memory_bytes=peak_bytes(self.planned, ReadStrategy.fastest()),
             binding=Binding(self.matched, self.signatures, self.transaction.armed, self.mapped),
-            make_steps=facts.make_steps,
+            make_steps=self.step_maker(with_sources=True),
         )
 
-    def facts(self, *, with_sources: bool) -> "Facts":
-        """Returns what a plan and a report say. Without the sources, neither the facts nor the steps hold a tensor."""
+    @property
+    def slot_count(self) -> int:
+        """The number of slots that need a value."""
         tensors = sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or id(slot.tensor) in self.filled)
-        slots = tensors + len(self.slots.extra) - len({id(param) for param in self.uninitialised.values()})
-        steps = []
-        for assignment in self.assignments:
-            slot = self.slots.by_name.get(assignment.name)
-            tied = () if slot is None or len(slot.names) < 2 else slot.names
-            entry = self.incoming.entry_of(assignment.given)
-            sources = (assignment.given,) if entry is None else entry.sources
-            step = Step(
-                assignment.name,
-                assignment.kind,
-                sources[0] if len(sources) == 1 else ", ".join(sources),
-                assignment.placement,
-                assignment.slot_tensor.shape,
-                assignment.dtype,
-                assignment.value.dtype,
-                assignment.device,
-                assignment.nbytes,
-                tuple(name for name in tied if name != assignment.name),
-                () if entry is None else entry.rules,
-                assignment.route,
-                "" if assignment.sharded is None else str(assignment.sharded.shard),
-                assignment.stored if with_sources else None,
-                assignment.seconds,
-            )
-            steps.append(step)
+        return tensors + len(self.slots.extra) - len({id(param) for param in self.uninitialised.values()})
+
+    def step_maker(self, *, with_sources: bool) -> Callable[[], tuple[Step, ...]]:
+        """Returns a function that makes a step for each value and extra state, in the order of the slots.
+
+        Without the sources, neither the function nor the steps hold a tensor.
+        """
+        steps = [self._step(assignment, with_sources) for assignment in self.assignments]
         extra = [Step(name, EXTRA, self.incoming.source_of(name), CALL) for name in self.extra_states]
-        if not self.tables:
-            return Facts(*self.names, slots, tuple(steps), lambda: (*steps, *extra))
         entries = self.matched.applied.entries
         stored = entries.tensors if with_sources and isinstance(entries, StoredEntries) else {}
         tables = [table.step_maker(stored) for table in self.tables]
-        names = [*self.slots.by_name] if len(tables) > 1 or steps else []
+        names = [*self.slots.by_name] if tables and len(tables) + len(steps) > 1 else []
 
-        def merged() -> tuple[Step, ...]:
-            positions = {name: position for position, name in enumerate(names)}
+        def make() -> tuple[Step, ...]:
             unordered = [*steps, *(step for table in tables for step in table())]
+            positions = {name: position for position, name in enumerate(names)}
             return (*sorted(unordered, key=lambda step: positions.get(step.name, len(names))), *extra)
 
-        return Facts(*self.names, slots, tuple(steps), merged)
+        return make
+
+    def _step(self, assignment: Assignment, with_source: bool) -> Step:
+        slot, entry = self.slots.by_name.get(assignment.name), self.incoming.entry_of(assignment.given)
+        return Step(
+            name=assignment.name,
+            kind=assignment.kind,
+            source=assignment.given if entry is None else ", ".join(entry.sources),
+            how=assignment.placement,
+            shape=assignment.slot_tensor.shape,
+            dtype=assignment.dtype,
+            stored_dtype=assignment.value.dtype,
+            device=assignment.device,
+            nbytes=assignment.nbytes,
+            ties=() if slot is None else tuple(name for name in slot.names if name != assignment.name),
+            rules=() if entry is None else entry.rules,
+            route=assignment.route,
+            shard="" if assignment.sharded is None else str(assignment.sharded.shard),
+            expression=assignment.stored if with_source else None,
+            seconds=assignment.seconds,
+        )
 
     def steps(self) -> tuple[Step, ...]:
         """Returns the steps of a plan, with their sources."""
-        return self.facts(with_sources=True).make_steps()
-
-
-class Facts(NamedTuple):
-    """What a plan and a report say of a load."""
-
-    target: str
-    """The class of the model."""
-    source: str
-    """The path of the checkpoint, and the key of the part that is loaded."""
-    slots: int
-    """The number of slots that need a value."""
-    steps: tuple[Step, ...]
-    """The steps of values that have an assignment of their own."""
-    make_steps: Callable[[], tuple[Step, ...]]
-    """Returns a step for each value, with its time, and one for each extra state."""
+        return self.step_maker(with_sources=True)()
 
 
 def _are_equal(value: torch.Tensor, buffer: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from modelstate.formats.tree import leaves
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.differences import adapter_names, one_prefix, prefixes
 from modelstate.planning.matching import Patterns, StoredEntries
-from modelstate.planning.plan import LoadPlan, Step
+from modelstate.planning.plan import LoadPlan
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.recorder import IncompatibleKeys, outermost, walk
 from modelstate.problems import Problem, ProblemKind, model_errors, wrong_shape
@@ -137,10 +137,7 @@ def bind(preparation: Preparation, plan: LoadPlan, stale_remedy: str) -> None:
     # Whether a file may be mapped depends on other processes too: it does not make a plan stale.
     preparation.not_mapped = max(plan.binding.mapped - preparation.mapped, 0)
     if plan.binding.runs_code or preparation.transaction.armed:
-        planned, steps = ({step.name: step for step in steps} for steps in (plan.steps, preparation.steps()))
-        for name, step in planned.items():
-            if name in steps and _is_same_but_for_mapping(step, steps[name]):
-                steps[name] = step
+        planned, steps = ({step.name: step.decision for step in steps} for steps in (plan.steps, preparation.steps()))
         _check_same(preparation, planned, steps, stale_remedy)
 
 
@@ -157,13 +154,6 @@ def _check_same(preparation: Preparation, was: Mapping[str, object], now: Mappin
         found=now.get(changed[0]) or "no such slot",
         remedy=remedy,
     )
-
-
-def _is_same_but_for_mapping(planned: Step, step: Step) -> bool:
-    """Whether two steps are equal except that one maps the file, or reads it at the commit, and the other does not."""
-    is_other_read = step.mapped != planned.mapped or step.how.leased != planned.how.leased
-    is_same_placement = (step.how.name, step.how.by_handler) == (planned.how.name, planned.how.by_handler)
-    return is_other_read and is_same_placement and step._replace(how=planned.how, route=planned.route) == planned
 
 
 def _check_quantized(preparation: Preparation) -> None:
