@@ -362,7 +362,7 @@ class TestRestore:
         assert "the last save of step 30 is passed over" in done.stderr
         found = load_file("model.safetensors")
         assert all(torch.equal(found[name], one) for name, one in model_at(30).state_dict().items())
-        assert run("store", "restore", "run", "again.safetensors", "--step", "30").exit_code == 1
+        assert run("store", "restore", "run", "again.safetensors", "--step", "30").exit_code == 3
         assert run("store", "verify", "run").exit_code == 1
 
     def test_all_are_damaged(self) -> None:

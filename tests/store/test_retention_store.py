@@ -153,7 +153,7 @@ def test_tensors_that_cannot_be_read_for_now_are_not_damaged(
     uses: list[Callable[[], object]] = [
         lambda: store.restore({"state": None}, 2),
         lambda: store.open("state", 2, verify=True),
-        lambda: store.index.whole_save(2, lambda *_: None),
+        lambda: store.index.first_usable(2, store.index.whole),
     ]
     with monkeypatch.context() as patched:
         patched.setattr(system, "open", fails)

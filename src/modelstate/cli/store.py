@@ -29,7 +29,7 @@ from modelstate.text_format import columns, count, in_a_line, size
 if TYPE_CHECKING:
     import torch
 
-    from modelstate.store.directory import StepIndex
+    from modelstate.store.directory import StepEntry, StepIndex
 
 _directory = click.argument(
     "directory", metavar="DIR", help="A store: the directory of a modelstate.Store, or its URL in a bucket."
@@ -223,11 +223,12 @@ def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | N
             break
         for number in infos if step is None else (step,):
             try:
-                _, error = index.read_last_save(number, progress=None)
+                error = index.problem_of(index.saves(number)[0], None)
             except ms.errors.StepNotFoundError:
                 if step is not None:
-                    raise
-                echo(f"step {number}: removed meanwhile", err=as_json)
+                    index.step(step)  # raises where it has been removed, and not where it was replaced
+                else:
+                    echo(f"step {number}: removed meanwhile", err=as_json)
                 continue
             read += 1
             problems += error is not None
@@ -380,26 +381,15 @@ def restore(
                 skipped[number] = in_a_line(text)
                 echo(skipped[number], err=True)
 
-        while True:
-            save = index.whole_save(step, pass_over, progress=None)
-            if save is None:
-                raise ms.errors.StepNotFoundError(
-                    "there is no checkpoint that is whole",
-                    where=index.directory,
-                    remedy=f"modelstate store verify {shlex.quote(directory)} says what is wrong with each of them",
-                )
-            try:
-                with save.open_object(name) as checkpoint:
-                    report = ms.convert_checkpoint(checkpoint, path, overwrite=overwrite, **writing)
-                break
-            except ms.ModelStateError:
-                if step is not None or not save.is_gone:
-                    raise
-                # The step was deleted while it was read: the next one is tried.
+        def attempt(save: StepEntry) -> tuple[int, ms.SaveReport]:
+            with index.whole(save, None).open_object(name) as checkpoint:
+                return save.place.step, ms.convert_checkpoint(checkpoint, path, overwrite=overwrite, **writing)
+
+        (number, report), _ = index.first_usable("latest" if step is None else step, attempt, pass_over=pass_over)
         if as_json:
-            of_steps = {"step": save.place.step, "skipped": [{"step": n, "problem": skipped[n]} for n in skipped]}
+            of_steps = {"step": number, "skipped": [{"step": n, "problem": skipped[n]} for n in skipped]}
             echo(json.dumps({**json.loads(report.to_json()), **of_steps}, indent=2))
         else:
-            echo(f"step {save.place.step}: {report}")
+            echo(f"step {number}: {report}")
         if skipped:
             raise click.exceptions.Exit(PASSED_OVER)

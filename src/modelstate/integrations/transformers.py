@@ -155,14 +155,11 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         if step is None:
             return None
         self.store.wait()
-        save = self.store.index.whole_save(None if step == "latest" else step, self._pass_over)
-        if save is None:
-            if self.store.infos():
-                raise StepNotFoundError(
-                    "no checkpoint of the store is whole",
-                    where=self.store.directory,
-                    remedy="look at the disk, or train(trainer, step=None) to begin anew in another directory",
-                )
+        try:
+            save, _ = self.store.index.first_usable(step, self.store.index.whole, pass_over=self._pass_over)
+        except StepNotFoundError:
+            if step != "latest" or self.store.infos():
+                raise
             return None
         # Higher steps are of an abandoned run: training went back to an earlier step.
         number = save.place.step

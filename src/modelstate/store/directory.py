@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from modelstate.errors import (
     ChecksumError,
@@ -401,13 +401,24 @@ class StepIndex:
     # Reading whole checkpoints.
 
     def first_usable(
-        self, step: Step, attempt: Callable[[StepEntry], _Result], agreement: "Agreement"
+        self,
+        step: Step,
+        attempt: Callable[[StepEntry], _Result],
+        agreement: "Agreement | None" = None,
+        pass_over: Callable[[int, str], None] | None = None,
     ) -> tuple[_Result, dict[int, str]]:
         """Calls `attempt` with a step, or with the steps from the latest on until one can be used.
 
         Of several ranks the first one lists the steps, and all of them attempt the same ones.
 
         A save of a step that cannot be used is passed over for an earlier save of the same step, where there is one.
+
+        Args:
+            step: the step, or "latest".
+            attempt: uses a save; raises the error for which it cannot be used.
+            agreement: the ranks; None for this process alone.
+            pass_over: called with the step of each newer save, and a sentence that says what is wrong with it; None
+                warns.
 
         Returns:
             The result of `attempt`, and what is wrong with the newer saves that were passed over, by their step.
@@ -423,17 +434,22 @@ class StepIndex:
                 try:
                     result = attempt(entry)
                 except (ModelStateError, OSError) as error:
-                    if agreement.is_collective and not isinstance(error, _UNUSABLE):
+                    if agreement is not None and agreement.is_collective and not isinstance(error, _UNUSABLE):
                         raise  # only an error of one checkpoint is sure to be on all ranks, in the same class
-                    if agreement.decided("looking for the step", partial(getattr, entry, "is_gone")):
+                    if _decided(agreement, "looking for the step", partial(getattr, entry, "is_gone")):
                         break  # it was removed or replaced while it was read: list the store again
                     if not isinstance(error, _UNUSABLE):
                         raise
                     self._note_damage(entry, error)
                     skipped.setdefault(entry.place.step, error)
                     continue
-                for _, sentence in _passed_over(skipped, entry):
-                    warn_caller(sentence, DamagedCheckpointWarning)
+                for number, problem in skipped.items():
+                    last_save = "the last save of " if number == entry.place.step else ""
+                    sentence = f"{last_save}step {number} is passed over: {problem}"
+                    if pass_over is None:
+                        warn_caller(sentence, DamagedCheckpointWarning)
+                    else:
+                        pass_over(number, sentence)
                 return result, {number: str(problem) for number, problem in skipped.items()}
             else:
                 if step != "latest":
@@ -446,7 +462,7 @@ class StepIndex:
                     remedy="look at the disk, or at a copy of the store" if skipped else _CHECK_PATH,
                 )
 
-    def _candidates(self, step: Step, agreement: "Agreement") -> Iterator[StepEntry]:
+    def _candidates(self, step: Step, agreement: "Agreement | None") -> Iterator[StepEntry]:
         """Yields `saves`; of several ranks, those that the first one has listed."""
         listed: list[StepEntry] = []
 
@@ -455,9 +471,9 @@ class StepIndex:
             places, root = [entry.place for entry in listed], len(self.directory)
             return [(place.step, place.revision, place.path[root:], place.files[root:]) for place in places]
 
-        chosen = agreement.decided("choosing the step", choose)
+        chosen = _decided(agreement, "choosing the step", choose)
         for index, (number, revision, path, files) in enumerate(chosen):
-            if agreement.is_first:
+            if agreement is None or agreement.is_first:
                 yield listed[index]
                 continue
             place = Place(number, revision, self.directory + path, self.directory + files)
@@ -556,52 +572,12 @@ class StepIndex:
         self.note_whole(entry.place.path)
         return None
 
-    def read_last_save(self, step: int, progress: bool | None) -> tuple[StepEntry, ModelStateError | None]:
-        """Reads all of the last save of a step. Returns it with the error for which it cannot be used, or None.
-
-        Raises `StepNotFoundError` where the step does not exist, or is removed while it is read.
-        """
-        while True:
-            entry = self.saves(step)[0]
-            with suppress(StepNotFoundError):  # the step was replaced or removed while it was read
-                return entry, self.problem_of(entry, progress)
-
-    def whole_save(
-        self, step: int | None, passed_over: Callable[[int, str], None], progress: bool | None = False
-    ) -> StepEntry | None:
-        """Returns a save after reading all of it: the last one of the given step, or the last of all that is whole.
-
-        Args:
-            step: the step; None for the last save that is whole.
-            passed_over: called with the step of each later save, and with a sentence that says what is wrong with it.
-            progress: whether to show a progress bar, as in `modelstate.verify`.
-
-        Returns:
-            The save; None where none is whole.
-
-        Raises:
-            StepNotFoundError: The given step does not exist.
-            DamagedCheckpointError: The given step is not what was saved.
-            NewerManifestError: A newer version of modelstate wrote the given step.
-            ReadFailedError: The given step cannot be read now.
-        """
-        if step is not None:
-            entry, problem = self.read_last_save(step, progress)
-            if problem is not None:
-                raise problem
-            return entry
-        while True:
-            with suppress(StepNotFoundError):  # a save was replaced or removed while it was read: list the store again
-                skipped: dict[int, ModelStateError] = {}
-                whole: StepEntry | None = None
-                for save in self.saves():
-                    if (problem := self.problem_of(save, progress)) is None:
-                        whole = save
-                        break
-                    skipped.setdefault(save.place.step, problem)
-                for number, sentence in _passed_over(skipped, whole):
-                    passed_over(number, sentence)
-                return whole
+    def whole(self, entry: StepEntry, progress: bool | None = False) -> StepEntry:
+        """Returns a save after reading all of it. Raises the error for which it cannot be used."""
+        problem = self.problem_of(entry, progress)
+        if problem is not None:
+            raise problem
+        return entry
 
     def steps_to_prune(self, keep: Keep | None) -> list[int]:
         """Returns the steps that no rule keeps.
@@ -742,11 +718,9 @@ def not_shared(directory: str, expected: str, found: object) -> RanksDifferError
     )
 
 
-def _passed_over(skipped: Mapping[int, object], used: StepEntry | None) -> Iterator[tuple[int, str]]:
-    """Yields each step whose last save is not used, and a sentence that says why."""
-    for step, problem in skipped.items():
-        is_last_save = used is not None and step == used.place.step
-        yield step, f"{'the last save of ' if is_last_save else ''}step {step} is passed over: {problem}"
+def _decided(agreement: "Agreement | None", name: str, choose: Callable[[], Any]) -> Any:
+    """Returns what the first rank chooses, or this process where it is alone."""
+    return choose() if agreement is None else agreement.decided(name, choose)
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:

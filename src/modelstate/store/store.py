@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
 
 _logger = logging.getLogger(__name__)
-_ALONE = Agreement((), TIMEOUT_SECONDS)
-"""The agreement of calls that each rank makes for itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -480,7 +478,7 @@ class Store(Shown):
         def attempt(entry: StepEntry) -> Checkpoint:
             return entry.open_object(name, self.index.cache, verify=verify)
 
-        return self.index.first_usable(step, attempt, _ALONE)[0]
+        return self.index.first_usable(step, attempt)[0]
 
     @checked_call("store.diff", is_method=True)
     def diff(
@@ -522,7 +520,7 @@ class Store(Shown):
         def attempt(entry: StepEntry) -> Checkpoint:
             return entry.usable_record.open(entry.place.files, self.index.cache)
 
-        first, second = (self.index.first_usable(step, attempt, _ALONE)[0] for step in (a, b))
+        first, second = (self.index.first_usable(step, attempt)[0] for step in (a, b))
         # With a key, all objects are compared, even if no name is in both.
         return diff_checkpoints(
             first, second, key=(None, None), only=only, values=values, max_memory_bytes=max_memory_bytes
