@@ -34,7 +34,7 @@ help:
 	@echo "make lint     look for what ruff finds; make types: for what mypy finds; make pytest: the tests alone"
 	@echo "make setup    install everything that the tests need"
 	@echo "make format   put the code in order"
-	@echo "make bench    measure, and write docs/benchmarks*.md (BENCH=--quick for a short run)"
+	@echo "make bench    measure, and write docs/benchmarks.md (BENCH=--quick for a short run)"
 	@echo "make serve    a sentence encoder over HTTP that takes new weights (SERVE=--help for its options)"
 	@echo "make docs     build the documentation into dist/site/"
 	@echo "make clean    remove the virtual environment and what was built"

@@ -2,19 +2,18 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from bench import goals
 from bench import pages as markdown
 from bench.measure import ROOT, temporary_folder
 from bench.measured import Measured, Part, code, keep, kept
 from bench.models import KINDS
 from bench.other import Others
-from bench.pages import PAGES, PARTS, Page
+from bench.pages import GROUPS, PARTS
 from bench.run import Runner
 from bench.sections import LOADS, ON_GPU
 
@@ -27,7 +26,7 @@ def _options(arguments: Iterable[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one run, writes no page: a smoke test")
     parser.add_argument("--runs", type=int, help="runs of each contender (default 7)")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="some of it")
-    parser.add_argument("--out", type=Path, help="the folder to write pages into (default docs/ if all is measured)")
+    parser.add_argument("--out", type=Path, help="the folder to write the page into (default docs/ if all is measured)")
     parser.add_argument("--folder", type=Path, help="where the files are made and removed (default $TMPDIR, or .venv)")
     parser.add_argument(
         "--keep", type=Path, help="a folder for what each part has found, as JSON (default bench/results/ if all is)"
@@ -94,28 +93,20 @@ def _cases(part: str) -> set[str]:
     return cases | {KINDS[case].tiny for case in cases}
 
 
-def pages(parts: Sequence[Part]) -> Iterator[tuple[Page, list[goals.Goal], list[goals.Compared]]]:
-    """Each page with something that was measured, its goals, and the rows that it begins with."""
-    for page in PAGES:
-        found = {one.key: one for part in parts if part.name in page.parts for one in part.measured}
-        if found:
-            yield page, goals.reached(found, page.goals), goals.compared(found, page.file)
-
-
 def of_one_code(parts: Sequence[Part]) -> None:
-    """Ends the program where the parts of a page were measured with several versions of the code.
+    """Ends the program where the parts of a group were measured with several versions of the code.
 
-    The times of one page compare only where they are of one version; each page may be of another.
+    The times of one group compare only where they are of one version; each group may be of another.
     """
-    for page in PAGES:
+    for group in GROUPS:
         by_code: dict[str, list[str]] = {}
-        for part in (one for one in parts if one.name in page.parts):
+        for part in (one for one in parts if one.name in group.parts):
             by_code.setdefault(part.code, []).append(part.name)
         if len(by_code) > 1:
             found = "; ".join(f"{', '.join(names)} with {version}" for version, names in by_code.items())
             old = [name for version, names in by_code.items() if version != code() for name in names]
             sys.exit(
-                f"{page.file}: the parts were measured with {len(by_code)} versions of the code: {found}; this is "
+                f"{group.title}: the parts were measured with {len(by_code)} versions of the code: {found}; this is "
                 f"{code()}. No page is written. Measure again: python -m bench --keep bench/results --only "
                 f"{' '.join(old)}"
             )
@@ -127,14 +118,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not parts:
         sys.exit(f"nothing was kept in {options.source}" if options.source else "nothing was measured")
     of_one_code(parts)
-    for page, reached, compared in pages(parts):
-        print(markdown.goals(reached))
-        if options.out:
-            its = [part for part in parts if part.name in page.parts]
-            (options.out / page.file).write_text(markdown.page(page, its, reached, compared))
-            if compared:
-                (options.out / page.image).write_text(markdown.plot(compared))
-            print(f"written: {options.out / page.file}")
+    if options.out:
+        text, image = markdown.page(parts)
+        (options.out / markdown.PAGE.name).write_text(text)
+        (options.out / markdown.PLOT).write_text(image)
+        (options.keep or options.source or options.out).joinpath(markdown.TABLES).write_text(markdown.tables(parts))
+        print(f"written: {options.out / markdown.PAGE.name}")
     print(markdown.machine())
 
 

@@ -18,7 +18,7 @@ class Measured:
     """One table before it is written down."""
 
     key: str
-    """By which a goal finds it."""
+    """By which the summary finds it."""
     title: str
     words: str
     form: str
@@ -61,7 +61,7 @@ def code() -> str:
     return digest.hexdigest()[:16]
 
 
-_ONLY_WORDS = {"goals.py", "pages.py", "reasons.py"}
+_ONLY_WORDS = {"comparisons.py", "pages.py"}
 """Changing how results are shown does not make them others."""
 
 

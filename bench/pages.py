@@ -1,4 +1,4 @@
-"""The pages of the documentation: what was measured, as Markdown."""
+"""The page of the benchmarks and their tables: what was measured, as Markdown."""
 
 import argparse
 import io
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.goals import COMPARISONS, Compared, Goal
+from bench.comparisons import Compared, compared
 from bench.measure import ROOT, Stage, median
 from bench.measured import Measured, Part, Runs
 from bench.sections import LOADS, ON_GPU
@@ -22,83 +22,39 @@ from modelstate.text_format import size
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """A page of the documentation."""
+class Group:
+    """Parts of the harness whose times compare, since one version of the code was measured."""
 
-    file: str
     title: str
+    """Also the key of its rows in `bench.comparisons.COMPARISONS`."""
     words: str
     """What its tables have in common, beside fresh processes in alternation."""
     parts: tuple[str, ...]
-    """Of the harness, in the order in which they stand there."""
-    goals: tuple[str, ...]
-    """By their keys in `bench.goals.ROWS`."""
-
-    @property
-    def image(self) -> str:
-        """The file of its plot."""
-        return self.file.replace(".md", ".svg")
+    """In the order in which their tables stand."""
 
 
-_LOADING = """The files are in the page cache, unless a title says that they are cold. Before the clock starts, the
-target module is built (unless a title or the name of a contender says otherwise), and the contender has loaded and run
-a tiny model once, so that imports and the start of threads do not count. Other pages measure [a
-GPU](benchmarks_gpu.md), [converting, merging and comparing](benchmarks_converting.md), [saving](benchmarks_saving.md)
-and [serving](benchmarks_serving.md).
-
-- **ready**: from the file to the module with its weights. **×**: compared with the first row of the table.
-- **own memory**: by how much the anonymous memory of the process grew until then, at most. Pages of mapped files are
-  not in it.
-- **with file pages**: the same of all resident memory, in which pages of mapped files are."""
-
-PAGES = (
-    Page(
-        "benchmarks.md",
-        "Benchmarks",
-        _LOADING,
+GROUPS = (
+    Group(
+        "Loading",
+        "The files are in the page cache, unless a title says that they are cold. Before the clock starts, the target "
+        "module is built (unless a title or the name of a contender says otherwise), and the contender has loaded and "
+        "run a tiny model once, so that imports and the start of threads do not count.",
         ("limits", *LOADS),
-        (
-            *("default", "cold-memory", "cast-memory", "small-memory"),
-            *("mapped", "first-forward", "own-memory", "in-place", "cold", "cast", "int8", "small", "many", "shards"),
-        ),
     ),
-    Page(
-        "benchmarks_gpu.md",
-        "Benchmarks on a GPU",
-        "On a machine without a GPU, `make bench` leaves this page as it is. The files are in the page cache. Before "
-        "the clock starts, the target module is built, and the contender has loaded and run a tiny model once. The "
-        "clock stops when the device has finished.\n\n"
-        "- **ready**: from the file to the module with its weights. **×**: compared with the first row of the table.\n"
-        "- **own memory**: by how much the anonymous memory of the process on the host grew until then, at most.\n"
-        "- **GPU memory beside the module**: the most that torch had allocated during the load, less the module. What "
-        "libraries allocate without torch is not in it.",
+    Group(
+        "On a GPU",
+        "On a machine without a GPU, `make bench` leaves these rows as they are. The clock stops when the device has "
+        "finished. GPU memory is the most that torch had allocated during the load, less the module.",
         tuple(ON_GPU),
-        (),
     ),
-    Page(
-        "benchmarks_converting.md",
-        "Benchmarks of converting, merging and comparing",
-        "The files are in the page cache. **×**: compared with the first row of the table. **own memory**: by how "
-        "much the anonymous memory of the process grew, at most.",
-        ("convert", "merge", "diff", "opening", "state-dict"),
-        ("keeping", "merging", "opening", "start"),
-    ),
-    Page(
-        "benchmarks_saving.md",
-        "Benchmarks of saving",
-        "**×**: compared with the first row of the table.",
-        ("save",),
-        ("save", "blocked", "frozen"),
-    ),
-    Page(
-        "benchmarks_serving.md",
-        "Benchmarks of serving",
-        "**×**: compared with the first row of the table.",
-        ("live", "serving"),
-        ("torn", "staging", "swap", "request"),
-    ),
+    Group("Converting, merging, comparing", "", ("convert", "merge", "diff", "opening", "state-dict")),
+    Group("Saving", "", ("save",)),
+    Group("Serving", "", ("live", "serving")),
 )
-PARTS = tuple(part for page in PAGES for part in page.parts)
+PARTS = tuple(part for group in GROUPS for part in group.parts)
+PAGE, PLOT = ROOT / "docs" / "benchmarks.md", "benchmarks.svg"
+TABLES = "tables.md"
+"""The file with all tables, beside the results of which they are made."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -303,18 +259,6 @@ def _single(measured: Measured) -> str:
     return FORMS[measured.form](runs) if runs else ""
 
 
-def goals(found: Sequence[Goal]) -> str:
-    """What was to be reached, and what was; nothing for a page without goals."""
-    if not found:
-        return ""
-    rows = [f"| {one.job} | {one.goal} | {one.reached} | {one.by} | **{one.verdict}** |" for one in found]
-    limits = [f"- {one.job}: {one.limit}" for one in found if one.limit]
-    head = ["| job | goal | reached | by what | |", "| --- | --- | --- | --- | --- |"]
-    return "\n".join(
-        ["## Goals", "", *head, *rows, *(["", "What keeps a goal from being met:", "", *limits] if limits else [])]
-    )
-
-
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:,.1f}" if seconds < 1 else f"{seconds * 1000:,.0f}"
 
@@ -347,7 +291,7 @@ def _versions() -> list[str]:
 
 
 def plot(rows: Sequence[Compared]) -> str:
-    """The summary of a page as an SVG: a dot for the ratio of each job, and a line for its range."""
+    """The summary as an SVG: a dot for the ratio of each job, and a line for its range."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -376,31 +320,56 @@ def plot(rows: Sequence[Compared]) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
-def summary(rows: Sequence[Compared], image: str) -> str:
-    """What a page begins with: our time beside that of the best peer, for at most eight jobs, and a plot of it."""
-    if not rows:
-        return ""
-    head = ["", "modelstate", "best peer", "our time / the best peer's", "range"]
-    words = "The times and their ratio are those of the medians. The range is that of the ratios of single turns."
-    shown = f"![Our time over the best peer's, with the range, for each job of the table]({image})"
-    return f"{table(head, [row.cells for row in rows])}\n\n{words}\n\n{shown}"
+def page(parts: Sequence[Part]) -> tuple[str, str]:
+    """Returns the page of the documentation and its plot: our time beside the best peer's, for each job."""
+    by_group = {group.title: compared(_found(group, parts), group.title) for group in GROUPS}
+    cells = []
+    for title, rows in by_group.items():
+        if rows:
+            cells += [[f"**{title}**", "", "", "", ""], *(row.cells for row in rows)]
+    machines: dict[str, list[str]] = {}
+    for group in GROUPS:
+        for machine in dict.fromkeys(part.machine for part in parts if part.name in group.parts):
+            machines.setdefault(machine, []).append(group.title)
+    text = f"""# Benchmarks
+
+![Our time over the best peer's, with the range, for each job of the table]({PLOT})
+
+{table(["", "modelstate", "best peer", "our time / the best peer's", "range"], cells)}
+
+The times and their ratio are those of the medians. The range is that of the ratios of single turns. The best peer is
+the fastest other way to do the same job.
+
+## How it is measured
+
+`make bench` measures, and writes this page and `bench/results/{TABLES}`, which has the times and the memory of every
+contender. Every contender runs in a fresh process. In each turn every contender of a table runs once, in another order.
+
+{_items((group.title, group.words) for group in GROUPS if group.words and by_group[group.title])}
+
+The machines:
+
+{_items((", ".join(titles), machine) for machine, titles in machines.items())}
+"""
+    return text, plot([row for rows in by_group.values() for row in rows])
 
 
-def page(of: Page, parts: Sequence[Part], found: Sequence[Goal], compared: Sequence[Compared]) -> str:
-    """The text of a page: a summary, how it is measured, the goals, and a section for each table."""
-    measured = [one for part in parts for one in part.measured]
-    keys = {one.key for one in measured}
-    not_measured = "; ".join(one.job for one in COMPARISONS[of.file] if one.key not in keys)
-    machines = dict.fromkeys(part.machine for part in parts)
-    words = f"""## How it is measured
+def _items(pairs: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"- {name}: {words}" for name, words in pairs)
 
-`make bench` measures and writes this page. Every contender runs in a fresh process. In each turn every contender of a
-table runs once, in another order. {of.words}
 
-The machine: {" Other parts: ".join(machines)}"""
-    left_out = not_measured and f"Not measured yet: {not_measured}."
-    texts = [f"# {of.title}", summary(compared, of.image), left_out, words, goals(found), *map(section, measured)]
-    return "\n\n".join(text for text in texts if text) + "\n"
+def tables(parts: Sequence[Part]) -> str:
+    """Returns all tables, by group."""
+    texts = ["# The tables of the benchmarks", "**×**: compared with the first row of the table."]
+    for group in GROUPS:
+        measured = [one for part in parts if part.name in group.parts for one in part.measured]
+        if measured:
+            texts += [f"# {group.title}", *map(section, measured)]
+    return "\n\n".join(texts) + "\n"
+
+
+def _found(group: Group, parts: Sequence[Part]) -> dict[str, Measured]:
+    return {one.key: one for part in parts if part.name in group.parts for one in part.measured}
 
 
 Row = tuple[str, ...]

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from bench import goals, limits, live, measure, measured, merging, pages, reasons, run, saving
+from bench import comparisons, measure, measured, merging, pages, run
 from bench.__main__ import RESULTS, main
-from bench.__main__ import pages as pages_of
 from bench.contenders import CONVERT
 from bench.measure import MeasurementError, Stage
 from bench.measured import Measured, Part
 from bench.models import QUICK, with_memory
 from bench.other import Others
-from bench.pages import PAGES, PARTS, Page
+from bench.pages import PARTS
 from bench.run import Runner, different_weights
-from bench.sections import IMPORT, WITHOUT_TORCH, Load
+from bench.sections import Load
 from tests.bench.forked import run_forked
 
 MB = 1_000_000
@@ -47,12 +46,11 @@ def test_a_run_prints_ratios_and_leaves_nothing_behind(
     given = ["--quick", "--only", "state-dict", "--folder", str(tmp_path / "files"), "--out", str(once)]
     main([*given, "--keep", str(keep)])
     assert "| modelstate.load_state_dict |" in capsys.readouterr().out
-    page, again = once / "benchmarks_converting.md", twice / "benchmarks_converting.md"
-    assert {path.stem for path in once.iterdir()} == {page.stem}  # of the others nothing was measured
-    assert "## load_state_dict by the number of modules" in page.read_text()
+    tables, again = keep / "tables.md", twice / "benchmarks.md"
+    assert "## load_state_dict by the number of modules" in tables.read_text()
     assert not list((tmp_path / "files").iterdir())
     main(["--from", str(keep), "--out", str(twice)])
-    assert again.read_text() == page.read_text()
+    assert again.read_text() == (once / "benchmarks.md").read_text()
 
 
 def test_a_page_of_nothing_is_not_written(tmp_path: Path) -> None:
@@ -128,14 +126,6 @@ PAIRED = {
     "torch.load + assign": [one_run(0.5, 2.0)] * 3,
     "safetensors load_file + assign": [one_run(0.75, 1.0), one_run(0.75, 1.6), one_run(0.75, 1.0)],
 }
-SUMMARY = """\
-# Benchmarks
-
-|  | modelstate | best peer | our time / the best peer's | range |
-| --- | ---: | ---: | ---: | ---: |
-| {} | modelstate.load 1,500 ms | safetensors load_file + assign 1,000 ms | 1.50 | 0.75 to 2.10 |
-
-"""
 
 
 @pytest.mark.slow
@@ -144,10 +134,12 @@ def test_a_page_begins_with_our_time_over_that_of_the_best_peer(tmp_path: Path) 
     measured.keep(part, tmp_path)
     main(["--from", str(tmp_path), "--out", str(tmp_path)])
     text, image = ((tmp_path / f"benchmarks.{kind}").read_text() for kind in ("md", "svg"))
-    (job,) = (one.job for one in goals.COMPARISONS["benchmarks.md"] if one.key == "large/meta")
-    assert text.startswith(SUMMARY.format(job))
-    assert text.index("](benchmarks.svg)") < text.index("## How it is measured") < text.index("## Goals")
+    (job,) = (row.job for row in comparisons.COMPARISONS["Loading"] if row.key == "large/meta")
+    peer = "safetensors load_file + assign 1,000 ms"
+    assert f"| {job} | modelstate.load 1,500 ms | {peer} | 1.50 | 0.75 to 2.10 |" in text
+    assert text.index("](benchmarks.svg)") < text.index(f"| {job} |") < text.index("## How it is measured")
     assert {job, "1.50"} <= texts_of(image)
+    assert "## A title" in (tmp_path / "tables.md").read_text()
 
 
 def texts_of(image: str) -> set[str]:
@@ -164,29 +156,6 @@ def test_a_table_of_loads_onto_a_gpu_has_its_memory() -> None:
     assert "| another | 100.0 | 2.00 | 0 B | 8.0 MB |" in text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.file)
-def test_a_page_compares_at_most_eight_jobs(page: Page) -> None:
-    assert 1 <= len(goals.COMPARISONS[page.file]) <= 8
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.file)
-def test_the_first_table_of_a_published_page_repeats_figures_of_the_tables_below_it(page: Page) -> None:
-    if not measured.kept(RESULTS, page.parts):
-        pytest.skip(f"no results of {page.file} are kept")
-    text = (DOCS / page.file).read_text()
-    first, _, rest = text.partition("## How it is measured")
-    _, _, *rows = (row.strip("| ").split(" | ") for row in first.splitlines() if row.startswith("|"))
-    assert 1 <= len(rows) <= 8
-    for _, ours, theirs, ratio, *_ in rows:
-        times = []
-        for cell in (ours, theirs):
-            name, number, unit = cell.rsplit(" ", 2)
-            assert re.search(rf"^\| (\*\*)?{re.escape(name)}(\*\*)? \|.*\b{number}\b", rest, re.MULTILINE), cell
-            times.append(float(number.replace(",", "")) * {"ms": 1e-3, "µs": 1e-6}[unit])
-        # The times are rounded to a tenth, which is up to 1% of a few milliseconds.
-        assert times[0] / times[1] == pytest.approx(float(ratio), rel=0.01, abs=0.011)
-
-
 def test_parts_of_different_code_make_no_page(tmp_path: Path) -> None:
     for name, code in (("large", "a"), ("small", measured.code())):
         measured.keep(Part(name, [table_of(name, {"modelstate.load": one_run(1, 2)})], code, "a machine"), tmp_path)
@@ -198,20 +167,12 @@ def test_parts_of_different_code_make_no_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.file)
-def test_a_page_says_what_the_results_say(page: Page) -> None:
-    parts = measured.kept(RESULTS, page.parts)
-    if not parts:
-        pytest.skip(f"no results of {page.file} are kept")
-    if len({part.code for part in parts}) > 1:
-        pytest.skip("the results are of several versions of the code: run make bench")
-    ((_, reached, compared),) = pages_of(parts)
-    assert (DOCS / page.file).read_text() == pages.page(page, parts, reached, compared)
-    assert texts_of((DOCS / page.image).read_text()) == texts_of(pages.plot(compared))
-
-
-def test_every_goal_is_on_one_page() -> None:
-    assert sorted(key for page in PAGES for key in page.goals) == sorted(goals.ROWS)
+def test_the_page_says_what_the_results_say() -> None:
+    parts = measured.kept(RESULTS, PARTS)
+    text, image = pages.page(parts)
+    assert pages.PAGE.read_text() == text
+    assert texts_of((pages.PAGE.parent / pages.PLOT).read_text()) == texts_of(image)
+    assert (RESULTS / pages.TABLES).read_text() == pages.tables(parts)
 
 
 def test_what_is_kept_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -274,144 +235,6 @@ def test_ratios_are_to_the_first_row() -> None:
     assert lines[2] == "| ours | 100.0 | 1.00 | 200.0 | 1.00 | 1.0 kB | 2.0 MB |"
     assert lines[3] == "| theirs | 300.0 | 3.00 | 300.0 | 1.50 | 0 B | 0 B |"
     assert different_weights(runs) == ["theirs"]
-
-
-def everything(ours: float) -> dict[str, Measured]:
-    """A run in which every other contender takes a second, and modelstate this long."""
-    mine, copied, mapped = one_run(ours, ours), one_run(1, 1, own=100 * MB), one_run(1, 1)
-    limit = {limits.TOUCHED.format("1 thread"): one_run(0.05, 0), limits.FORWARD: one_run(0.05, 0)}
-    limit |= {limits.DIRECT.format("4 threads"): one_run(0.05, 0)}
-    own = f"{goals.OURS}, map=False"
-    peers = {"mapped": mapped, "copied": copied}
-    sized = {"20,000 tensors": {n: [mine] for n in (goals.OURS, own)}}
-    sized["100,000 tensors"] = {n: [one_run(5 * ours, 1)] for n in (goals.OURS, own)}
-    cut = {head: {n: [mine] for n in (goals.OURS, own)} for head in ("1 file", "10 shards")}
-    default = {goals.OURS: mine, f"{goals.OURS}, torch file": mine, "torch.load": copied, "load_model": copied}
-    opened = {"9 tensors, safetensors": {"modelstate.open + every shape": [mine], "safe_open": [mapped]}}
-    start = dict.fromkeys((f"modelstate {name}" for name in WITHOUT_TORCH), mine)
-    start |= {IMPORT: one_run(ours / 10, 1), "import torch": mapped, "python -c pass": mapped}
-    return {
-        "limits": table_of("limits", limit, "limits"),
-        **{key: table_of(key, default) for key in goals.DEFAULT},
-        "cold/memory": table_of("cold/memory", {goals.OURS: mine, **peers}),
-        "cast/memory": table_of("cast/memory", {f"{goals.OURS}, dtype=bfloat16": mine, **peers}, "cast"),
-        "small/memory": table_of("small/memory", {goals.OURS: mine, **peers}),
-        "convert/large": table_of(
-            "convert/large", {"module.to": mapped, "module.to, modelstate.reference_keeping": mine}, "convert"
-        ),
-        **{
-            f"merge/{kind.lower()}": table_of(
-                f"merge/{kind.lower()}", {f"modelstate.load, merge.{kind}": mine, "load_file + …": copied}, "convert"
-            )
-            for kind in ("Average", "LoRA")
-        },
-        "opening": Measured("opening", "", "", "grid", opened, 1),
-        "start": Measured("start", "", "", "grid", {"": {row: [run] for row, run in start.items()}}, 1),
-        "large/meta": table_of("large/meta", {goals.OURS: mine, own: mine, **peers}),
-        "large/memory": table_of(
-            "large/memory", {f"{goals.OURS}, in_place=True": mine, "torch.load + load_state_dict": copied}
-        ),
-        "cold": table_of("cold", {goals.OURS: mine, **peers}),
-        "cast": table_of("cast", {f"{goals.OURS}, dtype=bfloat16": mine, **peers}, "cast"),
-        "int8": table_of("int8", {f"{goals.OURS}, transform=Quantize": mine, **peers}, "cast"),
-        "small/meta": table_of(
-            "small/meta", {goals.OURS: mine, "accelerate load_checkpoint_in_model": mapped, **peers}
-        ),
-        "many": Measured("many", "", "", "grid", sized, 1),
-        "shards": Measured("shards", "", "", "grid", cut, 1),
-        "save": table_of(
-            "save",
-            {
-                "modelstate.save": mine,
-                "torch.save": one_run(1, 1),
-                "torch.save, then fsync": one_run(1, 1),
-                saving.BARE_SYNCED.format(2): one_run(0.1, 0.1),
-            },
-        ),
-        "store": table_of(
-            "store",
-            {
-                saving.BLOCKED: mine,
-                saving.MEMCPY: one_run(0.1, 0.1),
-                saving.FULL: one_run(1, 1),
-                saving.FROZEN: mine,
-            },
-        ),
-        **serving(ours),
-    }
-
-
-def serving(ours: float) -> dict[str, Measured]:
-    def requests(torn: int) -> dict[str, Stage]:
-        facts = {"requests": 1000, "torn": torn, "mislabelled": 0, "back": 0, "errors": 0, "swaps": 9}
-        return {"ready": Stage(60.0, 0, 0, facts)}
-
-    one = one_run(ours / 100, 1)
-    ways = {name: requests(50 if name in live.STOCK else int(ours)) for name in live.WAYS}
-    of_kinds = (live.STAGED, live.STAGED_FILE, live.FLIP)
-    swaps = {live.MEMCPY: one_run(0.1 / 100, 1)} | {row.format(kind): one for row in of_kinds for kind in live.KINDS}
-    found = {"live/torn": table_of("live/torn", ways, "torture"), "live/swap": table_of("live/swap", swaps, "swap")}
-    for kind, bare in (("eager", live.MODULE), ("exported", live.BARE["exported"])):
-        rows = {bare: one_run(0.1 / 100, 1), live.LIVE.format(kind): one}
-        found[f"live/request/{kind}"] = table_of(f"live/request/{kind}", rows, "request")
-    return found
-
-
-def test_goals_are_met_by_what_is_fast_enough() -> None:
-    assert {one.job: one.verdict for one in goals.reached(everything(0.1))} == {
-        job: "met" for job, _, _ in goals.ROWS.values()
-    }
-
-
-def test_goals_are_not_met_by_what_is_slow() -> None:
-    found = goals.reached(everything(2.0))
-    linear = ("many", "shards")  # the same time for each file, however slow
-    assert {one.verdict for key, one in zip(goals.ROWS, found, strict=True) if key not in linear} == {"not met"}
-    assert "**0.50x as fast as the best peer**" in pages.goals(found)
-
-
-def test_who_leaves_the_optimizer_with_other_parameters_is_no_peer_in_place() -> None:
-    found = everything(0.1)
-    run = one_run(0.01, 0.01)
-    run["check"].facts["references_kept"] = False  # type: ignore[index]
-    rows = {name: runs[0] for name, runs in found["large/memory"].cases[""].items()}
-    found["large/memory"] = table_of("large/memory", {**rows, "puts others in": run})
-    (row,) = (one for one in goals.reached(found) if one.job == goals.ROWS["in-place"][0])
-    assert row.verdict == "met"
-
-
-def test_memory_above_the_bound_is_no_goal_met() -> None:
-    found = everything(0.1)
-    large = one_run(0.1, 0.1, own=230 * MB, pages=330 * MB)
-    found["cast"] = table_of("cast", {f"{goals.OURS}, dtype=bfloat16": large, "theirs": one_run(1, 1)}, "cast")
-    (row,) = (one for one in goals.reached(found) if one.job == goals.ROWS["cast"][0])
-    assert (row.verdict, row.reached) == ("not met", "10.00x as fast as the best peer; **target + 130.0 MB**")
-
-
-@pytest.mark.parametrize("key", ["mapped", "first-forward"])
-@pytest.mark.parametrize("table", [table for table in goals.MAPPED if table != "large/meta"])
-def test_the_fastest_of_all_is_so_in_every_table(table: str, key: str) -> None:
-    found, (ours, what) = everything(0.1), goals.MAPPED[table]
-    found[table] = table_of(table, {ours: one_run(0.1, 0.1), "theirs": one_run(0.05, 0.05)})
-    (row,) = goals.reached(found, [key])
-    assert row.verdict == "not met"
-    assert f"**0.50x as fast as the best peer{what}**" in row.reached
-    assert "10.00x as fast as the best peer;" in row.reached
-
-
-def test_what_was_not_measured_is_no_goal_met_or_missed() -> None:
-    assert {one.verdict for one in goals.reached({})} == {"not measured"}
-    assert pages.goals(goals.reached({})).count("**not measured**") == len(goals.ROWS)
-
-
-def test_the_sentence_with_the_limit_stands_below_a_row_that_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(reasons.LIMITS, "mapped", lambda _: "opening alone takes that long.")
-    assert "- file to ready on a meta target (mapped): opening alone" in pages.goals(goals.reached(everything(2.0)))
-    assert "opening alone" not in pages.goals(goals.reached(everything(0.1)))
-
-
-def test_the_sentences_are_for_rows_that_there_are() -> None:
-    assert set(reasons.LIMITS) <= set(goals.ROWS)
 
 
 def test_the_machine_is_described_without_its_name() -> None:
