@@ -310,7 +310,7 @@ def quantized_weight(_: Path) -> Scenario:
     return loading(state("module.", n0_weight=numbers) | {"module.0.weight_scale": torch.tensor(0.5)})
 
 
-@scenario("rules/quantized.py::dequantized")
+@scenario("rules/joining.py::dequantized")
 def quantized_weight_with_rules(_: Path) -> Scenario:
     source = state("old.", n0_weight=torch.ones(4, 3).to(torch.float8_e4m3fn))
     return loading(source | {"old.0.weight_scale": torch.tensor(0.5)}, rules=[ms.rules.Prefix(strip="old.")])

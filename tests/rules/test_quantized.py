@@ -13,7 +13,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import OptionError, RuleError
 from modelstate.rules.expression import region, values_of
-from modelstate.rules.quantized import dequantized
+from modelstate.rules.joining import dequantized
 from modelstate.rules.schema import in_memory
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

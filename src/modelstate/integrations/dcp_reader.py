@@ -32,7 +32,7 @@ from modelstate.planning.quantized import Candidate, quantized_weights
 from modelstate.problems import CHANGES_KIND, LOSES_VALUES, Problem, ProblemKind, plan_error
 from modelstate.rules.expression import Source as TensorSource
 from modelstate.rules.expression import is_dequantized, region, values_of
-from modelstate.rules.quantized import SCALABLE
+from modelstate.rules.joining import SCALABLE
 from modelstate.rules.rule import Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import Refused, is_run

@@ -16,7 +16,7 @@ from modelstate.errors import CombineError, OptionError
 from modelstate.formats.tree import FlatTree
 from modelstate.planning.quantized import stored_quantized
 from modelstate.problems import ProblemKind, join_remedies, remedies_for
-from modelstate.rules.quantized import SCALABLE
+from modelstate.rules.joining import SCALABLE
 from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, bytes_key
 from modelstate.text_format import count, listed, short_repr
 from modelstate.torch_compat.plain import same_values

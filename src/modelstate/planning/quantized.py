@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from modelstate.problems import Problem, ProblemKind
-from modelstate.rules.quantized import SCALABLE, Dequantize
+from modelstate.rules.joining import SCALABLE, Dequantize
 from modelstate.rules.rule import as_code, template
 from modelstate.tensor_spec import TensorSpec
 from modelstate.torch_compat.dtypes import short

@@ -270,7 +270,7 @@ class _Coverage:
         if not (unexpected or preparation.matched.rules):
             return set()
         from modelstate.planning.quantized import Candidate, quantized_weights
-        from modelstate.rules.quantized import SCALABLE
+        from modelstate.rules.joining import SCALABLE
 
         entries, problems = preparation.matched.applied.entries, preparation.problems
         misfits = {problem.name for problem in problems}

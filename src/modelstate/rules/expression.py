@@ -1,10 +1,10 @@
 """Source expressions: tensors that are computed from the tensors of a checkpoint when their values are needed.
 
 Building an expression reads no values. An operation that only selects or reorders elements of one stored tensor yields
-another stored tensor. Every source has regions: `region(source, slices)` reads little more than the bytes of the slice,
-because each operation passes the slice on to its parts.
-
-A reshape passes a slice on as far as the slice covers consecutive elements; a function of a user reads everything.
+another stored tensor. Every source has regions: `region(source, slices)` reads little more than the bytes of the slice
+where the operations pass the slice on to their parts: transpositions, casts, concatenations, products with scales, and
+reshapes as far as the first dimension tells. Of other results, such as that of a user's function, a region is cut from
+the whole.
 `read_bytes(source)` says how many bytes a source reads.
 """
 
@@ -301,7 +301,7 @@ def transposed(source: Source, dim0: int, dim1: int) -> Source:
 
 
 class Reshape(Operation, frozen=True):
-    """Another shape for the elements in their order, in which each dimension is split, or several are merged."""
+    """Another shape for the elements in their order."""
 
     shape: tuple[int, ...]
 
@@ -309,28 +309,19 @@ class Reshape(Operation, frozen=True):
         return values[0].reshape(self.shape)
 
     def region(self, parts: tuple[Source, ...], box: Box) -> Source:
+        """Returns a region of what the first dimensions of both shapes can be cut to; else of the whole."""
         (part,) = parts
-        shape = tuple(map(len, box))
-        if not all(shape):
-            return (
-                reshaped(region(part, [slice(0)]), shape) if part.shape else _cropped(reshaped(part, self.shape), box)
-            )
-        needed: list[range] = []
-        computed: list[range] = []
-        dim = 0
-        for sizes, new_sizes in _groups(part.shape, self.shape):
-            around = _consecutive(new_sizes, box[dim : dim + len(new_sizes)])
-            first, count = _position(new_sizes, around), math.prod(map(len, around))
-            inner = _around(sizes, first, first + count)
-            needed += inner
-            if len(new_sizes) == 1:  # a merge
-                start = _position(sizes, inner)
-                around = (range(start, start + math.prod(map(len, inner))),)
-            computed += around
-            dim += len(new_sizes)
-        result = reshaped(region(part, slices_of(tuple(needed))), tuple(map(len, computed)))
-        starts = [indices.start for indices in computed]
-        return _cropped(result, moved(box, starts))
+        row, part_row = math.prod(self.shape[1:]), math.prod(part.shape[1:])
+        whole = Derived(part.dtype, self.shape, parts, self)
+        if not (part.shape and row and part_row) or not box[0]:
+            return _cropped(whole, box)
+        first, last = box[0].start * row // part_row, -(-box[0].stop * row // part_row)
+        start, rest = divmod(first * part_row, row)
+        if rest or (last - first) * part_row % row:
+            return _cropped(whole, box)
+        shape = ((last - first) * part_row // row, *self.shape[1:])
+        rows = reshaped(region(part, [slice(first, last)]), shape)
+        return _cropped(rows, moved(box, (start, *[0] * (len(box) - 1))))
 
 
 def reshaped(source: Source, shape: Sequence[int]) -> Source:
@@ -345,51 +336,7 @@ def reshaped(source: Source, shape: Sequence[int]) -> Source:
             return source.detach().view(after)
     elif isinstance(source, StoredTensor) and view._base is meta:
         return _view(source, view)
-    merged = tuple(math.prod(sizes) for sizes, _ in _groups(before, after))
-    if merged not in (before, after):
-        return reshaped(reshaped(source, merged), after)
     return Derived(source.dtype, after, (source,), Reshape(after))
-
-
-def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """Yields the smallest groups of neighbouring dimensions of two shapes that have as many elements as each other."""
-    i = j = 0
-    if 0 in before:
-        yield before, after
-        return
-    while i < len(before) or j < len(after):
-        first, second = i, j
-        left, right = math.prod(before[i : i + 1]), math.prod(after[j : j + 1])
-        i, j = i + 1, j + 1
-        while left != right:
-            if left < right:
-                left, i = left * before[i], i + 1
-            else:
-                right, j = right * after[j], j + 1
-        yield before[first:i], after[second:j]
-
-
-def _consecutive(sizes: Sequence[int], box: Box) -> Box:
-    """Returns the smallest region around `box` whose elements follow each other in a tensor with these sizes."""
-    ranged = next((dim for dim, indices in enumerate(box) if len(indices) > 1), len(box))
-    return (*box[: ranged + 1], *map(range, sizes[ranged + 1 :]))
-
-
-def _around(sizes: Sequence[int], start: int, stop: int) -> Box:
-    """Returns the smallest region of consecutive elements that contains those from `start` to before `stop`."""
-    box: list[range] = []
-    for dim, step in enumerate(contiguous_stride(sizes)):
-        first, last = start // step, (stop - 1) // step
-        box.append(range(first, last + 1))
-        if last > first:
-            return (*box, *map(range, sizes[dim + 1 :]))
-        start, stop = start - first * step, stop - first * step
-    return tuple(box)
-
-
-def _position(sizes: Sequence[int], box: Box) -> int:
-    """Returns the position of the first element of a region among all elements in their order."""
-    return sum(indices.start * step for indices, step in zip(box, contiguous_stride(sizes), strict=True))
 
 
 class Concatenation(Operation, frozen=True):
@@ -425,21 +372,9 @@ def concatenated(sources: Sequence[Source], dim: int) -> Source:
     return Derived(sources[0].dtype, tuple(shape), tuple(sources), Concatenation(dim % len(shape)))
 
 
-class Product(Operation, frozen=True):
-    """The product of two tensors of one shape, element by element, in the dtype of the first."""
-
-    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
-        first, second = values
-        return second.to(first.dtype) * first
-
-    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
-        first, second = (region(part, slices_of(box)) for part in parts)
-        return multiplied(first, second)
-
-
 def multiplied(first: Source, second: Source) -> Source:
     """Returns the product of two tensors of one shape, in the dtype of the first."""
-    return Derived(first.dtype, tuple(first.shape), (first, second), Product())
+    return Derived(first.dtype, tuple(first.shape), (first, second), lambda a, b: b.to(a.dtype) * a)
 
 
 class Constant(Operation, frozen=True):

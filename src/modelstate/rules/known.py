@@ -7,9 +7,10 @@ Each function returns `Rules`, whose `.reverse()` is the way back. In patterns, 
 import re
 from collections.abc import Collection, Sequence
 
+from modelstate.rules.joining import Split
 from modelstate.rules.names import Rename
 from modelstate.rules.schema import Rules
-from modelstate.rules.tensors import Reshape, Split
+from modelstate.rules.tensors import Reshape
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What DataParallel, torch.compile, FSDP and activation checkpointing add to names."""

@@ -5,8 +5,8 @@ The names are torch's own, and the shapes must be those that torch gives to the 
 
 from collections.abc import Collection, Mapping, Sequence
 
+from modelstate.rules.joining import Multiply, WeightNorm, weight_norm_dim
 from modelstate.rules.rule import Rule, template
-from modelstate.rules.tensors import Multiply, WeightNorm, weight_norm_dim
 from modelstate.suggestion.generalise import families
 from modelstate.suggestion.skeletons import Shape
 from modelstate.text_format import folded

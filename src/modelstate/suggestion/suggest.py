@@ -22,10 +22,11 @@ from modelstate.html.page import Page, Shown
 from modelstate.planning.matching import matching_part
 from modelstate.problems import option
 from modelstate.process import gc_paused
+from modelstate.rules.joining import Concat, Split
 from modelstate.rules.names import Rename
 from modelstate.rules.rule import Entries, Entry, Guess, Rule, Template, Value, as_code
 from modelstate.rules.schema import Applied, apply_rules
-from modelstate.rules.tensors import Concat, Reshape, Split, Transpose
+from modelstate.rules.tensors import Reshape, Transpose
 from modelstate.spec import Stored
 from modelstate.suggestion.find import LONGEST_NAME, Ambiguous, Findings, find
 from modelstate.suggestion.folding import fold_rules
