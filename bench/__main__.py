@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text, image = markdown.page(parts)
         (options.out / markdown.PAGE.name).write_text(text)
         (options.out / markdown.PLOT).write_text(image)
-        (options.keep or options.source or options.out).joinpath(markdown.TABLES).write_text(markdown.tables(parts))
+        (options.source or options.keep or options.out).joinpath(markdown.TABLES).write_text(markdown.tables(parts))
         print(f"written: {options.out / markdown.PAGE.name}")
     print(markdown.machine())
 
