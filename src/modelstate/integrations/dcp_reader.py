@@ -28,7 +28,7 @@ from modelstate.formats.tree import refused_in
 from modelstate.io.engine import Request, read_ranges
 from modelstate.loading.collective import digest_of_source
 from modelstate.planning.matching import DecodeFailure, Patterns, entries_of
-from modelstate.planning.quantized import Candidate, quantized_weights
+from modelstate.planning.quantized import QuantizedCandidate, quantized_weights
 from modelstate.problems import CHANGES_KIND, LOSES_VALUES, Problem, ProblemKind, plan_error
 from modelstate.rules.expression import Source as TensorSource
 from modelstate.rules.expression import is_dequantized, region, values_of
@@ -160,7 +160,7 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads the regions of this rank into the tensors of the state dict."""
-        regions, problems, numbers = [], list[Problem](), list[Candidate]()
+        regions, problems, numbers = [], list[Problem](), list[QuantizedCandidate]()
         state = getattr(planner, "state_dict", {})
         for item in plan.items:
             name = item.storage_index.fqn
@@ -172,7 +172,7 @@ class Reader(StorageReader):
             source, target = self._tensor(name), planner.resolve_tensor(item).detach()
             cast = cast_between(source.dtype, target.dtype)
             if source.dtype in SCALABLE and source.dtype != target.dtype and target.is_floating_point():
-                numbers += [Candidate(name, other, has_numbers=True) for other in self._entries[name].sources]
+                numbers += [QuantizedCandidate(name, other, has_numbers=True) for other in self._entries[name].sources]
             if cast == "kind" or (cast == "lossy" and not is_dequantized(source)):
                 why = CHANGES_KIND if cast == "kind" else LOSES_VALUES
                 problem = Problem(ProblemKind.WRONG_DTYPE, name, short(target.dtype), short(source.dtype), why=why)

@@ -15,7 +15,7 @@ from modelstate.formats.construct import refusal
 from modelstate.formats.tree import refused_in
 from modelstate.planning.assignment import copy_cannot_fail
 from modelstate.planning.options import check_model
-from modelstate.planning.recorder import IncompatibleKeys, Owner, walk
+from modelstate.planning.recorder import IncompatibleKeys, walk
 from modelstate.process import gc_paused
 from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.modules import needs_protocol
@@ -125,7 +125,7 @@ class _TorchSink:
     def device_after(self, param: torch.Tensor) -> torch.device:
         return param.device
 
-    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: Owner | None, errors: list[str]) -> None:
+    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: nn.Module | None, errors: list[str]) -> None:
         if not torch.overrides.is_tensor_like(value):  # type: ignore[no-untyped-call]
             errors.append(
                 f'While copying the parameter named "{key}", '
@@ -152,7 +152,7 @@ class _TorchSink:
             )
         try:
             with torch.no_grad():
-                self._write(param, value, owner)
+                self._write(key, param, value, owner)
         except Exception as error:
             keep_interrupt(error)
             action = "swapping" if self._swaps else "copying"
@@ -163,7 +163,7 @@ class _TorchSink:
                 f"an exception occurred : {error.args}."
             )
 
-    def _write(self, param: torch.Tensor, value: torch.Tensor, owner: Owner | None) -> None:
+    def _write(self, key: str, param: torch.Tensor, value: torch.Tensor, owner: nn.Module | None) -> None:
         transaction = self._transaction
         for tensor in () if owner is not None else (param, value):  # torch would access memory that is freed
             if is_plain(tensor) and not tensor.is_meta and not has_its_memory(tensor):
@@ -171,9 +171,10 @@ class _TorchSink:
         write: Write
         if self._swaps:
             cannot_fail = _swap_cannot_fail(param, value, owner is not None)
-            write = _Swap(param, value, owner is not None, checked=cannot_fail)
+            write = _ModuleLoad(param, value, owner is not None, checked=cannot_fail)
         elif owner is not None:
-            write, cannot_fail = _Assign(owner, param, value), _assign_cannot_fail(owner.module, param, value)
+            write = _Assign(owner, key.rpartition(".")[2], param, value)
+            cannot_fail = _assign_cannot_fail(owner, param, value)
         elif is_plain(param, value) and same_place(param, value):
             return
         else:
@@ -195,12 +196,12 @@ class _Copy(Write):
 
 
 class _Assign(Write):
-    __slots__ = ("owner",)
+    __slots__ = ("name", "owner")
     replaces_object = True
 
-    def __init__(self, owner: Owner, target: torch.Tensor, value: torch.Tensor) -> None:
+    def __init__(self, owner: nn.Module, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
         super().__init__(target, value)
-        self.owner = owner
+        self.owner, self.name = owner, name
 
     def run(self, transaction: Transaction | None) -> None:
         value, requires_grad = self.value, self.target.requires_grad
@@ -212,10 +213,10 @@ class _Assign(Write):
                 value.requires_grad_(requires_grad)
                 if transaction is not None and before != requires_grad:
                     transaction.register_undo(partial(setattr, value, "requires_grad", before))
-        setattr(self.owner.module, self.owner.name, value)
+        setattr(self.owner, self.name, value)
 
 
-class _Swap(Write):
+class _ModuleLoad(Write):
     __slots__ = ("assign", "checked")
 
     def __init__(self, target: torch.Tensor, value: torch.Tensor, assign: bool, checked: bool) -> None:

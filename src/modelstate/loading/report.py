@@ -1,14 +1,12 @@
 """The report of a load or a conversion, with a step for each slot."""
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 from msgspec.structs import asdict
 
-from modelstate.html.page import Page, Shown
-from modelstate.planning.plan import LazySteps, Step, placements, steps_page
+from modelstate.html.page import Page
+from modelstate.planning.plan import LoadSummary, placements, steps_page
 from modelstate.text_format import count, listed, printable, seconds, size
 
 
@@ -24,26 +22,11 @@ class RankReport(msgspec.Struct, frozen=True):
     commit_seconds: float
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class LoadReport(LazySteps, Shown):
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class LoadReport(LoadSummary):
     """The report of a load or a conversion. Created by `modelstate.load` and `modelstate.convert`.
 
     `print` shows a summary.
-
-    Args:
-        target: The class of the model.
-        source: The path of the checkpoint, and the key of the part that was loaded.
-        notes: Names that were skipped, and further remarks.
-        slots: The number of slots.
-        seconds: The time from the call to the return.
-        peak_memory_bytes: The most memory that was in use at once in addition to the final tensors.
-        verified_bytes: Bytes that were compared with their checksums.
-        references_lost: References that were not kept.
-        left_behind: Optimizers whose state no longer fits their parameters.
-        action: The action of a conversion.
-        ranks: What each rank of a load into a sharded model did.
-        reread_bytes: Bytes that more than one rank read, counted for each further rank.
-        make_steps: Returns the steps, one for each slot that was filled; called once, when they are first used.
 
     Examples:
         >>> report = modelstate.load(model, "model.safetensors")
@@ -52,17 +35,6 @@ class LoadReport(LazySteps, Shown):
         >>> slowest = max(report.steps, key=lambda step: step.seconds)
     """
 
-    target: str
-    """The class of the model."""
-    source: str
-    """The path of the checkpoint, and the key of the part that was loaded."""
-    steps: tuple[Step, ...] = field(init=False)
-    """The steps, one for each slot that was filled, with their times."""
-    notes: tuple[str, ...]
-    """Names that were skipped, and further remarks."""
-    slots: int
-    """The number of tensors and extra states of the model. A tied tensor counts once; buffers that only the constructor
-    fills do not count."""
     seconds: float
     """The time from the call to the return."""
     peak_memory_bytes: int
@@ -84,19 +56,6 @@ class LoadReport(LazySteps, Shown):
     rank."""
     reread_bytes: int = 0
     """Bytes that more than one rank read, since the model has replicas of them, counted for each further rank."""
-
-    make_steps: Callable[[], tuple[Step, ...]] | None = field(kw_only=True, compare=False)
-    """Returns the steps, which are created when they are first used. None afterwards."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the tensors that were loaded, those of mapped tensors included."""
-        return sum(step.nbytes for step in self.steps)
-
-    @property
-    def coverage(self) -> float:
-        """The fraction of the model's slots that was filled, from 0 to 1."""
-        return len(self.steps) / self.slots if self.slots else 1.0
 
     def __repr__(self) -> str:
         """A summary in one line."""
@@ -163,23 +122,14 @@ class LoadReport(LazySteps, Shown):
 
     def to_json(self) -> str:
         """Returns the whole report as JSON."""
-        return json.dumps(
-            {
-                "target": self.target,
-                "source": self.source,
-                "seconds": self.seconds,
-                "bytes": self.bytes,
-                "peak_memory_bytes": self.peak_memory_bytes,
-                "verified_bytes": self.verified_bytes,
-                "references_lost": list(self.references_lost),
-                "left_behind": list(self.left_behind),
-                "action": self.action or "loaded",
-                "slots": self.slots,
-                "coverage": self.coverage,
-                "reread_bytes": self.reread_bytes,
-                "ranks": [asdict(rank) for rank in self.ranks],
-                "notes": list(self.notes),
-                "steps": [{**step.as_dict(), "seconds": step.seconds} for step in self.steps],
-            },
-            indent=1,
-        )
+        own = {
+            "seconds": self.seconds,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "verified_bytes": self.verified_bytes,
+            "references_lost": self.references_lost,
+            "left_behind": self.left_behind,
+            "action": self.action or "loaded",
+            "reread_bytes": self.reread_bytes,
+            "ranks": [asdict(rank) for rank in self.ranks],
+        }
+        return self._json(own, lambda step: {**step.as_dict(), "seconds": step.seconds})

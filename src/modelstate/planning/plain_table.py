@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import torch
 
@@ -174,17 +173,8 @@ def stage_unleased(planned: Iterable[Planned], fingerprints: Mapping[str, FileFi
         item.stage_instead(reason)
 
 
-class _Rows(msgspec.Struct):
-    """Slots with the rows of their values."""
-
-    slots: list[Slot] = msgspec.field(default_factory=list)
-    rows: list[int] = msgspec.field(default_factory=list)
-    dtypes: list[torch.dtype] = msgspec.field(default_factory=list)
-    """After the load."""
-
-    def selected(self, indices: Iterable[int]) -> "_Rows":
-        chosen = [(self.slots[index], self.rows[index], self.dtypes[index]) for index in indices]
-        return _Rows([slot for slot, _, _ in chosen], [row for _, row, _ in chosen], [dtype for _, _, dtype in chosen])
+_Row = tuple[Slot, int, torch.dtype]
+"""A slot, the row of its value, and the dtype after the load."""
 
 
 def plain_tables(
@@ -202,8 +192,8 @@ def plain_tables(
     """
     rows, columns, by_tensor = tensors.rows, tensors.columns, options.device_of_meta
     # By whether the slots are on meta, the stored dtype where values are streamed, and the device after the load.
-    groups: defaultdict[tuple[bool, str, torch.device], _Rows] = defaultdict(_Rows)
-    kinds: dict[tuple[str, torch.dtype, bool, int | torch.device], tuple[_Rows, torch.dtype] | None] = {}
+    groups: defaultdict[tuple[bool, str, torch.device], list[_Row]] = defaultdict(list)
+    kinds: dict[tuple[str, torch.dtype, bool, int | torch.device], tuple[list[_Row], torch.dtype] | None] = {}
     others: list[torch.Tensor] = []
     for slot in slots:
         names, kind, param = slot
@@ -227,22 +217,19 @@ def plain_tables(
             found = kinds[key]
             if found is not None:
                 group, dtype = found
-                group.slots.append(slot)
-                group.rows.append(row)
-                group.dtypes.append(dtype)
+                group.append((slot, row, dtype))
                 continue
         if is_plain(param) and not param.is_meta:
             others.append(param)
-    filled = [slot.tensor for (is_meta, *_), group in groups.items() if not is_meta for slot in group.slots]
+    filled = [slot.tensor for (is_meta, *_), group in groups.items() if not is_meta for slot, _, _ in group]
     with_memory = [*filled, *others]
     shared = {id(tensor) for tensors in sharing(with_memory, with_memory) for tensor in tensors}
     in_place = {None: LEASED, True: DIRECT, False: STAGED}[options.in_place]
-    parts: list[tuple[_Rows, Placement, ReadRoute, torch.device, Maps | None]] = []
+    parts: list[tuple[list[_Row], Placement, ReadRoute, torch.device, Maps | None]] = []
     for (is_meta, streamed_from, device), group in groups.items():
         route = ReadRoute.STREAMED if streamed_from else ReadRoute.DIRECT
         if not is_meta:
-            if shared:
-                group = group.selected(at for at, slot in enumerate(group.slots) if id(slot.tensor) not in shared)
+            group = [row for row in group if id(row[0].tensor) not in shared]
             parts.append((group, in_place, route, device, None))
             continue
         if not (streamed_from or options.map is False):
@@ -251,9 +238,14 @@ def plain_tables(
             parts.append((mapped, MAPPED, ReadRoute.MAPPED, device, maps))
         parts.append((group, NEW_MEMORY, route, device, None))
     return [
-        PlainTable(part.slots, columns.selected(part.rows), part.dtypes, placement, route, device, maps)
+        PlainTable(
+            [slot for slot, _, _ in part],
+            columns.selected([row for _, row, _ in part]),
+            [dtype for _, _, dtype in part],
+            *(placement, route, device, maps),
+        )
         for part, placement, route, device, maps in parts
-        if part.slots
+        if part
     ]
 
 
@@ -270,19 +262,23 @@ def _dtype_after(stored_name: str, dtype: torch.dtype, is_meta: bool, options: L
     return dtype if cast in ("same", "lossless") or (cast == "lossy" and dtype == options.dtype) else None
 
 
-def _split_by_map(on_meta: _Rows, columns: TensorColumns, asked: bool | None, maps: Maps) -> tuple[_Rows, _Rows]:
+def _split_by_map(
+    on_meta: list[_Row], columns: TensorColumns, requested: bool | None, maps: Maps
+) -> tuple[list[_Row], list[_Row]]:
     """Returns the slots that may be maps of their file, and those that get memory. No two slots map the same bytes."""
-    may_show: dict[str, bool] = {}
-    mapped: dict[int, int] = {}
-    for index, row in enumerate(on_meta.rows):
-        path, start, nbytes = columns.paths[row], columns.starts[row], columns.nbytes[row]
-        if start % _DTYPES[columns.dtype_names[row]].itemsize:
+    can_map: dict[str, bool] = {}
+    mapped: dict[int, _Row] = {}
+    rest: list[_Row] = []
+    for row in on_meta:
+        _, index, _ = row
+        path, start, nbytes = columns.paths[index], columns.starts[index], columns.nbytes[index]
+        is_aligned = start % _DTYPES[columns.dtype_names[index]].itemsize == 0
+        if not is_aligned:
             maps.note(UNALIGNED, path)
-            continue
-        if path not in may_show:
-            may_show[path] = maps.may_show(ByteRange(path, start, nbytes), asked)
-        if may_show[path]:
-            mapped.setdefault(row, index)
-    is_mapped = {*mapped.values()}
-    rest = [index for index in range(len(on_meta.rows)) if index not in is_mapped]
-    return on_meta.selected(is_mapped), on_meta.selected(rest)
+        elif path not in can_map:
+            can_map[path] = maps.may_show(ByteRange(path, start, nbytes), requested)
+        if is_aligned and can_map[path] and index not in mapped:
+            mapped[index] = row
+        else:
+            rest.append(row)
+    return [*mapped.values()], rest

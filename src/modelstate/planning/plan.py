@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -123,25 +123,57 @@ class Step(NamedTuple):
 _COMPARED = Step._fields.index("expression")
 
 
-class LazySteps:
-    """Creates the field `steps` when it is first used: a model may have tens of thousands of slots.
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class LoadSummary(Shown):
+    """What a plan and a report say of a load. The steps, of up to tens of thousands of slots, are made when used."""
 
-    The class has the fields `steps`, without a value, and `make_steps`, the function that returns the steps, which is
-    None afterwards.
-    """
-
-    __slots__ = ()
-    make_steps: Callable[[], tuple[Step, ...]] | None
+    target: str
+    """The class of the model."""
+    source: str
+    """The path of the checkpoint, and the key of the part that is loaded."""
+    steps: tuple[Step, ...] = field(init=False)
+    """The steps, one for each slot that is filled; in a report with their times."""
+    notes: tuple[str, ...]
+    """Names that are skipped, and further remarks."""
+    slots: int
+    """The number of tensors and extra states of the model. A tied tensor counts once; buffers that only the constructor
+    fills do not count."""
+    make_steps: Callable[[], tuple[Step, ...]] | None = field(compare=False)
+    """Returns the steps, when they are first used. None afterwards."""
 
     def __getattr__(self, name: str) -> Any:
         """Creates `steps`. Called for a slot that is not set."""
         if name != "steps":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        make_steps = self.make_steps
-        if make_steps is not None:
-            object.__setattr__(self, "steps", make_steps())
+        if self.make_steps is not None:
+            object.__setattr__(self, "steps", self.make_steps())
             object.__setattr__(self, "make_steps", None)
         return object.__getattribute__(self, "steps")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors that are loaded. Mapped tensors are read when they are first used."""
+        return sum(step.nbytes for step in self.steps)
+
+    @property
+    def coverage(self) -> float:
+        """The fraction of the model's slots that is filled, from 0 to 1."""
+        return len(self.steps) / self.slots if self.slots else 1.0
+
+    def _json(self, own: Mapping[str, object], step_dict: Callable[[Step], dict[str, Any]]) -> str:
+        return json.dumps(
+            {
+                "target": self.target,
+                "source": self.source,
+                **own,
+                "bytes": self.bytes,
+                "slots": self.slots,
+                "coverage": self.coverage,
+                "notes": list(self.notes),
+                "steps": [step_dict(step) for step in self.steps],
+            },
+            indent=1,
+        )
 
 
 class Binding(msgspec.Struct, frozen=True):
@@ -156,22 +188,12 @@ class Binding(msgspec.Struct, frozen=True):
     """The number of tensors that are maps of a file."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class LoadPlan(LazySteps, Shown):
+@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
+class LoadPlan(LoadSummary):
     """The steps of a load. Created by `modelstate.plan`, and executed by `modelstate.load(model, plan)`.
 
     A plan can be executed any number of times while the files are unchanged, and into every model with the same slots:
     the same names, ties, classes, shapes, dtypes and devices. `print` shows a summary and the problems.
-
-    Args:
-        target: The class of the model.
-        source: The path of the checkpoint, and the key of the part that is loaded.
-        problems: Everything that keeps the load from being executed.
-        notes: Names that are skipped, and further remarks.
-        slots: The number of slots.
-        peak_memory_bytes: The most memory that the load needs in addition to the final tensors.
-        binding: The matched checkpoint, and the slots that a model must have.
-        make_steps: Returns the steps, one for each slot that is filled; called once, when they are first used.
 
     Examples:
         >>> plan = modelstate.plan(model, "model.safetensors")
@@ -181,25 +203,12 @@ class LoadPlan(LazySteps, Shown):
         ...     print(plan)
     """
 
-    target: str
-    """The class of the model."""
-    source: str
-    """The path of the checkpoint, and the key of the part that is loaded."""
-    steps: tuple[Step, ...] = field(init=False)
-    """The steps, one for each slot that is filled."""
     problems: tuple[Problem, ...]
     """Everything that keeps the load from being executed."""
-    notes: tuple[str, ...]
-    """Names that are skipped, and further remarks."""
-    slots: int
-    """The number of tensors and extra states of the model. A tied tensor counts once; buffers that only the constructor
-    fills do not count."""
     peak_memory_bytes: int
     """The most memory that the load needs in addition to the final tensors, in bytes."""
     binding: Binding = field(repr=False, compare=False)
     """The data that executes the plan without planning again."""
-    make_steps: Callable[[], tuple[Step, ...]] | None = field(kw_only=True, compare=False)
-    """Returns the steps, which are created when they are first used. None afterwards."""
 
     @property
     def options(self) -> LoadOptions:
@@ -210,16 +219,6 @@ class LoadPlan(LazySteps, Shown):
     def ok(self) -> bool:
         """Whether the plan can be executed."""
         return not self.problems
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that are read. Mapped tensors are read when they are first used."""
-        return sum(step.nbytes for step in self.steps)
-
-    @property
-    def coverage(self) -> float:
-        """The fraction of the model's slots that is filled, from 0 to 1."""
-        return len(self.steps) / self.slots if self.slots else 1.0
 
     def __repr__(self) -> str:
         """A summary in one line."""
@@ -257,21 +256,12 @@ class LoadPlan(LazySteps, Shown):
 
     def to_json(self) -> str:
         """Returns the whole plan as JSON."""
-        return json.dumps(
-            {
-                "target": self.target,
-                "source": self.source,
-                "ok": self.ok,
-                "bytes": self.bytes,
-                "peak_memory_bytes": self.peak_memory_bytes,
-                "slots": self.slots,
-                "coverage": self.coverage,
-                "notes": list(self.notes),
-                "problems": [problem.as_dict() for problem in self.problems],
-                "steps": [step.as_dict() for step in self.steps],
-            },
-            indent=1,
-        )
+        own = {
+            "ok": self.ok,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "problems": [problem.as_dict() for problem in self.problems],
+        }
+        return self._json(own, Step.as_dict)
 
 
 def steps_page(

@@ -23,7 +23,6 @@ from modelstate.planning.matching import DecodeFailure, MatchedCheckpoint, Model
 from modelstate.planning.memory import peak_bytes
 from modelstate.planning.plain_table import PlainTable, Planned, plain_tables
 from modelstate.planning.plan import Binding, LoadPlan, Step
-from modelstate.planning.recorder import Owner
 from modelstate.planning.sharded import LocalSlot, ShardedSlot, sharded_slot
 from modelstate.planning.transforms import (
     NO_TRANSFORM,
@@ -259,7 +258,7 @@ class Preparation:
             self._cause = self._cause or error
             self.problems.append(Problem(ProblemKind.BAD_EXTRA_STATE, key, why=one_line(error)))
 
-    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: Owner | None, errors: list[str]) -> None:
+    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: nn.Module | None, errors: list[str]) -> None:
         given = key
         if self.transaction.armed:
             slot = self.slots.by_name.get(key)

@@ -53,7 +53,7 @@ _POWERS = [1 << power for power in range(17)]
 Names = tuple[str, ...]
 
 
-class Candidate(NamedTuple):
+class QuantizedCandidate(NamedTuple):
     """A weight of the model, and the name under which a checkpoint may store it."""
 
     name: str
@@ -63,7 +63,10 @@ class Candidate(NamedTuple):
 
 
 def quantized_weights(
-    candidates: Iterable[Candidate], part: Mapping[str, TensorSpec], left: Collection[str], then: Sequence[str] = ()
+    candidates: Iterable[QuantizedCandidate],
+    part: Mapping[str, TensorSpec],
+    left: Collection[str],
+    then: Sequence[str] = (),
 ) -> tuple[list[Problem], set[str]]:
     """Returns a problem for each weight that is stored quantized, and the names that belong to these weights.
 
@@ -142,13 +145,13 @@ def stored_quantized(tensors: Mapping[str, TensorSpec]) -> list[Problem]:
     candidates = []
     for name, tensor in tensors.items():
         if tensor.dtype in SCALABLE or tensor.dtype == torch.uint8:
-            candidates.append(Candidate(name, name, has_numbers=True))
+            candidates.append(QuantizedCandidate(name, name, has_numbers=True))
         last = name.rpartition(".")[2]
         if last in _BESIDE_MODULE:
             weights = [name.removesuffix(last) + "weight"]
         else:
             weights = [name.removesuffix(end) for end in _BESIDE_WEIGHT if name.endswith(end)]
-        candidates += [Candidate(weight, weight) for weight in weights]
+        candidates += [QuantizedCandidate(weight, weight) for weight in weights]
     return quantized_weights(dict.fromkeys(candidates), tensors, tensors.keys())[0] if candidates else []
 
 

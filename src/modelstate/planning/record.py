@@ -269,7 +269,7 @@ class _Coverage:
         preparation, unexpected = self.preparation, {*self.outcome.unexpected}
         if not (unexpected or preparation.matched.rules):
             return set()
-        from modelstate.planning.quantized import Candidate, quantized_weights
+        from modelstate.planning.quantized import QuantizedCandidate, quantized_weights
         from modelstate.rules.joining import SCALABLE
 
         entries, problems = preparation.matched.applied.entries, preparation.problems
@@ -283,9 +283,9 @@ class _Coverage:
             filled = preparation.filled.get(id(param))
             has_numbers = param.is_floating_point() and param.dtype not in SCALABLE and tensor.dtype in SCALABLE
             if (has_numbers or not misfits.isdisjoint(slot.names)) and (filled is None or filled.transform is None):
-                candidates += [Candidate(slot.name, source, has_numbers) for source in entries[name].sources]
+                candidates += [QuantizedCandidate(slot.name, source, has_numbers) for source in entries[name].sources]
         stored_names: set[str] = set()
-        quantized, names = quantized_weights([Candidate(name, name) for name in missing], {}, unexpected)
+        quantized, names = quantized_weights([QuantizedCandidate(name, name) for name in missing], {}, unexpected)
         if candidates:
             part = preparation.checkpoint
             used = {source for name in entries if name not in unexpected for source in entries[name].sources}

@@ -45,10 +45,10 @@ from modelstate.transaction.transaction import Transaction
 class LoadSink(Protocol):
     """Receives each value that the base class would write."""
 
-    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: "Owner | None", errors: list[str]) -> None:
+    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: nn.Module | None, errors: list[str]) -> None:
         """Receives `value`, which is `state_dict[key]`, for the tensor that is `param` before the load.
 
-        `owner` is None unless the value itself is to be registered instead of `param`, as with `assign=True`.
+        `owner` is None unless the value itself is to be registered in this module, as with `assign=True`.
         """
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
@@ -137,13 +137,6 @@ class _StateDict(OrderedDict[str, Any]):
         value = self[key]
         del self[key]
         return value
-
-
-class Owner(NamedTuple):
-    """The place where a tensor is registered."""
-
-    module: nn.Module
-    name: str
 
 
 def walk(
@@ -378,7 +371,7 @@ class _PrefixingSink(msgspec.Struct, frozen=True):
     sink: LoadSink
     prefix: str
 
-    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: "Owner | None", errors: list[str]) -> None:
+    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: nn.Module | None, errors: list[str]) -> None:
         self.sink.tensor(self.prefix + key, param, value, owner, errors)
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
@@ -454,8 +447,7 @@ def _load_local(
         key = prefix + name
         own.add(key)
         if key in given:
-            owner = Owner(module, name) if assign else None
-            recording.sink.tensor(key, param, state_dict[key], owner, error_msgs)
+            recording.sink.tensor(key, param, state_dict[key], module if assign else None, error_msgs)
         elif strict:
             missing_keys.append(key)
     if type(module).set_extra_state is not nn.Module.set_extra_state:
