@@ -45,7 +45,7 @@ class OverloadedError(RequestError):
 
 _STATUSES: tuple[tuple[type[Exception], int], ...] = (
     (errors.SourceNotFoundError, 404),
-    (errors.UnsafePathError, 403),
+    (errors.DamagedFileError, 403),
     (errors.SwapBusyError, 409),
     (errors.VersionGoneError, 409),
     (errors.QuarantinedError, 503),

@@ -13,27 +13,22 @@ ModelStateError
 │   ├── AmbiguousCheckpointError  (ValueError)
 │   ├── TruncatedFileError        (EOFError, ValueError)
 │   ├── DamagedFileError          (ValueError)
-│   ├── UnsafePathError           (ValueError)
 │   ├── ForbiddenGlobalError      (ValueError)
 │   ├── UnsupportedTensorError    (NotImplementedError)
 │   ├── NewerManifestError        (ValueError)
 │   └── CombineError              (ValueError)
 ├── KeyNotFoundError              (KeyError)
 ├── ReadFailedError               (OSError)
-│   └── ServerError
 ├── ChecksumError                 (ValueError)
-├── NothingInCommonError          (ValueError)
-├── MissingValuesError            (ValueError)
+├── ComparisonError               (ValueError)
 ├── OptionError                   (TypeError, ValueError)
 ├── TensorSpecError               (TypeError, AttributeError)
 ├── PackageError                  (ImportError)
 ├── BufferNameError               (KeyError)
 ├── RuleError                     (ValueError)
-├── SchemaError                   (ValueError)
 ├── OptimizerStateError           (ValueError)
 ├── ObjectStateError              (KeyError, TypeError, ValueError)
 ├── PlanError                     (RuntimeError)
-├── StalePlanError                (RuntimeError)
 ├── ModelBusyError                (RuntimeError)
 ├── BackgroundCancelledError      (RuntimeError)
 ├── BackgroundTimeoutError        (TimeoutError)
@@ -42,18 +37,13 @@ ModelStateError
 ├── TransformError                (ValueError)
 ├── PlacementError                (RuntimeError)
 ├── RollbackError                 (RuntimeError)
-├── SwapError                     (RuntimeError)
 ├── MemoryBudgetError             (MemoryError)
-├── DistributedError
-│   ├── ShardingError             (ValueError)
-│   ├── ProcessGroupError         (RuntimeError)
-│   ├── RanksDifferError          (ValueError)
+├── DistributedError              (RuntimeError, ValueError)
 │   └── RankLostError             (TimeoutError)
 ├── CodecError                    (ValueError)
 │   └── UnknownClassError
 ├── SaveError
-│   ├── SaveTargetError           (TypeError)
-│   ├── UnsavableError            (ValueError)
+│   ├── UnsavableError            (TypeError, ValueError)
 │   ├── TargetExistsError         (FileExistsError)
 │   ├── LockedError               (TimeoutError)
 │   └── WriteFailedError          (OSError)
@@ -68,8 +58,7 @@ ModelStateError
     ├── ProgramInputError         (ValueError)
     ├── WeightsError              (ValueError)
     ├── CanaryError               (ValueError)
-    ├── SwapBusyError             (RuntimeError)
-    ├── SwapTimeoutError          (TimeoutError)
+    ├── SwapBusyError             (TimeoutError)
     ├── VersionGoneError          (LookupError)
     ├── QuarantinedError          (RuntimeError)
     └── SkippedCheckpointError    (ValueError)
@@ -304,7 +293,7 @@ class UnknownFormatError(OpenError, ValueError, page="unknown-format"):
     """
 
 
-class AmbiguousCheckpointError(OpenError, ValueError, page="several-checkpoints"):
+class AmbiguousCheckpointError(OpenError, ValueError, page="no-checkpoint"):
     """A file holds several state dicts that fit equally well, or a directory several checkpoints."""
 
     def __init__(self, what: str, *, candidates: Sequence[tuple[str, int]] = (), **fields: Unpack[ErrorFields]) -> None:
@@ -313,21 +302,17 @@ class AmbiguousCheckpointError(OpenError, ValueError, page="several-checkpoints"
         """Pairs of a key and the number of names that match those of the module; empty for a directory."""
 
 
-class TruncatedFileError(OpenError, EOFError, ValueError, page="truncated-file", remedy=CUT_SHORT):
+class TruncatedFileError(OpenError, EOFError, ValueError, page="damaged-file", remedy=CUT_SHORT):
     """The file is empty, or has fewer bytes than its header announces."""
 
 
 class DamagedFileError(OpenError, ValueError, page="damaged-file", remedy=CUT_SHORT):
-    """A header, an index, a zip archive, a pickle or a manifest is damaged, or contradicts the file.
+    """A header, an index, a zip archive, a pickle or a manifest is damaged, contradicts the file, or leads out of it.
 
     A header is not the JSON of the format, is too large, leads out of the file, has an unknown dtype or a name twice;
     or shapes and byte ranges of tensors contradict each other, overlap, or leave holes. A record of an archive is
     missing, compressed, of a wrong size, or does not match its checksum.
     """
-
-
-class UnsafePathError(OpenError, ValueError, page="damaged-file"):
-    """A name in an archive or a shard index that leads out of it. Symbolic links are followed."""
 
 
 class ForbiddenGlobalError(OpenError, ValueError, page="forbidden-global"):
@@ -348,64 +333,52 @@ class ForbiddenGlobalError(OpenError, ValueError, page="forbidden-global"):
         """The value of `allow=` that would open the file; empty if allowing it would not be safe."""
 
 
-class UnsupportedTensorError(OpenError, NotImplementedError, page="unsupported-tensor"):
+class UnsupportedTensorError(OpenError, NotImplementedError, page="unknown-format"):
     """A tensor of a kind that modelstate does not read."""
 
 
-class NewerManifestError(OpenError, ValueError, page="newer-version", remedy="update modelstate"):
+class NewerManifestError(OpenError, ValueError, page="unknown-format", remedy="update modelstate"):
     """A newer version of modelstate wrote the file."""
 
 
-class CombineError(OpenError, ValueError, page="combine"):
+class CombineError(OpenError, ValueError, page="bad-rule"):
     """Checkpoints cannot be combined, or an adapter does not fit its base."""
 
 
-class KeyNotFoundError(ModelStateError, KeyError, page="no-such-key"):
+class KeyNotFoundError(ModelStateError, KeyError, page="no-checkpoint"):
     """The checkpoint has no tensor of this name, or nothing under this `key=`."""
 
 
-class ReadFailedError(ModelStateError, OSError, page="file-changed"):
-    """An I/O error while tensors were read, or fewer bytes than when the file was opened."""
+class ReadFailedError(ModelStateError, OSError, page="reading"):
+    """A file or a server cannot be read now, or a file has changed since it was opened."""
 
 
-class ServerError(ReadFailedError, page="server"):
-    """A server does not answer, or its answer cannot be used."""
-
-
-class ChecksumError(ModelStateError, ValueError, page="checksum"):
+class ChecksumError(ModelStateError, ValueError, page="damaged-file"):
     """The bytes of a tensor do not match its checksum, or it has no checksum."""
 
 
-class NothingInCommonError(ModelStateError, ValueError, page="nothing-in-common"):
-    """Two checkpoints that are compared have no name in common."""
-
-
-class MissingValuesError(ModelStateError, ValueError, page="missing-values"):
-    """Tensors that are compared or counted have no values: they are on the meta device, fake, or shards."""
+class ComparisonError(ModelStateError, ValueError, page="argument"):
+    """Two checkpoints that are compared have no name in common, or tensors without values."""
 
 
 class OptionError(ModelStateError, TypeError, ValueError, page="argument"):
     """An argument is invalid."""
 
 
-class TensorSpecError(ModelStateError, TypeError, AttributeError, page="not-a-tensor"):
+class TensorSpecError(ModelStateError, TypeError, AttributeError, page="argument"):
     """A `TensorSpec`, which describes a stored tensor and has no values, is used as the tensor."""
 
 
-class PackageError(ModelStateError, ImportError, page="missing-package"):
+class PackageError(ModelStateError, ImportError, page="argument"):
     """An optional package that this call needs is not installed."""
 
 
-class BufferNameError(ModelStateError, KeyError, page="attribute-already-exists"):
+class BufferNameError(ModelStateError, KeyError, page="argument"):
     """A name that a module cannot take for a lazy buffer."""
 
 
 class RuleError(ModelStateError, ValueError, page="bad-rule"):
-    """A rule that cannot be applied."""
-
-
-class SchemaError(ModelStateError, ValueError, page="schema-version"):
-    """A version that a schema does not have, or a checkpoint whose version is unknown."""
+    """A rule that cannot be applied; a version that a schema does not have, or that is unknown."""
 
 
 class OptimizerStateError(ModelStateError, ValueError, page="optimizer-state"):
@@ -420,23 +393,19 @@ class ObjectStateError(ModelStateError, KeyError, TypeError, ValueError, page="o
     """
 
 
-class PlanError(ModelStateError, RuntimeError, page="plan-problems"):
-    """A plan that has problems, all of them in `problems`."""
+class PlanError(ModelStateError, RuntimeError, page="names"):
+    """A plan that has problems, all of them in `problems`; or a model that has changed since it was planned for."""
 
 
-class StalePlanError(ModelStateError, RuntimeError, page="stale-plan"):
-    """The slots of the model are not those that the plan was made for."""
-
-
-class ModelBusyError(ModelStateError, RuntimeError, page="locked"):
+class ModelBusyError(ModelStateError, RuntimeError, page="model-code"):
     """Another thread is changing the module, or one that shares tensors with it, and did not finish in time."""
 
 
-class BackgroundCancelledError(ModelStateError, RuntimeError, page="background"):
+class BackgroundCancelledError(ModelStateError, RuntimeError, page="model-code"):
     """A background load or save that was cancelled has no result; or a thread that follows a store cannot start."""
 
 
-class BackgroundTimeoutError(ModelStateError, TimeoutError, page="background"):
+class BackgroundTimeoutError(ModelStateError, TimeoutError, page="model-code"):
     """A background load or save that has not ended within the given time. It goes on."""
 
 
@@ -450,7 +419,7 @@ class ModelCodeError(
     """The model's own code raised while the model was loaded; its error is the cause."""
 
 
-class ExtraStateError(ModelStateError, ValueError, page="extra-state"):
+class ExtraStateError(ModelStateError, ValueError, page="objects"):
     """Declared extra state cannot be saved or loaded. The module's attributes are unchanged.
 
     The value is not that of a declaration; names are missing or not declared; the version is not accepted; an
@@ -458,47 +427,35 @@ class ExtraStateError(ModelStateError, ValueError, page="extra-state"):
     """
 
 
-class TransformError(ModelStateError, ValueError, page="transform"):
+class TransformError(ModelStateError, ValueError, page="bad-rule"):
     """A transform raised, or returned something that cannot be loaded."""
 
 
 class PlacementError(ModelStateError, RuntimeError, page="cannot-be-placed"):
-    """A value cannot be put into its tensor."""
+    """A value cannot be put into its tensor, or a tensor cannot become another one."""
 
 
-class RollbackError(ModelStateError, RuntimeError, page="rollback"):
+class RollbackError(ModelStateError, RuntimeError, page="model-code"):
     """After a failure, a part of the model could not be restored."""
-
-
-class SwapError(ModelStateError, RuntimeError, page="tensor-in-use"):
-    """A tensor cannot become another one, most often because something else would keep its old value."""
 
 
 class MemoryBudgetError(ModelStateError, MemoryError, page="memory-budget"):
     """A call would need more memory than its budget allows."""
 
 
-class DistributedError(ModelStateError, page="sharded-models"):
-    """A call on a model that is spread over several ranks. The models of all ranks are as before."""
+class DistributedError(ModelStateError, RuntimeError, ValueError, page="sharded-models"):
+    """A call on a model that is spread over several ranks. The models of all ranks are as before.
 
-
-class ShardingError(DistributedError, ValueError):
-    """A layout of a DTensor that cannot be loaded: partial sums, or a placement that is unknown."""
-
-
-class ProcessGroupError(DistributedError, RuntimeError):
-    """There is no process group, its ranks are not those of the mesh, or it was destroyed before the end of a call."""
-
-
-class RanksDifferError(DistributedError, ValueError):
-    """The ranks of one load were given different sources, rules, options or models."""
+    The layout of a DTensor cannot be loaded; the process group is missing or is not that of the mesh; or the ranks were
+    given different sources, rules, options or models.
+    """
 
 
 class RankLostError(DistributedError, TimeoutError):
     """A rank has not taken part in time: it has died, hangs, or has not called."""
 
 
-class CodecError(ModelStateError, ValueError, page="no-encoding"):
+class CodecError(ModelStateError, ValueError, page="objects"):
     """A value has no encoding, or an encoding is damaged."""
 
 
@@ -510,12 +467,8 @@ class SaveError(ModelStateError, page="cannot-be-saved"):
     """A state that cannot be saved."""
 
 
-class SaveTargetError(SaveError, TypeError):
-    """The object to save is neither a module nor a flat state dict, or the path cannot be that of a file."""
-
-
-class UnsavableError(SaveError, ValueError):
-    """Tensors or names that the format cannot hold, or more of them than it can hold."""
+class UnsavableError(SaveError, TypeError, ValueError):
+    """The object, its tensors or their names cannot be saved, or the path cannot be that of a file."""
 
 
 class TargetExistsError(
@@ -538,7 +491,7 @@ class StoreError(ModelStateError, page="store"):
     """A store of checkpoints that lacks what is requested, or cannot take what is saved."""
 
 
-class LockedError(SaveError, StoreError, TimeoutError, page="locked"):
+class LockedError(SaveError, StoreError, TimeoutError, page="cannot-be-saved"):
     """Another process or thread writes to the directory or the store. What was there before is intact."""
 
 
@@ -550,7 +503,7 @@ class DamagedCheckpointError(StoreError, ValueError):
     """A checkpoint of a store differs from what was saved, or is from another store or step."""
 
 
-class StoreMovedError(StoreError, OSError, page="store-moved"):
+class StoreMovedError(StoreError, OSError, page="store"):
     """The directory of a store is no longer at its path."""
 
 
@@ -558,23 +511,23 @@ class ExportError(ModelStateError, RuntimeError, ValueError, page="export"):
     """A module cannot be exported to a program with the same outputs and swappable weights. No file is written."""
 
 
-class NameMapError(ModelStateError, ValueError, page="name-map"):
+class NameMapError(ModelStateError, ValueError, page="export"):
     """Names of a state dict cannot be mapped to those of the module as it runs."""
 
 
-class LiveError(ModelStateError, page="live-swap"):
+class LiveError(ModelStateError, page="live"):
     """An operation on a program that is being served. The version that served goes on serving."""
 
 
-class LiveTargetError(LiveError, TypeError, page="live-target"):
+class LiveTargetError(LiveError, TypeError, page="live"):
     """A program that cannot be served, or that cannot be duplicated for a second version."""
 
 
-class ProgramInputError(LiveError, ValueError, page="program-input"):
+class ProgramInputError(LiveError, ValueError, page="live"):
     """The inputs of a request are not those that the program was exported for. Nothing has been computed."""
 
 
-class WeightsError(LiveError, ValueError, page="live-weights"):
+class WeightsError(LiveError, ValueError, page="live"):
     """The served program cannot take these weights.
 
     They have another dtype, layout, stride or class than the program's, share a storage, have NaN or infinity where
@@ -585,18 +538,14 @@ class WeightsError(LiveError, ValueError, page="live-weights"):
 class CanaryError(
     LiveError,
     ValueError,
-    page="canary",
+    page="live",
     remedy="nothing has been changed; look at the new weights, or at the canary's conditions",
 ):
     """The new version raised on the canary's inputs, or its answer was not accepted."""
 
 
-class SwapBusyError(LiveError, RuntimeError):
-    """Another swap is under way, or this one was called from within itself."""
-
-
-class SwapTimeoutError(LiveError, TimeoutError):
-    """Another swap, or the requests that have to end first, did not end in time."""
+class SwapBusyError(LiveError, TimeoutError):
+    """Another swap is under way, or requests that have to end first did not end in time."""
 
 
 class VersionGoneError(LiveError, LookupError):
@@ -607,7 +556,7 @@ class QuarantinedError(LiveError, RuntimeError, remedy="swap in weights that are
     """A swap in place failed, and so did its undo: no version can serve until another swap succeeds."""
 
 
-class SkippedCheckpointError(LiveError, ValueError, page="following"):
+class SkippedCheckpointError(LiveError, ValueError, page="store"):
     """A checkpoint of a followed store is skipped, and not tried again. Its cause says why."""
 
     def __init__(self, what: str, *, step: int | None = None, **fields: Unpack[ErrorFields]) -> None:

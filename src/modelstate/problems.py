@@ -315,28 +315,28 @@ class ProblemKind(Enum):
         return str(self)
 
     # The model or the checkpoint lacks a name.
-    MISSING = "names of the model that the checkpoint lacks", "missing-keys", _missing, _with_shape
+    MISSING = "names of the model that the checkpoint lacks", "names", _missing, _with_shape
     UNEXPECTED = (
         "names of the checkpoint that the model lacks",
-        "unexpected-keys",
+        "names",
         lambda problems: [allowing("allow_unexpected", problems, "if they are not needed")],
         _with_shape,
     )
     OTHER_NAMES = (
         "names that differ in one prefix",
-        "other-names",
+        "names",
         _other_names,
         "{0.why} (as {0.name!r}): rules=[{0.rules[0]}]",
     )
     ONE_SHARD = (
         "shards that are loaded without the others of their checkpoint",
-        "missing-keys",
+        "names",
         _one_shard,
         lambda problem: f"{problem.name} without {listed(problem.others, 8)}",
     )
     UNMERGED_ADAPTER = (
         "tensors of a LoRA adapter, which is to be merged with its base",
-        "combine",
+        "bad-rule",
         Remedy(
             "open both together, the base first: ms.open([base, adapter], combine=ms.merge.LoRA()); where one file has "
             "both, merge them with peft: merge_and_unload()",
@@ -346,7 +346,7 @@ class ProblemKind(Enum):
     )
     NOTHING_FITS = (
         "models that would get no tensor",
-        "matches-nothing",
+        "names",
         Remedy(
             "narrow allow_missing and allow_unexpected to the names that they are meant for",
             "narrower patterns for --allow-missing and --allow-unexpected",
@@ -354,7 +354,7 @@ class ProblemKind(Enum):
     )
     IDLE_PATTERN = (
         "patterns and rules that match nothing",
-        "matches-nothing",
+        "names",
         "remove them, or correct their spelling",
         lambda problem: f"{problem.found}: {problem.name}" + (f" ({problem.why})" if problem.why else ""),
     )
@@ -368,21 +368,21 @@ class ProblemKind(Enum):
     )
     WRONG_DTYPE = (
         "tensors of a dtype that cannot become the model's without loss",
-        "lossy-cast",
+        "size-mismatch",
         _wrong_dtype,
         "{0.name}: the model has {0.expected}, the checkpoint {0.found}: {0.why}",
     )
-    NOT_A_TENSOR = "values that are not tensors", "not-a-tensor", _not_a_tensor, "{0.name}: found {0.found}"
+    NOT_A_TENSOR = "values that are not tensors", "size-mismatch", _not_a_tensor, "{0.name}: found {0.found}"
     NUMPY_ARRAY = (
         "NumPy arrays in place of tensors",
-        "not-a-tensor",
+        "size-mismatch",
         "make tensors of them: {name: torch.from_numpy(array) for name, array in arrays.items()}",
         "{0.name}: found {0.found}",
     )
     UNREAD = "values of the checkpoint that are not read", "forbidden-global", _unread, "{0.name}: {0.why}"
     BAD_EXTRA_STATE = (
         "extra states that their modules cannot take",
-        "extra-state",
+        "objects",
         "load a checkpoint that was saved with this declaration, or let the declaration's upgrade= take it",
         "{0.name}: {0.why}",
     )
@@ -418,7 +418,7 @@ class ProblemKind(Enum):
     # Memory and sharing.
     TIE_CONFLICT = (
         "tied tensors with several different values",
-        "tied-values",
+        "cannot-be-placed",
         _tie_conflict,
         lambda problem: (
             f"{problem.name} is the same tensor as {', '.join(problem.others)}, but the checkpoint's values differ"
@@ -426,7 +426,7 @@ class ProblemKind(Enum):
     )
     BUFFER_CONFLICT = (
         "non-persistent buffers that differ from the checkpoint",
-        "hidden-buffer",
+        "cannot-be-placed",
         lambda problems: [allowing("allow_unexpected", problems, "if the constructor is right")],
     )
     UNINITIALISED = (
@@ -442,7 +442,7 @@ class ProblemKind(Enum):
     )
     NOT_YET_INITIALISED = (
         "names that the source's lazy modules had not initialised, and that are initialised here",
-        "uninitialized-parameter",
+        "left-on-meta",
         "load it before the model's first forward pass, or take a checkpoint that was saved after one",
     )
     FREED_MEMORY = (
@@ -499,7 +499,7 @@ class ProblemKind(Enum):
     # Rules, transforms and code.
     UNEVEN_TRANSFORM = (
         "tied tensors with a transform for some of their names only",
-        "transform",
+        "bad-rule",
         _uneven_transform,
         lambda problem: (
             f"{problem.found} is for {problem.name}, but not for {', '.join(problem.others)}, which is the same tensor"

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import modelstate as ms
 from modelstate.cli.main import app
-from modelstate.errors import OptionError, PlanError, SaveTargetError, SourceNotFoundError, SourceTypeError
+from modelstate.errors import OptionError, PlanError, SourceNotFoundError, SourceTypeError, UnsavableError
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_a_misspelt_url(path: str | Path, right: str) -> None:
         with pytest.raises(SourceTypeError, match="misspelt URL"):
             call(path)
     for save in (lambda: ms.save(model, path, format="safetensors"), lambda: ms.Store(path)):
-        with pytest.raises(SaveTargetError, match=right):
+        with pytest.raises(UnsavableError, match=right):
             save()
     assert os.listdir() == []
 

@@ -296,12 +296,12 @@ class TestExplain:
 
     def test_all_of_them(self) -> None:
         lines = run("explain").stdout.splitlines()
-        assert len(lines) > 30
+        assert len(lines) > 15
         assert any(line.split()[:3] == ["size-mismatch", "size", "mismatch"] for line in lines)
 
     def test_several(self) -> None:
-        lines = run("explain", "Unexpected key(s) in state_dict").stdout.splitlines()
-        assert {"unexpected-keys", "other-names"} <= {line.split()[0] for line in lines}
+        lines = run("explain", "with ms.skeleton").stdout.splitlines()
+        assert {"left-on-meta", "memory-budget"} <= {line.split()[0] for line in lines}
 
     def test_a_typo(self) -> None:
         done = run("explain", "WrongShap")
@@ -545,7 +545,7 @@ class TestManners:
         (page,) = json.loads(run("explain", "size-mismatch", "--json").stdout)
         assert page["name"] == "size-mismatch"
         assert page["text"].startswith("#")
-        assert len(json.loads(run("explain", "--json").stdout)) > 40
+        assert len(json.loads(run("explain", "--json").stdout)) > 15
 
     def test_paths_are_as_they_were_given(self, tmp_path: Path) -> None:
         done = run("inspect", "missing.safetensors")

@@ -36,7 +36,7 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
         ("--version", 0, "modelstate "),
         ("load --help", 0, "--allow-missing"),
         ("store --help", 0, "prune"),
-        ("explain", 0, "lossy-cast"),
+        ("explain", 0, "size-mismatch"),
         ("explain PlanError", 0, "ms.load"),
         ("inspect", 2, "Missing argument 'SOURCE'"),
         ("nosuch", 2, "No such command"),

@@ -240,7 +240,7 @@ def test_a_graph_that_waits_for_backward(to: dict[str, Any]) -> None:
     model, optimizer = trained()
     optimizer.zero_grad()
     cost = model(torch.randn(4, 2)).square().sum()
-    with unchanged(model, optimizer), pytest.raises(errors.SwapError, match="waits for backward") as caught:
+    with unchanged(model, optimizer), pytest.raises(errors.PlacementError, match="waits for backward") as caught:
         ms.convert(model, optimizers=[optimizer], **to)
     assert "`cost` in frame `test_a_graph_that_waits_for_backward`" in caught.value.found
     assert "backward" in caught.value.remedy
@@ -252,7 +252,7 @@ def test_a_graph_that_waits_for_backward(to: dict[str, Any]) -> None:
 def test_a_graph_in_a_list() -> None:
     model, _ = trained()
     costs = [model(torch.randn(4, 2)).sum()]
-    with unchanged(model), pytest.raises(errors.SwapError, match="list `costs` in frame `test_a_graph_in_a_list`"):
+    with unchanged(model), pytest.raises(errors.PlacementError, match="list `costs` in frame `test_a_graph_in_a_list`"):
         ms.convert(model, torch.float64)
     costs.clear()
     ms.convert(model, torch.float64)
@@ -262,7 +262,7 @@ def test_a_graph_in_a_list() -> None:
 def test_a_graph_of_one_tensor_stops_the_others_too() -> None:
     model, optimizer = trained()
     product = model[3].weight * 2
-    with unchanged(model, optimizer), pytest.raises(errors.SwapError) as caught:
+    with unchanged(model, optimizer), pytest.raises(errors.PlacementError) as caught:
         ms.convert(model, torch.float64, optimizers=[optimizer])
     assert caught.value.where == "3.weight"
     assert "`product`" in caught.value.found
@@ -274,7 +274,7 @@ def test_an_error_that_is_kept_is_not_in_the_way() -> None:
     """As an interactive session keeps the last one: what it tells to drop is not held by the error itself."""
     model, _ = trained()
     product = model[3].weight * 2
-    with unchanged(model), pytest.raises(errors.SwapError, match="`product`") as caught:
+    with unchanged(model), pytest.raises(errors.PlacementError, match="`product`") as caught:
         ms.convert(model, torch.float64)
     del product
     ms.convert(model, torch.float64)

@@ -23,9 +23,9 @@ from modelstate.errors import (
     OptionError,
     ReadFailedError,
     RuleError,
-    SaveTargetError,
     SourceNotFoundError,
     TargetExistsError,
+    UnsavableError,
 )
 from modelstate.formats.manifest import BLOCK_BYTES
 from tests.faults import faulty_reads
@@ -434,7 +434,7 @@ def test_what_cannot_be(training: Path, tmp_path: Path, options: Any, error: typ
 def test_no_source_and_no_target(training: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceNotFoundError):
         ms.convert_checkpoint(tmp_path / "nothing.pt", tmp_path / "b")
-    with pytest.raises(SaveTargetError):
+    with pytest.raises(UnsavableError):
         ms.convert_checkpoint(training, tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["training.pt"]
 

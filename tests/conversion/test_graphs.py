@@ -38,7 +38,7 @@ def test_a_graph_that_is_used_up_behind_nodes_that_save_nothing(case: str) -> No
     module = make()
     loss = module(*[torch.ones(1, 2)] * inputs).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(errors.SwapError, match="waits for backward: its result is held by `loss`"):
+    with pytest.raises(errors.PlacementError, match="waits for backward: its result is held by `loss`"):
         ms.convert(module, torch.float64)
     loss.backward()
     ms.convert(module, torch.float64)
@@ -50,7 +50,7 @@ def test_a_search_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -
     module = nn.Linear(2, 2)
     held = {"results": [[module(torch.ones(1, 2)).sum()]]}
     monkeypatch.setattr(references, "_SEARCH_SECONDS", 0.0)
-    with pytest.raises(errors.SwapError, match="held at an unknown place: the search ended"):
+    with pytest.raises(errors.PlacementError, match="held at an unknown place: the search ended"):
         ms.convert(module, torch.float64)
     assert held["results"][0][0].dtype is torch.float32
     assert module.weight.dtype is torch.float32
@@ -97,7 +97,7 @@ def test_other_values_of_the_same_dtype_are_refused() -> None:
     module = convolutions()
     loss = module(torch.randn(2, 3, 6, 6)).sum()
     before = whole(module)
-    with pytest.raises(errors.SwapError, match="waits for backward"):
+    with pytest.raises(errors.PlacementError, match="waits for backward"):
         ms.convert(module, transform=lambda name, t: t * 2)
     assert whole(module) == before
     loss.backward()
@@ -124,12 +124,12 @@ def test_an_attribute_that_a_hook_computes_before_each_call(make: Callable[[], n
     assert {param.grad.dtype for param in module.parameters() if param.grad is not None} == {torch.float64}
 
     pending = module(x.double())
-    with pytest.raises(errors.SwapError, match="waits for backward"):
+    with pytest.raises(errors.PlacementError, match="waits for backward"):
         ms.convert(module, torch.float32)
     del pending, out
     module.float()
     module.kept = next(module.parameters()) * 2  # an attribute that no hook computes
-    with pytest.raises(errors.SwapError, match="its result is attribute `kept`") as caught:
+    with pytest.raises(errors.PlacementError, match="its result is attribute `kept`") as caught:
         ms.convert(module, torch.float64)
     assert "run backward first" in caught.value.remedy
 
@@ -145,7 +145,7 @@ def test_a_checkpointed_forward_pass_is_not_run_again(used_up: bool) -> None:
     if used_up:
         ms.convert(module, torch.float64)
     else:
-        with pytest.raises(errors.SwapError, match="waits for backward"):
+        with pytest.raises(errors.PlacementError, match="waits for backward"):
             ms.convert(module, torch.float64)
     assert module[1].num_batches_tracked == before["num_batches_tracked"]
     assert torch.equal(module[1].running_mean.float(), before["running_mean"])
@@ -170,7 +170,7 @@ def test_nodes_of_autograd_that_are_held() -> None:
     loss = module(torch.ones(1, 2)).sum()
     nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in module.parameters()]
     loss.backward()
-    with pytest.raises(errors.SwapError, match=r"its AccumulateGrad node, held by list `nodes`"):
+    with pytest.raises(errors.PlacementError, match=r"its AccumulateGrad node, held by list `nodes`"):
         ms.convert(module, torch.float64)
     nodes.clear()
     ms.convert(module, torch.float64)

@@ -120,7 +120,7 @@ def test_a_graph_that_waits_is_found() -> None:
     before = whole(module)
     with (
         ms.reference_keeping(),
-        pytest.raises(errors.SwapError, match="waits for backward: its result is held by `loss`"),
+        pytest.raises(errors.PlacementError, match="waits for backward: its result is held by `loss`"),
     ):
         module.double()
     assert whole(module) == before

@@ -168,7 +168,7 @@ def test_a_graph_that_waits_for_backward_is_refused() -> None:
     model = Tied().cuda()
     loss = model(torch.arange(8, device="cuda")).sum()
     before = whole(model)
-    with pytest.raises(errors.SwapError):
+    with pytest.raises(errors.PlacementError):
         ms.convert(model, device="cpu")
     assert whole(model) == before
     loss.backward()

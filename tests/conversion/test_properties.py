@@ -423,7 +423,7 @@ def test_a_commit_that_fails_at_each_step(
     tree = Tree(FULL)
     before, who = tree.everything(), tree.identity()
     for at in range(1, calls[0] + 1):
-        with failing(monkeypatch, where, name, at, error), pytest.raises((ms.errors.SwapError, error)):
+        with failing(monkeypatch, where, name, at, error), pytest.raises((ms.errors.PlacementError, error)):
             tree.convert(**TARGETS[to])
         assert tree.everything() == before, f"call {at}"
         assert who == tree.identity()
@@ -439,7 +439,7 @@ def test_a_gradient_that_cannot_follow(kind: str, monkeypatch: pytest.MonkeyPatc
     tree = Tree(spec)
     before = tree.everything()
     for at in (1, 2):
-        with failing(monkeypatch, swap_tensors, "_replace", at), pytest.raises(ms.errors.SwapError):
+        with failing(monkeypatch, swap_tensors, "_replace", at), pytest.raises(ms.errors.PlacementError):
             tree.convert(torch.float64)
         assert tree.everything() == before, f"call {at}"
     tree.convert(torch.float64)
@@ -506,7 +506,7 @@ def test_any_tree_after_a_swap_that_fails(spec: Spec, name: str) -> None:
         tree = Tree(spec)
         before, who = tree.everything(), tree.identity()
         for at in range(1, calls[0] + 1):
-            with failing(patch, swap_tensors, name, at), pytest.raises((ms.errors.SwapError, RuntimeError)):
+            with failing(patch, swap_tensors, name, at), pytest.raises((ms.errors.PlacementError, RuntimeError)):
                 tree.convert(transform=to_double)
             assert tree.everything() == before
             assert who == tree.identity()

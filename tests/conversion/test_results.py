@@ -102,7 +102,7 @@ for convert in (lambda: ms.convert(module, transform=lambda name, t: fn(t)), lam
     with ms.reference_keeping():
         try:
             convert()
-        except ms.errors.SwapError as error:
+        except ms.errors.PlacementError as error:
             print(error.what)
     assert whole(module) == before
 dist.destroy_process_group()

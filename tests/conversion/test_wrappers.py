@@ -39,7 +39,7 @@ def test_distributed_data_parallel_is_refused(inside: bool) -> None:
     wrapped = nn.parallel.DistributedDataParallel(module)
     wrapped(torch.ones(2, 3)).pow(2).sum().backward()
     before = whole(module)
-    with pytest.raises(errors.SwapError, match="DistributedDataParallel's reducer") as caught:
+    with pytest.raises(errors.PlacementError, match="DistributedDataParallel's reducer") as caught:
         ms.convert(module if inside else wrapped, torch.float64)
     assert "wrap it again" in caught.value.remedy
     assert whole(module) == before
@@ -95,7 +95,7 @@ def test_fully_sharded_modules_in_use_are_refused() -> None:
     x = torch.ones(2, 3)
     result = module(x).detach()
     module(x).pow(2).sum().backward()
-    with pytest.raises(errors.SwapError, match="FSDP") as caught:
+    with pytest.raises(errors.PlacementError, match="FSDP") as caught:
         ms.convert(module, torch.float64)
     assert "MixedPrecisionPolicy" in caught.value.remedy
     assert torch.equal(module(x), result)

@@ -182,7 +182,7 @@ def other_calls(kind: str, other: str) -> str:
     }
     try:
         calls[call]()
-    except errors.RanksDifferError as error:
+    except errors.DistributedError as error:
         return f"{error.found}, {phases()}"
     return "no error"
 
@@ -203,7 +203,7 @@ def test_ranks_in_different_calls(ranks: Ranks, kind: str, other: str) -> None:
 
 @pytest.mark.parametrize(("part", "name"), [(0, "the model"), (1, "the source"), (2, "the rules")])
 def test_ranks_that_load_different_things(ranks: Ranks, part: int, name: str) -> None:
-    for text in failures(ranks.run(differing, part), errors.RanksDifferError):
+    for text in failures(ranks.run(differing, part), errors.DistributedError):
         assert f"{name} differ" in text
         assert "ranks 0-2: " in text
         assert f"ranks 3: {name} 1" in text
@@ -400,7 +400,7 @@ def groups() -> dict[str, object]:
         group = dist.group.WORLD if name == "world" else pair
         try:
             results[name] = agreement_of(net, group, call=call).ranks
-        except errors.ProcessGroupError as error:
+        except errors.DistributedError as error:
             results[name] = str(error)
     return results
 
@@ -422,7 +422,7 @@ def test_dtensors_without_a_process_group() -> None:
     net = nn.Linear(2, 2)
     fully_shard(net)
     dist.destroy_process_group()
-    with pytest.raises(errors.ProcessGroupError, match="there is no process group"):
+    with pytest.raises(errors.DistributedError, match="there is no process group"):
         ms.load(net, {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)})
 
 

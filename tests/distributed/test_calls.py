@@ -198,7 +198,7 @@ def other_states() -> list[str]:
 
 
 def test_ranks_with_other_optimizer_states(ranks: Ranks) -> None:
-    assert ranks.values(other_states) == [["RanksDifferError True"] * 2] * 4
+    assert ranks.values(other_states) == [["DistributedError True"] * 2] * 4
 
 
 def wrong_arguments(path: str) -> list[bool]:
@@ -267,7 +267,7 @@ def test_loads_in_two_threads(ranks: Ranks, tmp_path: Path) -> None:
     paths = [str(tmp_path / f"{kind}.pt") for kind in ("fsdp", "uneven")]
     for kind, path in zip(("fsdp", "uneven"), paths, strict=True):
         ms.save(models.plain(kind), path)
-    assert ranks.values(loads_in_two_threads, paths, True) == [["RanksDifferError"] * 2] * 4
+    assert ranks.values(loads_in_two_threads, paths, True) == [["DistributedError"] * 2] * 4
     assert ranks.values(loads_in_two_threads, paths, False) == [["loaded"] * 2] * 4
     with ms.Store(tmp_path / "store") as store:
         store.save(1, {"model": models.plain("uneven")})

@@ -438,16 +438,16 @@ def test_a_rank_that_loads_something_else(ranks: Ranks, tmp_path: Path) -> None:
     ranks.values(_write, tmp_path)
     by_rank = ranks.values(_load_something_else, tmp_path)
     expected = {
-        "file": "RanksDifferError",
-        "another head": "RanksDifferError",
+        "file": "DistributedError",
+        "another head": "DistributedError",
         "no file": "SourceNotFoundError",
         "model": "PlanError",
-        "rules": "RanksDifferError",
-        "options": "RanksDifferError",
+        "rules": "DistributedError",
+        "options": "DistributedError",
         "short": "TruncatedFileError",
         "timeout": "OptionError",
-        "group": "ProcessGroupError",
-        "no group": "ProcessGroupError",
+        "group": "DistributedError",
+        "no group": "DistributedError",
         "argument": "OptionError",
         "no model": "OptionError",
         "order": "OptionError",

@@ -291,7 +291,7 @@ def replicas_on_meta(path: str) -> list[bool | str]:
         try:
             ms.load(net, path, process_group=dist.group.WORLD, read_once=True, map=option, timeout_seconds=30)
             outcomes.append(torch.equal(net.weight, load_file(path)["weight"]))
-        except errors.RanksDifferError as error:
+        except errors.DistributedError as error:
             outcomes.append(error.found)
     return outcomes
 

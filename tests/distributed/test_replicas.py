@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import modelstate as ms
-from modelstate.errors import RanksDifferError
+from modelstate.errors import DistributedError
 from tests.distributed.ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ CASES = ["parameter", "frozen", "buffer", "dtype", "extra state", "moments", "op
 
 def refused(call: Callable[[], object]) -> str:
     """Returns the text of the error."""
-    with pytest.raises(RanksDifferError) as raised:
+    with pytest.raises(DistributedError) as raised:
         call()
     return str(raised.value)
 

@@ -59,7 +59,7 @@ def agrees(tensor: DTensor, whole: torch.Tensor, mesh: DeviceMesh) -> None:
     assert coordinate is not None
     try:
         shard = local_shard(tensor.shape, tensor.placements, mesh.shape, coordinate)
-    except errors.ShardingError:
+    except errors.DistributedError:
         if not STATES_WRONG_LAYOUTS:
             raise
         return
@@ -160,7 +160,7 @@ def test_all_ranks_together_hold_every_element_as_often_as_it_is_replicated(
         coordinate = [int(index) for index in torch.unravel_index(torch.tensor(rank), mesh_shape)]
         try:
             shard = local_shard(shape, placements, mesh_shape, coordinate)
-        except errors.ShardingError:
+        except errors.DistributedError:
             if not STATES_WRONG_LAYOUTS:
                 raise
             return
@@ -182,13 +182,13 @@ def test_a_shard_reads_its_bytes_only() -> None:
 
 
 def test_layouts_that_cannot_be_loaded() -> None:
-    with pytest.raises(errors.ShardingError, match="partial sums"):
+    with pytest.raises(errors.DistributedError, match="partial sums"):
         local_shard((4,), [Partial()], (2,), (0,))
-    with pytest.raises(errors.ShardingError, match="a dimension that it does not have"):
+    with pytest.raises(errors.DistributedError, match="a dimension that it does not have"):
         local_shard((4,), [Shard(1)], (2,), (0,))
     with rank_of((2,), 0) as mesh:
         uneven = DTensor.from_local(torch.zeros(3), mesh, [Shard(0)], run_check=False, shape=(4,), stride=(1,))
-        with pytest.raises(errors.ShardingError, match="does not have the shape"):
+        with pytest.raises(errors.DistributedError, match="does not have the shape"):
             shard_of(uneven)
         assert shard_of(distribute_tensor(numbers(4), mesh, [Shard(0)], src_data_rank=None)) is not None
 
@@ -200,7 +200,7 @@ def test_a_mesh_that_does_not_list_its_ranks_in_order() -> None:
             mesh = DeviceMesh("cpu", ranks, _init_backend=False)
             placements = [Shard(0)] * mesh.ndim
             tensor = distribute_tensor(numbers(4), mesh, placements, src_data_rank=None)
-            with pytest.raises(errors.ShardingError, match="another order"):
+            with pytest.raises(errors.DistributedError, match="another order"):
                 shard_of(tensor)
         mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], _init_backend=False)
         assert shard_of(distribute_tensor(numbers(4), mesh, [Shard(0)] * 2, src_data_rank=None)) is not None

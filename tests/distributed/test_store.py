@@ -175,7 +175,7 @@ def restore_from_different(folder: Path, case: str) -> tuple[str, str, bool]:
 @pytest.mark.parametrize("case", ["directory", "missing", "step"])
 def test_ranks_with_another_checkpoint(ranks: Ranks, tmp_path: Path, case: str) -> None:
     for kind, text, is_unchanged in ranks.values(restore_from_different, tmp_path, case):
-        assert kind == "RanksDifferError"
+        assert kind == "DistributedError"
         assert "2" in text
         assert is_unchanged
 
@@ -203,7 +203,7 @@ def save_with_different(folder: Path, case: str) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("case", ["objects", "step", "directory", "version", "name", "encoding"])
 def test_ranks_that_save_different_things(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    error = {"name": "OptionError", "encoding": "CodecError"}.get(case, "RanksDifferError")
+    error = {"name": "OptionError", "encoding": "CodecError"}.get(case, "DistributedError")
     assert ranks.values(save_with_different, tmp_path, case) == [(error, False)] * 4
 
 

@@ -305,7 +305,7 @@ BAD: dict[str, tuple[Callable[[Path], str], int, str]] = {
     "a link out": (linked, 403, "OutsideError"),
     "through a link out": (linked_folder, 403, "OutsideError"),
     "a directory with a link out": (linked_inside, 403, "OutsideError"),
-    "shards elsewhere": (shards_elsewhere, 403, "UnsafePathError"),
+    "shards elsewhere": (shards_elsewhere, 403, "DamagedFileError"),
     "nothing there": (lambda _: "nothing.safetensors", 404, "NoSuchPathError"),
     "an endless name": (lambda _: "x" * 5000, 404, "NoSuchPathError"),
     "a null character": (lambda _: "a\0b", 400, "BadRequestError"),

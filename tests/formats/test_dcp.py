@@ -474,8 +474,8 @@ def _colliding(metadata: Metadata) -> None:
 
 
 FLAWS: dict[str, tuple[Change, type[errors.OpenError], str]] = {
-    "parent": (_place(relative_path="../__0_0.distcp"), errors.UnsafePathError, "outside its directory"),
-    "absolute": (_place(relative_path="/etc/passwd"), errors.UnsafePathError, "outside its directory"),
+    "parent": (_place(relative_path="../__0_0.distcp"), errors.DamagedFileError, "outside its directory"),
+    "absolute": (_place(relative_path="/etc/passwd"), errors.DamagedFileError, "outside its directory"),
     "missing": (_place(relative_path="__7_0.distcp"), errors.SourceNotFoundError, "__7_0.distcp"),
     "behind the end": (_place(offset=10**6), errors.TruncatedFileError, "ends within a"),
     "too long": (_place(length=10**6), errors.TruncatedFileError, "ends within a"),

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import modelstate as ms
-from modelstate.errors import LockedError, OptionError, SaveTargetError, TargetExistsError, WriteFailedError
+from modelstate.errors import LockedError, OptionError, TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.formats import writing
 from modelstate.io import system
 from modelstate.io.atomic import SUFFIX, atomic_file, make_directory, put_durably
@@ -155,7 +155,7 @@ def test_places_where_no_file_can_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(OLD)
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(SaveTargetError):
+        with pytest.raises(UnsavableError):
             put(path, b"new")
     with pytest.raises(WriteFailedError, match="create the directory first"):
         put(tmp_path / "no" / "x", b"new")

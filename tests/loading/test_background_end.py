@@ -172,7 +172,7 @@ def test_what_was_brought_in_is_freed(end: str, tmp_path: Path) -> None:
     elif end == "stale":
         module.weight = nn.Parameter(module.weight.detach(), requires_grad=False)
         module.weight.data = module.weight.t()
-        with pytest.raises(errors.StalePlanError):
+        with pytest.raises(errors.PlanError):
             handle.result()
     else:
         handle.result()

@@ -111,7 +111,7 @@ def test_rules_that_cannot_be() -> None:
     saved = kept({"model": model})
     with pytest.raises(errors.OptionError, match="not a restored module"):
         restore_objects({"model": model}, saved, rules={"emma": [ms.rules.Prefix(strip="a")]})
-    with pytest.raises(errors.SchemaError, match="version of the checkpoint is unknown"):
+    with pytest.raises(errors.RuleError, match="version of the checkpoint is unknown"):
         restore_objects({"model": model}, saved, rules=ms.rules.Schema("1", []))
     with pytest.raises(errors.PlanError) as caught:
         restore_objects({"model": model}, saved, rules={"model": [ms.rules.Prefix(strip="emma.")]})

@@ -13,7 +13,6 @@ from modelstate.errors import (
     CodecError,
     ModelCodeError,
     OptionError,
-    SaveTargetError,
     TargetExistsError,
     UnsavableError,
 )
@@ -64,13 +63,13 @@ def jagged() -> torch.Tensor:
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "number": (3, SaveTargetError, "builtins.int"),
-    "list": ([torch.ones(1)], SaveTargetError, "builtins.list"),
+    "number": (3, UnsavableError, "builtins.int"),
+    "list": ([torch.ones(1)], UnsavableError, "builtins.list"),
     "nested name": ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, UnsavableError, "'a.b': two values have"),
     "number and text": ({"a": {0: torch.ones(1), "0": torch.ones(1)}}, UnsavableError, "'a.0': two values have"),
     "modules in a list": ({"models": [nn.Linear(1, 1)]}, CodecError, r"'models'\[0\].*save its state_dict\(\)"),
-    "class": (nn.Linear, SaveTargetError, r"cannot save the class Linear.*pass a module: Linear\(...\)"),
-    "tensor": (torch.ones(1), SaveTargetError, r"object of type Tensor.*ms.save\({'tensor': state}, path\)"),
+    "class": (nn.Linear, UnsavableError, r"cannot save the class Linear.*pass a module: Linear\(...\)"),
+    "tensor": (torch.ones(1), UnsavableError, r"object of type Tensor.*ms.save\({'tensor': state}, path\)"),
     "nested value": ({"a": torch.ones(1), "b": [object()]}, CodecError, "object.*register_codec"),
     "nested without end": (endless(), CodecError, "holds itself"),
     "shared without end": (doubled(40), CodecError, "too many values"),
@@ -124,7 +123,7 @@ def test_many_problems_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [3, None, b"x", "", "a\0b", "x.safetensors/", "file:///x/"])
 def test_what_is_no_path(path: Any) -> None:
-    with pytest.raises(SaveTargetError):
+    with pytest.raises(UnsavableError):
         ms.save({}, path)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import OptimizerStateError, OptionError, SaveTargetError, UnsavableError
+from modelstate.errors import OptimizerStateError, OptionError, UnsavableError
 
 WRITERS = {
     "save": lambda model, path, **options: ms.save(model, path, **options),
@@ -76,7 +76,7 @@ def test_files_of_safetensors(tmp_path: Path, write: Any, name: str) -> None:
 @every_writer
 @pytest.mark.parametrize("name", ["x.gguf", "x.onnx", "x.npz", "x.h5", "x.pt2", "x.zip", "x.v2", "x.tar"])
 def test_other_suffixes_are_refused(tmp_path: Path, write: Any, name: str) -> None:
-    with pytest.raises(SaveTargetError, match=r"\.safetensors for safetensors; \.pt, \.pth, \.bin or \.ckpt"):
+    with pytest.raises(UnsavableError, match=r"\.safetensors for safetensors; \.pt, \.pth, \.bin or \.ckpt"):
         write(nn.Linear(2, 2), tmp_path / name)
     assert list(tmp_path.iterdir()) == []
     write(nn.Linear(2, 2), tmp_path / name, format="torch")
@@ -86,7 +86,7 @@ def test_other_suffixes_are_refused(tmp_path: Path, write: Any, name: str) -> No
 @every_writer
 def test_an_index_as_path_is_refused_with_the_path_to_give(tmp_path: Path, write: Any) -> None:
     path = tmp_path / "model.safetensors.index.json"
-    with pytest.raises(SaveTargetError) as caught:
+    with pytest.raises(UnsavableError) as caught:
         write(nn.Linear(2, 2), path, shard_size_bytes=8)
     assert f"{str(tmp_path / 'model.safetensors')!r} and shard_size_bytes=" in caught.value.remedy
     assert list(tmp_path.iterdir()) == []

@@ -73,7 +73,7 @@ def test_a_refusal_comes_before_the_first_change() -> None:
     ours = model()
     ours[1].weight.cache = view_of(ours[1].weight)  # in a swap, it would go on with the other tensor
     before = whole(ours)
-    with pytest.raises(ms.errors.SwapError, match=r"^1\.weight: .*\n.*\n  found: a view"):
+    with pytest.raises(ms.errors.PlacementError, match=r"^1\.weight: .*\n.*\n  found: a view"):
         ms.convert(ours, transform=lambda name, tensor: tensor.to_sparse())
     assert whole(ours) == before
     del ours[1].weight.cache

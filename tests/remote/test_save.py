@@ -13,7 +13,7 @@ import torch
 
 import modelstate as ms
 from modelstate.conversion.checkpoint import convert_checkpoint
-from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
+from modelstate.errors import TargetExistsError, UnsavableError, WriteFailedError
 from tests.proxy import Fault, FaultProxy, HttpRequest
 from tests.remote.kills import exit_code_of_killed
 from tests.sweeps import sample, spread
@@ -227,7 +227,7 @@ def test_a_tensor_that_changes_meanwhile_is_not_saved(
     ],
 )
 def test_places_that_take_no_file(path: str, expected: str) -> None:
-    with pytest.raises(SaveTargetError, match=expected):
+    with pytest.raises(UnsavableError, match=expected):
         ms.save(state(1000), path)
 
 

@@ -21,9 +21,9 @@ from modelstate.errors import (
     ModelStateError,
     ReadFailedError,
     SaveError,
-    SaveTargetError,
     StepNotFoundError,
     TargetExistsError,
+    UnsavableError,
     WriteFailedError,
 )
 from modelstate.remote import location, upload
@@ -597,10 +597,10 @@ def test_a_prefix_with_other_objects(url: str, bucket: str, s3_client: Callable[
 
 def test_an_object_is_no_directory(url: str, bucket: str, s3_client: Callable[[], Any]) -> None:
     s3_client().put_object(Bucket=bucket, Key=url.removeprefix(f"s3://{bucket}/"), Body=b"something else")
-    with pytest.raises(SaveTargetError, match="a store is a directory"):
+    with pytest.raises(UnsavableError, match="a store is a directory"):
         save(ms.Store(url), 1)
     for read in (ms.Store(url).latest, ms.Store(url).infos, lambda: ms.Store(url).open("latest")):
-        with pytest.raises(SaveTargetError, match="a store is a directory"):
+        with pytest.raises(UnsavableError, match="a store is a directory"):
             read()
     assert [item["Key"] for item in s3_client().list_objects_v2(Bucket=bucket)["Contents"]] == ["runs/first"]
 

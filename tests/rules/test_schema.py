@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import OptionError, RuleError, SchemaError
+from modelstate.errors import OptionError, RuleError
 from tests.loading.fingerprint import whole
 
 NAMES = {name: getattr(ms.rules, name) for name in ms.rules.__all__}
@@ -111,16 +111,16 @@ def test_checkpoints_of_no_version(source: Any, says: str) -> None:
     wanted = model()
     before = whole(wanted)
     for do in (ms.plan, ms.load):
-        with pytest.raises(SchemaError, match=says):
+        with pytest.raises(RuleError, match=says):
             do(wanted, source, rules=SCHEMA)
     assert whole(wanted) == before
 
 
 @pytest.mark.parametrize("version", ["0.9", "4.0", ""])
 def test_versions_that_are_none(version: str) -> None:
-    with pytest.raises(SchemaError, match="not a version"):
+    with pytest.raises(RuleError, match="not a version"):
         SCHEMA.rules(version)
-    with pytest.raises(SchemaError, match="not a version"):
+    with pytest.raises(RuleError, match="not a version"):
         SCHEMA.rules("1.0", version)
 
 
@@ -147,7 +147,7 @@ def test_what_is_no_schema(make: Any, says: str) -> None:
 
 
 def test_recognising_a_version_that_is_none() -> None:
-    with pytest.raises(SchemaError, match="not a version"):
+    with pytest.raises(RuleError, match="not a version"):
         ms.rules.Schema("1", recognise={"2": bool})
 
 
@@ -159,7 +159,7 @@ def test_a_schema_prints_as_code() -> None:
 @pytest.mark.parametrize("predicate", [lambda names: names["absent"].shape == (1,), lambda names: 1 / 0])
 def test_a_predicate_that_raises(predicate: Any) -> None:
     schema = ms.rules.Schema("1", recognise={"1": predicate})
-    with pytest.raises(SchemaError, match="predicate that recognises version 1 raised"):
+    with pytest.raises(RuleError, match="predicate that recognises version 1 raised"):
         ms.plan(nn.Linear(1, 1), {"weight": torch.ones(1, 1)}, rules=schema)
 
 
@@ -193,7 +193,7 @@ def test_a_version_of_a_part_that_is_not_recognised() -> None:
     )
     source = {"model": wanted.state_dict(), "a": {"b": torch.ones(2)}}
     before = whole(wanted)
-    with pytest.raises(SchemaError, match=r"mapping \[model\]: the version"):
+    with pytest.raises(RuleError, match=r"mapping \[model\]: the version"):
         ms.load(wanted, source, rules=schema)
     assert whole(wanted) == before
 
@@ -235,7 +235,7 @@ NAMED = ms.rules.Schema(
 def test_of_a_file_with_several_state_dicts_the_error_names_them(tmp_path: Path) -> None:
     path, state = tmp_path / "both.pt", {"old.weight": torch.ones(2)}
     torch.save({"model": state, "ema": state}, path)
-    with pytest.raises(SchemaError, match="key='model' or 'ema'"):
+    with pytest.raises(RuleError, match="key='model' or 'ema'"):
         ms.convert_checkpoint(path, tmp_path / "new.safetensors", rules=NAMED)
     ms.convert_checkpoint(path, tmp_path / "new.safetensors", key="ema", rules=NAMED)
     assert list(ms.open(tmp_path / "new.safetensors")) == ["new.weight"]
@@ -255,7 +255,7 @@ def test_an_optimizer_has_no_shapes_to_recognise_a_version_by() -> None:
     then, now = Renamed("old"), Renamed("new")
     schema = ms.rules.Schema("1", NAMED.migrations, recognise={"1": lambda names: names["old.weight"].shape == (3, 3)})
     optimizer = torch.optim.Adam(now.parameters())
-    with pytest.raises(SchemaError, match="only the names of the parameters are known"):
+    with pytest.raises(RuleError, match="only the names of the parameters are known"):
         ms.load_optimizer_state(now, optimizer, ms.optimizer_state(then, trained(then)), rules=schema)
     assert not optimizer.state
 

@@ -24,10 +24,10 @@ from modelstate.errors import (
     LiveTargetError,
     NewerManifestError,
     OptionError,
-    SaveTargetError,
     SourceNotFoundError,
     TargetExistsError,
     TruncatedFileError,
+    UnsavableError,
     WriteFailedError,
 )
 from modelstate.formats import torch_zip
@@ -229,11 +229,11 @@ def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     [
         (torch.relu, (X,), "a.pt2", {}, OptionError),
         (nn.Linear(4, 4), X, "a.pt2", {}, OptionError),
-        (nn.Linear(4, 4), (X,), "a.pt", {}, SaveTargetError),
+        (nn.Linear(4, 4), (X,), "a.pt", {}, UnsavableError),
         (nn.Linear(4, 4), (X,), "a.pt2", {"kind": "onnx"}, OptionError),
         (nn.Linear(4, 4), (X,), "a.pt2", {"options": {"max_autotune": True}}, OptionError),
         (nn.Linear(4, 4), (X,), "a.pt2", {"kind": "aoti", "options": {"freezing": True}}, OptionError),
-        (nn.Linear(4, 4), (X,), "a\0.pt2", {}, SaveTargetError),
+        (nn.Linear(4, 4), (X,), "a\0.pt2", {}, UnsavableError),
         (nn.LazyLinear(4), (X,), "a.pt2", {}, LiveTargetError),
         (nn.Linear(4, 4), (X,), "there.pt2", {}, TargetExistsError),
         (nn.Linear(4, 4), (torch.ones(3),), "a.pt2", {}, ExportError),

@@ -17,7 +17,7 @@ from modelstate.errors import (
     LiveTargetError,
     OptionError,
     ReadFailedError,
-    SaveTargetError,
+    UnsavableError,
 )
 from tests.serve.followed import Log, Target, actions, by_hand, flipped, nan, serves
 from tests.serve.models import linear
@@ -212,7 +212,7 @@ def test_a_target_that_takes_no_weights(tmp_path: Path) -> None:
 def test_what_can_be_no_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for wrong in (tmp_path / "file", 3, "https://example.org/run"):
-        with pytest.raises(SaveTargetError):
+        with pytest.raises(UnsavableError):
             ms.follow(ms.Live(linear(0)), wrong)  # type: ignore[arg-type]
 
 

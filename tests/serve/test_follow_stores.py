@@ -13,7 +13,6 @@ from modelstate.errors import (
     SkippedCheckpointError,
     SourceNotFoundError,
     SwapBusyError,
-    SwapTimeoutError,
     WriteFailedError,
 )
 from tests.serve.followed import Target, actions, by_hand, serves
@@ -108,7 +107,7 @@ def test_a_step_that_is_taken_away_while_it_is_verified(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "error", [SwapBusyError("busy"), SwapTimeoutError("late"), ConnectionRefusedError("no"), TimeoutError("late")]
+    "error", [SwapBusyError("busy"), SwapBusyError("late"), ConnectionRefusedError("no"), TimeoutError("late")]
 )
 def test_what_is_not_the_checkpoints_fault_is_tried_again(tmp_path: Path, error: Exception) -> None:
     store, target = ms.Store(tmp_path), Target(*[error] * 10)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import LiveTargetError, OptionError, SwapTimeoutError, VersionGoneError
+from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
 from tests.serve.targets import target_of
 
 X = torch.ones(1, 4)
@@ -113,7 +113,7 @@ def test_a_swap_in_place_waits_for_a_method() -> None:
     with ThreadPoolExecutor(2) as pool:
         answer = pool.submit(live.method("between"), entered.set, then=lambda: leave.wait(60))
         assert entered.wait(60)
-        with pytest.raises(SwapTimeoutError, match="requests did not end in time"):
+        with pytest.raises(SwapBusyError, match="requests did not end in time"):
             live.swap(weights(2), mode="in_place", timeout_seconds=0.05)
         swap = pool.submit(live.swap, weights(2), mode="in_place")
         assert not swap.done()
@@ -163,7 +163,7 @@ def test_a_generator_has_its_version_until_it_ends(ends: str) -> None:
     live = served()
     stream = live.method("stream")(3)
     assert next(stream) == 1
-    with pytest.raises(SwapTimeoutError):
+    with pytest.raises(SwapBusyError):
         live.swap(weights(2), mode="in_place", timeout_seconds=0)
     assert not live.swap(weights(2), timeout_seconds=0).drained
     assert next(stream) == 1
@@ -191,7 +191,7 @@ def test_coroutines_and_async_generators_have_one_version() -> None:
         async for value in live.method("later_stream")(3):
             found.append(value)
             if len(found) == 1:
-                with pytest.raises(SwapTimeoutError):
+                with pytest.raises(SwapBusyError):
                     live.swap(weights(3), mode="in_place", timeout_seconds=0)
                 live.swap(weights(3), timeout_seconds=0)
         assert found == [2, 2, 2]

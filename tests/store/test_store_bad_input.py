@@ -30,13 +30,13 @@ def resealed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 @pytest.mark.parametrize("directory", [7, None, b"run", "", "a\0b", "https://example.com/run", ["run"]], ids=repr)
 def test_what_is_no_directory(directory: Any) -> None:
-    with pytest.raises(errors.SaveTargetError):
+    with pytest.raises(errors.UnsavableError):
         ms.Store(directory)
 
 
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
-    with pytest.raises(errors.SaveTargetError):
+    with pytest.raises(errors.UnsavableError):
         ms.Store(tmp_path / "run")
     inside = ms.Store(tmp_path / "run" / "below")
     with pytest.raises(errors.WriteFailedError):

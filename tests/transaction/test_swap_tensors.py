@@ -204,7 +204,7 @@ def test_it_says_who_is_in_the_way(holder: Callable[[torch.Tensor], None]) -> No
     weight = nn.Parameter(torch.arange(6.0).view(2, 3))
     before = described(weight)
     who, remedy = HOLDERS[holder]
-    with pytest.raises(errors.SwapError, match=who) as caught:
+    with pytest.raises(errors.PlacementError, match=who) as caught:
         holder(weight)
     assert remedy in caught.value.remedy
     assert "nothing has been changed" in str(caught.value)
@@ -215,7 +215,7 @@ def test_both_tensors_are_looked_at() -> None:
     first, second = torch.ones(2), torch.ones(3)
     with torch.no_grad():
         view = second[1:]
-    with pytest.raises(errors.SwapError, match="the second tensor"):
+    with pytest.raises(errors.PlacementError, match="the second tensor"):
         ms.swap_tensors(first, second)
     assert view.shape == (2,)
 
@@ -235,7 +235,7 @@ def test_what_another_thread_holds_is_found() -> None:
     thread.start()
     ready.wait(60)
     try:
-        with pytest.raises(errors.SwapError, match="`kept` in frame `worker`"):
+        with pytest.raises(errors.PlacementError, match="`kept` in frame `worker`"):
             ms.swap_tensors(weight, torch.ones(3))
     finally:
         done.set()
@@ -246,7 +246,7 @@ def test_what_another_thread_holds_is_found() -> None:
     ("a", "b", "error", "words"),
     [
         (torch.ones(1), [1.0], errors.OptionError, "found: list"),
-        (slotted(1), torch.ones(1).as_subclass(OtherSlots), errors.SwapError, "different __slots__"),
+        (slotted(1), torch.ones(1).as_subclass(OtherSlots), errors.PlacementError, "different __slots__"),
     ],
 )
 def test_what_cannot_be_swapped(a: Any, b: Any, error: type[Exception], words: str) -> None:
@@ -259,7 +259,7 @@ def test_a_weak_reference_in_torchs_core_is_refused_whole() -> None:
     a, b = torch.ones(2), quantized_class()(torch.ones(2, 2), 0.5)
     weak = torch._C._WeakTensorRef(a)
     before = described(a), described(b)
-    with pytest.raises(errors.SwapError, match="weak reference in torch's core"):
+    with pytest.raises(errors.PlacementError, match="weak reference in torch's core"):
         ms.swap_tensors(a, b)
     assert (described(a), described(b)) == before
     assert not weak.expired()
@@ -290,7 +290,7 @@ class Square(torch.autograd.Function):
 def test_used_up_graphs_of_functions_with_their_own_backward() -> None:
     weight = nn.Parameter(torch.ones(2))
     kept = Square.apply(weight).sum()
-    with pytest.raises(errors.SwapError, match="its result is held by `kept`"):
+    with pytest.raises(errors.PlacementError, match="its result is held by `kept`"):
         ms.swap_tensors(weight, torch.zeros(3))
     kept.backward()
     ms.swap_tensors(weight, torch.zeros(3))
@@ -304,7 +304,7 @@ def test_what_the_error_tells_to_do_helps() -> None:
     loss = (weight * 2).sum()
     try:
         ms.swap_tensors(weight, torch.zeros(3))
-    except errors.SwapError as error:
+    except errors.PlacementError as error:
         kept = error
     del loss
     ms.swap_tensors(weight, torch.zeros(3))
@@ -318,7 +318,7 @@ def test_looking_for_holders_leaves_variables_alone() -> None:
         view = weight[:1]
     mine = locals()
     counter += 1
-    with pytest.raises(errors.SwapError):
+    with pytest.raises(errors.PlacementError):
         ms.swap_tensors(weight, torch.zeros(3))
     assert mine["view"] is view
     assert counter == 2

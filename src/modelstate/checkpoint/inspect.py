@@ -213,7 +213,7 @@ class Inspection(Shown):
             The statistics; `print` shows them, and `to_json` returns them for other programs.
 
         Raises:
-            MissingValuesError: A tensor has no values, as one on the meta device.
+            ComparisonError: A tensor has no values, as one on the meta device.
             ReadFailedError: A file cannot be read, or has changed since it was opened.
             MemoryBudgetError: The budget is too small.
             OptionError: No name matches `only`, or an argument is not valid.

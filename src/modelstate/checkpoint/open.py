@@ -268,7 +268,7 @@ def open(
             `SourceTypeError` for a path that cannot be read; `UnknownFormatError` for a file that is not a checkpoint;
             `TruncatedFileError` and `DamagedFileError` for a damaged file; `ForbiddenGlobalError` and
             `UnsupportedTensorError` for contents that are not read; `AmbiguousCheckpointError` for a directory, and for
-            two values of one name; `UnsafePathError` for shards elsewhere; `CombineError` for several sources.
+            two values of one name; `DamagedFileError` for shards elsewhere; `CombineError` for several sources.
         KeyNotFoundError: There is nothing under `key`.
         CodecError: `key` leads into a value that cannot be decoded.
         OptionError: An argument is not valid.

@@ -26,7 +26,7 @@ import torch
 from msgspec.structs import replace
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import MemoryBudgetError, MissingValuesError, UnsupportedTensorError
+from modelstate.errors import ComparisonError, MemoryBudgetError, UnsupportedTensorError
 from modelstate.formats.block_writer import check_expanded
 from modelstate.formats.torch_globals import SPARSE_PARTS
 from modelstate.io.blocks import Block, Part, Wanted, stream
@@ -134,7 +134,7 @@ def check_readable(tensors: Iterable[tuple[str, Stored]], *, where: str, remedy:
         remedy: What to do where tensors have no values.
 
     Raises:
-        MissingValuesError: Tensors have no values.
+        ComparisonError: Tensors have no values.
         UnsupportedTensorError: A tensor is an expanded view that has very many elements.
     """
     tensors = list(tensors)
@@ -146,7 +146,7 @@ def check_readable(tensors: Iterable[tuple[str, Stored]], *, where: str, remedy:
         and (piece.is_meta or remedies_for([piece]) or (is_plain(piece) and not has_its_memory(piece)))
     }
     if lacking:
-        raise MissingValuesError(
+        raise ComparisonError(
             f"{count(len(lacking), 'tensor')} cannot be read, since there are no values",
             where=where,
             found=listed(map(printable, lacking), 4),

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from modelstate.arguments import check_integer, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.reduction import kind_of
-from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, SourceTypeError, TargetExistsError
+from modelstate.errors import KeyNotFoundError, OptionError, SourceTypeError, TargetExistsError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
 from modelstate.formats.construct import refusal
 from modelstate.formats.serialize import serialize
@@ -309,7 +309,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
     def checked(self, where: str) -> "SaveOptions":
         """Returns the options of a save to a path, with the format that is written.
 
-        Raises `OptionError`, and `SaveTargetError` for a path whose suffix no format has.
+        Raises `OptionError`, and `UnsavableError` for a path whose suffix no format has.
         """
         schema, extra = self.schema, self.extra
         if schema is not None and (not isinstance(schema, str) or not schema):
@@ -403,7 +403,7 @@ def format_of(path: str, format: object) -> str:
     """The format of a file that is written, "safetensors" or "torch", by the suffix of its path.
 
     `format` applies to a path without a suffix, or with one that is not in `SUFFIXES`; it must not contradict a known
-    suffix. Raises `OptionError` for a format that is unknown or contradicts the suffix, and `SaveTargetError` for an
+    suffix. Raises `OptionError` for a format that is unknown or contradicts the suffix, and `UnsavableError` for an
     unknown suffix.
     """
     known = tuple(dict.fromkeys(SUFFIXES.values()))
@@ -422,7 +422,7 @@ def format_of(path: str, format: object) -> str:
         )
     if suffix and by_suffix is None and format is None:
         index = path.lower().endswith(INDEX_SUFFIX)
-        raise SaveTargetError(
+        raise UnsavableError(
             "no format that modelstate writes has this suffix",
             where=path,
             expected=_LISTED,
@@ -435,13 +435,13 @@ def format_of(path: str, format: object) -> str:
 
 
 def target_path(path: object) -> str:
-    """The absolute path of a file that is going to be written. Raises `SaveTargetError`."""
+    """The absolute path of a file that is going to be written. Raises `UnsavableError`."""
     given = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(given, str):
-        raise SaveTargetError("a file is saved to a path", expected="a str or a pathlib.Path", found=short_repr(path))
+        raise UnsavableError("a file is saved to a path", expected="a str or a pathlib.Path", found=short_repr(path))
     is_bucket = is_remote(given) and given.count("/") < 3
     if given.endswith(os.sep) or is_bucket:
-        raise SaveTargetError(
+        raise UnsavableError(
             "a file cannot be put here",
             where=redacted_url(given[:200]) if is_remote(given) else given[:200],
             found="the path of a directory, as it ends with a slash" if not is_bucket else "the root of a bucket",
@@ -454,6 +454,4 @@ def target_path(path: object) -> str:
         return local_path(given)
     except SourceTypeError as error:
         remedy = "give the path of a file; save there, and copy it to its place"
-        raise SaveTargetError(
-            "a file cannot be put here", where=error.where, found=error.what, remedy=remedy
-        ) from error
+        raise UnsavableError("a file cannot be put here", where=error.where, found=error.what, remedy=remedy) from error

@@ -330,7 +330,7 @@ def parse_format(text: str | None, target: str) -> str:
         return format_of(target, text)
     except ms.errors.OptionError as error:
         raise click.BadParameter(f"--format {text}: give {error.expected}") from error
-    except ms.errors.SaveTargetError as error:
+    except ms.errors.UnsavableError as error:
         raise click.BadParameter(f"{target}: give a path with {error.expected}; or say --format") from error
 
 
@@ -460,7 +460,7 @@ def write_page(path: str | None, result: Shown | Page) -> None:
             with SourceFile(path) as file:
                 beginning = file.head[:15]
             if beginning and beginning.lower() != b"<!doctype html>":
-                raise ms.errors.SaveTargetError(
+                raise ms.errors.UnsavableError(
                     "--html replaces web pages only, and this file is not one",
                     where=path,
                     remedy="give the path of a new file",
@@ -470,7 +470,7 @@ def write_page(path: str | None, result: Shown | Page) -> None:
 
 
 def local_target(path: str) -> str:
-    """The absolute path of a file that can be written on this machine only. Raises `SaveTargetError`."""
+    """The absolute path of a file that can be written on this machine only. Raises `UnsavableError`."""
     from modelstate.io.files import local_path
 
     try:
@@ -479,7 +479,7 @@ def local_target(path: str) -> str:
         from modelstate.remote.location import is_remote
 
         is_url = is_remote(path)
-        raise ms.errors.SaveTargetError(
+        raise ms.errors.UnsavableError(
             "this file is written on this machine only" if is_url else "no file can be written here",
             where=error.where,
             found=error.what,

@@ -408,7 +408,7 @@ def explain(name: str | None, as_json: bool) -> None:
         result = find(name)
         if not result.pages:
             raise click.BadParameter(f"there is no page about {name!r}: modelstate explain lists all of them")
-        if result.guess:
+        if result.is_guess:
             echo(f"there is no page about {name!r}; the nearest is {result.pages[0].name}", err=True)
         _show_pages(result.pages, as_json)
 

@@ -89,7 +89,7 @@ def _index(path: str, cache: ms.Cache | None = None) -> StepIndex:
         index = StepIndex(locate(path.rstrip("/")).url, cache=cache)
         try:
             is_empty = not index.all_revisions()
-        except ms.errors.SaveTargetError as error:
+        except ms.errors.UnsavableError as error:
             raise _no_directory(path, index.directory) from error
         if is_empty:
             raise _no_store(index.directory)

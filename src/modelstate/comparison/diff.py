@@ -39,7 +39,7 @@ from modelstate.checkpoint.reduction import (
 )
 from modelstate.comparison.difference import Accumulator, equal_unread, is_comparable
 from modelstate.comparison.result import Diff, Status, TensorDiff, ValueDiff
-from modelstate.errors import CodecError, NothingInCommonError, OptionError
+from modelstate.errors import CodecError, ComparisonError, OptionError
 from modelstate.formats.manifest import ALGORITHM
 from modelstate.formats.tree import same_value
 from modelstate.planning.matching import entries_of, matching_part
@@ -100,8 +100,8 @@ def diff(
     Raises:
         OpenError: A source cannot be opened.
         KeyNotFoundError: There is nothing under `key`.
-        NothingInCommonError: The checkpoints have no name in common.
-        MissingValuesError: A tensor has no values, as one on the meta device.
+        ComparisonError: The checkpoints have no name in common.
+        ComparisonError: A tensor has no values, as one on the meta device.
         RuleError: The rules cannot be applied.
         ReadFailedError: A file cannot be read, or has changed meanwhile.
         MemoryBudgetError: The budget is too small.
@@ -147,7 +147,7 @@ def diff(
     tensors = {name: entry for name, entry in entries.items() if entry.tensor is not None}
     matched = {name for name in tensors if name in second}
     if not matched and len(first) and len(second):
-        raise NothingInCommonError(
+        raise ComparisonError(
             "the checkpoints have no name in common",
             where=where,
             expected=f"names such as {listed(map(printable, second), 3)}",

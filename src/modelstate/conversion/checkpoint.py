@@ -92,7 +92,7 @@ def convert_checkpoint(
         OptionError: An argument cannot be used.
         OpenError: The source cannot be opened as a checkpoint; a subclass says why.
         RuleError: The rules cannot be applied.
-        SchemaError: The version of the checkpoint is unknown.
+        RuleError: The version of the checkpoint is unknown.
         CodecError: A value cannot be decoded here.
         ReadFailedError: An I/O error while tensors were read.
         MemoryBudgetError: A single tensor takes more than `max_memory_bytes`.

@@ -25,7 +25,7 @@ from modelstate.conversion.tensors import (
     step_of,
     swappable,
 )
-from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, SwapError, TransformError
+from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
 from modelstate.planning.assignment import Placement
 from modelstate.planning.plan import Step
 from modelstate.process import ONE_VARIABLE, ThreadValue, cached_attribute, deferred_signals, reference_count
@@ -68,7 +68,7 @@ class Conversion:
     def __init__(self, transaction: Transaction, target: Target, max_memory_bytes: int | None = None) -> None:
         root = transaction.root
         if is_transforming():
-            raise SwapError(
+            raise PlacementError(
                 "within a transform of torch.func a tensor stands for others, and a module cannot be converted",
                 where=type(root).__name__,
                 remedy="convert it before the transform",
@@ -373,12 +373,12 @@ class Conversion:
     # Between the phases.
 
     def _check(self, changes: Sequence[Change], cast: Sequence[Slot] = ()) -> None:
-        """Raises `SwapError` if something would keep the old value of a tensor that changes or is cast."""
+        """Raises `PlacementError` if something would keep the old value of a tensor that changes or is cast."""
         error = self._refusal(changes, cast)
         if error is not None:
             raise error
 
-    def _refusal(self, changes: Sequence[Change], cast: Sequence[Slot]) -> SwapError | None:
+    def _refusal(self, changes: Sequence[Change], cast: Sequence[Slot]) -> PlacementError | None:
         """Returns the error instead of raising it, so that no frame of its traceback keeps the holders alive."""
         waiting = [(change.slot, change) for change in changes if not change.done and change.placement is not GRADIENT]
         rows: list[tuple[Slot, Change | None]] = [*waiting, *((slot, None) for slot in cast)]
@@ -397,7 +397,7 @@ class Conversion:
         if not refused:
             return None
         tensors = f"{len(refused)} tensors are" if len(refused) > 1 else "the tensor is"
-        return SwapError(
+        return PlacementError(
             f"{tensors} held by something that would keep the old values; nothing has been changed",
             where=listed((slot.name for slot, _ in refused), 4),
             expected="tensors that only Python refers to",
@@ -435,7 +435,7 @@ class Conversion:
     def _run(self, changes: Iterable[Change]) -> None:
         """Runs changes in the transaction. Signals are deferred, so that no undo is lost.
 
-        Raises `SwapError` if torch cannot put a new tensor in place.
+        Raises `PlacementError` if torch cannot put a new tensor in place.
         """
         with deferred_signals():
             for change in changes:
@@ -444,7 +444,7 @@ class Conversion:
                 except ModelStateError:
                     raise
                 except (RuntimeError, TypeError) as error:
-                    raise SwapError(
+                    raise PlacementError(
                         "torch cannot put the new tensor in the place of the old one; nothing has been changed",
                         where=change.name,
                         expected=f"something that a {type(change.target).__name__} can become",
@@ -481,8 +481,8 @@ def _covers(tensor: torch.Tensor, start: int, end: int) -> bool:
     return begin <= start and end <= begin + storage.nbytes() and not (start - begin) % tensor.itemsize
 
 
-def _sharded(module: nn.Module, changes: Sequence[Change]) -> SwapError:
-    return SwapError(
+def _sharded(module: nn.Module, changes: Sequence[Change]) -> PlacementError:
+    return PlacementError(
         "FSDP has recorded the parameters, and would keep using the old ones; nothing has been changed",
         where=listed((change.name for change in changes), 4),
         found=type(module).__name__,

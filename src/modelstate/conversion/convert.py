@@ -64,9 +64,9 @@ def convert(
     Raises:
         OptionError: An argument cannot be used.
         TransformError: The function raised, or returned something that cannot be used.
-        SwapError: An autograd graph that waits for backward, a reducer of distributed training or a view would keep the
-            old value of a tensor; the error says which, and where.
-        PlacementError: A tensor is on meta, or torch cannot convert it.
+        PlacementError: An autograd graph that waits for backward, a reducer of distributed training or a view would
+            keep the old value of a tensor, and the error says which, and where; or a tensor is on meta, or torch cannot
+            convert it.
         MemoryBudgetError: The conversion takes more than `max_memory_bytes`, or more than a device or the system has.
         ModelCodeError: An `_apply` of the model's own raised.
 

@@ -33,7 +33,7 @@ class reference_keeping:
     `modelstate.reference_keeping(False)` switches it off again. What `modelstate.convert` promises holds meanwhile:
     all or nothing, with parameters, buffers and ties the same objects as before. Errors of the conversion itself, such
     as an unknown device, come as torch raises them. A tensor that is held by a graph that waits for backward raises
-    `modelstate.errors.SwapError`; torch finds that out at the backward, or never.
+    `modelstate.errors.PlacementError`; torch finds that out at the backward, or never.
 
     The state of optimizers does not follow, since `Module.to` gets no optimizers. Where an optimizer has state already,
     call `modelstate.convert(model, dtype, optimizers=[optimizer])` instead. That holds in particular for an optimizer

@@ -42,12 +42,11 @@ from modelstate.distributed.connections import (
 )
 from modelstate.distributed.reports import THE_CALL, Digest, Report, difference_of, error_of, report_of
 from modelstate.errors import (
+    DistributedError,
     ModelBusyError,
     ModelStateError,
     OptionError,
-    ProcessGroupError,
     RankLostError,
-    RanksDifferError,
 )
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import modules_of, tensors_of
@@ -209,7 +208,7 @@ class Agreement:
 
         Raises:
             RankLostError: A rank did not end the block in time.
-            RanksDifferError: The digests differ.
+            DistributedError: The digests differ.
             ModelStateError: The block raised on another rank: the class is that of the first such rank.
         """
         return self._vote(_Phase(name, effect, decides), digests) if self.is_collective else nullcontext()
@@ -276,7 +275,7 @@ class Agreement:
 
         Raises:
             RankLostError: A rank does not take part in time.
-            RanksDifferError: A rank is in another call.
+            DistributedError: A rank is in another call.
         """
         if not self.is_collective:
             return [text]
@@ -315,7 +314,7 @@ class Agreement:
             values: What stands for each value, such as a digest, by the name of the value.
 
         Raises:
-            RanksDifferError: Some values differ between the ranks. It has their names.
+            DistributedError: Some values differ between the ranks. It has their names.
             RankLostError: A rank does not take part in time.
         """
         number = number_of(values.items())
@@ -326,7 +325,7 @@ class Agreement:
         of_ranks = [json.loads(text) for text in self.texts(name, json.dumps(own))]
         keys = dict.fromkeys(key for of_rank in of_ranks for key in of_rank)
         differing = [key for key in keys if len({of_rank.get(key) for of_rank in of_ranks}) > 1]
-        raise RanksDifferError(
+        raise DistributedError(
             "the ranks have different values where one value is saved for all of them; nothing has been changed",
             where=self.call,
             expected="the same value on all ranks, or a DTensor that says which part a rank holds",
@@ -375,7 +374,7 @@ class Agreement:
 
         Raises:
             RankLostError: A rank does not take part in time.
-            RanksDifferError: A rank is in another call.
+            DistributedError: A rank is in another call.
         """
         if not self.is_collective:
             return function()
@@ -540,7 +539,7 @@ class Agreement:
         error: ModelStateError
         takes_ranks = _TAKES_RANKS.get(self.call, self.call)
         if self._is_destroyed:
-            error = ProcessGroupError(
+            error = DistributedError(
                 f"the process group was destroyed before the end of {phase.name}; {phase.effect}",
                 where=f"rank {self.rank}",
                 expected=f"the process group in which {self.call} has begun",
@@ -593,7 +592,7 @@ def agreement_of(
         call: The function that all ranks call, for errors.
 
     Raises:
-        ProcessGroupError: The model has DTensors, and there is no process group, or one that lacks ranks of a mesh.
+        DistributedError: The model has DTensors, and there is no process group, or one that lacks ranks of a mesh.
         OptionError: `timeout_seconds` is not a positive number.
     """
     # A program without DTensors has not imported their module, and its models are not searched.
@@ -605,7 +604,7 @@ def agreement_of(
         return Agreement((), seconds_of("timeout_seconds", timeout_seconds, accepts_zero=False), call=call)
     where = type(model).__name__ if isinstance(model, nn.Module) else "the state"
     if not (dist.is_available() and dist.is_initialized()):
-        raise ProcessGroupError(
+        raise DistributedError(
             "there are DTensors, and there is no process group",
             where=where,
             expected="a process group on every rank of the mesh",
@@ -624,7 +623,7 @@ def agreement_of(
     waiting = Agreement(tuple(sorted(of_mesh)) if rank in of_mesh else (), TIMEOUT_SECONDS, call=call)
     if not all_of_meshes <= set(ranks) or rank not in ranks:
         with waiting.before("planning"):
-            raise ProcessGroupError(
+            raise DistributedError(
                 f"a mesh of a DTensor has ranks that do not take part in {call}"
                 if rank in ranks
                 else f"this rank is not among the ranks that take part in {call}",

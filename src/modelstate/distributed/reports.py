@@ -18,7 +18,6 @@ from modelstate.errors import (
     BackgroundCancelledError,
     DistributedError,
     ModelStateError,
-    RanksDifferError,
 )
 from modelstate.problems import Problem, explain
 from modelstate.process import Stopped
@@ -96,7 +95,7 @@ def error_of(failed: Mapping[int, Report], what: str, effect: str, ranks: int) -
     return error
 
 
-def difference_of(reports: Mapping[int, Report], call: str) -> RanksDifferError:
+def difference_of(reports: Mapping[int, Report], call: str) -> DistributedError:
     """Returns the error for ranks that have ended a phase with different digests, in the function `call`."""
     values: dict[str, dict[int, list[int]]] = {}
     texts: dict[tuple[str, int], str] = {}
@@ -112,13 +111,13 @@ def difference_of(reports: Mapping[int, Report], call: str) -> RanksDifferError:
         return "; ".join(f"ranks {ranks_text(ranks)}: {texts[part, number]}" for part, number, ranks in groups)
 
     if THE_CALL in differing:
-        return RanksDifferError(
+        return DistributedError(
             f"the ranks are not in the same call: this one is in {call}; nothing has been changed",
             expected="the same calls in the same order on all ranks of the mesh",
             found=found([THE_CALL]),
             remedy="call modelstate's functions in the same order on every rank, and in one thread at a time",
         )
-    return RanksDifferError(
+    return DistributedError(
         f"the ranks call {call} differently: {' and '.join(differing)} differ; nothing has been changed",
         expected="the same on all ranks of the mesh",
         found=found(differing),

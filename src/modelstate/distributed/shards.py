@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from modelstate.errors import ShardingError
+from modelstate.errors import DistributedError
 from modelstate.rules.expression import Source, concatenated, region
 from modelstate.spec import Box
 from modelstate.text_format import short_repr
@@ -97,7 +97,7 @@ def local_shard(
         The shard. Torch's own code splits the dimensions.
 
     Raises:
-        ShardingError: A placement is `Partial`, or neither splits nor replicates; or it does not fit the shape.
+        DistributedError: A placement is `Partial`, or neither splits nor replicates; or it does not fit the shape.
 
     Examples:
         >>> local_shard((8, 8), [Shard(0)], mesh_shape=(4,), coordinate=(1,)).runs
@@ -115,7 +115,7 @@ def _local_shard(
         if placement.is_replicate():
             continue
         if not is_split(placement):
-            raise ShardingError(
+            raise DistributedError(
                 "the ranks hold partial sums, which no checkpoint has"
                 if placement.is_partial()
                 else "the layout of a DTensor is unknown",
@@ -123,7 +123,7 @@ def _local_shard(
                 found=short_repr(placement),
             )
         if not -len(shape) <= placement.dim < len(shape):
-            raise ShardingError(
+            raise DistributedError(
                 "a DTensor is split in a dimension that it does not have",
                 expected=f"a dimension of the shape {tuple(shape)}",
                 found=short_repr(placement),
@@ -148,8 +148,8 @@ def shard_of(tensor: torch.Tensor) -> LocalShard | None:
     """Returns the part of a DTensor that this rank holds; None where the rank is not in the mesh of the DTensor.
 
     Raises:
-        ShardingError: A placement is `Partial` or unknown, the local tensor has another shape than its placements say,
-            or the ranks of the mesh are not in ascending order.
+        DistributedError: A placement is `Partial` or unknown, the local tensor has another shape than its placements
+            say, or the ranks of the mesh are not in ascending order.
     """
     held: Any = tensor
     mesh = held.device_mesh
@@ -158,14 +158,14 @@ def shard_of(tensor: torch.Tensor) -> LocalShard | None:
         return None
     if not _is_ascending(mesh):
         # A process group sorts its ranks, so FSDP2 and a DTensor disagree about which rank holds which part.
-        raise ShardingError(
+        raise DistributedError(
             "the mesh of a DTensor lists its ranks in another order than that of their numbers",
             expected="ascending numbers along each dimension of the mesh",
             found=mesh.mesh.tolist(),
         )
     shard = local_shard(tensor.shape, held.placements, mesh.shape, coordinate)
     if (found := tuple(local_tensor(tensor).shape)) != shard.shape:
-        raise ShardingError(
+        raise DistributedError(
             "the local tensor of a DTensor does not have the shape that its placements say",
             expected=f"{shard.shape} of {tuple(tensor.shape)}, placed {list(held.placements)}",
             found=found,

@@ -74,7 +74,7 @@ class CollectiveUploader(CollectiveWriter):
         """Writes objects, as `modelstate.formats.writing.Writer.upload` describes.
 
         Raises:
-            RanksDifferError: The ranks have different states or arguments.
+            DistributedError: The ranks have different states or arguments.
             RankLostError: A rank did not take part in time.
             WriteFailedError: A rank cannot upload.
 

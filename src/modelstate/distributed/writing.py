@@ -25,7 +25,7 @@ from modelstate.distributed.connections import number_of
 from modelstate.distributed.parts import Mesh, Part, Parts, common_range, parts_of, replicated
 from modelstate.distributed.reports import Digest
 from modelstate.distributed.shards import shard_of
-from modelstate.errors import RanksDifferError
+from modelstate.errors import DistributedError
 from modelstate.formats.block_writer import LazyTensor, Uncached, past_page_cache, write_blocks
 from modelstate.formats.manifest import BLOCK_BYTES, HEX
 from modelstate.formats.safetensors import Layout, Written, write_header
@@ -131,7 +131,7 @@ class CollectiveWriter(Writer):
         """Returns what is written for a DTensor, or the reason why it cannot be written, for `serialize`.
 
         Raises:
-            ShardingError: A placement is `Partial` or unknown.
+            DistributedError: A placement is `Partial` or unknown.
         """
         shard_of(tensor)
         held: Any = tensor
@@ -157,7 +157,7 @@ class CollectiveWriter(Writer):
         """Writes files, as `modelstate.formats.writing.Writer.write` describes.
 
         Raises:
-            RanksDifferError: The ranks have different states or arguments, or do not see the same directory.
+            DistributedError: The ranks have different states or arguments, or do not see the same directory.
             RankLostError: A rank did not take part in time.
             WriteFailedError: An I/O error on any rank.
 
@@ -220,7 +220,7 @@ class CollectiveWriter(Writer):
         return tensor if isinstance(tensor, torch.Tensor) else None
 
     def _check_replicas(self, layouts: Sequence[Layout], of_first: Mapping[Mesh, Mesh]) -> None:
-        """Raises `RanksDifferError` where ranks of different meshes have other values under the same names."""
+        """Raises `DistributedError` where ranks of different meshes have other values under the same names."""
         agreement, here = self._agreement, self._agreement.rank
         (is_different,) = agreement.maximum(PLANNING, [any(own != first for own, first in of_first.items())])
         if not is_different:
@@ -235,7 +235,7 @@ class CollectiveWriter(Writer):
                 numbers += (sign * number if rank == here else _LEAST for rank in own[1] for sign in (1, -1))
         found = agreement.maximum(PLANNING, numbers)
         if any(high != -low for high, low in zip(found[::2], found[1::2], strict=True)):
-            raise RanksDifferError(
+            raise DistributedError(
                 "ranks of different meshes have other values of the same tensors; nothing has been changed",
                 expected="the same names and values in each replica",
                 remedy="give tensors that differ names of their own, or one mesh over all ranks that hold them",
@@ -477,7 +477,7 @@ def _opened(path: str) -> Iterator[Output]:
 def _check_visible(paths: Sequence[str], directory: str, rank: int) -> None:
     missing = [path for path in paths if not os.path.lexists(path)]
     if missing:
-        raise RanksDifferError(
+        raise DistributedError(
             "a rank does not see the files that the first rank has created",
             where=f"rank {rank}, {directory or '.'}",
             expected=os.path.basename(missing[0]),

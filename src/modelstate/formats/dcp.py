@@ -389,7 +389,7 @@ def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool
 
     Raises:
         ForbiddenGlobalError: The metadata or a value asks for a class or function that is not allowed.
-        UnsafePathError: The metadata names a file outside its directory.
+        DamagedFileError: The metadata names a file outside its directory.
         SourceNotFoundError: A file that the metadata names is missing.
         DamagedFileError: Chunks overlap, leave holes, share bytes, or do not match the metadata.
         UnsupportedTensorError: As of `torch_zip.read`; also for items that were transformed when they were written.

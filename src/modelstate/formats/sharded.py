@@ -27,7 +27,6 @@ from modelstate.errors import (
     DamagedFileError,
     ModelStateError,
     SourceNotFoundError,
-    UnsafePathError,
 )
 from modelstate.formats import manifest
 from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, check_seal, digest, sealed
@@ -85,7 +84,7 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
 
     Raises:
         DamagedFileError: The index is damaged or too large, has a name twice, or its names are not those in the shards.
-        UnsafePathError: The index names a file outside its directory.
+        DamagedFileError: The index names a file outside its directory.
         SourceNotFoundError: A shard is missing.
 
     Also raises what `read_file` raises.
@@ -217,10 +216,10 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
     A name must not lead out of the directory. A symbolic link is followed wherever it leads, as for a single file: the
     user, or a tool such as DVC and git-annex, has put it there.
 
-    Raises `UnsafePathError` and `SourceNotFoundError`.
+    Raises `DamagedFileError` and `SourceNotFoundError`.
     """
     if unsafe := [quote(shard) for shard in shards if not _is_below(shard)]:
-        raise UnsafePathError(
+        raise DamagedFileError(
             "the index names files outside its directory",
             where=index_path,
             expected=f"files in {directory or '.'}, or links there",

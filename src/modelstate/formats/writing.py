@@ -309,7 +309,7 @@ def write_file(
 
     Raises:
         TargetExistsError: Something is at the path, and `overwrite` is False.
-        SaveTargetError: Something that is not a regular file is at the path.
+        UnsavableError: Something that is not a regular file is at the path.
         LockedError: The lock of the directory is not free in time.
         WriteFailedError: An I/O error. What `write_to` raises passes through.
     """
@@ -360,7 +360,7 @@ def _put_shards(
 
 
 def check_both(path: str, overwrite: bool) -> None:
-    """Raises `SaveTargetError` or `TargetExistsError` where no file, or no index, can be put at the path."""
+    """Raises `UnsavableError` or `TargetExistsError` where no file, or no index, can be put at the path."""
     if is_remote(path):
         return  # the upload asks the server
     check_target(path, overwrite=overwrite)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from modelstate.errors import (
     DamagedFileError,
     TruncatedFileError,
-    UnsafePathError,
 )
 from modelstate.io.files import SourceFile
 from modelstate.spec import GAP_BYTES, ByteRange, Checksum
@@ -60,7 +59,7 @@ class ZipDirectory:
     def __init__(self, file: SourceFile) -> None:
         """Reads the central directory and the local headers of an archive, which is a file or a section of one.
 
-        Raises `TruncatedFileError`, `UnsafePathError`, and `DamagedFileError` for any other damage.
+        Raises `TruncatedFileError`, `DamagedFileError`, and `DamagedFileError` for any other damage.
         """
         self.file, self._path, self._start = file, file.path, file.start
         count, start, nbytes = self._end()
@@ -183,7 +182,7 @@ class ZipDirectory:
     def _check_names(self, names: Iterable[str]) -> None:
         for name in names:
             if "\\" in name or name[:1] == "/" or name[1:2] == ":" or "\0" in name or ".." in name.split("/"):
-                raise UnsafePathError(
+                raise DamagedFileError(
                     "a record of the archive has a name that leads out of it",
                     where=self.file.path,
                     found=short_repr(name),

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from modelstate.arguments import TIMEOUT_SECONDS
-from modelstate.errors import OptionError, ProcessGroupError
+from modelstate.errors import DistributedError, OptionError
 
 if TYPE_CHECKING:
     from modelstate.integrations.dcp_reader import Reader as Reader
@@ -95,7 +95,7 @@ class Writer(StorageWriter):
         """Tells each rank how many of them save."""
         others = {plan.storage_data for plan in plans} - {len(plans)}
         if len(plans) > 1 and others:
-            raise ProcessGroupError(
+            raise DistributedError(
                 "the ranks of the writer are not those of dcp.save",
                 expected=f"{len(plans)} ranks",
                 found=f"{min(others)} ranks",

@@ -21,7 +21,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source, is_path
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.reports import Digest
-from modelstate.errors import CodecError, ProcessGroupError, RanksDifferError
+from modelstate.errors import CodecError, DistributedError
 from modelstate.formats.construct import refusal
 from modelstate.formats.torch_zip import pickled
 from modelstate.formats.tree import refused_in
@@ -140,7 +140,7 @@ class Reader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Checks on one rank that all ranks have the same source, and that they ask for all of its tensors."""
         if self._verify and len(plans) != self._shares:
-            raise ProcessGroupError(
+            raise DistributedError(
                 "the ranks that compared digests are not those of dcp.load",
                 expected=f"{len(plans)} ranks",
                 found=f"{self._shares} ranks",
@@ -149,7 +149,7 @@ class Reader(StorageReader):
         digests: list[Digest] = [plan.storage_data for plan in plans]
         other = next((rank for rank, digest in enumerate(digests) if digest.number != digests[0].number), None)
         if other is not None:
-            raise RanksDifferError(
+            raise DistributedError(
                 "the ranks have different sources; nothing has been changed",
                 expected=f"rank 0: {digests[0].text}",
                 found=f"rank {other}: {digests[other].text}",

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.connections import number_of
-from modelstate.errors import OptionError, RanksDifferError
+from modelstate.errors import DistributedError, OptionError
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.torch_zip import pickled
 from modelstate.torch_compat.plain import is_sharded
@@ -119,7 +119,7 @@ def _united(
         if not placements:
             mesh, placements = ((len(holders),), tuple(ranks[position] for position in holders)), (Replicate(),)
             if len({layouts[position][path] for position in holders}) > 1:
-                raise RanksDifferError(
+                raise DistributedError(
                     "a tensor that is no DTensor differs between the ranks that have it; nothing has been changed",
                     where=".".join(map(str, path)),
                     expected=f"the same values on the ranks {mesh[1]}",

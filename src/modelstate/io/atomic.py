@@ -26,8 +26,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from modelstate.errors import (
     LockedError,
     ModelStateError,
-    SaveTargetError,
     TargetExistsError,
+    UnsavableError,
     WriteFailedError,
     is_interrupt,
 )
@@ -125,7 +125,7 @@ def atomic_file(path: str, *, overwrite: bool, lock_timeout_seconds: float = LOC
 
     Raises:
         TargetExistsError: Something is at the path, and `overwrite` is False.
-        SaveTargetError: Something that is not a regular file is at the path.
+        UnsavableError: Something that is not a regular file is at the path.
         LockedError: The lock of the directory is not free in time.
         WriteFailedError: An I/O error. What was at the path before is untouched, or the error says that it is not.
     """
@@ -200,13 +200,13 @@ def _set_mode(output: Output, mode: int) -> None:
 
 
 def check_target(path: str, *, overwrite: bool) -> None:
-    """Raises `SaveTargetError` or `TargetExistsError` where no file can be put at the path."""
+    """Raises `UnsavableError` or `TargetExistsError` where no file can be put at the path."""
     mode = mode_of(path)
     is_dir = stat.S_ISDIR(mode)
     if mode and not stat.S_ISREG(mode):
         kind = "a directory" if is_dir else "no ordinary file"
         remedy = "give the path of a file" + (f", such as {os.path.join(path, 'model.safetensors')}" if is_dir else "")
-        raise SaveTargetError("a file cannot be put here", where=path, found=kind, remedy=remedy)
+        raise UnsavableError("a file cannot be put here", where=path, found=kind, remedy=remedy)
     if not overwrite and os.path.lexists(path):
         raise TargetExistsError("something is there already", where=path)
 

@@ -221,7 +221,7 @@ class LoadHandle:
         Raises:
             BackgroundTimeoutError: Not all values have been read in time. The load goes on.
             BackgroundCancelledError: The load was cancelled.
-            StalePlanError: The model has changed.
+            PlanError: The model has changed.
             OptionError: The timeout is no time, or the load itself calls this.
 
         It raises what `load` raises while it reads and puts in place. An interrupt cancels the load. After any error

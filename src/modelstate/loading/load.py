@@ -171,15 +171,15 @@ def load(
         PlanError: The checkpoint does not fit the model. The error lists every problem.
         OpenError: The checkpoint cannot be opened.
         OptionError: An argument is invalid.
-        StalePlanError: `source` is a plan, and the model has changed since the plan was created.
+        PlanError: `source` is a plan, and the model has changed since the plan was created.
         ModelCodeError: The model's own code raises.
         TransformError: A transform raises, or returns a tensor that cannot be loaded.
         PlacementError: A tensor subclass refuses a value.
         ReadFailedError: A file cannot be read, or has changed since it was opened.
         ChecksumError: `verify` finds damage, or the file has no checksums.
         MemoryBudgetError: The load needs more memory than `max_memory_bytes`.
-        ProcessGroupError: The model has DTensors, and there is no process group of all ranks of their mesh.
-        RanksDifferError: The ranks load different models, sources or rules.
+        DistributedError: The model has DTensors, and there is no process group of all ranks of their mesh.
+        DistributedError: The ranks load different models, sources or rules.
         RankLostError: A rank has not taken part within `timeout_seconds`.
 
     Examples:

@@ -175,11 +175,11 @@ def load_optimizer_state(
 
     Raises:
         RankLostError: A rank has not taken part within `timeout_seconds`.
-        ProcessGroupError: The model has DTensors, and there is no process group of all ranks of their mesh.
+        DistributedError: The model has DTensors, and there is no process group of all ranks of their mesh.
         OptimizerStateError: The state does not fit. The error has every name, shape, group, option and class that does
             not.
         RuleError: A rule cannot be applied.
-        SchemaError: The version of the state cannot be found.
+        RuleError: The version of the state cannot be found.
         OptionError: An argument is of another type, or a pattern matches no option.
 
     Examples:

@@ -40,7 +40,7 @@ def gathered(parts: Mapping[str, Part], agreement: Agreement) -> dict[str, Part]
         agreement: the ranks that save together.
 
     Raises:
-        RanksDifferError: The ranks save other objects.
+        DistributedError: The ranks save other objects.
         CodecError: A state has no encoding.
         UnsavableError: The states that differ are too large.
     """

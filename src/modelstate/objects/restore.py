@@ -213,7 +213,7 @@ def restore(
         ChecksumError: With `verify`, the file is not what was saved.
         RollbackError: After another error, an object did not take its own earlier state back.
 
-    The rules and options raise `RuleError`, `SchemaError` and `OptionError`; the load raises what `modelstate.load`
+    The rules and options raise `RuleError`, `RuleError` and `OptionError`; the load raises what `modelstate.load`
     raises.
 
     Examples:

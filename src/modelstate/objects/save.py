@@ -16,7 +16,7 @@ from modelstate.checkpoint.write import SaveOptions, SaveReport, StateToWrite, s
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.distributed.uploading import writer_of
 from modelstate.distributed.writing import PLANNING
-from modelstate.errors import SaveTargetError, UnsavableError
+from modelstate.errors import UnsavableError
 from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.objects.objects import capture, check_loadable, holds_stateful, targets_of, tensors_within
@@ -88,7 +88,7 @@ def save(
         What was written, and how long it took.
 
     Raises:
-        SaveTargetError: The state cannot be saved, or the path cannot be a file, or its suffix is not known.
+        UnsavableError: The state cannot be saved, or the path cannot be a file, or its suffix is not known.
         UnsavableError: The format does not have the kind of a tensor, a name or a value.
         CodecError: A value has no encoding (see `register_codec`).
         ModelCodeError: The module's own `state_dict` raised.
@@ -161,7 +161,7 @@ def _tree_of(state: object) -> Mapping[Any, object]:
         remedy = f"give it a name: ms.save({{'{cls.__name__}': state}}, path)"
     elif isinstance(tree, torch.Tensor) or (not is_class and hasattr(tree, "state_dict")):
         remedy = f"give it a name: ms.save({{'{cls.__name__.lower()}': state}}, path)"
-    raise SaveTargetError(
+    raise UnsavableError(
         f"cannot save {'the class' if is_class else 'an object of type'} {cls.__name__}",
         expected="a module, a state dict, a mapping of several, or a Checkpoint",
         found=f"{cls.__module__}.{cls.__qualname__}",

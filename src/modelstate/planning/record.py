@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import ModelStateError, StalePlanError, keep_interrupt
+from modelstate.errors import ModelStateError, PlanError, keep_interrupt
 from modelstate.formats.sharded import other_shards
 from modelstate.formats.tree import leaves
 from modelstate.planning.assignment import Assignment
@@ -125,7 +125,7 @@ def bind(preparation: Preparation, plan: LoadPlan, stale_remedy: str) -> None:
     """Records with the matched checkpoint of a plan, for a model with the same slots.
 
     The steps are those of the plan where no code of the model runs. Where it runs, they are compared. Raises
-    `StalePlanError`, with this remedy, where the model is no longer the one of the plan.
+    `PlanError`, with this remedy, where the model is no longer the one of the plan.
     """
     was, now = plan.binding.slots, preparation.signatures
     if was != now:
@@ -142,17 +142,18 @@ def bind(preparation: Preparation, plan: LoadPlan, stale_remedy: str) -> None:
 
 
 def _check_same(preparation: Preparation, was: Mapping[str, object], now: Mapping[str, object], remedy: str) -> None:
-    """Raises `StalePlanError` where a slot or a step is no longer what it was for the plan."""
+    """Raises `PlanError` where a slot or a step is no longer what it was for the plan."""
     if was == now:
         return
     changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-    raise StalePlanError(
+    raise PlanError(
         "the model is no longer what was planned for; nothing has been changed",
         where=f"{preparation.names[0]}: {changed[0]}{more}",
         expected=was.get(changed[0]) or "no such slot",
         found=now.get(changed[0]) or "no such slot",
         remedy=remedy,
+        page="model-code",
     )
 
 

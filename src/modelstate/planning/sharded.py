@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from modelstate.distributed.shards import LocalShard, shard_of
-from modelstate.errors import ShardingError, TransformError
+from modelstate.errors import DistributedError, TransformError
 from modelstate.planning.transforms import Transform
 from modelstate.problems import Problem, ProblemKind, one_line
 from modelstate.rules.expression import Derived, Operation, Source, lacks_values
@@ -125,6 +125,6 @@ def sharded_slot(
             return Problem(
                 ProblemKind.UNLOADABLE_LAYOUT, name, why=f"the value is a {type(value).__name__}, which has no regions"
             )
-    except ShardingError as error:
+    except DistributedError as error:
         return Problem(ProblemKind.UNLOADABLE_LAYOUT, name, why=one_line(error))
     return ShardedSlot(tensor, shard, value)

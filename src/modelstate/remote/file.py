@@ -20,7 +20,6 @@ from modelstate.errors import (
     ModelStateError,
     OpenError,
     ReadFailedError,
-    ServerError,
     SourceAccessError,
     SourceNotFoundError,
     SourceTypeError,
@@ -214,7 +213,7 @@ class RemoteFile:
                 end = min(end, self.version.nbytes)
                 if start == before and start < end:
                     if tries >= requests.RETRIES:
-                        raise ServerError(
+                        raise ReadFailedError(
                             "the server sends no bytes",
                             where=f"{self.path}, byte {start}",
                             expected=f"{end - start:,} bytes",
@@ -275,7 +274,7 @@ class RemoteFile:
             failure = Failure(Cause.COMPRESSED, f"Content-Encoding: {encoding[:60]}", DOWNLOAD)
             if self._pinned is None:
                 raise _open_error(failure, self.path)
-            raise ServerError(failure.cause.value, where=self.path, found=failure.found, remedy=failure.remedy)
+            raise ReadFailedError(failure.cause.value, where=self.path, found=failure.found, remedy=failure.remedy)
 
     def _is_new_address(self, refused: ObjectStore) -> bool:
         """Asks the hub where the file is now, unless another thread has: the signature of an address expires."""
@@ -303,7 +302,7 @@ class RemoteFile:
         where = f"{self.path}, byte {offset}" if is_open else self.path
         if is_open:
             what, remedy = f"reading failed: {failure.cause.value}", failure.remedy
-            kind: type[ReadFailedError] = ServerError
+            kind: type[ReadFailedError] = ReadFailedError
             if failure.cause in (Cause.CHANGED, Cause.NO_SUCH_RANGE):
                 what, kind = "the object has changed since it was opened", ReadFailedError
             elif failure.cause in (Cause.NO_OBJECT, Cause.NO_BUCKET):
@@ -360,8 +359,8 @@ _ERRORS: dict[Cause, type[OpenError]] = {
 
 
 def _open_error(failure: Failure, where: str) -> OpenError | ReadFailedError:
-    kind = _ERRORS.get(failure.cause, ServerError)
-    page = "" if failure.cause is Cause.NO_OBJECT else ServerError.page
+    kind = _ERRORS.get(failure.cause, ReadFailedError)
+    page = "" if failure.cause is Cause.NO_OBJECT else ReadFailedError.page
     return kind(failure.cause.value, where=where, found=failure.found, remedy=failure.remedy, page=page)
 
 

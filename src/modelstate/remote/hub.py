@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 from modelstate.errors import (
     PackageError,
     ReadFailedError,
-    ServerError,
     SourceAccessError,
     SourceNotFoundError,
     SourceTypeError,
@@ -229,7 +228,7 @@ def _hub_errors(wanted: HubFile) -> Iterator[None]:
                 found=str(error).partition("\n")[0][:200],
                 remedy="hf auth login, or set HF_TOKEN to a valid token with the right to read the repository",
             ) from error
-        raise ServerError(
+        raise ReadFailedError(
             "the hub does not answer",
             where=wanted.url,
             found=str(error).partition("\n")[0][:200],

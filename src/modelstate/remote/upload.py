@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from modelstate.errors import SaveTargetError, ServerError, TargetExistsError, WriteFailedError
+from modelstate.errors import ReadFailedError, TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.remote.location import Cause, Location, ObjectInfo, failure_of, listed_below, store_of
 from modelstate.remote.requests import call, cleanup, pause
 
@@ -56,9 +56,9 @@ _Result = TypeVar("_Result")
 
 
 def check_writable(location: Location) -> None:
-    """Raises `SaveTargetError` for a location that is no object in a bucket."""
+    """Raises `UnsavableError` for a location that is no object in a bucket."""
     if location.scheme not in WRITABLE:
-        raise SaveTargetError(
+        raise UnsavableError(
             f"nothing can be saved to {location.scheme}://",
             where=location.url,
             expected=", ".join(f"{scheme}://" for scheme in WRITABLE),
@@ -293,7 +293,7 @@ def new_object(location: Location, nbytes: int, *, overwrite: bool) -> Iterator[
 
     Raises:
         TargetExistsError: There is another object, and `overwrite` is false.
-        SaveTargetError: Nothing can be written there.
+        UnsavableError: Nothing can be written there.
         WriteFailedError: The server refuses the object, or does not answer. The object that was there is untouched.
     """
     import obstore
@@ -307,7 +307,7 @@ def new_object(location: Location, nbytes: int, *, overwrite: bool) -> Iterator[
         put(location, bytes(whole._writer), overwrite=overwrite)
         return
     if not overwrite and location.scheme == "s3" and nbytes > _COPIED_BYTES:
-        raise SaveTargetError(
+        raise UnsavableError(
             "S3 has no upload of this size that keeps an object which another writer puts there meanwhile",
             where=location.url,
             expected=f"at most {_COPIED_BYTES:,} bytes in one file",
@@ -373,5 +373,5 @@ def _failed(location: Location, error: BaseException, what: str = "the object ca
         where=location.url,
         found=failure.found,
         remedy=failure.remedy,
-        page=ServerError.page,
+        page=ReadFailedError.page,
     )

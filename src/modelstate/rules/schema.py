@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import ModelStateError, OptionError, RuleError, SchemaError
+from modelstate.errors import ModelStateError, OptionError, RuleError
 from modelstate.problems import Problem, ProblemKind, rule_error
 from modelstate.rules.expression import values_of
 from modelstate.rules.names import Fill
@@ -350,7 +350,7 @@ class Schema:
             The rules, in order.
 
         Raises:
-            SchemaError: A version is unknown.
+            RuleError: A version is unknown.
             RuleError: A rule has no reverse.
 
         Examples:
@@ -377,7 +377,7 @@ class Schema:
             The rules, in order; none for a checkpoint of the current version.
 
         Raises:
-            SchemaError: No version is noted, and no predicate or several recognise the checkpoint.
+            RuleError: No version is noted, and no predicate or several recognise the checkpoint.
 
         Examples:
             >>> schema.rules_for(ms.open("old.safetensors"))
@@ -395,7 +395,7 @@ class Schema:
             The version that is noted in the checkpoint, or else the one whose predicate recognises it.
 
         Raises:
-            SchemaError: No version is noted, and no predicate or several recognise the checkpoint.
+            RuleError: No version is noted, and no predicate or several recognise the checkpoint.
 
         Examples:
             >>> schema.version_of(ms.open("old.safetensors"))
@@ -419,7 +419,7 @@ class Schema:
             The version whose predicate recognises the names.
 
         Raises:
-            SchemaError: No predicate or several recognise the names, or one asks for a shape or a dtype.
+            RuleError: No predicate or several recognise the names, or one asks for a shape or a dtype.
 
         Examples:
             >>> schema.version_of_names(["fc.weight", "fc.bias"], "the optimizer")
@@ -438,7 +438,7 @@ class Schema:
             For each version that the checkpoint may have, a function from its names to the current names.
 
         Raises:
-            SchemaError: A version is noted that the schema does not have.
+            RuleError: A version is noted that the schema does not have.
 
         Examples:
             >>> [renamed] = schema.renamings(ms.open("noted.safetensors"))
@@ -457,7 +457,7 @@ class Schema:
         if len(versions) == 1:
             return versions[0]
         if versions:
-            raise SchemaError(
+            raise RuleError(
                 "several versions recognise the checkpoint as theirs",
                 where=where,
                 found=", ".join(versions),
@@ -466,7 +466,7 @@ class Schema:
         remedy = "give the version: rules=schema.rules(version)"
         if parts:
             remedy += f"; or the part that is meant: key={parts[0]!r}" + (f" or {parts[1]!r}" if parts[1:] else "")
-        raise SchemaError(
+        raise RuleError(
             "the version of the checkpoint is unknown",
             where=where,
             expected=f"one of {', '.join(self.versions)}, noted by modelstate.save or recognised by a predicate",
@@ -477,7 +477,7 @@ class Schema:
         try:
             return bool(self.recognise[version](specs))
         except Exception as error:
-            raise SchemaError(
+            raise RuleError(
                 f"the predicate that recognises version {version} raised",
                 where=where,
                 found=describe(error),
@@ -486,7 +486,7 @@ class Schema:
 
     def _index(self, version: str, where: str = "") -> int:
         if version not in self.versions:
-            raise SchemaError(
+            raise RuleError(
                 "not a version of this schema",
                 where=where,
                 expected=", ".join(self.versions),

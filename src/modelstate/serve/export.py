@@ -19,7 +19,7 @@ from modelstate.errors import (
     ModelStateError,
     NameMapError,
     OptionError,
-    SaveTargetError,
+    UnsavableError,
 )
 from modelstate.formats.torch_zip import archive_file
 from modelstate.io.atomic import Output, atomic_file, check_target
@@ -107,7 +107,7 @@ def export(
         LiveTargetError: the model is in training mode, its tensors overlap, or it keeps a view of a weight outside its
             state.
         OptionError: an argument is invalid.
-        SaveTargetError: the path cannot be written to; see `modelstate.save`.
+        UnsavableError: the path cannot be written to; see `modelstate.save`.
 
     Examples:
         >>> manifest = modelstate.export(model.eval(), (x,), "model.pt2")
@@ -149,7 +149,7 @@ def _check_arguments(module: object, args: object, where: str, kind: str, option
     if not isinstance(args, tuple):
         raise OptionError("args= must be the inputs of a call", expected="a tuple", found=type(args).__name__)
     if not where.endswith(".pt2"):
-        raise SaveTargetError("the path of a program must end in .pt2", where=where, expected="a name.pt2")
+        raise UnsavableError("the path of a program must end in .pt2", where=where, expected="a name.pt2")
     if options and kind != "aoti":
         raise OptionError("options= are for the compiler", expected="kind='aoti'", found=f"kind={kind!r}")
     reserved = [name for name in _OPTIONS if name in (options or {})]

@@ -115,7 +115,7 @@ def follow(
     Raises:
         OptionError: an argument is invalid.
         LiveTargetError: the target has no method `swap`.
-        SaveTargetError: the path cannot be a store.
+        UnsavableError: the path cannot be a store.
         CanaryError: the version that serves does not answer the inputs of the `Canary`, so no checkpoint could pass it.
         BackgroundCancelledError: the system starts no more threads.
 

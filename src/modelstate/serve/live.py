@@ -461,7 +461,7 @@ class Live:
             CanaryError: the canary refuses the new version.
             SwapBusyError: a swap calls this, by its canary or by code of the model, or the version was rolled back
                 meanwhile.
-            SwapTimeoutError: other swaps or requests did not end in time.
+            SwapBusyError: other swaps or requests did not end in time.
             LiveTargetError: the target cannot take these weights in this mode.
             OptionError: an argument is invalid.
             QuarantinedError: an undo of the mode "in_place" failed. Every request is refused until a swap succeeds.
@@ -547,7 +547,7 @@ class Live:
         Raises:
             VersionGoneError: no previous version is kept.
             SwapBusyError: a swap calls this, by its canary or by code of the model.
-            SwapTimeoutError: a swap or requests did not end in time.
+            SwapBusyError: a swap or requests did not end in time.
 
         Examples:
             >>> live.swap("step-2000.safetensors").version

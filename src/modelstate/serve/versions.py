@@ -25,7 +25,6 @@ from modelstate.errors import (
     OptionError,
     QuarantinedError,
     SwapBusyError,
-    SwapTimeoutError,
     VersionGoneError,
 )
 from modelstate.serve.targets import BufferDigests, Program
@@ -385,7 +384,7 @@ class ClosedEntry(Entry):
 class DrainGuard:
     """A context in which the gate is closed and no request runs.
 
-    Entering raises `SwapTimeoutError`; the gate is open then. At the end of the block, a swap that has not flipped is
+    Entering raises `SwapBusyError`; the gate is open then. At the end of the block, a swap that has not flipped is
     undone, which raises `QuarantinedError` where it fails.
     """
 
@@ -509,7 +508,7 @@ class VersionGate:
         del previous  # this reference would keep the version in use
         self.entry = self._closed_entry(version, drain, quarantine)
         if not wait_all(version.users, deadline):
-            raise SwapTimeoutError(
+            raise SwapBusyError(
                 "requests did not end in time; nothing has been changed",
                 where=f"version {version.id}",
                 found="requests under way",
@@ -594,7 +593,7 @@ class SwapLockGuard:
     """A context in which this thread holds a lock: until the block ends, or the guard is gone.
 
     It yields False, and the lock is not held, where `wait` is false and another thread holds it. Entering raises
-    `SwapBusyError` and `SwapTimeoutError`.
+    `SwapBusyError` and `SwapBusyError`.
     """
 
     __slots__ = ("__weakref__", "_handle", "_lock", "_timeout_seconds", "_wait", "thread")
@@ -618,7 +617,7 @@ class SwapLockGuard:
                     self.__exit__()
                     return False
                 elif not first.wait(deadline):
-                    raise SwapTimeoutError(
+                    raise SwapBusyError(
                         "another swap did not end in time", remedy="give more time with timeout_seconds="
                     )
             return True

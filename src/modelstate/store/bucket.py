@@ -34,7 +34,7 @@ from typing import Any
 
 import msgspec
 
-from modelstate.errors import LockedError, ReadFailedError, SaveTargetError, TargetExistsError, WriteFailedError
+from modelstate.errors import LockedError, ReadFailedError, TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.formats.manifest import digest
 from modelstate.formats.safetensors import Layout, Written, write_in_order
 from modelstate.formats.sharded import INDEX_SUFFIX, SUFFIX
@@ -90,9 +90,9 @@ class Bucket:
         return self._root.below(name)
 
     def check_no_object(self) -> None:
-        """Raises `SaveTargetError` where the name of the directory is that of an object."""
+        """Raises `UnsavableError` where the name of the directory is that of an object."""
         if self._root.key and head(self._root) is not None:
-            raise SaveTargetError(
+            raise UnsavableError(
                 "a store is a directory", where=self._root.url, found="an object", remedy="take another path"
             )
 
@@ -349,7 +349,7 @@ class _Lease:
 
         Raises:
             LockedError: Another process holds the lease, and renews it.
-            SaveTargetError: There is no store yet, and the name is that of an object.
+            UnsavableError: There is no store yet, and the name is that of an object.
             WriteFailedError: The bucket cannot be written to, or does not keep conditions.
         """
         nonce, seen = secrets.token_hex(6), None

@@ -17,13 +17,12 @@ from modelstate.errors import (
     ChecksumError,
     DamagedCheckpointError,
     DamagedCheckpointWarning,
+    DistributedError,
     ModelStateError,
     NewerManifestError,
     OpenError,
     OptionError,
-    RanksDifferError,
     ReadFailedError,
-    ServerError,
     SourceNotFoundError,
     StepNotFoundError,
 )
@@ -332,7 +331,9 @@ class StepIndex:
             return []
         except OSError as error:
             if isinstance(error, ModelStateError):  # of a bucket
-                raise ServerError(error.what, where=self.directory, found=error.found, remedy=error.remedy) from error
+                raise ReadFailedError(
+                    error.what, where=self.directory, found=error.found, remedy=error.remedy
+                ) from error
             remedy = remedy_for_limit(error)
             if isinstance(error, PermissionError):
                 remedy = "ask the owner of the directory for the permissions to list and to search it"
@@ -484,7 +485,7 @@ class StepIndex:
     ) -> tuple[Record, dict[str, Part]]:
         """Returns the record of a checkpoint and the saved state of each object, on all ranks or on none.
 
-        Ranks that see the same files verify a share of them each. Raises `RanksDifferError` where they see another
+        Ranks that see the same files verify a share of them each. Raises `DistributedError` where they see another
         step, and what `read_parts` raises.
         """
         if not agreement.is_collective:
@@ -707,9 +708,9 @@ def store_file_problem(directory: str) -> str:
     return ""
 
 
-def not_shared(directory: str, expected: str, found: object) -> RanksDifferError:
+def not_shared(directory: str, expected: str, found: object) -> DistributedError:
     """Returns the error for ranks whose paths of the store lead to different directories."""
-    return RanksDifferError(
+    return DistributedError(
         "the ranks do not see the same store; nothing has been changed",
         where=directory,
         expected=expected,

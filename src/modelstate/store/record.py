@@ -18,7 +18,6 @@ from modelstate.errors import (
     NewerManifestError,
     OpenError,
     ReadFailedError,
-    ServerError,
     SourceAccessError,
     SourceNotFoundError,
     UnknownClassError,
@@ -266,7 +265,7 @@ def read_small(path: str, most_bytes: int, what: str) -> bytes:
     try:
         data = get(locate(path))
     except WriteFailedError as error:
-        raise ServerError(f"{what} cannot be read", where=path, found=error.found, remedy=error.remedy) from error
+        raise ReadFailedError(f"{what} cannot be read", where=path, found=error.found, remedy=error.remedy) from error
     if data is None:
         raise SourceNotFoundError("there is no such object", where=path)
     if len(data) > most_bytes:

@@ -335,7 +335,7 @@ def resumable(
     Raises:
         OptionError: An argument cannot be used; or a loop of this thread is in a step; or, in the loop, a later
             loop uses the same store; or the loop ends and no checkpoint has the metric of `Keep(best=...)`.
-        RanksDifferError: The ranks have different arguments.
+        DistributedError: The ranks have different arguments.
         RankLostError: A rank did not take part in time.
 
     This call raises what `Store.restore` and `Store.check` raise, and the loop raises what `Store.save` raises. An I/O

@@ -21,9 +21,9 @@ from modelstate.distributed.writing import CollectiveWriter
 from modelstate.errors import (
     BackgroundCancelledError,
     OptionError,
-    SaveTargetError,
     SourceTypeError,
     StepNotFoundError,
+    UnsavableError,
 )
 from modelstate.html.page import Page, Shown
 from modelstate.io.atomic import write_errors
@@ -100,7 +100,7 @@ class Store(Shown):
         cache: where what is read of a bucket is kept, a `Cache`: by `restore`, `open`, `diff`, `verify` and `follow`.
 
     Raises:
-        SaveTargetError: The path cannot be a directory.
+        UnsavableError: The path cannot be a directory.
         OptionError: An option cannot be used.
 
     Examples:
@@ -214,7 +214,7 @@ class Store(Shown):
             LockedError: Another process writes to the store.
             StoreMovedError: The directory was renamed, removed or replaced.
             OptionError: An argument cannot be used.
-            RanksDifferError: The ranks save different objects or steps, or do not see the same directory.
+            DistributedError: The ranks save different objects or steps, or do not see the same directory.
             RankLostError: A rank did not take part in time. The checkpoint is complete, or does not exist.
             ObjectStateError: The own code of an object raised.
             OptimizerStateError: An optimizer has parameters of a module that is not among the objects.
@@ -411,7 +411,7 @@ class Store(Shown):
             DamagedCheckpointError: The checkpoint is not what was saved, or is of another store or step.
             NewerManifestError: A newer version of modelstate wrote it.
             ReadFailedError: It cannot be read now: an I/O error, or a missing permission.
-            RanksDifferError: The ranks see different checkpoints, or have different arguments.
+            DistributedError: The ranks see different checkpoints, or have different arguments.
             RankLostError: A rank did not take part in time.
 
         It raises what `modelstate.restore` raises, and the error of a save in the background.
@@ -530,7 +530,7 @@ class Store(Shown):
         """Returns the ranks that save and restore these objects together; `call` is the call of all ranks, for errors.
 
         The objects are not checked here, so that a wrong argument on one rank reaches the others. Raises
-        `ProcessGroupError` where there are DTensors, and no process group of all ranks of their mesh.
+        `DistributedError` where there are DTensors, and no process group of all ranks of their mesh.
         """
         return agreement_of(tensors_within(objects), self._process_group, self._timeout_seconds, call)
 
@@ -714,7 +714,7 @@ def _writer(agreement: Agreement, directory: str) -> CollectiveWriter | None:
 def _directory(given: object) -> str:
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else given
     if not isinstance(text, str):
-        raise SaveTargetError("a store is a directory", expected="a str or a pathlib.Path", found=short_repr(given))
+        raise UnsavableError("a store is a directory", expected="a str or a pathlib.Path", found=short_repr(given))
     try:
         if is_remote(text):
             location = locate(text.rstrip("/"))
@@ -727,10 +727,10 @@ def _directory(given: object) -> str:
             path = os.path.join(os.path.realpath(os.sep.join(parts[:end])), *parts[end:])
         path = os.path.abspath(path)
     except SourceTypeError as error:
-        raise SaveTargetError("this can be no directory", where=repr(text[:80]), found=error.what) from error
+        raise UnsavableError("this can be no directory", where=repr(text[:80]), found=error.what) from error
     if os.path.lexists(path) and not os.path.isdir(path):
         found = "a symbolic link to something that is not there" if not os.path.exists(path) else "a file"
-        raise SaveTargetError("a store is a directory", where=path, found=found, remedy="take another path")
+        raise UnsavableError("a store is a directory", where=path, found=found, remedy="take another path")
     return path
 
 

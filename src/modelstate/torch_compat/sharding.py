@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from modelstate.errors import ShardingError
+from modelstate.errors import DistributedError
 from modelstate.process import check_stopped
 from modelstate.spec import contiguous_stride
 
@@ -41,8 +41,8 @@ def split_indices(size: int, splits: Sequence[Split]) -> list[range]:
 
     Torch itself splits a tensor of indices, so the result is right for every placement that torch can split by.
 
-    Raises `ShardingError` for an uneven split of FSDP2 over tensor parallelism in torch 2.8, whose placements say other
-    indices than those that the ranks hold. Its `_StridedShard` is a `Shard`.
+    Raises `DistributedError` for an uneven split of FSDP2 over tensor parallelism in torch 2.8, whose placements say
+    other indices than those that the ranks hold. Its `_StridedShard` is a `Shard`.
     """
     from torch.distributed.tensor import Shard
 
@@ -56,7 +56,7 @@ def split_indices(size: int, splits: Sequence[Split]) -> list[range]:
     for placement, ranks, position in splits:
         parts = ranks * getattr(placement, "split_factor", 1)
         if parts > ranks and isinstance(placement, Shard) and len(indices) % parts:
-            raise ShardingError(
+            raise DistributedError(
                 "this version of torch states a wrong layout for an uneven split by FSDP2 and tensor parallelism",
                 expected=f"a size that {parts} ranks divide evenly",
                 found=f"{len(indices)}, placed {placement!r}, torch {torch.__version__}",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelstate.errors import OptionError, SwapError
+from modelstate.errors import OptionError, PlacementError
 from modelstate.process import deferred_signals
 from modelstate.torch_compat.plain import has_dispatch, is_plain
 from modelstate.torch_compat.private import (
@@ -233,9 +233,9 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
 
     Raises:
         OptionError: An argument is not a tensor.
-        SwapError: The tensors cannot be exchanged, and nothing has been changed. Views, graphs that wait for backward
-            and reducers of distributed training would keep using the old tensor; the error names them and where Python
-            refers to them.
+        PlacementError: The tensors cannot be exchanged, and nothing has been changed. Views, graphs that wait for
+            backward and reducers of distributed training would keep using the old tensor; the error names
+            them and where Python refers to them.
 
     Examples:
         >>> modelstate.swap_tensors(model.weight, nn.Parameter(torch.zeros(2, 2)))
@@ -244,7 +244,7 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise OptionError("not a tensor", expected="two torch.Tensor", found=type(tensor).__name__)
     if is_transforming():
-        raise SwapError(
+        raise PlacementError(
             "within a transform of torch.func a tensor stands for others, and cannot be swapped",
             remedy="swap before the transform",
         )
@@ -257,7 +257,7 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
         try:
             exchange(a, b)
         except (RuntimeError, TypeError) as error:
-            raise SwapError(
+            raise PlacementError(
                 "torch cannot exchange these tensors; nothing has been changed",
                 expected="tensors with no weak reference in torch's core, of classes whose objects have one layout",
                 found=f"{type(a).__name__} and {type(b).__name__}: {error}",
@@ -267,10 +267,10 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def check_slots(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raises `SwapError` where the classes have different `__slots__`."""
+    """Raises `PlacementError` where the classes have different `__slots__`."""
     slots, other_slots = set(slots_of_class(type(a))), set(slots_of_class(type(b)))
     if slots != other_slots:
-        raise SwapError(
+        raise PlacementError(
             "the classes of the tensors have different __slots__; nothing has been changed",
             expected=f"the same: {sorted(slots)}",
             found=f"{sorted(other_slots)} of {type(b).__name__}",
@@ -278,14 +278,14 @@ def check_slots(a: torch.Tensor, b: torch.Tensor) -> None:
         )
 
 
-def refusals(tensors: Mapping[str, torch.Tensor]) -> list[SwapError]:
+def refusals(tensors: Mapping[str, torch.Tensor]) -> list[PlacementError]:
     """Returns the errors for tensors, by name, whose holders would keep using the old tensor.
 
     It returns the errors and does not raise them, so that no frame of their traceback keeps the holders alive.
     """
     held = holders_of(tensors.values())
     return [
-        SwapError(
+        PlacementError(
             "something else holds the tensor, and would keep using the old one; nothing has been changed",
             where=name,
             expected="a tensor that only Python refers to",
