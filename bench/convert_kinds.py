@@ -589,7 +589,7 @@ def rows() -> list[tuple[str, ...]]:
 
 
 TABLE = InPage(
-    "converting.md",
+    "docs/converting.md",
     "convert_kinds",
     "<!-- End of the table -->",
     HEAD,

@@ -377,10 +377,10 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class InPage:
-    """A table that a program of its own puts into a page, between two marks."""
+    """A table that a program of its own puts into a file, between two marks."""
 
     file: str
-    """The page, in `docs/`."""
+    """The file, from the root of the project."""
     program: str
     """The module of `bench` that makes the table."""
     end: str
@@ -393,7 +393,7 @@ class InPage:
 
     @property
     def page(self) -> Path:
-        return ROOT / "docs" / self.file
+        return ROOT / self.file
 
     @property
     def begin(self) -> str:
@@ -418,7 +418,7 @@ class InPage:
     def main(self, words: str | None) -> None:
         """The command: prints the table, or writes it with `--write`."""
         parser = argparse.ArgumentParser(description=(words or "").splitlines()[0])
-        parser.add_argument("--write", action="store_true", help=f"put the table into docs/{self.file}")
+        parser.add_argument("--write", action="store_true", help=f"put the table into {self.file}")
         self.show(parser.parse_args().write)
 
 

@@ -1,4 +1,4 @@
-"""Counts requests and bytes of opening, loading, saving and of a store in a bucket: the tables of docs/remote.md.
+"""Counts requests and bytes of opening, loading, saving and of a store in a bucket.
 
     python -m bench.remote [reading] [saving] [storing]
 

@@ -1,7 +1,7 @@
 """Loads a checkpoint from a bucket in fresh processes, at several latencies, with modelstate and with other libraries.
 
     python -m bench.remote_load --latency-ms 10     # measures; the results are kept in dist/
-    python -m bench.remote_load --write             # measures what is missing, and puts the table into docs/remote.md
+    python -m bench.remote_load --write             # measures what is missing, and writes the table
 
 Results of another version of the code are not used.
 
@@ -260,7 +260,7 @@ def rows() -> Iterator[Row]:
 
 
 TABLE = InPage(
-    "remote.md",
+    "bench/results/remote.md",
     "remote_load",
     "<!-- End of the table of loads -->",
     ("", *(f"{latency} ms" for latency in LATENCIES_MS), "own memory", "temporary files"),

@@ -261,7 +261,7 @@ def rows(runs: int = RUNS, width: int = WIDTH, layers: int = LAYERS) -> list[Row
 
 
 TABLE = InPage(
-    "sharded.md",
+    "bench/results/sharded.md",
     "sharded",
     "<!-- End of the table -->",
     HEAD,

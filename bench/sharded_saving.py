@@ -217,7 +217,7 @@ def rows(runs: int = RUNS, width: int = WIDTH, layers: int = LAYERS) -> list[Row
 
 
 TABLE = InPage(
-    "sharded.md",
+    "bench/results/sharded.md",
     "sharded_saving",
     "<!-- End of the table of saves -->",
     HEAD,

@@ -91,7 +91,7 @@ def rows(width: int = WIDTH, layers: int = LAYERS) -> Iterator[Row]:
 
 
 TABLE = InPage(
-    "sharded.md",
+    "bench/results/sharded.md",
     "sharded_traffic",
     "<!-- End of the table of traffic -->",
     HEAD,

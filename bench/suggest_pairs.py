@@ -588,7 +588,7 @@ def rows() -> list[tuple[str, ...]]:
 
 
 TABLE = InPage(
-    "suggest.md",
+    "docs/suggest.md",
     "suggest_pairs",
     "<!-- End of the table -->",
     HEAD,

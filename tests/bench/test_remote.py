@@ -1,4 +1,4 @@
-"""The counts of requests that docs/remote.md shows."""
+"""The counts of requests that bench/results/remote.md shows."""
 
 import pytest
 
