@@ -589,7 +589,7 @@ def rows() -> list[tuple[str, ...]]:
 
 
 TABLE = InPage(
-    "docs/converting.md",
+    "bench/results/converting.md",
     "convert_kinds",
     "<!-- End of the table -->",
     HEAD,
