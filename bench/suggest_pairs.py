@@ -5,7 +5,6 @@ running both
 """
 
 import logging
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -252,7 +251,7 @@ class Towers(nn.Module):
         self.head = nn.Linear(16, 2)
 
 
-HEAD = ("checkpoint", "model", "explained", "rules", "guesses", "open", "ambiguous", "loaded with the rules", "ms")
+HEAD = ("checkpoint", "model", "explained", "rules", "guesses", "open", "ambiguous", "loaded with the rules")
 
 
 class NotHere(Exception):
@@ -555,20 +554,18 @@ PAIRS: dict[tuple[str, str], Callable[[], Pair]] = {
 
 
 def row(what: tuple[str, str]) -> tuple[str, ...]:
-    """What is found for a pair; the time is the last."""
+    """What is found for a pair."""
     torch.manual_seed(0)
     try:
         pair = PAIRS[what]()
     except NotHere as missing:
-        return *what, f"not run: needs {missing}", *[""] * 6
-    started = time.perf_counter()
+        return *what, f"not run: needs {missing}", *[""] * 5
     found = ms.suggest(pair.model, pair.source)
-    seconds = time.perf_counter() - started
     loaded = verdict(pair, found)
     left, doubted = len(found.missing) + len(found.unused), len(found.ambiguous)
     explained = f"{found.explained} of {found.total}"
     counts = map(str, (len(found), len(found.guesses), left, doubted))
-    return *what, explained, *counts, loaded, f"{seconds * 1000:.0f}"
+    return *what, explained, *counts, loaded
 
 
 def verdict(pair: Pair, found: ms.suggestion.Suggestion) -> str:

@@ -1,6 +1,6 @@
 """`modelstate.suggest`: finds rules by which a checkpoint fits a model.
 
-It matches names and shapes (`find`), turns the matches into few rules (`generalise`), and applies these rules to the
+It matches names and shapes (`match`), turns the matches into few rules (`generalise`), and applies these rules to the
 names and shapes: a rule with a wrong result is not suggested. `Suggestion` is the result: the rules, what each of them
 explains, and what stays open.
 """
@@ -26,12 +26,23 @@ from modelstate.rules.joining import Concat, Split
 from modelstate.rules.names import Rename
 from modelstate.rules.rule import Entries, Entry, Guess, Rule, Template, Value, as_code
 from modelstate.rules.schema import Applied, apply_rules
-from modelstate.rules.tensors import Reshape, Transpose
+from modelstate.rules.tensors import Transpose
 from modelstate.spec import Stored
-from modelstate.suggestion.find import LONGEST_NAME, Ambiguous, Findings, find
-from modelstate.suggestion.folding import fold_rules
+from modelstate.suggestion.certainty import guesses
 from modelstate.suggestion.generalise import covering, families, rename_rules
-from modelstate.suggestion.skeletons import Leaf, kind_of
+from modelstate.suggestion.match import (
+    LONGEST_NAME,
+    Leaf,
+    Level,
+    Matches,
+    Orientation,
+    by_signature,
+    dtype_kind,
+    in_context,
+    kinds_of,
+    match,
+)
+from modelstate.suggestion.words import contradict, is_conventional, of_path
 from modelstate.text_format import folded, listed, printable
 from modelstate.torch_compat.modules import unwrapped
 from modelstate.transaction.slots import HIDDEN, Slots, slots_of
@@ -39,8 +50,17 @@ from modelstate.transaction.slots import HIDDEN, Slots, slots_of
 _INFERRED = "square, so its shape does not show it: transposed because the weights beside it are"
 _BY_SHAPE = "by shape alone: the names have nothing in common"
 _BY_CONVENTION = "gate (w1) and up (w3) told apart by Llama's convention alone"
-_SHOWN = 12
+_LISTED = 12
 """The number of names of a list that are printed."""
+
+
+class Ambiguous(msgspec.Struct, frozen=True):
+    """Tensors of the same shape and dtype that their names do not tell apart."""
+
+    names: tuple[str, ...]
+    """Names of the model."""
+    candidates: tuple[str, ...]
+    """Names of the checkpoint."""
 
 
 class Suggestion(list[Rule], Shown):
@@ -143,7 +163,7 @@ class Suggestion(list[Rule], Shown):
         if self.ambiguous:
             lines.append("# alike, and the names do not say which is which:")
         for group in self.ambiguous:
-            names, candidates = (listed(_grouped(side), _SHOWN) for side in (group.names, group.candidates))
+            names, candidates = (listed(_grouped(side), _LISTED) for side in (group.names, group.candidates))
             lines.append(f"#   {printable(names)}  from one of  {printable(candidates)}")
         return lines
 
@@ -177,8 +197,8 @@ class Suggestion(list[Rule], Shown):
 
 def _listed(names: Sequence[str]) -> list[str]:
     lines = _grouped(names)
-    more = [f"#   ... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return [*(f"#   {printable(name)}" for name in lines[:_SHOWN]), *more]
+    more = [f"#   ... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+    return [*(f"#   {printable(name)}" for name in lines[:_LISTED]), *more]
 
 
 def _grouped(names: Sequence[str]) -> list[str]:
@@ -232,7 +252,7 @@ def suggest(
     checkpoint = _part(checkpoint, slots) if key is None else checkpoint.select(key)
     wanted = [slot for slot in slots.tensors if slot.kind != HIDDEN and not torch.nn.parameter.is_lazy(slot.tensor)]
     targets = [
-        Leaf(name, tuple(slot.tensor.shape), kind_of(slot.tensor.dtype)) for slot in wanted for name in slot.names
+        Leaf(name, tuple(slot.tensor.shape), dtype_kind(slot.tensor.dtype)) for slot in wanted for name in slot.names
     ]
     named = {leaf.name for leaf in targets}
     entries = {
@@ -240,16 +260,13 @@ def suggest(
         for name in (*checkpoint, *checkpoint.extra)
         if len(name) <= LONGEST_NAME or name in named
     }
-    folds, notes = fold_rules({name: spec.shape for name, spec in checkpoint.items() if name in entries}, named)
-    folded_entries = apply_rules(folds, entries, _unread).entries if folds else entries
     leaves = [
-        Leaf(name, tuple(entry.tensor.shape), kind_of(entry.tensor.dtype))
-        for name, entry in folded_entries.items()
+        Leaf(name, tuple(entry.tensor.shape), dtype_kind(entry.tensor.dtype))
+        for name, entry in entries.items()
         if entry.tensor is not None
     ]
-    findings = find(leaves, targets, slots)
-    findings.notes += notes
-    return _verified(findings, folds, folded_entries, checkpoint, slots)
+    findings = _find(leaves, targets, slots)
+    return _reported(findings, *_verified(findings, entries), checkpoint, slots)
 
 
 def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
@@ -281,97 +298,182 @@ def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
     return checkpoint.select(best) if best else checkpoint
 
 
-class _CommentedRule(msgspec.Struct, frozen=True):
-    """A rule, with what the user should know about it."""
-
-    rule: Rule
-    comment: str = ""
+def _unread(stored: Stored) -> torch.Tensor:
+    raise AssertionError("suggested rules do not read values")
 
 
-def _verified(
-    findings: Findings, folds: Sequence[Rule], folded_entries: Entries, checkpoint: Checkpoint, slots: Slots
-) -> Suggestion:
-    """Turns findings into rules, applies these to names and shapes, and drops rules that lead to wrong results."""
-    entries = {name: Entry(entry.content, (name,)) for name, entry in folded_entries.items()}
-    for general in (True, False):
-        rules = _rules(findings, entries, general=general)
-        applied = apply_rules([commented.rule for commented in rules], entries, _unread)
+class _Findings(msgspec.Struct):
+    """What has been found about the tensors of a checkpoint and those of a model."""
+
+    sources: dict[str, Leaf]
+    targets: dict[str, Leaf]
+    matches: Matches
+    expected: dict[str, tuple[str, ...]]
+    """For each name of the model with a match, the names in the checkpoint that it is made of."""
+    transposed: set[str] = set()
+    """Names of the checkpoint that certainly are transposed."""
+    inferred: set[str] = set()
+    """Names of square tensors that are transposed because their neighbours are."""
+    conventional: set[str] = set()
+    """Names of the model whose match only Llama's convention determines."""
+    guesses: set[str] = set()
+    """Names of the model whose match, or whose transposition, is a guess."""
+    ambiguous: list[Ambiguous] = []
+    notes: list[str] = []
+
+
+def _find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> _Findings:
+    matches, first, second = match(sources, targets)
+    findings = _Findings(
+        {leaf.name: leaf for leaf in sources}, {leaf.name: leaf for leaf in targets}, matches, matches.expected
+    )
+    straight = first.straight(in_context(sources)), second.straight(in_context(targets))
+    tied = {name for slot in slots.tensors if matches.settled[1].intersection(slot.names) for name in slot.names}
+    open_sources = matches.open(0, straight[0])
+    open_targets = [leaf for leaf in matches.open(1, straight[1]) if leaf.name not in tied]
+    findings.ambiguous = _ambiguous(open_sources, open_targets)
+    interleaved = [leaf.name for leaf in open_sources if "interleaved" in of_path(leaf.name.split("."))]
+    if interleaved and open_targets:
+        names = ", ".join(folded(interleaved))
+        findings.notes.append(f"{names}: query, key and value may take turns in it, head by head; it is not cut")
+    _find_transposed(findings, first, second)
+    rows = [(name, target) for target, names in findings.expected.items() for name in names]
+    conventional = [
+        {
+            leaf.name
+            for leaf in side
+            for at, words in leaf.context.items()
+            if is_conventional(leaf.name.split(".")[at], words)
+        }
+        for side in straight
+    ]
+    findings.conventional = {
+        target for name, target in rows if (name in conventional[0]) != (target in conventional[1])
+    }
+    is_whole = not (open_sources or open_targets)
+    findings.guesses |= findings.conventional | guesses(*straight, rows, is_whole=is_whole)
+    return findings
+
+
+def _ambiguous(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> list[Ambiguous]:
+    """Returns groups of unmatched tensors on both sides that could match each other."""
+    groups = []
+    first, second = (by_signature(kinds_of(side, Level.WHOLE)) for side in (sources, targets))
+    for signature, left in first.items():
+        right = [
+            kind for kind in second.get(signature, []) if not all(contradict(kind.means, other.means) for other in left)
+        ]
+        left = [kind for kind in left if not all(contradict(kind.means, other.means) for other in right)]
+        if left and right:
+            names, candidates = (
+                tuple(leaf.name for kind in side for leaf in kind.leaves.values()) for side in (right, left)
+            )
+            groups.append(Ambiguous(names, candidates))
+    return groups
+
+
+def _find_transposed(findings: _Findings, first: Orientation, second: Orientation) -> None:
+    """Finds the tensors that are the transpose of the other one of their pair."""
+    pairs = findings.matches.pairs
+    doubtful = []
+    for name, goal in pairs.items():
+        if findings.sources[name].shape != findings.targets[goal].shape:
+            findings.transposed.add(name)
+    fused = [(row[:1], fusion) for fusion in findings.matches.splits for row in fusion.rows]
+    fused += [(row[1:], fusion) for fusion in findings.matches.joins for row in fusion.rows]
+    findings.transposed |= {name for names, fusion in fused if fusion.is_transposed for name in names}
+    is_mixed = bool(findings.transposed or first.transposed or second.transposed)
+    for name, goal in pairs.items():
+        leaf = findings.sources[name]
+        if name in findings.transposed or not leaf.is_square or leaf.shape[0] == 1 or not name.endswith("weight"):
+            continue
+        here, there = first.of_square(name), second.of_square(goal)
+        if None not in (here, there):
+            findings.inferred |= {name} if here != there else set()
+        elif here or there or (is_mixed and None in (here, there)):
+            doubtful.append(name)
+    findings.guesses.update(pairs[name] for name in (*findings.inferred, *doubtful))
+    if doubtful:
+        left = ", ".join(folded(doubtful))
+        findings.notes.append(f"square, and nothing shows whether to transpose: {left}; left as they are")
+
+
+# From matches to rules.
+
+
+def _verified(findings: _Findings, entries: Entries) -> tuple[list[Rule], Applied]:
+    """Returns rules, and their result on names and shapes. Rules that lead to wrong results are left out."""
+    for is_general in (True, False):
+        rules = _rules(findings, entries, is_general=is_general)
+        applied = apply_rules(rules, entries, _unread)
         wrong = _wrong(findings, applied)
         if not wrong and not applied.problems:
             break
-    fitted = {name for name, goal in findings.pairs.items() if name == goal}
+    fitted = {name for name, goal in findings.matches.pairs.items() if name == goal}
     while rules and (wrong or applied.problems or applied.idle):
         bad = {*applied.idle, *(getattr(problem, "rule", "") for problem in applied.problems)}
         for name in wrong:  # all rules that led to this name, or away from it
             if name in applied.entries:
                 bad.update(applied.entries[name].rules)
-            bad |= {repr(commented.rule) for commented in rules if commented.rule.rename(name) not in (None, name)}
-        kept = [commented for commented in rules if repr(commented.rule) not in bad]
+            bad |= {repr(rule) for rule in rules if rule.rename(name) not in (None, name)}
+        kept = [rule for rule in rules if repr(rule) not in bad]
         rules = kept if len(kept) < len(rules) else rules[:-1]
-        applied = apply_rules([commented.rule for commented in rules], entries, _unread)
+        applied = apply_rules(rules, entries, _unread)
         # A name without a value is only missing; a wrong value, or one that was right without rules, is an error.
         wrong = [name for name in _wrong(findings, applied) if name in applied.entries or name in fitted]
-    used = {name for target in _right(findings, applied) for name in findings.expected[target]}
-    needed = {rule for name in used for rule in folded_entries[name].rules}
-    rules = [*(_CommentedRule(rule) for rule in folds if repr(rule) in needed), *rules]
-    return _reported(findings, rules, applied, folded_entries, checkpoint, slots)
+    return rules, applied
 
 
-def _unread(stored: Stored) -> torch.Tensor:
-    raise AssertionError("suggested rules do not read values")
-
-
-def _right(findings: Findings, applied: Applied) -> set[str]:
+def _right(findings: _Findings, applied: Applied) -> set[str]:
     """Returns names of the model that are made of the expected names, in the right shape."""
-    shapes = {leaf.name: leaf.shape for leaf in findings.targets}
     return {
         name
         for name, sources in findings.expected.items()
         if (entry := applied.entries.get(name)) is not None
         and entry.tensor is not None
         and entry.sources == sources
-        and tuple(entry.tensor.shape) == shapes[name]
+        and tuple(entry.tensor.shape) == findings.targets[name].shape
     }
 
 
-def _wrong(findings: Findings, applied: Applied) -> list[str]:
+def _wrong(findings: _Findings, applied: Applied) -> list[str]:
     """Returns names of the model that have not got their match, and others that rules filled by chance."""
-    right, expected = _right(findings, applied), findings.expected
-    wrong = [name for name in expected if name not in right]
-    for leaf in findings.targets:
-        entry = applied.entries.get(leaf.name)
-        tensor = entry.tensor if entry is not None and entry.rules and leaf.name not in expected else None
+    right = _right(findings, applied)
+    wrong = [name for name in findings.expected if name not in right]
+    for name, leaf in findings.targets.items():
+        entry = applied.entries.get(name)
+        tensor = entry.tensor if entry is not None and entry.rules and name not in findings.expected else None
         if tensor is not None and tuple(tensor.shape) == leaf.shape:
-            wrong.append(leaf.name)
+            wrong.append(name)
     return wrong
 
 
-def _rules(findings: Findings, entries: Collection[str], *, general: bool) -> list[_CommentedRule]:
-    """Returns the rules that reshape and transpose, then those that split and join, then those that rename.
+def _rules(findings: _Findings, entries: Collection[str], *, is_general: bool) -> list[Rule]:
+    """Returns the rules that transpose, then those that split and join, then those that rename.
 
-    With `general`, few renames; otherwise one for each kind of name, in case general ones interfere with each other.
+    With `is_general`, few renames; otherwise one for each kind of name, in case general ones interfere with each other.
     """
-    rules = [
-        _CommentedRule(Reshape(pattern, after, before))
-        for (before, after), names in findings.reshaped.items()
-        for pattern in _patterns(names, entries)
-    ]
-    rules += [_CommentedRule(Transpose(pattern)) for pattern in _patterns(findings.transposed, entries)]
-    rules += [_CommentedRule(Transpose(pattern), _INFERRED) for pattern in _patterns(findings.inferred, entries)]
-    rules += _fusion_rules(findings, entries)
-    if general:
-        expected = findings.expected
-        computed = set(expected) - set(findings.pairs.values())
-        used = {name for sources in expected.values() for name in sources}
-        unused = [name for name in entries if name not in used]
-        # Names of the model without a match, to which a rule for others could give an unused value by chance.
-        unused_shapes = {leaf.shape for leaf in findings.sources if leaf.name not in used}
-        barred = [leaf.name for leaf in findings.targets if leaf.name not in expected and leaf.shape in unused_shapes]
-        renames = rename_rules(findings.pairs, computed, unused, barred)
-    else:
-        pairs = [(name, goal) for name, goal in findings.pairs.items() if name != goal]
-        renames = [Rename(*family.patterns) for family in families(pairs)]
-    return [*rules, *(_CommentedRule(rule, _comment(rule, findings)) for rule in renames)]
+    rules: list[Rule] = []
+    for transposed in (findings.transposed, findings.inferred):
+        rules += [Transpose(pattern) for pattern in _patterns(transposed, entries)]
+    for fusions, is_split in ((findings.matches.splits, True), (findings.matches.joins, False)):
+        rows: dict[tuple[int, tuple[int, ...] | None], list[tuple[str, ...]]] = {}
+        for fusion in fusions:
+            rows.setdefault((fusion.dim, fusion.sizes), []).extend(fusion.rows)
+        for (dim, sizes), members in rows.items():
+            for patterns in _merged([family.patterns for family in families(members)], entries, is_split):
+                whole, parts = patterns[0], patterns[1:]
+                rules.append(Split(whole, parts, dim, sizes) if is_split else Concat(parts, whole, dim, sizes))
+    pairs, expected = findings.matches.pairs, findings.expected
+    if not is_general:
+        moved = [(name, goal) for name, goal in pairs.items() if name != goal]
+        return [*rules, *(Rename(*family.patterns) for family in families(moved))]
+    used = {name for sources in expected.values() for name in sources}
+    # Names of the model without a match, to which a rule for others could give an unused value by chance.
+    unused_shapes = {leaf.shape for name, leaf in findings.sources.items() if name not in used}
+    barred = [name for name, leaf in findings.targets.items() if name not in expected and leaf.shape in unused_shapes]
+    unused = [name for name in entries if name not in used]
+    return [*rules, *rename_rules(pairs, expected.keys() - {*pairs.values()}, unused, barred)]
 
 
 def _patterns(names: Collection[str], entries: Collection[str]) -> list[str]:
@@ -380,33 +482,7 @@ def _patterns(names: Collection[str], entries: Collection[str]) -> list[str]:
     return covering(ordered, [name for name in entries if name not in names]) if names else []
 
 
-def _comment(rule: Rule, findings: Findings) -> str:
-    renamed = [(name, goal) for name, goal in findings.pairs.items() if rule.rename(name) == goal]
-    unnamed = sum(1 for _, goal in renamed if goal in findings.by_shape)
-    comments = [_BY_SHAPE if unnamed == len(renamed) else f"{unnamed} {_BY_SHAPE}"] if unnamed else []
-    sources, targets = findings.conventional
-    if any((name in sources) != (goal in targets) for name, goal in renamed):
-        comments.append(_BY_CONVENTION)
-    return "; ".join(comments)
-
-
-def _fusion_rules(findings: Findings, entries: Collection[str]) -> list[_CommentedRule]:
-    """Returns the rules that split and join tensors."""
-    rules = []
-    for fusions, split in ((findings.splits, True), (findings.joins, False)):
-        rows: dict[tuple[int, tuple[int, ...] | None], list[tuple[str, ...]]] = {}
-        for fusion in fusions:
-            rows.setdefault((fusion.dim, fusion.sizes), []).extend(fusion.rows)
-        for (dim, sizes), members in rows.items():
-            for patterns in _merged([family.patterns for family in families(members)], entries, split):
-                whole, parts = patterns[0], patterns[1:]
-                rule = Split(whole, parts, dim, sizes) if split else Concat(parts, whole, dim, sizes)
-                is_conventional = any(_fitting(part, findings.conventional[split]) for part in parts)
-                rules.append(_CommentedRule(rule, _BY_CONVENTION if is_conventional else ""))
-    return rules
-
-
-def _merged(rows: Sequence[tuple[str, ...]], entries: Collection[str], split: bool) -> list[tuple[str, ...]]:
+def _merged(rows: Sequence[tuple[str, ...]], entries: Collection[str], is_split: bool) -> list[tuple[str, ...]]:
     """Merges the patterns of weights and biases into one if that matches nothing else."""
     by_owner: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in rows:
@@ -415,58 +491,61 @@ def _merged(rows: Sequence[tuple[str, ...]], entries: Collection[str], split: bo
         by_owner.setdefault(short, []).append(row)
     merged: list[tuple[str, ...]] = []
     for short, members in by_owner.items():
-        sides = (0,) if split else tuple(range(1, len(short)))
         fits = all(
             _fitting(short[side], entries) == {name for row in members for name in _fitting(row[side], entries)}
-            for side in sides
+            for side in ((0,) if is_split else range(1, len(short)))
         )
         merged += [short] if len(members) > 1 and fits else members
     return merged
 
 
-def _fitting(pattern: str, entries: Collection[str]) -> set[str]:
+def _fitting(pattern: str, names: Collection[str]) -> set[str]:
     template = Template(pattern)
-    return {name for name in entries if template.match(name) is not None}
+    return {name for name in names if template.match(name) is not None}
+
+
+# The report.
 
 
 def _reported(
-    findings: Findings,
-    rules: Sequence[_CommentedRule],
+    findings: _Findings,
+    rules: Sequence[Rule],
     applied: Applied,
-    folded_entries: Entries,
     checkpoint: Checkpoint,
     slots: Slots,
 ) -> Suggestion:
     right = _right(findings, applied)
-    counts = Counter(rule for name in right for rule in applied.entries[name].rules)
-    counts.update(rule for name in right for source in findings.expected[name] for rule in folded_entries[source].rules)
-    guesses = [name for name in findings.expected if name in right & findings.guesses]
-    guessed = {rule for name in guesses for rule in applied.entries[name].rules}
+    rules_of = {name: applied.entries[name].rules for name in findings.expected if name in right}
+    guessed = {rule for name in right & findings.guesses for rule in applied.entries[name].rules}
     filled = {id(slots.by_name[name].tensor) for name in right}
     wanted = [slot for slot in slots.tensors if slot.kind != HIDDEN]
-    extra = {name for name in slots.extra if name in applied.entries}
-    open_names = [slot.name for slot in wanted if id(slot.tensor) not in filled]
-    open_names += [name for name in slots.extra if name not in extra]
-    used = {
-        origin
-        for name in {*right, *extra}
-        for source in applied.entries[name].sources
-        for origin in folded_entries[source].sources
-    }
-    hidden = {name for slot in slots.tensors if slot.kind == HIDDEN for name in slot.names}
     lazy = {slot.name for slot in wanted if torch.nn.parameter.is_lazy(slot.tensor)} & applied.entries.keys()
-    unused = [name for name in (*checkpoint, *checkpoint.extra) if name not in used and name not in hidden | lazy]
-    open_names = [name for name in open_names if name not in lazy]
-    ambiguous = _still_open(findings.ambiguous, open_names, unused)
+    open_names = [slot.name for slot in wanted if id(slot.tensor) not in filled and slot.name not in lazy]
+    extra = {name for name in slots.extra if name in applied.entries}
+    open_names += [name for name in slots.extra if name not in extra]
+    used = {source for name in {*right, *extra} for source in applied.entries[name].sources}
+    used |= lazy | {name for slot in slots.tensors if slot.kind == HIDDEN for name in slot.names}
+    unused = [name for name in (*checkpoint, *checkpoint.extra) if name not in used]
+    ambiguous = []
+    for group in findings.ambiguous:  # a rule may have filled some of the names
+        names, candidates = {*group.names} & {*open_names}, {*group.candidates} & {*unused}
+        if names and candidates:
+            ambiguous.append(
+                Ambiguous(
+                    tuple(name for name in group.names if name in names),
+                    tuple(name for name in group.candidates if name in candidates),
+                )
+            )
     doubted = {name for group in ambiguous for name in (*group.names, *group.candidates)}
     total = len(wanted) + len(slots.extra)
+    led = {repr(rule): [name for name, texts in rules_of.items() if repr(rule) in texts] for rule in rules}
     return Suggestion(
-        [Guess(commented.rule) if repr(commented.rule) in guessed else commented.rule for commented in rules],
-        counts=[counts[repr(commented.rule)] for commented in rules],
-        comments=[commented.comment for commented in rules],
+        [Guess(rule) if repr(rule) in guessed else rule for rule in rules],
+        counts=[len(led[repr(rule)]) for rule in rules],
+        comments=[_comment(rule, led[repr(rule)], findings) for rule in rules],
         explained=total - len(open_names),
         total=total,
-        guesses=guesses,
+        guesses=[name for name in rules_of if name in findings.guesses],
         missing=[name for name in open_names if name not in doubted],
         unused=[name for name in unused if name not in doubted],
         ambiguous=ambiguous,
@@ -474,13 +553,11 @@ def _reported(
     )
 
 
-def _still_open(groups: Sequence[Ambiguous], names: Collection[str], unused: Collection[str]) -> list[Ambiguous]:
-    """Returns the ambiguous groups, without names that have got a value and candidates that are used."""
-    open_names, unused_names = set(names), set(unused)
-    still_open = []
-    for group in groups:
-        left = tuple(name for name in group.names if name in open_names)
-        candidates = tuple(name for name in group.candidates if name in unused_names)
-        if left and candidates:
-            still_open.append(Ambiguous(left, candidates))
-    return still_open
+def _comment(rule: Rule, names: Sequence[str], findings: _Findings) -> str:
+    """Returns what a user should know about a rule that leads to these names of the model."""
+    if isinstance(rule, Transpose):
+        sources = {source for name in names for source in findings.expected[name]}
+        return _INFERRED if names and sources <= findings.inferred else ""
+    by_shape = findings.matches.by_shape.intersection(names) if hasattr(rule, "to") else set()
+    comments = [_BY_SHAPE if len(by_shape) == len(names) else f"{len(by_shape)} {_BY_SHAPE}"] if by_shape else []
+    return "; ".join(comments + ([_BY_CONVENTION] if findings.conventional.intersection(names) else []))

@@ -4,6 +4,7 @@ A part of a name becomes a set of concepts: "q", "attention", "norm", "first". N
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -94,11 +95,6 @@ _DIGIT = re.compile(r"[\d#]")
 _SHARED, _GENERIC_SHARED, _LACKED = 1.0, 0.05, 0.3
 
 
-def without_digits(name: str) -> str:
-    """Returns the name with # for each number, within words too."""
-    return re.sub(r"\d+", "#", name)
-
-
 def role_of(last: str) -> tuple[str, str]:
     """Splits the last part of a name into a rest and the role of the tensor in its module: weight, bias, ..."""
     if last.lower() in _ROLE_OF_WORD:
@@ -158,3 +154,79 @@ def shared(first: frozenset[str], second: frozenset[str]) -> float:
 def lacked(first: frozenset[str], second: frozenset[str]) -> float:
     """Returns the penalty for known concepts and ordinals that only one of two names has."""
     return _LACKED * sum(1 for word in first ^ second if word in _KNOWN or word.startswith("#"))
+
+
+# Words whose meaning depends on the tensors beside them.
+
+_NUMBERED = re.compile(r"(w|fc|lin|linear)_?([1-9]\d?)", re.IGNORECASE)
+_NORM = re.compile(r"(?:(?:pre|post|input)_)(?:\w+_)?\w*norm")
+_SANDWICH = re.compile(r"(pre|post)_(feedforward|feed_forward|ffn|ffw|mlp|self_attn)_\w*norm")
+"""Norms of layers that have norms behind attention and the MLP too, as in OLMo-2 and Gemma-2."""
+_ATTENTION = frozenset(("q", "k", "v", "qkv", "kv", "interleaved"))
+_ELSEWHERE = _ATTENTION.union(
+    ("norm", "embedding", "head", "tok", "pos", "type", "patch", "class", "conv", "attention", "downsample", "router")
+)
+"""Concepts of weights that are not part of a gated MLP, although they may lie beside it."""
+SEQUENCE = frozenset({"linear"})
+"""The concept of weights that are numbered in their order, so that their numbers count."""
+
+
+def meanings_beside(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[str]]:
+    """Returns the concepts of members of a module that mean something else beside the other members.
+
+    Args:
+        shapes: The members, such as "w1" or "post_attention_layernorm", with the shapes of their weights.
+    """
+    known: dict[str, frozenset[str]] = {}
+    if any(_SANDWICH.fullmatch(name.lower()) for name in shapes):
+        known = {name: frozenset({f"={name}", "norm"}) for name in shapes if _NORM.fullmatch(name.lower())}
+    matrices = {name: shape[-2:] for name, shape in shapes.items() if len(shape) in (2, 3)}
+    stems: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in matrices:
+        if stem := _NUMBERED.fullmatch(name):
+            stems[stem[1].lower()][stem[2]] = name
+    has_attention = any(concepts(name) & _ATTENTION for name in shapes)
+    for stem_name, numbered in stems.items():
+        sizes = {matrices[name] for name in numbered.values()}
+        fitting = sizes | {size[::-1] for size in sizes}
+        if len(numbered) > 2 and (len(numbered) > 3 or len(fitting) > 2):
+            known |= dict.fromkeys(numbered.values(), SEQUENCE)
+            continue
+        beside = [
+            name
+            for name, size in matrices.items()
+            if size in fitting and not concepts(name) & _ELSEWHERE and not (has_attention and "out" in concepts(name))
+        ]
+        known |= _projections(stem_name, numbered, {name: matrices[name] for name in {*beside, *numbered.values()}})
+    return known
+
+
+def _projections(
+    stem: str, numbered: Mapping[str, str], sizes: Mapping[str, tuple[int, ...]]
+) -> dict[str, frozenset[str]]:
+    """Returns the concepts of numbered weights that are the gate, up and down projections of an MLP."""
+    literal = {name: frozenset({f"={name}/{','.join(sorted(sizes))}"}) for name in numbered.values()}
+    all_sizes = list(sizes.values())
+    if len(sizes) < 3:
+        is_pair = len(sizes) == 2 and numbered.keys() == {"1", "2"}
+        if len(sizes) == 1 or (is_pair and stem != "w"):
+            return {}  # as the words say
+        is_up_and_down = is_pair and all_sizes[0] != all_sizes[1]
+        return {numbered["1"]: frozenset({"up"}), numbered["2"]: frozenset({"down"})} if is_up_and_down else literal
+    down = [name for name, size in sizes.items() if all_sizes.count(size) == 1 and all_sizes.count(size[::-1]) > 1]
+    if len(down) != 1:
+        return literal
+    result = {name: frozenset({"down"}) if name == down[0] else words for name, words in literal.items()}
+    if stem == "w" and len(sizes) == 3 and numbered.keys() == {"1", "2", "3"} and numbered["2"] == down[0]:
+        result |= {numbered["1"]: frozenset({"gate"}), numbered["3"]: frozenset({"up"})}
+    return result
+
+
+def depends_on_members(member: str) -> bool:
+    """Whether a member of a module is one of those whose meaning the other members decide."""
+    return bool(_NUMBERED.fullmatch(member) or _NORM.fullmatch(member.lower()))
+
+
+def is_conventional(member: str, words: frozenset[str]) -> bool:
+    """Whether only Llama's convention (w1 is the gate, w3 goes up) tells what a member means."""
+    return member.lower() in ("w1", "w_1", "w3", "w_3") and words in (frozenset({"gate"}), frozenset({"up"}))
