@@ -1,13 +1,16 @@
 """Checks of arguments: one check, and one text of an error, for each kind."""
 
+import inspect
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
+from functools import wraps
 from numbers import Real
 from types import MappingProxyType
-from typing import TypeGuard
+from typing import ParamSpec, TypeGuard, TypeVar, Unpack, get_args, get_origin
 
-from modelstate.errors import OptionError
+from modelstate.errors import OptionError, keep_interrupt
 from modelstate.text_format import short_repr
 
 TIMEOUT_SECONDS = 1800.0
@@ -143,3 +146,82 @@ _OF_TORCH = {
     "map_location": ("device", "device=: the device of the tensors; without it each tensor stays on its device"),
 }
 """Arguments of torch's functions: the argument that replaces each, and how."""
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def checked_call(
+    call: str,
+    *,
+    foreign: Mapping[str, str] = MappingProxyType({}),
+    is_method: bool = False,
+    within: Callable[..., AbstractContextManager[object]] = lambda *_, **__: nullcontext(),
+    defaults: object = None,
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorates a function so that a wrong call raises an `OptionError` with the right one.
+
+    A call is wrong with a keyword that the function does not have, and with a value of another kind for an argument
+    whose annotation is `bool` or `bool | None`.
+
+    Args:
+        call: The function as users call it: "ms.load".
+        foreign: For arguments of other functions, what replaces each here; see `check_keywords`.
+        is_method: Whether the function has `self`.
+        within: Returns the block that raises the error, such as a phase of all ranks, for the arguments of the call. A
+            call that the signature does not allow raises its `TypeError` there, too.
+        defaults: An object with the default of each option, for a function that takes `**options: Unpack[TypedDict]`.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        signature = _expanded(inspect.signature(function), defaults)
+        flags = {}
+        parameters = signature.parameters.values()
+        keywords = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        keywords = keywords[is_method:]
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        for name, parameter in signature.parameters.items():
+            kind = parameter.annotation
+            kind = kind if isinstance(kind, str) else inspect.formatannotation(kind)
+            if kind in ("bool", "bool | None"):
+                flags[name] = kind != "bool"
+
+        @wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+                for name, accepts_none in flags.items():
+                    if name in given:
+                        check_flag(name, given[name], accepts_none=accepts_none)
+            except OptionError:
+                with within(*args, **kwargs):
+                    raise
+            except TypeError as error:
+                keep_interrupt(error)
+            else:
+                return function(*args, **kwargs)
+            with within(*args, **kwargs):
+                if not takes_any:
+                    check_keywords(call, kwargs, keywords, foreign)
+                return function(*args, **kwargs)  # raises the `TypeError`
+
+        vars(checked)["__signature__"] = signature
+        return checked
+
+    return decorate
+
+
+def _expanded(signature: inspect.Signature, defaults: object) -> inspect.Signature:
+    """Returns a signature with a keyword for each option in place of `**options: Unpack[...]`."""
+    parameters = []
+    for parameter in signature.parameters.values():
+        if get_origin(parameter.annotation) is Unpack:
+            (arguments,) = get_args(parameter.annotation)
+            parameters += [
+                inspect.Parameter(name, parameter.KEYWORD_ONLY, default=getattr(defaults, name), annotation=annotation)
+                for name, annotation in arguments.__annotations__.items()
+            ]
+        else:
+            parameters.append(parameter)
+    return signature.replace(parameters=parameters)

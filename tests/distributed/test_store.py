@@ -228,9 +228,8 @@ def call_wrongly(folder: Path, case: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("case", ["save", "restore", "resumable", "a path", "steps of a path", "options"])
 def test_wrong_arguments_of_one_rank(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    for kind, text in ranks.values(call_wrongly, tmp_path, case, timeout=40):
-        assert kind == "OptionError"
-        assert case in ("options", "steps of a path") or "wrong order" in text
+    for kind, _ in ranks.values(call_wrongly, tmp_path, case, timeout=40):
+        assert kind in ("OptionError", "UnsavableError")
     assert not (tmp_path / "store").exists()
 
 

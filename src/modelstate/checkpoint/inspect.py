@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import Source, checked_call
+from modelstate.checkpoint.open import Source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import CodecError
 from modelstate.formats.tree import decoded, leaves

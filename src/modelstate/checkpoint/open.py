@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
-from functools import partial, wraps
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, get_args, get_origin
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from modelstate.arguments import check_flag, check_integer, check_keywords
+from modelstate.arguments import check_integer, checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.directory import FOREIGN, NAMED, find_in
 from modelstate.errors import (
@@ -23,7 +20,6 @@ from modelstate.errors import (
     SourceNotFoundError,
     SourceTypeError,
     TruncatedFileError,
-    keep_interrupt,
 )
 from modelstate.formats import safetensors, sharded
 from modelstate.formats.recognise import Format, no_checkpoint, recognise, tensorflow_prefix, unpacked
@@ -47,131 +43,6 @@ if "torch" in sys.modules:
 
 Source = str | os.PathLike[str] | Mapping[Any, Any]
 """What `modelstate.open` accepts besides a sequence of sources."""
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def checked_call(
-    call: str,
-    is_first: Callable[[object], bool] = lambda _: False,
-    is_second: Callable[[object], bool] = lambda _: False,
-    *,
-    foreign: Mapping[str, str] = MappingProxyType({}),
-    call_for_paths: str = "",
-    is_method: bool = False,
-    within: Callable[..., AbstractContextManager[object]] = lambda *_, **__: nullcontext(),
-    defaults: object = None,
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a function so that a wrong call raises an `OptionError` with the right one.
-
-    These are two arguments in the wrong order, a keyword that the function does not have, and an argument whose
-    annotation is `bool` or `bool | None` with a value of another kind.
-
-    Args:
-        call: The function as users call it: "ms.load".
-        is_first: Whether a value can be the first argument.
-        is_second: Whether a value can be the second argument.
-        foreign: For arguments of other functions, what replaces each here; see `check_keywords`.
-        call_for_paths: The function to call where the second argument is a path, if it is another one.
-        is_method: Whether `self` comes before the two arguments.
-        within: Returns the block that raises the error, such as a phase of all ranks, for the arguments of the call. A
-            call that the signature does not allow raises its `TypeError` there, too.
-        defaults: An object with the default of each option, for a function that takes `**options: Unpack[TypedDict]`.
-    """
-
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        signature = _expanded(inspect.signature(function), defaults)
-        flags = {}
-        parameters = signature.parameters.values()
-        keywords = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        keywords = keywords[is_method:]
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        for name, parameter in signature.parameters.items():
-            kind = parameter.annotation
-            kind = kind if isinstance(kind, str) else inspect.formatannotation(kind)
-            if kind in ("bool", "bool | None"):
-                flags[name] = kind != "bool"
-
-        @wraps(function)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            passed = args[is_method:][:2]
-            if len(passed) == 2 and is_first(passed[1]):
-                second, first = passed
-                if is_second(second) and not (is_first(second) and is_second(first)):
-                    names = tuple(signature.parameters)[is_method:][:2]
-                    first_text, second_text = _argument_text(names[0], first), _argument_text(names[1], second)
-                    right = (call_for_paths if is_path(second) else "") or call
-                    with within(*args, **kwargs):
-                        raise OptionError(
-                            f"the arguments of {call} are in the wrong order; nothing has been changed",
-                            expected=f"{call}({', '.join(names)})",
-                            found=f"{call}({second_text}, {first_text})",
-                            remedy=f"{right}({first_text}, {second_text})",
-                        )
-            try:
-                given = signature.bind(*args, **kwargs).arguments
-                for name, accepts_none in flags.items():
-                    if name in given:
-                        check_flag(name, given[name], accepts_none=accepts_none)
-            except OptionError:
-                with within(*args, **kwargs):
-                    raise
-            except TypeError as error:
-                keep_interrupt(error)
-            else:
-                return function(*args, **kwargs)
-            with within(*args, **kwargs):
-                if not takes_any:
-                    check_keywords(call, kwargs, keywords, foreign)
-                return function(*args, **kwargs)  # raises the `TypeError`
-
-        vars(checked)["__signature__"] = signature
-        return checked
-
-    return decorate
-
-
-def _expanded(signature: inspect.Signature, defaults: object) -> inspect.Signature:
-    """Returns a signature with a keyword for each option in place of `**options: Unpack[...]`."""
-    parameters = []
-    for parameter in signature.parameters.values():
-        if get_origin(parameter.annotation) is Unpack:
-            (arguments,) = get_args(parameter.annotation)
-            parameters += [
-                inspect.Parameter(name, parameter.KEYWORD_ONLY, default=getattr(defaults, name), annotation=annotation)
-                for name, annotation in arguments.__annotations__.items()
-            ]
-        else:
-            parameters.append(parameter)
-    return signature.replace(parameters=parameters)
-
-
-def _argument_text(name: str, value: object) -> str:
-    """An argument in the text of a call: a short value as a literal, any other by the name of its parameter."""
-    if isinstance(value, str | os.PathLike):
-        return repr(os.fspath(value))
-    is_literal = isinstance(value, int) or type(value).__qualname__ == "dtype"
-    return str(value) if is_literal else name
-
-
-def is_path(value: object) -> bool:
-    return isinstance(value, str | os.PathLike)
-
-
-def is_module(value: object) -> bool:
-    import torch
-
-    return isinstance(value, torch.nn.Module)
-
-
-def is_source(value: object) -> bool:
-    """Whether `modelstate.open` accepts a value of this kind as a single source."""
-    return isinstance(value, str | os.PathLike | Mapping)
-
-
-def is_objects(value: object) -> bool:
-    """Whether a value can be a mapping of objects, like those that a store saves."""
-    return isinstance(value, Mapping) and not isinstance(value, Checkpoint)
 
 
 def check_budget_option(max_memory_bytes: object, minimum: int = 0) -> None:

@@ -14,16 +14,10 @@ import msgspec
 import torch
 from torch import nn
 
+from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint, merged_fingerprints
 from modelstate.checkpoint.inspect import plain_value
-from modelstate.checkpoint.open import (
-    Source,
-    check_budget_option,
-    checked_call,
-    is_selected,
-    nothing_selected,
-    patterns_of,
-)
+from modelstate.checkpoint.open import Source, check_budget_option, is_selected, nothing_selected, patterns_of
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.reduction import (
     Chunk,

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import Source, check_budget_option, checked_call, is_path, is_source
+from modelstate.checkpoint.open import Source, check_budget_option
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import (
     LazyStateBuilder,
@@ -44,7 +45,7 @@ from modelstate.torch_compat.values import set_version_metadata
 from modelstate.transaction.slots import slots_of
 
 
-@checked_call("ms.convert_checkpoint", lambda value: is_source(value) or isinstance(value, Sequence), is_path)
+@checked_call("ms.convert_checkpoint")
 def convert_checkpoint(
     source: Source | Sequence[Source],
     path: str | os.PathLike[str],

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from modelstate.checkpoint.open import check_budget_option, checked_call, is_module
+from modelstate.arguments import checked_call
+from modelstate.checkpoint.open import check_budget_option
 from modelstate.conversion.conversion import Conversion
 from modelstate.conversion.reference_keeping import replaced_apply
 from modelstate.conversion.tensors import ByFunction, CastAndMove, Target
@@ -24,7 +25,7 @@ from modelstate.transaction.optimizers import check_optimizers, following_state,
 from modelstate.transaction.transaction import Transaction, exclusive
 
 
-@checked_call("ms.convert", is_module, lambda value: isinstance(value, torch.dtype | str))
+@checked_call("ms.convert")
 def convert(
     model: nn.Module,
     dtype: torch.dtype | str | None = None,

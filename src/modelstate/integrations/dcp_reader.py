@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import Source, is_path
+from modelstate.checkpoint.open import Source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.reports import Digest
 from modelstate.errors import CodecError, DistributedError
@@ -90,7 +90,7 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether a source can be given by this value."""
-        return is_path(checkpoint_id)
+        return isinstance(checkpoint_id, str | os.PathLike)
 
     # Without parameters that are named `args` and `kwargs`: dcp.load would call it a second time after an error, and
     # where that succeeds, this rank would leave out the collectives.

@@ -12,14 +12,9 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import (
-    NO_PICKLE,
-    checked_call,
-    is_module,
-    is_source,
-    open_source,
-)
+from modelstate.checkpoint.open import NO_PICKLE, open_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import OptionError
@@ -82,7 +77,7 @@ OF_TORCH = {
 """Arguments of `torch.load` and `load_state_dict`, each with the argument that replaces it."""
 
 
-@checked_call("ms.plan", is_module, is_source, foreign=OF_TORCH, defaults=LoadOptions())
+@checked_call("ms.plan", foreign=OF_TORCH, defaults=LoadOptions())
 def plan(model: nn.Module, source: Source, **options: Unpack[PlanArguments]) -> LoadPlan:
     """Plans a load: returns what `load` with the same arguments would do, and every problem.
 
@@ -136,14 +131,7 @@ def load(
 def load(
     model: nn.Module, source: Source | LoadPlan, *, background: bool, **options: Unpack[LoadArguments]
 ) -> LoadReport | LoadHandle: ...
-@checked_call(
-    "ms.load",
-    is_module,
-    lambda value: is_source(value) or isinstance(value, LoadPlan),
-    foreign=OF_TORCH,
-    within=before_call("modelstate.load"),
-    defaults=LoadOptions(),
-)
+@checked_call("ms.load", foreign=OF_TORCH, within=before_call("modelstate.load"), defaults=LoadOptions())
 def load(
     model: nn.Module, source: Source | LoadPlan, *, background: bool = False, **options: Unpack[LoadArguments]
 ) -> LoadReport | LoadHandle:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelstate.checkpoint.open import checked_call, is_module, is_source
+from modelstate.arguments import checked_call
 from modelstate.errors import keep_interrupt
 from modelstate.formats.construct import refusal
 from modelstate.formats.tree import refused_in
@@ -27,7 +27,7 @@ from modelstate.transaction.swap_tensors import exchange
 from modelstate.transaction.transaction import Transaction, Write, exclusive
 
 
-@checked_call("ms.load_state_dict", is_module, is_source, call_for_paths="ms.load")
+@checked_call("ms.load_state_dict")
 def load_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> ReturnedKeys:

@@ -16,7 +16,8 @@ import msgspec
 import torch
 from torch import nn
 
-from modelstate.checkpoint.open import checked_call, is_module, patterns_of
+from modelstate.arguments import checked_call
+from modelstate.checkpoint.open import patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.distributed.reports import Digest
 from modelstate.errors import OptimizerStateError, OptionError
@@ -71,11 +72,7 @@ _IMPLEMENTATION_OPTIONS = {"foreach", "fused", "capturable", "differentiable"}
 """Options that do not change what is computed."""
 
 
-def _is_optimizer(value: object) -> bool:
-    return isinstance(value, torch.optim.Optimizer)
-
-
-@checked_call("ms.optimizer_state", is_module, _is_optimizer)
+@checked_call("ms.optimizer_state")
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns the state of an optimizer by the names that the model has for its parameters.
 
@@ -125,9 +122,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return {**saved, **({_OTHER: other} if other else {}), **({ORDERS: orders} if orders else {})}
 
 
-@checked_call(
-    "ms.load_optimizer_state", is_module, _is_optimizer, within=before_call("modelstate.load_optimizer_state")
-)
+@checked_call("ms.load_optimizer_state", within=before_call("modelstate.load_optimizer_state"))
 def load_optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -18,9 +18,10 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from msgspec.structs import replace
 
+from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import checked_call, is_objects, is_source, patterns_of
 from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.checkpoint.open import patterns_of
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.errors import (
     KeyNotFoundError,
@@ -171,7 +172,7 @@ class RestoreOptions(LoadOptions, frozen=True, kw_only=True):
     keep_options: tuple[str, ...] = ()
 
 
-@checked_call("ms.restore", is_objects, is_source, defaults=RestoreOptions())
+@checked_call("ms.restore", defaults=RestoreOptions())
 def restore(
     objects: Mapping[str, object],
     source: Source,

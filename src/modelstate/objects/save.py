@@ -10,8 +10,8 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch import nn
 
+from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import checked_call, is_module, is_path
 from modelstate.checkpoint.write import SaveOptions, SaveReport, StateToWrite, streamed, target_path, write_state
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.distributed.uploading import writer_of
@@ -35,8 +35,6 @@ def _agreement(
 
 @checked_call(
     "ms.save",
-    lambda value: is_module(value) or isinstance(value, Mapping),
-    is_path,
     within=lambda *args, process_group=None, **options: _agreement((args, options), process_group).phase(PLANNING),
 )
 def save(

@@ -10,8 +10,7 @@ import msgspec
 import torch
 from torch import nn
 
-from modelstate.arguments import check_choice
-from modelstate.checkpoint.open import checked_call
+from modelstate.arguments import check_choice, checked_call
 from modelstate.checkpoint.write import target_path
 from modelstate.errors import (
     ExportError,

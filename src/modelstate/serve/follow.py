@@ -13,9 +13,8 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
-from modelstate.arguments import check_keywords, seconds_of
+from modelstate.arguments import check_keywords, checked_call, seconds_of
 from modelstate.background import AtExit, BackgroundTask
-from modelstate.checkpoint.open import checked_call
 from modelstate.errors import (
     FollowWarning,
     LiveTargetError,

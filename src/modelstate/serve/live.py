@@ -15,9 +15,8 @@ import msgspec
 import torch
 from torch import nn
 
-from modelstate.arguments import check_choice, check_integer, seconds_of
+from modelstate.arguments import check_choice, check_integer, checked_call, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import checked_call
 from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
 from modelstate.io.files import local_path
 from modelstate.io.memory import MemoryPool

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext
 from typing import Any
 
-from modelstate.arguments import check_integer, check_keywords
-from modelstate.checkpoint.open import checked_call, is_objects
+from modelstate.arguments import check_integer, check_keywords, checked_call
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.distributed.reports import Digest
 from modelstate.errors import (
@@ -277,12 +276,7 @@ def _agreement(*arguments: object) -> Agreement:
     return agreement_of(tensors_within(arguments), call="modelstate.resumable")
 
 
-@checked_call(
-    "ms.resumable",
-    lambda value: isinstance(value, Store | str | os.PathLike),
-    is_objects,
-    within=lambda *args, **options: _agreement(*args, *options.values()).phase("beginning"),
-)
+@checked_call("ms.resumable", within=lambda *args, **options: _agreement(*args, *options.values()).phase("beginning"))
 def resumable(
     store: Store | str | os.PathLike[str],
     objects: Mapping[str, object],

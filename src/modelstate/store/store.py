@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 
-from modelstate.arguments import check_choice, check_integer, seconds_of
+from modelstate.arguments import check_choice, check_integer, checked_call, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import check_budget_option, checked_call, is_objects, patterns_of
+from modelstate.checkpoint.open import check_budget_option, patterns_of
 from modelstate.comparison.diff import diff as diff_checkpoints
 from modelstate.comparison.result import Diff
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
@@ -171,8 +171,6 @@ class Store(Shown):
     ) -> PendingSave | None: ...
     @checked_call(
         "store.save",
-        lambda value: isinstance(value, int),
-        is_objects,
         is_method=True,
         within=lambda store, *args, **options: store._agreement((args, options), "Store.save").phase("beginning"),
     )
@@ -375,8 +373,6 @@ class Store(Shown):
 
     @checked_call(
         "store.restore",
-        is_objects,
-        lambda value: isinstance(value, int | str),
         is_method=True,
         within=lambda store, *args, **options: store._agreement((args, options), "Store.restore").phase("beginning"),
         defaults=RestoreOptions(),
@@ -450,9 +446,7 @@ class Store(Shown):
             skipped=skipped,
         )
 
-    @checked_call(
-        "store.open", lambda value: isinstance(value, str), lambda value: isinstance(value, int | str), is_method=True
-    )
+    @checked_call("store.open", is_method=True)
     def open(self, name: str, step: Step = "latest", *, verify: bool = False) -> Checkpoint:
         """Opens one object of a checkpoint, for every function that takes a `Checkpoint`.
 

@@ -14,8 +14,8 @@ import msgspec
 import torch
 from torch import nn
 
+from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import checked_call, is_module, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import AmbiguousCheckpointError, OptionError
 from modelstate.html.page import Page, Shown
@@ -209,7 +209,7 @@ def _grouped(names: Sequence[str]) -> list[str]:
     return [group[0] if len(group) == 1 else f"{text} ({len(group)})" for text, group in groups.items()]
 
 
-@checked_call("ms.suggest", is_module, is_source)
+@checked_call("ms.suggest")
 @gc_paused()
 def suggest(
     model: nn.Module,
