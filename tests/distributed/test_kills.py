@@ -1,6 +1,6 @@
 """Ranks that are killed while they save: all ranks restore the newest step that was reported, and no mixture of steps.
 
-The same kills with `dcp.save` beside ours. MODELSTATE_EXHAUSTIVE=1 kills each rank before each of its system calls that
+MODELSTATE_EXHAUSTIVE=1 kills each rank before each of its system calls that
 write and before each of its collectives, prints what came of it, and kills all ranks at 100 random moments. It also has
 `strace` kill ranks at the system calls themselves, where the fault layer only knows those that go through it.
 """
@@ -23,23 +23,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint.utils as dcp_utils
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import modelstate as ms
 from modelstate.distributed.connections import Connections
 from tests.distributed import models
 from tests.distributed.ranks import WORLD_SIZE, Ranks
 from tests.faults import Request, faulty_writes
-from tests.pains.conftest import StockFails, stock_fails
+from tests.pains.conftest import stock_fails
 from tests.store.common import litter
 from tests.sweeps import EXHAUSTIVE
 
 __all__ = ["stock_fails"]
 pytestmark = pytest.mark.slow
-DCP_COLLECTIVES = ("reduce_scatter", "all_reduce", "broadcast")
 COLLECTIVES = ("maximum", "gathered", "broadcast", "exchange")
 SYSTEM_CALLS = {
     **dict.fromkeys(("mkdir", "fallocate", "ftruncate", "pwritev2", "pwrite64", "fsync", "rename"), 1),
@@ -91,23 +86,9 @@ def restore_from_store(folder: Path, objects: dict[str, Any]) -> None:
     assert ms.Store(folder / "store").restore(objects).step in values_in(objects)
 
 
-def state_of(objects: dict[str, Any]) -> dict[str, Any]:
-    net, optimizer = objects["model"], objects["optimizer"]
-    return {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
-
-
-def save_by_dcp(folder: Path, objects: dict[str, Any], step: int) -> None:
-    dcp.save(state_of(objects), checkpoint_id=folder / "dcp")
-
-
-def restore_by_dcp(folder: Path, objects: dict[str, Any]) -> None:
-    dcp.load(state_of(objects), checkpoint_id=folder / "dcp")  # the tensors are those of the objects
-
-
 Save = Callable[[Path, dict[str, Any], int], None]
 Restore = Callable[[Path, dict[str, Any]], None]
 STORE: tuple[Save, Restore] = save_in_store, restore_from_store
-DCP: tuple[Save, Restore] = save_by_dcp, restore_by_dcp
 
 
 # Kills.
@@ -158,13 +139,7 @@ def killed_before(kind: str, number: int) -> Iterator[list[str]]:
         with faulty_writes(before=on_call):
             yield made
     else:
-        owner, names = {
-            "collective": (Connections, COLLECTIVES),
-            "dcp": (FileSystem, ("create_stream", "rename", "mkdir", "exists", "rm_file")),
-        }[kind]
-        patches = [counted(owner, name) for name in names]
-        if kind == "dcp":
-            patches += [counted(os, "fsync"), *(counted(dcp_utils._DistWrapper, name) for name in DCP_COLLECTIVES)]
+        patches = [counted(Connections, name) for name in COLLECTIVES]
         for patch in patches:
             patch.start()
         try:
@@ -254,16 +229,6 @@ def test_a_rank_that_is_killed_at_a_system_call(ranks: Ranks, tmp_path: Path, ca
     outcomes = sweep(ranks, tmp_path, STORE, call, rank, [])
     assert outcomes.keys() <= {"old", "new", ""}
     assert all(set(ms.Store(run / "store").verify().values()) == {""} for run in tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("rank", range(WORLD_SIZE) if EXHAUSTIVE else [3])
-def test_dcp_mixes_steps_where_a_rank_is_killed(
-    ranks: Ranks, tmp_path: Path, rank: int, stock_fails: StockFails
-) -> None:
-    outcomes = sweep(ranks, tmp_path, DCP, "dcp", rank, [3])
-    stock_fails(
-        "a rank is killed in a save over a checkpoint: ranks load both, without an error", outcomes["mixed"] > 0
-    )
 
 
 def go_on(folder: Path, steps: int) -> int:

@@ -169,22 +169,6 @@ def test_a_value_that_has_got_lost_is_missing_where_that_is_known(load: Load, no
             assert target.p is None
 
 
-def test_a_part_of_a_model_says_nothing_of_the_rest() -> None:
-    model = nn.Sequential(Lazy(torch.ones(3)), Lazy(torch.ones(3)))
-    part = dict(nn.Sequential(Lazy()).state_dict())
-    kept = model[1].p
-    model.load_state_dict(part, strict=False)
-    assert model[0].p is None
-    assert model[1].p is kept
-    model[0].register_parameter("weight", nn.Parameter(torch.ones(1)))
-    model[0].p = torch.ones(3)
-    assert model.load_state_dict(part, strict=False).missing_keys[:2] == ["0.weight", "0.p"]
-    assert model[0].p is not None
-    del model[0].weight
-    ms.load(model, part, allow_missing=["1.*"])
-    assert (model[0].p, model[1].p) == (None, kept)
-
-
 @every_load
 @pytest.mark.parametrize("there", [None, torch.zeros(2)], ids=["None", "set"])
 def test_values_that_are_no_tensors(load: Load, there: torch.Tensor | None) -> None:
@@ -279,23 +263,6 @@ def test_a_plan_changes_nothing_and_lists_the_buffer(there: Callable[[], Any], v
     assert report.references_lost == (("p is gone",) if target.p is None and there() is not None else ())
 
 
-@pytest.mark.parametrize("build", [lambda: Lazy(), lambda: Lazy(torch.zeros(5))], ids=["None", "set"])
-@pytest.mark.parametrize("form", ["state dict", "torch file", "safetensors"])
-def test_skeletons(build: Callable[[], Lazy], form: str, tmp_path: Path) -> None:
-    source = Lazy(torch.arange(3.0))
-    path = saved(source.state_dict(), form, tmp_path)
-    with ms.skeleton():
-        target = build()
-    ms.load(target, path)
-    assert same(target.p, source.p)
-    with torch.device("meta"):
-        target = build()
-    ms.load(target, path)
-    assert same(target.p, source.p)
-    x = torch.ones(1, 2)
-    assert torch.equal(target(x), source(x))
-
-
 def test_arguments_of_load(tmp_path: Path) -> None:
     source = nn.Sequential(Lazy(torch.tensor([1.0, 2, 3])))
     torch.save(
@@ -331,23 +298,6 @@ def test_conversions() -> None:
     assert module[0].p is held
     ms.load(module, nn.Sequential(Lazy(), Lazy(torch.ones(4)), Lazy()).state_dict())
     assert [None if one.p is None else one.p.shape for one in module] == [None, (4,), None]
-
-
-def test_it_goes_where_the_module_is() -> None:
-    source = Lazy(torch.ones(3))
-    with torch.device("meta"):
-        target = Lazy()
-    with pytest.warns(UserWarning, match="no-op"):
-        target.load_state_dict(source.state_dict())
-    assert target.p is not None
-    assert target.p.is_meta
-    with ms.skeleton():
-        real = nn.BatchNorm1d(2)
-    ms.register_lazy_buffer(real, "p")
-    with pytest.warns(UserWarning, match="no-op"):
-        real.load_state_dict({**nn.BatchNorm1d(2).state_dict(), "p": torch.ones(3)})
-    assert real.weight.is_meta
-    assert same(real.p, torch.ones(3))  # beside the running mean
 
 
 # What cannot be registered.

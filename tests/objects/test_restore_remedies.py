@@ -13,8 +13,6 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.errors import OptimizerStateError, OptionError, PlanError
-from modelstate.objects.parts import Part
-from modelstate.objects.restore import restore_objects
 from modelstate.problems import ProblemKind
 from tests.store.training import everything
 
@@ -193,16 +191,6 @@ def test_the_rules_that_an_error_proposes_to_work_out_restore_everything(tmp_pat
     assert all(map(torch.equal, old_moments, new_moments))
 
 
-def test_the_rules_that_an_error_proposes_for_a_state_dict_of_a_part() -> None:
-    saved = {"model": Part("module", Respelled("fc1", "out").state_dict())}
-    model = Respelled("first_layer", "last_layer")
-    with pytest.raises(PlanError) as caught:
-        restore_objects({"model": model}, saved)
-    (code,) = re.findall(r"rules=(\{.*?\)\})", str(caught.value))
-    restore_objects({"model": model}, saved, rules=eval(code, {"ms": ms, "model": model, "saved": saved}))
-    assert torch.equal(model.first_layer.weight, saved["model"].tree["fc1.weight"])
-
-
 def test_all_optimizers_have_their_problems_in_one_error(tmp_path: Path) -> None:
     store, of = ms.Store(tmp_path), headed("new", optimizers=2)
     store.save(1, headed("old", optimizers=2))
@@ -214,13 +202,6 @@ def test_all_optimizers_have_their_problems_in_one_error(tmp_path: Path) -> None
     more = proposed(str(caught.value))
     options = {option: [*allowed[option], *more[option]] for option in allowed}
     assert store.restore(of, **options).step == 1  # type: ignore[arg-type]
-
-
-def test_a_shape_that_does_not_fit_is_said_once_of_the_model(tmp_path: Path) -> None:
-    ms.Store(tmp_path).save(1, headed("head", 5))
-    with pytest.raises(PlanError) as caught:
-        ms.Store(tmp_path).restore(headed("head", 4))
-    assert {problem.kind.name for problem in caught.value.problems} == {"WRONG_SHAPE"}
 
 
 @pytest.mark.parametrize("restore", ["file", "store"])

@@ -45,19 +45,6 @@ def train(of: dict[str, Any], steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("shard_size_bytes", [None, 100])
-def test_training_goes_on_from_a_file(tmp_path: Path, shard_size_bytes: int | None) -> None:
-    first, path = objects(), tmp_path / "training.safetensors"
-    train(first, 3)
-    ms.save(first, path, shard_size_bytes=shard_size_bytes)
-    expected = train(first, 4)
-    second = objects(1)
-    restored = ms.restore(second, path, verify=True)
-    assert dict(restored) == {"step": 3, "averaged.decay": 0.9}
-    assert train(second, 4) == expected
-    assert torch.equal(first["averaged"]["model"].weight, second["averaged"]["model"].weight)
-
-
 def test_other_tools_and_load_take_a_part(tmp_path: Path) -> None:
     of, path = objects(), tmp_path / "training.safetensors"
     ms.save(of, path)

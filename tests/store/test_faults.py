@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +17,7 @@ from modelstate.io import system
 from tests.conftest import Log
 from tests.faults import faulty_reads
 from tests.store.common import Training, contents, failing_call, litter
-from tests.sweeps import EXHAUSTIVE, sample
+from tests.sweeps import sample
 
 CODES = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT, "EACCES": errno.EACCES}
 
@@ -104,67 +103,6 @@ def test_in_the_background(tmp_path: Path) -> None:
     assert pending is not None
     pending.result()
     assert store.verify() == {0: "", 1: ""}
-
-
-@pytest.mark.parametrize("most", [1, 7, 4096])
-def test_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    def pwritev(descriptor: int, buffers: Any, offset: int) -> int:
-        return os.pwrite(descriptor, memoryview(buffers[0])[:most], offset)
-
-    monkeypatch.setattr(system, "pwritev", pwritev)
-    store, training = ms.Store(tmp_path), Half().train()
-    store.save(1, training.objects)
-    assert store.verify() == {1: ""}
-    assert same(store, 1, training.bits())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["all", "the step", "its files", "moved"])
-def test_the_directory_goes_at_every_call(tmp_path: Path, what: str) -> None:
-    training, directory = Half(), tmp_path / "run"
-    store = ms.Store(directory, keep=2)
-
-    def take() -> None:
-        if what == "moved":
-            directory.rename(tmp_path / f"aside {number}")
-        elif what == "all":
-            shutil.rmtree(directory)
-        else:
-            # As another writer does on a file system whose locks hold for one machine only.
-            for path in map(Path, litter(directory)):
-                if what == "the step":
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    for file in path.iterdir():
-                        file.unlink()
-
-    store.save(1, training.objects)
-    refused = 0
-    for number in range(1, 500, 1 if EXHAUSTIVE else 5):
-        step = store.latest() or 0
-        training.train()
-        with failing_call(number, take) as calls:
-            try:
-                store.save(step + 1, training.objects)
-            except (errors.WriteFailedError, errors.StoreMovedError):
-                refused += 1
-        if len(calls) < number:
-            break
-        if what in ("all", "moved"):
-            with pytest.raises(errors.StoreMovedError):
-                store.save(step + 1, training.objects)
-            assert not ms.Store(directory).steps()
-            store.close()
-        if what == "moved":
-            shutil.rmtree(directory, ignore_errors=True)
-            (tmp_path / f"aside {number}").rename(directory)
-        assert set(store.verify().values()) <= {""}
-        step = (store.latest() or 0) + 1
-        store.save(step, training.objects)
-        assert same(store, step, training.bits())
-        assert not litter(directory)
-        store.save(step + 1, training.objects)
-    assert refused > 5
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])

@@ -4,7 +4,6 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from modelstate.cli.main import app
 from modelstate.errors import ReadFailedError, TargetExistsError
 from modelstate.io import system
 from modelstate.store import store as store_module
-from modelstate.store.record import ObjectEntry
 
 
 def rot(path: Path) -> None:
@@ -90,23 +88,6 @@ def test_a_step_that_is_saved_again_is_not_taken_for_the_damaged_one(tmp_path: P
         store.save(5, {"state": {"w": torch.full((1000,), 5.0)}})
         assert store.verify(5) == {5: ""}
         assert store.restore({"state": {"w": torch.zeros(1000)}}).step == 5
-
-
-def test_a_step_that_is_removed_and_saved_again_while_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer, reader, real = saved(tmp_path, 5), ms.Store(tmp_path), ObjectEntry.verify
-
-    def verify(entry: ObjectEntry, *args: Any, **named: Any) -> object:
-        monkeypatch.undo()
-        writer.save(6, {"value": 6})
-        assert writer.prune(1) == (5,)
-        writer.save(5, {"state": {"w": torch.full((1000,), 7.0)}})
-        return real(entry, *args, **named)
-
-    monkeypatch.setattr(ObjectEntry, "verify", verify)
-    assert reader.restore({"state": None}, 5)["state"]["w"][0] == 7
-    assert reader.verify(5) == {5: ""}
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES])
@@ -236,21 +217,3 @@ def test_a_run_that_went_back_is_restored_by_the_command_line_as_by_restore(tmp_
     assert result.exit_code == 0, result.output
     assert ms.open(target).tensor("w")[0] == 15
     assert [info.step for info in ms.Store(tmp_path).infos(by_age=True)] == [10, 20, 15]
-
-
-def test_a_step_that_is_saved_again_before_the_pin_has_the_lock_is_pinned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(tmp_path, 1, 2).close()
-    store = ms.Store(tmp_path)
-    acquire = store._access.acquire
-
-    def later() -> str:
-        with ms.Store(tmp_path) as other:
-            other.save(1, {"value": 1}, overwrite=True)
-        return acquire()
-
-    monkeypatch.setattr(store._access, "acquire", later)
-    store.pin(1)
-    assert [info.pinned for info in store.infos()] == [True, False]
-    assert store.restore({"value": 0}, 1)["value"] == 1

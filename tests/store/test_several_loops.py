@@ -1,7 +1,6 @@
 """Loops one after another, and loops within each other's steps, which are refused."""
 
 import itertools
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,23 +50,6 @@ def test_a_signal_ends_the_loops_behind(tmp_path: Path, kind: str) -> None:
     assert run(AFTER, tmp_path, kind, 0) == ["5 5 5 (2, 3, 4, 5) ", "3 5 10 (2, 3, 4, 5) "]
 
 
-def test_a_loop_that_raised_is_not_taken_for_one_around_while_its_error_is_kept(tmp_path: Path) -> None:
-    """An interpreter keeps the last error, with the frames that have the loop."""
-    of, store = {"a": Held(b=1)}, ms.Store(tmp_path)
-
-    def raising() -> None:
-        loop = ms.resumable(store, of, steps=5, save_every=1)
-        for step in loop:
-            if step == 2:
-                raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError) as kept:
-        raising()
-    loop = ms.resumable(store, of, steps=5, save_every=1)
-    assert list(loop) == [2, 3, 4]
-    assert kept.tb is not None
-
-
 def passed_on(steps: Iterable[int]) -> Iterator[int]:
     """As progress bars do."""
     yield from steps
@@ -113,20 +95,3 @@ def test_a_loop_that_was_left_does_not_go_on_behind_another_one(tmp_path: Path) 
     with pytest.raises(OptionError, match="mixed up"):
         list(left)
     assert store.steps() == (1, 2, 3, 4, 5, 6, 7)
-
-
-def test_a_loop_that_raised_does_not_count_for_the_margin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, of, deadline = [0.0], {"a": Held(b=1)}, ms.Deadline(hours=40, since="now", signals=())
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def raising() -> None:
-        for _ in ms.resumable(ms.Store(tmp_path), of, steps=5, save_every=1, deadline=deadline):
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError) as kept:
-        raising()
-    now[0] += 5000
-    again = ms.resumable(ms.Store(tmp_path), of, steps=5, save_every=1, background=False, deadline=deadline)
-    assert len(list(again)) == 5
-    assert deadline.margin_seconds == 30
-    assert kept.tb is not None

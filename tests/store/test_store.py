@@ -156,14 +156,6 @@ def test_metrics_come_back(tmp_path: Path, value: Any) -> None:
     assert repr(store.infos()[0].metrics) == repr({"loss": float(value)})
 
 
-@pytest.mark.parametrize("name", ["\ud800", "a\nb", "\x1b[2J", 3])
-def test_a_name_of_a_metric_that_cannot_be_shown(tmp_path: Path, name: Any) -> None:
-    store = ms.Store(tmp_path / "run")
-    with pytest.raises(errors.OptionError, match="name of a metric"):
-        store.save(0, {"value": 1}, metrics={name: 1.0})
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_step_that_exists(tmp_path: Path) -> None:
     store, model = ms.Store(tmp_path), network()
     first = store.save(1, {"model": model}, pin=True)
@@ -364,15 +356,3 @@ except ms.errors.UnknownClassError:
 """
     done = program(code, tmp_path)
     assert done.stdout == "{1: ''}\nrefused (1,)\n", done.stderr
-
-
-def test_of_a_step_that_is_a_link_only_the_link_is_pruned(tmp_path: Path) -> None:
-    store, elsewhere = ms.Store(tmp_path / "run"), tmp_path / "archive"
-    for step in (1, 2):
-        store.save(step, {"value": step})
-    shutil.move(tmp_path / "run" / "step-000000001", elsewhere)
-    (tmp_path / "run" / "step-000000001").symlink_to(elsewhere)
-    was = contents(elsewhere)
-    assert store.prune(1) == (1,)
-    assert contents(elsewhere) == was
-    assert not litter(tmp_path / "run")
