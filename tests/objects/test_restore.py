@@ -1,4 +1,4 @@
-"""`capture` and `restore_objects`: everything comes back bit for bit."""
+"""Objects that are saved in a store come back bit for bit."""
 
 from collections import OrderedDict
 from pathlib import Path
@@ -12,10 +12,8 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.objects.objects import capture, targets_of
-from modelstate.objects.restore import restore_objects
 from tests.io.test_lease import can_lease
-from tests.store.training import OPTIMIZERS, SCHEDULERS, Model, Run, kept, state_of
+from tests.store.training import OPTIMIZERS, SCHEDULERS, Model, Run, Saved, state_of
 
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -28,12 +26,12 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(optimizer: str, schedule
     torch.manual_seed(0)
     run = Run(optimizer, scheduler)
     run.train(4)
-    saved = kept(run.objects)
+    saved = Saved(run.objects)
     losses = run.train(5)
     end = state_of(run.objects)
     torch.manual_seed(99)
     fresh = Run(optimizer, scheduler)
-    fresh.step = restore_objects(fresh.objects, saved)["step"]
+    fresh.step = saved.restore(fresh.objects)["step"]
     assert fresh.step == 4
     assert fresh.train(5) == losses
     assert state_of(fresh.objects) == end
@@ -51,16 +49,16 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(optimizer: str, schedule
 def test_what_was_captured_comes_back(optimizer: str, scheduler: str, before: int, after: int, elsewhere: bool) -> None:
     run = Run(optimizer, scheduler)
     run.train(before)
-    saved, was = kept(run.objects), state_of(run.objects)
+    saved, was = Saved(run.objects), state_of(run.objects)
     run.train(after)
     target = Run(optimizer, scheduler) if elsewhere else run
-    restored = restore_objects(target.objects, saved)
+    restored = saved.restore(target.objects)
     assert state_of(target.objects) == was
     assert dict(restored) == {"step": before, "averaged.decay": 0.5}
     assert target.head.weight is target.model.last.weight
-    # What was given is not changed, and nobody has kept it.
+    # What was given is not changed, and nobody has Saved it.
     target.train(1)
-    restore_objects(target.objects, saved)
+    saved.restore(target.objects)
     assert state_of(target.objects) == was
 
 
@@ -68,14 +66,14 @@ def test_a_lazy_module_gets_its_shapes_before_its_optimizer_gets_its_state() -> 
     run = Run()
     run.train(3)
     objects = {"model": run.model, "head": run.head, "optimizer": run.optimizer}
-    saved = kept(objects)
+    saved = Saved(objects)
     with torch.no_grad():
         model = Model()
     head = nn.Linear(4, 4)
     head.weight = model.last.weight
     assert nn.parameter.is_lazy(model.first.weight)
     optimizer = OPTIMIZERS["Adam"]([*model.parameters(), head.bias])
-    restore_objects({"model": model, "head": head, "optimizer": optimizer}, saved)
+    saved.restore({"model": model, "head": head, "optimizer": optimizer})
     assert state_of({"model": model, "head": head, "optimizer": optimizer}) == state_of(objects)
 
 
@@ -84,12 +82,12 @@ def test_a_skeleton_takes_weights_and_the_optimizer_its_state() -> None:
     optimizer = torch.optim.Adam(source.parameters())
     source(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    saved = kept({"model": source, "optimizer": optimizer})
+    saved = Saved({"model": source, "optimizer": optimizer})
     with ms.skeleton():
         model = nn.Linear(3, 3)
     fresh = torch.optim.Adam(model.parameters())
     weight = model.weight
-    restore_objects({"model": model, "optimizer": fresh}, saved)
+    saved.restore({"model": model, "optimizer": fresh})
     assert model.weight is weight
     assert fresh.state[weight]["exp_avg"].device.type == "cpu"
     assert state_of({"m": model, "o": fresh}) == state_of({"m": source, "o": optimizer})
@@ -100,18 +98,18 @@ def test_an_optimizer_that_was_not_saved_follows_its_parameters() -> None:
         model = nn.Linear(3, 3)
     optimizer = torch.optim.Adagrad(model.parameters())
     assert optimizer.state[model.weight]["sum"].is_meta
-    saved = kept({"model": nn.Linear(3, 3)})
-    restore_objects({"model": model, "optimizer": optimizer}, saved, allow_missing=["optimizer"])
+    saved = Saved({"model": nn.Linear(3, 3)})
+    saved.restore({"model": model, "optimizer": optimizer}, allow_missing=["optimizer"])
     assert optimizer.state[model.weight]["sum"].eq(0).all()
 
 
 def test_a_module_under_two_keys_and_a_part_of_another() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     objects = {"a": model, "b": model, "part": model[0]}
-    saved, was = kept(objects), state_of(objects)
+    saved, was = Saved(objects), state_of(objects)
     with torch.no_grad():
         model[0].weight.zero_()
-    restore_objects(objects, saved)
+    saved.restore(objects)
     assert state_of(objects) == was
 
 
@@ -121,10 +119,10 @@ def test_a_loader_of_torchdata_goes_on_where_it_was() -> None:
     loader = loading.StatefulDataLoader(range(20), batch_size=3, shuffle=True, generator=generator)
     batches = iter(loader)
     next(batches)
-    saved = kept({"loader": loader})
+    saved = Saved({"loader": loader})
     rest = [batch.tolist() for batch in batches]
     fresh = loading.StatefulDataLoader(range(20), batch_size=3, shuffle=True, generator=torch.Generator())
-    restore_objects({"loader": fresh}, saved)
+    saved.restore({"loader": fresh})
     assert [batch.tolist() for batch in fresh] == rest
 
 
@@ -187,17 +185,16 @@ def test_code_for_a_model_that_is_loaded_alone(tmp_path: Path, by: str, path: st
 
 
 def test_plain_values_are_what_holds_no_objects() -> None:
-    objects = {"config": {"a.b": 1, 3: [4]}, "list": [1], "tensor": torch.ones(2), "class": nn.Linear, "none": None}
-    assert {part.kind for part in capture(targets_of(objects)).values()} == {"value"}
-    restored = restore_objects(dict.fromkeys(objects), capture(targets_of(objects)))
-    assert dict(restored) == objects
+    objects = {"config": {"a.b": 1, 3: [4]}, "list": [1], "tensor": torch.ones(2), "none": None}
+    restored = Saved(objects).restore(dict.fromkeys(objects))
+    assert torch.equal(restored["tensor"], torch.ones(2))
+    assert dict(restored) | {"tensor": objects["tensor"]} == objects
 
 
 def test_nothing_at_all() -> None:
-    assert dict(capture(targets_of({}))) == {}
-    assert len(restore_objects({}, {})) == 0
+    assert len(Saved({}).restore({})) == 0
     bare = {"relu": nn.ReLU(), "nested": {"list": nn.ModuleList()}}
-    assert restore_objects(bare, kept(bare)).report.coverage == 1
+    assert Saved(bare).restore(bare).report.coverage == 1
 
 
 @pytest.mark.parametrize("by", ["file", "store"])

@@ -8,25 +8,20 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.objects.objects import capture, targets_of
-from modelstate.objects.parts import Part
-from modelstate.objects.restore import restore_objects
 from modelstate.problems import ProblemKind
 from tests.objects.nets import trained
-from tests.store.training import Positions, kept, state_of
+from tests.store.training import Positions, Saved, state_of
 
 
 def test_objects_that_were_not_saved_and_objects_that_are_not_there() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    saved = kept({"model": model, "ema": other, "step": 3})
+    saved = Saved({"model": model, "ema": other, "step": 3})
     with pytest.raises(errors.ObjectStateError, match="extra") as caught:
-        restore_objects({"model": model, "extra": other, "step": 0}, saved)
+        saved.restore({"model": model, "extra": other, "step": 0})
     assert "ema" in str(caught.value)
     with pytest.raises(errors.ObjectStateError, match="ema, step"):
-        restore_objects({"model": model}, saved)
-    restored = restore_objects(
-        {"model": model, "extra": other}, saved, allow_missing=["ext*"], allow_unexpected=["ema", "step"]
-    )
+        saved.restore({"model": model})
+    restored = saved.restore({"model": model, "extra": other}, allow_missing=["ext*"], allow_unexpected=["ema", "step"])
     assert (restored.missing, restored.unexpected, len(restored)) == (("extra",), ("ema", "step"), 0)
 
 
@@ -35,30 +30,30 @@ def test_objects_that_were_not_saved_and_objects_that_are_not_there() -> None:
 )
 def test_another_kind_than_what_was_saved(given: Any, kind: str) -> None:
     with pytest.raises(errors.ObjectStateError, match=kind) as caught:
-        restore_objects({"it": given}, {"it": Part("value", 3)})
+        Saved({"it": 3}).restore({"it": given})
     assert "value" in caught.value.expected
     with pytest.raises(errors.ObjectStateError):
-        restore_objects({"it": None}, {"it": capture(targets_of({"it": given}))["it"]})
+        Saved({"it": given}).restore({"it": None})
 
 
 def test_patterns_have_to_be_of_use_somewhere() -> None:
     model = nn.Linear(2, 2)
-    saved = kept({"model": model})
+    saved = Saved({"model": model})
     for option in ("allow_missing", "allow_unexpected"):
         with pytest.raises(errors.PlanError) as caught:
-            restore_objects({"model": model}, saved, **{option: ["emma"]})  # type: ignore[arg-type]
+            saved.restore({"model": model}, **{option: ["emma"]})  # type: ignore[arg-type]
         assert [problem.kind for problem in caught.value.problems] == [ProblemKind.IDLE_PATTERN]
 
 
 def test_parameters_that_are_new_or_no_longer_trained() -> None:
     model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
     optimizer = trained(model, model.parameters())
-    saved = kept({"model": model, "optimizer": optimizer})
+    saved = Saved({"model": model, "optimizer": optimizer})
     fewer = torch.optim.Adam([*model["body"].parameters()])
     objects = {"model": model, "optimizer": fewer}
     with pytest.raises(errors.OptimizerStateError, match=r"optimizer: Adam(.|\n)*model.head.weight"):
-        restore_objects(objects, saved)
-    restore_objects(objects, saved, allow_unexpected=["optimizer.model.head.*"])
+        saved.restore(objects)
+    saved.restore(objects, allow_unexpected=["optimizer.model.head.*"])
     assert (
         state_of(objects)["optimizer"]["state"]["model.body.bias"]
         == state_of({"model": model, "optimizer": optimizer})["optimizer"]["state"]["model.body.bias"]
@@ -67,19 +62,15 @@ def test_parameters_that_are_new_or_no_longer_trained() -> None:
     objects = {"model": more, "optimizer": torch.optim.Adam(more.parameters())}
     new = ["model.new.*"]
     with pytest.raises(errors.OptimizerStateError, match=r"model.new.bias: nothing was saved"):
-        restore_objects(objects, saved, allow_missing=new)
-    restore_objects(objects, saved, allow_missing=[*new, "optimizer.model.new.*"])
-    del saved["optimizer"].tree["state"]["model.head.bias"]
-    saved["optimizer"].tree["param_groups"][0]["params"].remove("model.head.bias")
-    with pytest.raises(errors.OptimizerStateError, match=r"model.head.bias: nothing was saved"):
-        restore_objects(objects, saved, allow_missing=[*new, "optimizer.model.new.*"])
+        saved.restore(objects, allow_missing=new)
+    saved.restore(objects, allow_missing=[*new, "optimizer.model.new.*"])
 
 
 @pytest.mark.parametrize("by", ["path", "names", "schema"])
 def test_rules_for_a_module_and_its_optimizer(by: str) -> None:
     old = nn.ModuleDict({"qkv": nn.Linear(2, 6), "b": nn.Linear(2, 2)})
     optimizer, other = trained(old, old.parameters()), nn.Linear(2, 2)
-    saved = kept({"model": old, "other": other, "optimizer": optimizer})
+    saved = Saved({"model": old, "other": other, "optimizer": optimizer})
     model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("q", "k", "v", "c", "d")})
     split: list[Any] = [ms.rules.Split("qkv.weight", ["q.weight", "k.weight", "v.weight"])]
     split += [
@@ -98,7 +89,7 @@ def test_rules_for_a_module_and_its_optimizer(by: str) -> None:
         rules += [ms.rules.Rename("model.b.*", "model.c.*"), ms.rules.Fill("model.d.*", 0.0)]
     fresh = torch.optim.Adam(model.parameters())
     objects = {"model": model, "other": nn.Linear(2, 2), "optimizer": fresh}
-    restore_objects(objects, saved, rules=rules, allow_missing=["optimizer.model.d.*"])
+    saved.restore(objects, rules=rules, allow_missing=["optimizer.model.d.*"])
     assert torch.equal(model["k"].weight, old["qkv"].weight[2:4])
     assert torch.equal(fresh.state[model["k"].weight]["exp_avg"], optimizer.state[old["qkv"].weight]["exp_avg"][2:4])
     assert torch.equal(fresh.state[model["c"].bias]["exp_avg"], optimizer.state[old["b"].bias]["exp_avg"])
@@ -108,22 +99,22 @@ def test_rules_for_a_module_and_its_optimizer(by: str) -> None:
 
 def test_rules_that_cannot_be() -> None:
     model = nn.Linear(2, 2)
-    saved = kept({"model": model})
+    saved = Saved({"model": model})
     with pytest.raises(errors.OptionError, match="not a restored module"):
-        restore_objects({"model": model}, saved, rules={"emma": [ms.rules.Prefix(strip="a")]})
+        saved.restore({"model": model}, rules={"emma": [ms.rules.Prefix(strip="a")]})
     with pytest.raises(errors.RuleError, match="version of the checkpoint is unknown"):
-        restore_objects({"model": model}, saved, rules=ms.rules.Schema("1", []))
+        saved.restore({"model": model}, rules=ms.rules.Schema("1", []))
     with pytest.raises(errors.PlanError) as caught:
-        restore_objects({"model": model}, saved, rules={"model": [ms.rules.Prefix(strip="emma.")]})
+        saved.restore({"model": model}, rules={"model": [ms.rules.Prefix(strip="emma.")]})
     assert "in model.*" in str(caught.value)
     with pytest.raises(errors.PlanError) as caught:
-        restore_objects({"model": model}, saved, rules={"model": [ms.rules.Split("weight", ["a"], sizes=[9])]})
+        saved.restore({"model": model}, rules={"model": [ms.rules.Split("weight", ["a"], sizes=[9])]})
     assert ProblemKind.BAD_RULE in [problem.kind for problem in caught.value.problems]
 
 
 def test_an_optimizer_with_parameters_of_nobody() -> None:
     model, optimizer = nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())
-    for function in (lambda objects: capture(targets_of(objects)), lambda objects: restore_objects(objects, {})):
+    for function in (Saved, Saved({"model": model}).restore):
         with pytest.raises(errors.OptimizerStateError, match=r"opt: .*no names(.|\n)*2 of 2(.|\n)*add the module"):
             function({"model": model, "opt": optimizer})
 
@@ -135,13 +126,13 @@ def test_what_allows_parameters_that_are_new_or_gone_is_named() -> None:
             model[number].requires_grad_(False)
         return {"m": model, "o": torch.optim.SGD([p for p in model.parameters() if p.requires_grad], momentum=0.9)}
 
-    saved = capture(targets_of(of(1)))
+    saved = Saved(of(1))
     with pytest.raises(errors.OptimizerStateError) as caught:
-        restore_objects(of(0, 2), saved)
+        saved.restore(of(0, 2))
     allowed = {
         "allow_missing": ["o.m.1.weight", "o.m.1.bias"],
         "allow_unexpected": ["o.m.0.weight", "o.m.0.bias", "o.m.2.weight"],
     }
     for option, patterns in allowed.items():
         assert f"{option}={patterns}" in str(caught.value.remedy)
-    restore_objects(of(0, 2), saved, **allowed)  # type: ignore[arg-type]
+    saved.restore(of(0, 2), **allowed)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -157,6 +158,18 @@ class Run:
                 mean.lerp_(param, 0.5)
         self.step += 1
         return loss
+
+
+class Saved:
+    """A step of a store, which is gone when nothing refers to it."""
+
+    def __init__(self, objects: dict[str, Any]) -> None:
+        self._folder = TemporaryDirectory()
+        with ms.Store(self._folder.name) as store:
+            store.save(1, objects)
+
+    def restore(self, objects: Any, **options: Any) -> Any:
+        return ms.Store(self._folder.name).restore(objects, 1, **options)
 
 
 def kept(objects: dict[str, Any]) -> dict[str, Part]:

@@ -330,7 +330,6 @@ def restore_objects(
         targets = targets_of(objects)
         modules = modules_of(targets)
         check_owners(targets, modules)
-        _check_parts(saved)
         whole = {
             path: saved[path]
             for path, target in targets.items()
@@ -393,14 +392,6 @@ def restore_objects(
     plain = {path: saved[path].tree for path, target in restoring.targets if target.kind is Kind.VALUE}
     report = dataclasses.replace(report, notes=(*report.notes, *restoring.notes))
     return Restored(plain, report, missing, unexpected, restoring.drawn_from)
-
-
-def _check_parts(saved: Mapping[str, Part]) -> None:
-    wrong = [path for path, part in saved.items() if not isinstance(part, Part) or part.kind not in tuple(Kind)]
-    if wrong:
-        raise OptionError(
-            "not the state of an object", where=wrong[0], expected="a Part", found=short_repr(saved[wrong[0]])
-        )
 
 
 def _check_matched(
