@@ -5,7 +5,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,15 +13,13 @@ import torch
 from bench import files
 from bench.measure import Stages
 from bench.models import QUICK, run, sizes_of, with_memory
-from modelstate.io.linux import PageMap
-from modelstate.io.memory import UffdFiller
+from modelstate.io.linux import resident
 
 MEMCPY = "memcpy into touched memory"
 FORWARD = "the forward alone"
 TOUCHED = "preadv from the page cache into touched memory, {}"
 TOUCHED_SMALL = "preadv from the page cache into touched small pages, {}"
 SMALL = "preadv from the page cache into fresh small pages, {}"
-FILLED = "userfaultfd from the page cache into fresh small pages, {}"
 CAST = "preadv from the page cache in blocks, cast to bfloat16 into fresh small pages, {}"
 HUGE = "preadv from the page cache into fresh huge pages, {}"
 RESIDENT = "mincore: which pages the page cache has, {}"
@@ -46,7 +43,6 @@ def memory(*, path: str) -> None:
         found[TOUCHED.format(threads(count))] = partial(read, huge=True, touched=True)
         found[TOUCHED_SMALL.format(threads(count))] = partial(read, huge=False, touched=True)
         found[SMALL.format(threads(count))] = partial(read, huge=False)
-        found[FILLED.format(threads(count))] = partial(read, huge=False, fills=True)
         found[CAST.format(threads(count))] = partial(_cast, path, count)
         found[HUGE.format(threads(count))] = partial(read, huge=True)
         found[RESIDENT.format(threads(count))] = partial(_resident, path, count)
@@ -77,13 +73,8 @@ def forward(*, quick: bool) -> None:
 def _report(limits: Mapping[str, Callable[[], float]], nbytes: int) -> None:
     stages = Stages()
     for name, measure in limits.items():
-        with suppress(UnfilledError):
-            moved = {} if name.startswith(RESIDENT.partition("{")[0]) else {"nbytes": nbytes}
-            stages.end(name, seconds=measure(), **moved)
-
-
-class UnfilledError(Exception):
-    """This process gets no `userfaultfd`."""
+        moved = {} if name.startswith(RESIDENT.partition("{")[0]) else {"nbytes": nbytes}
+        stages.end(name, seconds=measure(), **moved)
 
 
 def _memcpy(nbytes: int) -> float:
@@ -100,7 +91,6 @@ def _read(
     huge: bool,
     touched: bool = False,
     cold: bool = False,
-    fills: bool = False,
     flags: int = 0,
 ) -> float:
     """The whole file by `count` threads into new memory, or into memory that has been written to before."""
@@ -120,18 +110,9 @@ def _read(
         while at < end:
             at += os.preadv(descriptor, [view[at:room]], at) or _nothing_read()
 
-    def fill(at: int, end: int) -> None:
-        if filler.fill(descriptor, path, at, torch.frombuffer(view, dtype=torch.uint8).data_ptr() + at, end - at)[1]:
-            return
-        if end - at >= _CHUNK_BYTES:
-            raise UnfilledError
-        read(at, end)  # less than is filled
-
-    filler = UffdFiller()
     try:
-        return _timed(fill if fills else read, nbytes, count)
+        return _timed(read, nbytes, count)
     finally:
-        filler.close()
         os.close(descriptor)
 
 
@@ -140,8 +121,7 @@ def _resident(path: str, count: int) -> float:
     nbytes = os.stat(path).st_size
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        pages = PageMap(descriptor, nbytes)
-        return _timed(pages.resident, nbytes, count)
+        return _timed(lambda first, end: resident(descriptor, first, end - first), nbytes, count)
     finally:
         os.close(descriptor)
 

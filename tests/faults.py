@@ -4,7 +4,6 @@
 calls on files, so that every call can be counted, delayed, shortened or made to fail.
 """
 
-import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from modelstate.errors import OptionError
 from modelstate.io import system
 from modelstate.text_format import short_repr
 
-READ_CALLS = ("open", "stat", "fstat", "pread", "preadv", "preadv_cached", "mmap", "mlock")
+READ_CALLS = ("open", "stat", "fstat", "pread", "preadv", "preadv_cached", "mmap")
 _VECTORED_CALLS = ("preadv", "preadv_cached", "pwritev")
 _PATH_CALLS = ("open_to_write", "replace", "link", "unlink", "mkdir", "rmdir")
 WRITE_CALLS = (*_PATH_CALLS, "fallocate", "pwritev", "fchmod", "fsync", "close")
@@ -30,8 +29,8 @@ class Request:
     number: int
     """Counted from 1 in the order of the calls, over all threads."""
     call: str
-    """The name of the call: "open", "stat", "fstat", "pread", "preadv", "preadv_cached", "mmap", "mlock", or
-    one of `faulty_writes`."""
+    """The name of the call: "open", "stat", "fstat", "pread", "preadv", "preadv_cached", "mmap", or one of
+    `faulty_writes`."""
     path: str
     """The file; for a rename or a link the existing one."""
     start: int = 0
@@ -94,11 +93,10 @@ def faulty_reads(
 
     Without arguments it only counts them: a load that is repeated with `at=1`, `at=2`, ... up to
     `len(faults.requests)` fails at each in turn. A request is one system call: `open`, `stat`, `fstat`, `pread`,
-    `preadv` or `mmap` of a file that is opened or loaded; `mlock`, which keeps a part of a map in memory while it is
-    copied; or `preadv_cached`, the read of a block that the page cache is known to have. Where `mlock` fails, the part
-    is read with `preadv_cached`, and where that fails, with `preadv`. Page faults of a mapped file are not requests,
-    and `userfaultfd`, which would fill memory without requests, is not available in the context. The context holds
-    for all threads of the process. Contexts can be nested: a request that the inner one makes reaches the outer one.
+    `preadv` or `mmap` of a file that is opened or loaded; or `preadv_cached`, the read of a block that the page cache
+    is known to have. Where that fails, the block is read with `preadv`. Page faults of a mapped file are not requests.
+    The context holds for all threads of the process. Contexts can be nested: a request that the inner one makes
+    reaches the outer one.
 
     Args:
         at: the number of the request to change, from 1; all requests by default.
@@ -119,7 +117,7 @@ def faulty_reads(
         ...     modelstate.load(model, path)
     """
     faults = Faults(at, error, short, before)
-    with replaced(system, {**_counted(system, READ_CALLS, faults), "userfaultfd": _no_userfaultfd}):
+    with replaced(system, _counted(system, READ_CALLS, faults)):
         yield faults
 
 
@@ -205,8 +203,6 @@ def _extent(name: str, args: Sequence[Any]) -> tuple[int, int]:
         return args[1], args[0]
     if name == "mmap":
         return (args[2] if len(args) > 2 else 0), args[0]
-    if name == "mlock":
-        return args[1], args[0]
     return 0, args[0] if name == "fallocate" else 0
 
 
@@ -224,7 +220,3 @@ def _path_of(descriptor: int) -> str:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
         return f"descriptor {descriptor}"
-
-
-def _no_userfaultfd() -> int:
-    raise OSError(errno.EPERM, "not available within faulty_reads")

@@ -95,14 +95,7 @@ def test_a_process_in_a_real_group(real_group: Path) -> None:
 
 def test_the_limits_are_known_where_the_process_cannot_read_the_library_of_python_any_more() -> None:
     # As a server that has changed its root directory or its user: what is not imported yet, such as a codec, is lost.
-    program = (
-        "import resource, sys; from modelstate.io import linux\n"
-        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]))\n"
-        "sys.meta_path.clear()\n"
-        "print(linux.lockable_bytes(), linux.available_bytes())"
-    )
+    program = "import sys; from modelstate.io import linux\nsys.meta_path.clear()\nprint(linux.available_bytes())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stderr == ""
-    lockable, available = map(int, done.stdout.split())
-    assert lockable in (4096, sys.maxsize)
-    assert available > 0
+    assert int(done.stdout) > 0

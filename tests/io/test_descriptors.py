@@ -11,11 +11,11 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import ReadFailedError
-from modelstate.io import atomic, files, held, lock, system
+from modelstate.io import atomic, files, leased, lock, system
 from modelstate.io.files import Descriptor, SourceFile
 from tests.sweeps import at_instruction, interrupt
 
-OPENING = {module.__file__ for module in (atomic, files, held, lock, system)}
+OPENING = {module.__file__ for module in (atomic, files, leased, lock, system)}
 
 
 def opened(below: Path) -> set[str]:

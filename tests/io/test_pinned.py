@@ -11,9 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from modelstate.io import memory
 from modelstate.io.pinned import pinned_memory
-from modelstate.loading import set_spare_bytes
 
 DEVICE = torch.device("cuda", 0)
 
@@ -48,15 +46,13 @@ class Runtime:
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     runtime, empty = Runtime(), torch.empty
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", runtime.device)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kw: empty(*args, **kw))
-    monkeypatch.setattr(memory, "_spare_pinned", memory.MemoryPool())
-    yield runtime
-    memory._spare_pinned.keep((), 0)
+    return runtime
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 3 << 20, 20 << 20])
@@ -79,17 +75,15 @@ def test_nothing_is_registered_for_no_bytes(runtime: Runtime) -> None:
     assert not runtime.registered
 
 
-@pytest.mark.parametrize("spare", [False, True])
-def test_a_forked_process_has_memory_of_its_own_there(spare: bool, runtime: Runtime) -> None:
+def test_a_forked_process_has_memory_of_its_own_there(runtime: Runtime) -> None:
     """Otherwise the kernel would give the addresses to what the process allocates, and take that away in the end."""
-    tensor = pinned_memory(64 << 20, DEVICE, spare=spare).fill_(1)
+    tensor = pinned_memory(64 << 20, DEVICE).fill_(1)
     pointer = ctypes.c_ubyte.from_address(tensor.data_ptr())
     child = os.fork()
     if not child:
         is_fine = pointer.value == 0
         others = [mmap.mmap(-1, 8 << 20) for _ in range(100)]
         del tensor
-        memory._spare_pinned.keep((), 0)
         for other in others:
             other[0] = other[-1] = 1
         os._exit(0 if is_fine and runtime.registered else 1)
@@ -106,30 +100,7 @@ def test_an_interrupt_leaves_nothing_registered(runtime: Runtime) -> None:
     assert not runtime.registered
 
 
-def test_it_is_lent_again_and_given_back(runtime: Runtime) -> None:
-    first = pinned_memory(4 << 20, DEVICE, spare=True)
-    address = first.data_ptr()
-    second = pinned_memory(4 << 20, DEVICE, spare=True)
-    assert second.data_ptr() != address
-    del first
-    assert pinned_memory(4 << 20, DEVICE, spare=True).data_ptr() == address
-    assert len(runtime.registered) == 2
-    try:
-        set_spare_bytes(0)
-        assert [*runtime.registered] == [second.data_ptr()]
-    finally:
-        set_spare_bytes(128 << 20)
-
-
-def test_as_much_is_kept_as_is_said(runtime: Runtime) -> None:
-    """The buffers of 16 threads, which read from a server, are 128 MiB."""
-    address = pinned_memory(128 << 20, DEVICE, spare=True).data_ptr()
-    assert pinned_memory(128 << 20, DEVICE, spare=True).data_ptr() == address
-    assert len(runtime.registered) == 1
-
-
 def test_where_nothing_can_be_registered_torch_allocates_it(runtime: Runtime) -> None:
     runtime.fails = True
-    for spare in (False, True):
-        assert pinned_memory(1 << 20, DEVICE, spare=spare).fill_(1).sum() == 1 << 20
+    assert pinned_memory(1 << 20, DEVICE).fill_(1).sum() == 1 << 20
     assert not runtime.registered

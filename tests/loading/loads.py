@@ -167,7 +167,7 @@ class Kind:
     build: Callable[[], nn.Module] = in_memory
     options: Mapping[str, Any] = field(default_factory=dict)
     cold: bool = False
-    """Whether the file is taken out of the page cache before each load, which then reads past it where it can."""
+    """Whether the file is taken out of the page cache before each load, which then reads ahead."""
 
     def load(self, model: nn.Module, source: Open) -> None:
         checkpoint = source()
@@ -206,13 +206,11 @@ KINDS = {
     "averaged on meta": Kind(averaged, on_meta),
     "combined": Kind(combined, on_meta),
     "threads": Kind(large, linear, {"in_place": False}),
-    "held": Kind(large, linear),
-    "held, cast": Kind(large, half, {"dtype": torch.bfloat16}),
+    "leased": Kind(large, linear),
+    "leased, cast": Kind(large, half, {"dtype": torch.bfloat16}),
     "threads, in place": Kind(large, linear, {"in_place": True}),
     "threads, cast": Kind(large, linear, {"dtype": torch.bfloat16}),
     "cold": Kind(large, linear, {"in_place": False}, cold=True),
-    "cold, in place": Kind(large, linear, {"in_place": True}, cold=True),
-    "cold, cast": Kind(large, linear, {"dtype": torch.bfloat16}, cold=True),
     "cold, cast in place": Kind(large, half, {"in_place": True, "dtype": torch.bfloat16}, cold=True),
 }
 try:

@@ -112,35 +112,6 @@ def test_what_was_brought_in_is_what_is_put_in_place(path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_maps_are_in_memory_when_they_are_shown(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"weight": torch.ones(2048, 2048)}, path)
-    with ms.skeleton():
-        module = nn.Linear(2048, 2048, bias=False)
-    ms.load(module, path, prefault=False)
-    assert shown_bytes(path) < 1 << 20
-    with ms.skeleton():
-        module = nn.Linear(2048, 2048, bias=False)
-    handle = ms.load(module, path, background=True)
-    assert eventually(lambda: handle.done)
-    assert shown_bytes(path) >= module.weight.nbytes
-    handle.result()
-    assert shown_bytes(path) >= module.weight.nbytes
-    assert torch.equal(module.weight, torch.ones(2048, 2048))
-
-
-def shown_bytes(path: Path) -> int:
-    """How much of the maps of a file is in the memory of this process."""
-    total, counts = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split()[0]:
-            counts = line.endswith(str(path))
-        elif counts and line.startswith("Rss:"):
-            total += int(line.split()[1]) << 10
-    return total
-
-
-@pytest.mark.slow
 def test_seconds_are_those_from_the_call_to_the_result(path: Path) -> None:
     started = time.perf_counter()
     handle = ms.load(made("materialised"), path, background=True)

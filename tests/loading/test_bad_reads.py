@@ -17,11 +17,8 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import ReadFailedError
-from modelstate.io import prefetch, system
-from modelstate.io.engine import can_read_uncached
-from modelstate.spec import ByteRange
+from modelstate.io import system
 from tests.faults import Faults, Request, faulty_reads
-from tests.formats.files import evict
 from tests.loading.fingerprint import described_module, whole
 from tests.loading.loads import KINDS, Kind, Open, dcp, large, layers, on_meta
 from tests.sweeps import EXHAUSTIVE, sample
@@ -131,7 +128,7 @@ def test_an_error_at_every_request_in_turn(kind: Kind, error: BaseException, tmp
         expected = ReadFailedError if isinstance(error, OSError) else KeyboardInterrupt
         if found is None:
             assert hints, request
-            assert hit(faults, request) in ("open", "fstat", "preadv_cached", "mlock", None), request
+            assert hit(faults, request) in ("open", "fstat", "preadv_cached", None), request
             assert described_module(model) == after
         else:
             assert type(found) is expected, (request, found)
@@ -141,41 +138,6 @@ def test_an_error_at_every_request_in_turn(kind: Kind, error: BaseException, tmp
         assert whole(model) == before, request
     kind.load(model, source)
     assert described_module(model) == after
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].cold and "held" not in name])
-def test_reads_past_the_page_cache_at_every_request_in_turn(name: str, tmp_path: Path) -> None:
-    """The kinds that are meant to read so do, and each request may be what the file system cannot do."""
-    kind = KINDS[name]
-    source = kind.write(tmp_path)
-    requests = requests_of(kind, source)
-    if not can_read_uncached(requests[0].path, None) or not is_cold(tmp_path / "x.safetensors"):
-        pytest.skip("no O_DIRECT on this file system, no huge pages, or no cachestat in this kernel")
-    reads = [request for request in requests if request.call == "preadv"]
-    assert sum(read.nbytes for read in reads) > 16 << 20
-    assert all(read.start % 4096 == read.nbytes % 4096 == 0 for read in reads)
-    model, after = kind.build(), loaded(kind, source)
-    before = whole(model)
-    for request in sampled([*(one for one in requests if one.call == "open"), *reads]):
-        refused = OSError(errno.EINVAL, "Invalid argument")
-        with nothing_left_behind(tmp_path), faulty_reads(at=request.number, error=refused):
-            found = failure(kind, model, source)
-            refused.__traceback__ = None
-        assert found is None or isinstance(found, ReadFailedError), (request, found)
-        assert found is None or request.call != "preadv", request
-        if found is None:
-            assert described_module(model) == after, request
-        if found is None or may_be_overwritten(kind, found):
-            model = kind.build()
-            before = whole(model)
-        assert whole(model) == before, request
-
-
-def is_cold(path: Path) -> bool:
-    """Whether the page cache can be asked about a file, and says that it has none of it."""
-    evict(path)
-    return prefetch.is_cold(ByteRange(str(path), 0, path.stat().st_size))
 
 
 @pytest.mark.slow
@@ -251,7 +213,7 @@ def changes_for(number: int) -> Sequence[Callable[[str], None]]:
     [
         pytest.param(kind, change, id=f"{name}-{change.__name__}")
         for number, (name, kind) in enumerate(KINDS.items())
-        if "held" not in name  # see test_held_reads
+        if "leased" not in name  # see test_leased_reads
         for change in changes_for(number)
     ],
 )

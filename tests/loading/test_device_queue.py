@@ -56,7 +56,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(stream, "pinned_memory", lambda nbytes, _, spare: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(stream, "pinned_memory", lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(stream.StreamBuffers, "__init__", with_queue)
     monkeypatch.setattr(stream.CudaQueue, "run", noted)
     return used
@@ -151,7 +151,7 @@ def test_memory_of_a_model_on_two_devices(tmp_path: Path, monkeypatch: pytest.Mo
     state = {"0.weight": torch.zeros(4000, 4000).half(), "1.weight": torch.zeros(10, 10).bfloat16()}
     save_file(state, tmp_path / "x.safetensors")
     seen: list[list[Any]] = []
-    monkeypatch.setattr("modelstate.loading.load.limit_memory", lambda _, planned, __: seen.append([*planned]))
+    monkeypatch.setattr("modelstate.loading.load.limit_memory", lambda _, planned: seen.append([*planned]))
     ms.load(module, tmp_path / "x.safetensors", max_memory_bytes=1 << 30)
     large, small = sorted(seen[0], key=lambda table: -table.nbytes)
     strategy, block_bytes = ReadStrategy(threads=4, block_bytes=1 << 20), 1 << 20
@@ -219,7 +219,7 @@ def test_the_memory_that_is_reported_is_what_was_asked_for(path: Path, monkeypat
     asked: list[int] = []
     reserve = stream.CudaQueue.reserve
 
-    def pinned(nbytes: int, _: object, spare: bool) -> torch.Tensor:
+    def pinned(nbytes: int, _: object) -> torch.Tensor:
         asked.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 

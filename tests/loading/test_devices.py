@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.loading import set_spare_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -218,24 +217,11 @@ def test_memory_that_cannot_be_pinned(
 
     monkeypatch.setattr(torch, "empty", refuse)
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    set_spare_bytes(0)
-    try:
-        ms.load(module, path)
-    finally:
-        set_spare_bytes(128 << 20)
+    ms.load(module, path)
     assert all(failed)
     assert failed
     assert_same(values_of(module), {name: ms.open(path).tensor(name) for name in before})
     assert (torch.ones(5, device="cuda") + 1).sum() == 10
-
-
-def test_the_memory_that_was_pinned_is_used_again(large: tuple[nn.Module, dict[str, Any], Path]) -> None:
-    module, _, path = large
-    ms.load(module, path)
-    before = memory_of_process()
-    for _ in range(5):
-        ms.load(module, path)
-    assert memory_of_process() - before < 16 << 20
 
 
 def test_nothing_is_said_when_the_process_ends(tmp_path: Path) -> None:

@@ -23,19 +23,17 @@ from typing import NamedTuple
 
 import msgspec
 import torch
-from msgspec.structs import replace
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ComparisonError, MemoryBudgetError, UnsupportedTensorError
 from modelstate.formats.block_writer import check_expanded
 from modelstate.formats.torch_globals import SPARSE_PARTS
 from modelstate.io.blocks import Block, Part, Wanted, stream
-from modelstate.io.engine import ReadStrategy, read_ranges, read_threads, uncached_threads
+from modelstate.io.engine import ReadStrategy, read_ranges, read_threads
 from modelstate.io.files import FileFingerprint
 from modelstate.io.memory import aligned
-from modelstate.io.prefetch import files_to_read_uncached
+from modelstate.io.prefetch import read_ahead
 from modelstate.io.tensors import read_tensor
-from modelstate.io.uncached import BUFFER_BYTES
 from modelstate.process import progress_bar
 from modelstate.spec import (
     Assemble,
@@ -273,7 +271,7 @@ def reduce(
     streamed = [index for index in filled if all(operand.is_streamed for operand in items[index])]
     by_region = sorted(set(filled) - set(streamed))
     extents = [operand.extent for index in streamed for operand in items[index] if operand.extent is not None]
-    uncached = files_to_read_uncached(extents, fingerprints)
+    read_ahead(extents, fingerprints)
     chunk_elements = _CHUNK_ELEMENTS
 
     def consume(block: Block, buffer: torch.Tensor) -> None:
@@ -290,7 +288,7 @@ def reduce(
     total_bytes = sum(math.prod(operand.shape) * operand.dtype.itemsize for operands in items for operand in operands)
     with progress_bar(progress, total_bytes, what) as advance:
         if streamed:
-            strategy = _strategy(sum(extent.nbytes for extent in extents), uncached, max_memory_bytes)
+            strategy = _strategy(sum(extent.nbytes for extent in extents), max_memory_bytes)
             chunk_elements = _chunk_elements(strategy.block_bytes)
             wanted, blocks = _streamed_blocks(items, streamed, strategy.block_bytes)
             stream(wanted, consume, strategy=strategy, fingerprints=fingerprints, on_block=on_block, blocks=blocks)
@@ -314,18 +312,15 @@ def _chunk_bytes(chunk_elements: int) -> int:
     return chunk_elements * WORKING_BYTES
 
 
-def _strategy(total_bytes: int, uncached: frozenset[str], max_memory_bytes: int | None) -> ReadStrategy:
+def _strategy(total_bytes: int, max_memory_bytes: int | None) -> ReadStrategy:
     """The widest strategy whose buffers and temporary tensors fit into the budget. Raises `MemoryBudgetError`."""
-    threads = uncached_threads(read_threads()) if uncached else read_threads()
-    widest = ReadStrategy(threads, _BLOCK_BYTES, uncached=uncached)
+    widest = ReadStrategy(read_threads(), _BLOCK_BYTES)
     if max_memory_bytes is None:
         return widest
     needed = 0
-    for strategy in [widest, *widest.smaller(), *replace(widest, uncached=frozenset()).smaller()]:
+    for strategy in [widest, *widest.smaller()]:
         working = _chunk_bytes(_chunk_elements(strategy.block_bytes))
-        needed = strategy.threads * (
-            min(strategy.block_bytes, aligned(total_bytes)) + working + (BUFFER_BYTES if strategy.uncached else 0)
-        )
+        needed = strategy.threads * (min(strategy.block_bytes, aligned(total_bytes)) + working)
         if needed <= max_memory_bytes:
             return strategy
     raise _too_small(needed, max_memory_bytes)

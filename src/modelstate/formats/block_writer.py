@@ -9,7 +9,9 @@ write.
 """
 
 import ctypes
+import errno
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,14 +25,12 @@ import xxhash
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, UnsavableError
 from modelstate.formats.manifest import BLOCK_BYTES
-from modelstate.io import system
+from modelstate.io import linux, system
 from modelstate.io.atomic import Output
 from modelstate.io.engine import for_each, memory_at, read_threads
 from modelstate.io.files import Descriptor
-from modelstate.io.linux import O_DIRECT
-from modelstate.io.memory import empty_cpu
+from modelstate.io.memory import HUGE_PAGE_BYTES, empty_cpu
 from modelstate.io.tensors import ReadAll, elements, read_tensor, runs
-from modelstate.io.uncached import ALIGN_BYTES, UNSUPPORTED, Buffer
 from modelstate.remote.upload import ObjectWriter
 from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, elements_bytes, is_run, own_bytes, pieces
 from modelstate.text_format import size
@@ -43,6 +43,34 @@ TOGETHER_BYTES = 64 << 10
 """The memory of tensors that are read together where each tensor needs less."""
 
 
+_ALIGN_BYTES = 4096
+"""A multiple of the alignment that disks and file systems require for O_DIRECT."""
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""The errors of a file system that does not support O_DIRECT."""
+
+
+class Buffer:
+    """Memory that one thread writes files from, in huge pages where there are some.
+
+    The disk of a virtual machine takes a few hundred contiguous pieces of memory at a time: with small pages, which
+    are scattered, O_DIRECT was measured to be slower than the page cache.
+
+    Raises `OSError` where no memory is available.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        # Larger than asked for, so that it can begin and end at a huge page; the rest is never touched.
+        self._memory = mmap.mmap(-1, nbytes + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        offset = -first % HUGE_PAGE_BYTES
+        self.address = first + offset
+        self.view = memoryview(self._memory)[offset : offset + nbytes]
+        if nbytes >= HUGE_PAGE_BYTES:
+            nbytes = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            for advice in (linux.Advice.HUGEPAGE, linux.Advice.POPULATE_WRITE, linux.Advice.COLLAPSE):
+                linux.madvise(self.address, nbytes, advice)
+
+
 class Uncached:
     """A file that any thread can write to at any offset, with O_DIRECT as far as possible."""
 
@@ -52,21 +80,21 @@ class Uncached:
 
     def write_at(self, offset: int, buffer: memoryview) -> None:
         """Writes the whole buffer. O_DIRECT needs pages of memory that begin where pages of the file begin."""
-        before = min(-offset % ALIGN_BYTES, len(buffer))
+        before = min(-offset % _ALIGN_BYTES, len(buffer))
         done = before + self._write_pages(offset + before, buffer[before:])
         self._output.write_at(offset, buffer[:before])
         self._output.write_at(offset + done, buffer[done:])
 
     def _write_pages(self, offset: int, buffer: memoryview) -> int:
         """Writes whole pages with O_DIRECT, in one call. Returns the bytes written; the page cache takes the rest."""
-        nbytes = len(buffer) // ALIGN_BYTES * ALIGN_BYTES
+        nbytes = len(buffer) // _ALIGN_BYTES * _ALIGN_BYTES
         if not nbytes or self._is_refused:
             return 0
         try:
             return system.pwritev(self._descriptor, [buffer[:nbytes]], offset)
         except OSError as error:
             # A file system may accept the flag and refuse the write, or require larger blocks.
-            if error.errno not in UNSUPPORTED:
+            if error.errno not in _UNSUPPORTED:
                 raise
             self._is_refused = True
             return 0
@@ -76,9 +104,9 @@ class Uncached:
 def past_page_cache(output: Output, nbytes: int) -> Iterator[Output | Uncached]:
     """Yields the object to write `nbytes` bytes with: `output` itself if they are few, or O_DIRECT is not supported."""
     descriptor = None
-    if O_DIRECT and nbytes >= LEAST_BYTES:
+    if linux.O_DIRECT and nbytes >= LEAST_BYTES:
         with suppress(OSError):
-            descriptor = Descriptor.of(system.open_to_write, output.path, os.O_WRONLY | O_DIRECT)
+            descriptor = Descriptor.of(system.open_to_write, output.path, os.O_WRONLY | linux.O_DIRECT)
     if descriptor is None:
         yield output
         return
@@ -329,7 +357,7 @@ def write_blocks(
 
     @contextmanager
     def worker() -> Iterator[Callable[[_Job | _LazyJob], None]]:
-        buffer = None if output is None else Buffer(most_bytes + ALIGN_BYTES)
+        buffer = None if output is None else Buffer(most_bytes + _ALIGN_BYTES)
 
         def write(job: _Job | _LazyJob) -> None:
             if isinstance(job, _Job):
@@ -414,7 +442,7 @@ def _jobs(starts: Sequence[int], tensors: Sequence[torch.Tensor | LazyTensor]) -
 def _write(
     job: _Job, digests: list[list[str]], output: Output | Uncached | ObjectWriter | None, buffer: Buffer | None
 ) -> None:
-    at = first = job.start % ALIGN_BYTES  # so that pages of memory are pages of the file
+    at = first = job.start % _ALIGN_BYTES  # so that pages of memory are pages of the file
     for number, which, address, nbytes in job.blocks:
         block = memory_at(address, nbytes)
         if buffer is not None:

@@ -14,14 +14,12 @@ from modelstate.io.engine import (
     Request,
     coalesce,
     common_align_bytes,
-    for_all,
     for_each,
     open_files,
     read_batch,
-    uncached_buffer,
 )
 from modelstate.io.files import FileFingerprint
-from modelstate.io.memory import aligned, spare_tensors
+from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.spec import GAP_BYTES, ByteRange
 
 if TYPE_CHECKING:
@@ -100,10 +98,10 @@ class Buffers:
         self._free.clear()
 
     def _make(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        """Makes buffers. The process keeps them for the next read, when they are free."""
+        """Makes buffers."""
         import torch
 
-        return [spare_tensors([(torch.Size([nbytes]), None, torch.uint8)])[0] for _ in range(count)]
+        return fresh_tensors([(torch.Size([nbytes]), None, torch.uint8)] * count)
 
 
 def stream(
@@ -115,7 +113,7 @@ def stream(
     on_block: Callable[[Block, float], None],
     blocks: Sequence[Block] | None = None,
     buffers: Buffers | None = None,
-    held: Mapping[str, RangeFile] | None = None,
+    leased: Mapping[str, RangeFile] | None = None,
 ) -> None:
     """Reads the requested ranges in blocks; the thread that has read a block consumes it while another one reads.
 
@@ -124,12 +122,12 @@ def stream(
     Args:
         wanted: The ranges to read.
         consume: Called with each block and its buffer, without autograd and outside of inference mode.
-        strategy: The number of threads, the size of a block, and the files to read with O_DIRECT.
+        strategy: The number of threads and the size of a block.
         fingerprints: What each file must be before the first byte is read and after the last.
         on_block: Called with each consumed block and the seconds that it took, by one thread at a time.
         blocks: The blocks, for a caller that needs parts of several ranges in one block; by default `in_blocks`.
         buffers: The buffers, for a caller that has made them before or makes them in another way.
-        held: As for `read_ranges`. `consume` may get a block twice.
+        leased: As for `read_ranges`.
 
     Raises:
         ReadFailedError: An I/O error, a short read, or a file that has changed. What `consume` raises passes through.
@@ -145,7 +143,6 @@ def stream(
 
     @contextmanager
     def worker() -> Iterator[Callable[[Block], None]]:
-        aligned_buffer = uncached_buffer() if strategy.uncached else None
         wait: Wait | None = None
         with torch.inference_mode(False), torch.no_grad(), buffers.lend() as buffer:
 
@@ -160,7 +157,7 @@ def stream(
                     extent = ByteRange(source.path, source.start + part.first, part.nbytes)
                     requests.append(Request(extent, buffer.data_ptr() + part.at))
                 for batch in coalesce(requests, batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
-                    read_batch(files[batch.path], batch, aligned_buffer)
+                    read_batch(files[batch.path], batch)
                 wait = consume(block, buffer)
 
             try:
@@ -169,9 +166,8 @@ def stream(
                 if wait is not None:
                     wait()
 
-    with open_files((entry.source.path for entry in wanted), fingerprints, strategy.uncached, held) as files:
-        run = for_each if held is None else for_all
-        run(blocks, worker, threads, on_block, with_torch=True)
+    with open_files((entry.source.path for entry in wanted), fingerprints, leased) as files:
+        for_each(blocks, worker, threads, on_block, with_torch=True)
 
 
 def in_blocks(wanted: Sequence[Wanted], block_bytes: int, align_bytes: int = 1) -> list[Block]:

@@ -1,8 +1,4 @@
-"""Executes read requests: coalesces byte ranges, reads them on several threads, through the page cache or past it.
-
-The kernel spends as long on filling its page cache from a cold file and copying the bytes out of it as a fast disk
-takes to read the file, and it evicts what other processes use. With O_DIRECT the disk writes into memory of this
-process at hardly any CPU cost (`modelstate.io.uncached`).
+"""Executes read requests: coalesces byte ranges, and reads them on several threads.
 
 Invariants:
 
@@ -17,18 +13,17 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from modelstate.errors import ReadFailedError
-from modelstate.io import linux, system
+from modelstate.io import system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged, remedy_for_limit
-from modelstate.io.memory import UffdFiller, aligned
-from modelstate.io.uncached import BUFFER_BYTES, UNSUPPORTED, Buffer, Piece, windows
+from modelstate.io.memory import aligned
 from modelstate.process import parallel_for
 from modelstate.remote.cache import BLOCK_BYTES
 from modelstate.remote.file import CONNECTIONS, RemoteFile, Version
@@ -38,8 +33,7 @@ BATCH_BYTES = 4 << 20
 """The most that one call reads: large enough to amortise the call, small enough to share the work out evenly, and for
 what is checked right after the read to be in the processor's cache."""
 _MOST_BATCH_BYTES = 16 << 20
-"""The most that one call reads of a large read, and fills of untouched memory: the pages that a call copies follow each
-other, and before and after a call that fills, threads wait for the memory map."""
+"""The most that one call reads of a large read."""
 _LEAST_BATCHES = 16
 """The calls of each thread before they become larger than `BATCH_BYTES`, so that the threads end together."""
 _LEAST_REMOTE_BYTES, _MOST_REMOTE_BYTES = 1 << 20, 8 << 20
@@ -49,8 +43,6 @@ _REPLY_BYTES = 5 << 19
 _IOV_MAX = 1024
 """The number of buffers that Linux accepts in one call."""
 _PyBUF_WRITE = 0x200
-_LEAST_UNCACHED_THREADS = 4
-"""O_DIRECT threads wait for the disk and do not compute, so more threads than processors keep the disk busy."""
 _BLOCK_BYTES = 4 << 20
 """What a thread reads before it casts it: smaller blocks lose more to the interpreter lock than the cache saves."""
 _LARGE_TRANSFER_BYTES = 256 << 20
@@ -74,16 +66,9 @@ def read_threads() -> int:
     return min(len(affinity(0)) if affinity else os.cpu_count() or 1, MOST_THREADS)
 
 
-def uncached_threads(usual: int) -> int:
-    """The number of threads for an O_DIRECT read, where a read through the page cache uses `usual`."""
-    return max(usual, _LEAST_UNCACHED_THREADS)
-
-
-def threads_for(is_remote: bool, uncached: Collection[str] = ()) -> int:
+def threads_for(is_remote: bool) -> int:
     """The number of threads for a read: many where they wait for a network."""
-    if is_remote:
-        return CONNECTIONS
-    return uncached_threads(read_threads()) if uncached else read_threads()
+    return CONNECTIONS if is_remote else read_threads()
 
 
 def common_align_bytes(paths: Iterable[str], fingerprints: Mapping[str, FileFingerprint]) -> int:
@@ -103,10 +88,6 @@ class ReadStrategy(msgspec.Struct, frozen=True):
     """What is read at once of tensors that cannot be cast block by block."""
     ahead: bool = False
     """Whether the next tensors are read while transforms compute with the current ones."""
-    uncached: frozenset[str] = frozenset()
-    """Files that are read with O_DIRECT, through one more buffer for each thread."""
-    cached: bool = False
-    """Whether all of the files are in the page cache."""
     remote: bool = False
     """Whether files are read from servers within a memory budget, which then counts the replies under way, too."""
 
@@ -131,17 +112,15 @@ class ReadStrategy(msgspec.Struct, frozen=True):
             total: The bytes of all ranges.
         """
         block_bytes = self.block_bytes * (2 if total >= _LARGE_TRANSFER_BYTES else 1)
-        if self.uncached or self.threads > MOST_THREADS:  # threads that wait for a disk or a network
+        if self.threads > MOST_THREADS:  # threads that wait for a network
             return replace(self, block_bytes=block_bytes)
         threads = min(self.threads, max(2, total // (8 * block_bytes)))
         return replace(self, threads=threads, block_bytes=block_bytes)
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of one `read_ranges` beside the destinations: O_DIRECT buffers, or replies of servers."""
-        if self.remote:
-            return self.threads * self._reply_bytes
-        return uncached_threads(read_threads()) * BUFFER_BYTES if self.uncached else 0
+        """Memory of one `read_ranges` beside the destinations: the replies of servers."""
+        return self.threads * self._reply_bytes
 
     @property
     def _reply_bytes(self) -> int:
@@ -160,8 +139,7 @@ class ReadStrategy(msgspec.Struct, frozen=True):
         used = self.for_devices(total) if to_device else self
         buffer = min(aligned(max(used.block_bytes, unit)), total)
         threads = used.threads if total > buffer else 1
-        of_a_thread = (BUFFER_BYTES if self.uncached else 0) + self._reply_bytes + buffer + working
-        return threads * of_a_thread, buffer
+        return threads * (self._reply_bytes + buffer + working), buffer
 
     def smaller(self) -> Iterator[ReadStrategy]:
         """Strategies that need less and less memory."""
@@ -181,7 +159,7 @@ class ReadStrategy(msgspec.Struct, frozen=True):
 
 
 class RangeFile(Protocol):
-    """What the engine needs of an open file: `LocalFile`, `HeldFile` or `RemoteFile`."""
+    """What the engine needs of an open file: `LocalFile`, `LeasedFile` or `RemoteFile`."""
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Reads from `offset` on into the buffers, one after the other, and returns the number of bytes, 0 at the end.
@@ -204,48 +182,27 @@ class LocalFile:
     Args:
         path: The file.
         fingerprint: What the file must be.
-        uncached: Whether to read with O_DIRECT, where the file system supports it.
     """
 
-    def __init__(self, path: str, fingerprint: FileFingerprint | None, uncached: bool = False) -> None:
+    def __init__(self, path: str, fingerprint: FileFingerprint | None) -> None:
         self.path, self._fingerprint = path, fingerprint
-        self.is_uncached = bool(uncached and linux.O_DIRECT)
-        try:
-            self.descriptor = open_unchanged(path, fingerprint, linux.O_DIRECT if uncached else 0)
-        except ReadFailedError as error:
-            unsupported = isinstance(error.__cause__, OSError) and error.__cause__.errno in UNSUPPORTED
-            if not (self.is_uncached and unsupported):
-                raise
-            self.is_uncached = False
-            self.descriptor = open_unchanged(path, fingerprint)
+        self.descriptor = open_unchanged(path, fingerprint)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """As `RangeFile.read_into`. Goes on through the page cache where O_DIRECT is refused."""
-        was_uncached = self.is_uncached
+        """As `RangeFile.read_into`."""
         try:
             return system.preadv(self.descriptor, buffers, offset)
         except OSError as error:
-            # A file system may accept the flag and refuse the read, or require larger blocks; and the rest of a short
-            # read may begin at an offset that is not aligned.
-            if not (was_uncached and error.errno in UNSUPPORTED):
-                raise ReadFailedError(
-                    "reading failed", where=f"{self.path}, byte {offset}", found=error, remedy=remedy_for_limit(error)
-                ) from error
-        self.use_page_cache()
-        return self.read_into(buffers, offset)
-
-    def use_page_cache(self) -> None:
-        """Makes all threads read through the page cache from here on, which allows any offset."""
-        if self.is_uncached:
-            import fcntl  # missing on systems without O_DIRECT
-
-            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & ~linux.O_DIRECT)
-            self.is_uncached = False
+            raise ReadFailedError(
+                "reading failed", where=f"{self.path}, byte {offset}", found=error, remedy=remedy_for_limit(error)
+            ) from error
 
     def check_unchanged(self) -> None:
+        """As `RangeFile.check_unchanged`."""
         check_unchanged(self.descriptor, self.path, self._fingerprint)
 
     def close(self) -> None:
+        """Closes the file."""
         self.descriptor.close()
 
 
@@ -253,17 +210,16 @@ class LocalFile:
 def open_files(
     paths: Iterable[str],
     fingerprints: Mapping[str, FileFingerprint],
-    uncached: Collection[str] = (),
-    held: Mapping[str, RangeFile] | None = None,
+    leased: Mapping[str, RangeFile] | None = None,
 ) -> Iterator[Mapping[str, RangeFile]]:
-    """Opens files, and yields them by path; or yields the files that are held, which are not closed.
+    """Opens files, and yields them by path; or yields the files that are leased, which are not closed.
 
     A file without a fingerprint is one of this machine.
 
     Raises `ReadFailedError` where a file does not match its fingerprint when it is opened, or when the block ends.
     """
-    if held is not None:
-        yield held
+    if leased is not None:
+        yield leased
         return
     files: dict[str, RangeFile] = {}
     try:
@@ -273,7 +229,7 @@ def open_files(
                 version = Version(known.nbytes, known.modified_ns, known.tag)
                 files[path] = RemoteFile(path, version, known.cache)
             else:
-                files[path] = LocalFile(path, known, path in uncached)
+                files[path] = LocalFile(path, known)
         yield files
         for file in files.values():
             file.check_unchanged()
@@ -282,23 +238,11 @@ def open_files(
             file.close()
 
 
-def can_read_uncached(path: str, fingerprint: FileFingerprint | None) -> bool:
-    """Whether the file can be opened with O_DIRECT, and memory for a fast buffer is available."""
-    try:
-        if not linux.O_DIRECT or not Buffer().is_huge:
-            return False
-        file = LocalFile(path, fingerprint, True)
-    except (OSError, ReadFailedError):
-        return False  # the read itself reports what is wrong
-    file.close()
-    return file.is_uncached
-
-
 def for_each(
     items: Iterable[_Item],
     worker: Callable[[], AbstractContextManager[Callable[[_Item], object]]],
     threads: int,
-    on_done: Callable[[_Item, float], None] | None = None,
+    on_done: Callable[[_Item, float], object] | None = None,
     *,
     with_torch: bool = False,
     takes_part: bool = False,
@@ -333,56 +277,6 @@ def for_each(
         work(threading.Event())
     else:
         parallel_for(work, threads, with_torch=with_torch, takes_part=takes_part)
-
-
-def for_all(
-    items: Iterable[_Item],
-    worker: Callable[[], AbstractContextManager[Callable[[_Item], object]]],
-    threads: int,
-    on_done: Callable[[_Item, float], None] | None = None,
-    *,
-    with_torch: bool = False,
-    takes_part: bool = False,
-) -> None:
-    """`for_each` that processes all items, also where one of them fails or a thread cannot be started.
-
-    The caller's thread processes once more what is left then. The first error of that is raised after the last item.
-    """
-    all_items = list(items)
-    left = dict.fromkeys(range(len(all_items)))
-
-    @contextmanager
-    def tolerant() -> Iterator[Callable[[int], None]]:
-        with worker() as process:
-
-            def attempt(index: int) -> None:
-                with suppress(Exception):  # it is processed again below, where its error is raised
-                    process(all_items[index])
-                    del left[index]
-
-            yield attempt
-
-    def on_index(index: int, seconds: float) -> None:
-        if on_done is not None and index not in left:
-            on_done(all_items[index], seconds)
-
-    with suppress(Exception):  # of threads that cannot be started: what is left is processed below
-        for_each(range(len(all_items)), tolerant, threads, on_index, with_torch=with_torch, takes_part=takes_part)
-    if not left:
-        return
-    first: Exception | None = None
-    with worker() as process:
-        for index in [*left]:
-            started = time.perf_counter()
-            try:
-                process(all_items[index])
-            except Exception as error:
-                first = first or error
-                continue
-            if on_done is not None:
-                on_done(all_items[index], time.perf_counter() - started)
-    if first is not None:
-        raise first
 
 
 # Reading ranges to addresses.
@@ -430,6 +324,10 @@ class Rows(msgspec.Struct, frozen=True):
             yield Rows(source, address, min(most, self.count - first), self.file_step, self.memory_step)
 
 
+Piece = tuple[int | None, int]
+"""The destination of a part of a file: an address, or None for bytes that are discarded, and a length in bytes."""
+
+
 class Batch(msgspec.Struct, frozen=True):
     """One read call: a contiguous run of a file that is scattered to several places in memory."""
 
@@ -447,14 +345,6 @@ class Batch(msgspec.Struct, frozen=True):
         """The bytes that were requested, without the gaps between them."""
         return sum(length for address, length in self.pieces if address is not None)
 
-    def requests(self) -> Iterator[Request]:
-        """The requests, which may be parts of what was requested."""
-        start = self.start
-        for address, length in self.pieces:
-            if address is not None:
-                yield Request(ByteRange(self.path, start, length), address)
-            start += length
-
 
 def read_ranges(
     requests: Iterable[Request | Rows],
@@ -462,11 +352,9 @@ def read_ranges(
     fingerprints: Mapping[str, FileFingerprint],
     on_read: Callable[[int], None] | None = None,
     threads: int | None = None,
-    uncached: Collection[str] = (),
-    is_fresh: bool = False,
     batch_bytes: int | None = None,
     gap_bytes: int = GAP_BYTES,
-    held: Mapping[str, RangeFile] | None = None,
+    leased: Mapping[str, RangeFile] | None = None,
     on_piece: Callable[[int, int], None] | None = None,
 ) -> None:
     """Executes read requests on several threads. No thread writes to memory any more when this returns or raises.
@@ -476,15 +364,10 @@ def read_ranges(
         fingerprints: What each file must be before the first byte is read and after the last.
         on_read: Called with the number of requested bytes after each batch, by one thread at a time.
         threads: The number of threads; by default one for each processor, up to 8.
-        uncached: Paths of files that are read with O_DIRECT, through one buffer for each thread.
-        is_fresh: Whether all destinations are private memory that no other code uses, and the files are in the page
-            cache. Where the memory has not been touched, the kernel then creates its pages as copies of the file's
-            (`UffdFiller`), if it supports that.
-        batch_bytes: The most that one call reads; by default `BATCH_BYTES`, and more of servers, where memory is filled
-            and where much is read, as far as all threads have a share.
+        batch_bytes: The most that one call reads; by default `BATCH_BYTES`, and more of servers and where much is
+            read, as far as all threads have a share.
         gap_bytes: The largest gap between two ranges of one call.
-        held: Files that are read instead of those at the paths (`HeldFiles`). Then an error does not end the read:
-            everything that can be read is there when the error is raised.
+        leased: Files that are read instead of those at the paths (`LeasedFiles`).
         on_piece: Called by each thread with the address and the length of each contiguous piece that it has read. It
             may compute with torch.
 
@@ -500,16 +383,12 @@ def read_ranges(
     paths = {request.source.path for request in single} | {request.source.path for request in rows}
     remote = [path for path in paths if path in fingerprints and fingerprints[path].is_remote]
     align_bytes = common_align_bytes(remote, fingerprints) if remote else 1
-    threads = threads or threads_for(bool(remote), uncached)
-    # Memory that an earlier load has used cannot be filled, and to find that out by trying takes milliseconds.
-    filler = UffdFiller() if is_fresh and single and not linux.is_touched(single[0].address) else None
+    threads = threads or threads_for(bool(remote))
     if batch_bytes is None:
         batch_bytes = BATCH_BYTES
         share = sum(request.source.nbytes for request in single) // threads
         if remote:
             batch_bytes = min(max(share, _LEAST_REMOTE_BYTES), _MOST_REMOTE_BYTES)
-        elif filler is not None:
-            batch_bytes = min(max(share, BATCH_BYTES), _MOST_BATCH_BYTES)
         elif on_piece is None:
             batch_bytes = min(max(share // _LEAST_BATCHES, BATCH_BYTES), _MOST_BATCH_BYTES)
     batches = coalesce(single, batch_bytes=batch_bytes, gap_bytes=gap_bytes, align_bytes=align_bytes)
@@ -521,12 +400,11 @@ def read_ranges(
 
     @contextmanager
     def worker() -> Iterator[Callable[[Batch | Rows], None]]:
-        aligned_buffer = uncached_buffer() if uncached else None
         buffer = buffers.pop() if buffers else None
 
         def process(item: Batch | Rows) -> None:
             if isinstance(item, Batch):
-                read_batch(files[item.path], item, aligned_buffer, filler)
+                read_batch(files[item.path], item)
                 if on_piece is not None:
                     for address, nbytes in item.pieces:
                         if address is not None:
@@ -534,40 +412,32 @@ def read_ranges(
             else:
                 _read_rows(files[item.source.path], item, buffer if item.has_small_gaps(gap_bytes) else None)
 
-        try:
-            yield process
-        finally:
-            buffers.extend([buffer] if buffer is not None else [])  # for the caller's thread, where this one has failed
+        yield process
 
     def on_done(item: Batch | Rows, _: float) -> None:
         if on_read is not None:
             on_read(item.wanted_bytes)
 
-    try:
-        with open_files(paths, fingerprints, uncached, held) as files:
-            run = for_each if held is None else for_all
-            with_torch = bool(span) or on_piece is not None
-            run(items, worker, threads, on_done, with_torch=with_torch, takes_part=not remote)
-    finally:
-        if filler is not None:
-            filler.close()
+    with open_files(paths, fingerprints, leased) as files:
+        with_torch = bool(span) or on_piece is not None
+        for_each(items, worker, threads, on_done, with_torch=with_torch, takes_part=not remote)
 
 
 @contextmanager
 def block_reads(
-    paths: Iterable[str], *, fingerprints: Mapping[str, FileFingerprint], held: Mapping[str, RangeFile] | None
+    paths: Iterable[str], *, fingerprints: Mapping[str, FileFingerprint], leased: Mapping[str, RangeFile] | None
 ) -> Iterator[Callable[[Iterable[Request]], None]]:
     """Opens files for threads that read many small ranges: yields a function that executes requests in its caller.
 
     Args:
         paths: The files.
         fingerprints: What each file must be when it is opened and when the block ends.
-        held: As for `read_ranges`.
+        leased: As for `read_ranges`.
 
     Raises:
         ReadFailedError: An I/O error, a short read, or a file that has changed.
     """
-    with open_files(paths, fingerprints, (), held) as files:
+    with open_files(paths, fingerprints, leased) as files:
 
         def read(requests: Iterable[Request]) -> None:
             for (path, start, nbytes), address in ((request.source, request.address) for request in requests):
@@ -605,39 +475,12 @@ def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int, a
     return [Batch(path, start, tuple(pieces)) for path, start, pieces in runs]
 
 
-def uncached_buffer() -> Buffer | None:
-    """The buffer of one thread for files that are read with O_DIRECT; None where hardly any memory is left."""
-    with suppress(OSError):
-        return Buffer()
-    return None
-
-
-def read_batch(file: RangeFile, batch: Batch, buffer: Buffer | None = None, filler: UffdFiller | None = None) -> None:
-    """Reads a batch in the calling thread.
-
-    Args:
-        file: The file of the batch.
-        batch: What to read.
-        buffer: The buffer of this thread for a file that is read with O_DIRECT. Without one it is read through the page
-            cache from now on.
-        filler: Fills untouched memory that the batch is read into, where it can.
-    """
-    if isinstance(file, LocalFile) and file.is_uncached:
-        if buffer is not None:
-            for window in windows(batch.start, batch.pieces):
-                read_fully(file, [buffer.view[: window.nbytes]], window.start, window.needed_bytes)
-                for at, address, nbytes in window.copies:
-                    ctypes.memmove(address, buffer.address + at, nbytes)
-            return
-        file.use_page_cache()
-    parts = [batch]
-    if filler is not None and filler.is_able and isinstance(file, LocalFile):
-        parts = _fill(filler, file, batch)
-    for part in parts:
-        largest_gap = max((length for address, length in part.pieces if address is None), default=0)
-        scratch = memoryview(bytearray(largest_gap))
-        views = [memory_at(a, n) if a is not None else scratch[:n] for a, n in part.pieces]
-        read_fully(file, views, part.start, sum(map(len, views)))
+def read_batch(file: RangeFile, batch: Batch) -> None:
+    """Reads a batch in the calling thread."""
+    largest_gap = max((length for address, length in batch.pieces if address is None), default=0)
+    scratch = memoryview(bytearray(largest_gap))
+    views = [memory_at(address, n) if address is not None else scratch[:n] for address, n in batch.pieces]
+    read_fully(file, views, batch.start, batch.nbytes)
 
 
 def _read_rows(file: RangeFile, rows: Rows, buffer: memoryview | None) -> None:
@@ -678,31 +521,6 @@ def read_fully(file: RangeFile, views: list[memoryview], offset: int, left: int)
             count -= len(views[done])
             done += 1
         views = [views[done][count:], *views[done + 1 :]]
-
-
-def _fill(filler: UffdFiller, file: LocalFile, batch: Batch) -> list[Batch]:
-    """Fills what the filler can of a batch, and returns what is left to read."""
-    left = []
-    for start, address, nbytes in _contiguous_runs(batch):
-        first, last = filler.fill(file.descriptor, batch.path, start, address, nbytes)
-        left.append(Request(ByteRange(batch.path, start, first), address))
-        left.append(Request(ByteRange(batch.path, start + last, nbytes - last), address + last))
-    return coalesce(left, batch_bytes=BATCH_BYTES, gap_bytes=GAP_BYTES)
-
-
-def _contiguous_runs(batch: Batch) -> Iterator[tuple[int, int, int]]:
-    """File offset, address and length of each run that is contiguous in the file and in memory."""
-    start = offset = batch.start
-    first: int | None = None
-    for address, nbytes in batch.pieces:
-        if first is not None and address != first + offset - start:
-            yield start, first, offset - start
-            first = None
-        if first is None:
-            start, first = offset, address
-        offset += nbytes
-    if first is not None:
-        yield start, first, offset - start
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:

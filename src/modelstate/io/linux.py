@@ -10,7 +10,6 @@ import errno
 import mmap
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import IntEnum
@@ -23,12 +22,6 @@ MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if IS_LINUX else 0)
 """Without this flag Linux counts a writable map as memory, and refuses a file that is larger than the free memory."""
 _CACHESTAT = 451
 """The number of the system call, which is the same on all processors since Linux 6.5."""
-_USERFAULTFD = {"x86_64": 323, "aarch64": 282}
-"""The number of the system call, by processor."""
-_CAP_IPC_LOCK = 14
-"""The capability to lock memory beyond the limit."""
-_UFFD_USER_MODE_ONLY = 1
-"""Without privileges a process may only handle page faults of user code."""
 
 
 class Advice(IntEnum):
@@ -87,90 +80,28 @@ def cached_share(descriptor: int, start: int, nbytes: int) -> float | None:
     page = mmap.PAGESIZE
     first, end = start // page, -(-(start + nbytes) // page)
     request, pages = _Range(first * page, (end - first) * page), _Pages()
-    if _syscall is None:
-        return None
-    if _syscall(_CACHESTAT, descriptor, ctypes.byref(request), ctypes.byref(pages), 0):
-        with suppress(OSError, ValueError):  # of kernels without `cachestat`
-            resident = PageMap(descriptor, start + nbytes).resident(first * page, start + nbytes)
-            return None if resident is None else resident.count(1) / len(resident)
+    if _syscall is None or _syscall(_CACHESTAT, descriptor, ctypes.byref(request), ctypes.byref(pages), 0):
         return None
     return float(min(pages.cached / max(end - first, 1), 1.0))
 
 
-class PageMap:
-    """A read-only map of an open file: by it the kernel says which pages of the file the page cache has.
+def resident(descriptor: int, start: int, nbytes: int) -> bytes | None:
+    """A byte for each page of a range of a file: 1 where the page cache has it, read without an error, else 0.
 
-    Raises `OSError` or `ValueError` where the file cannot be mapped.
-
-    Args:
-        descriptor: The file, which may be closed afterwards.
-        nbytes: How many bytes of the file, from its beginning, the map has at the most; not more than the file has.
-        start: The first byte of the file that is needed: the map begins with the page that it is in.
+    `cachestat` also counts pages whose read has failed, or is not over. Returns None where the kernel does not say. For
+    a file that the user neither owns nor may write to, all pages seem to be there.
     """
-
-    def __init__(self, descriptor: int, nbytes: int, start: int = 0) -> None:
-        # The map is made writable only because ctypes requires a writable buffer: of pages of a writable map that are
-        # locked, the kernel makes copies.
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        mapped = mmap.mmap(descriptor, nbytes - first, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, offset=first)
-        self.nbytes, self._begin = nbytes, ctypes.c_char.from_buffer(mapped)
-        self._zero = ctypes.addressof(self._begin) - first
-        if _mprotect is not None and _mprotect(self.address(first), nbytes - first, mmap.PROT_READ):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-    def address(self, at: int) -> int:
-        """The address of a byte of the file, by its offset."""
-        return self._zero + at
-
-    def close(self) -> None:
-        """Ends the map, which also unlocks its pages: nothing may use its addresses any more."""
-        self.nbytes, self._begin = 0, ctypes.c_char()  # the buffer was all that referred to the map
-
-    def resident(self, first: int, end: int) -> bytes | None:
-        """A byte for each page of a range: 1 where the page cache has read it without an error, else 0.
-
-        `cachestat` also counts pages whose read has failed, or is not over. For a file that the user may not write to,
-        all pages seem to be there. Returns None where the kernel does not say.
-        """
-        if _mincore is None:
-            return None
-        residency = ctypes.create_string_buffer(-(-(end - first) // mmap.PAGESIZE))
-        failed = _mincore(self.address(first), end - first, residency)
-        return None if failed else residency.raw
-
-
-def lockable_bytes() -> int:
-    """The memory that this process may lock; 0 where the system does not say."""
-    if _mlock is None:
-        return 0
-    import resource
-
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit == resource.RLIM_INFINITY:
-        return sys.maxsize
-    with (
-        suppress(OSError, ValueError, StopIteration),
-        open("/proc/self/status", encoding="utf-8", errors="replace") as f,
-    ):
-        effective = next(line for line in f if line.startswith("CapEff:"))
-        if int(effective.split()[1], 16) >> _CAP_IPC_LOCK & 1:
-            return sys.maxsize
-    return limit
-
-
-def mlock(address: int, nbytes: int) -> None:
-    """Keeps pages in memory, and reads those that are not there. Raises `OSError`, after which some may be locked."""
-    if _mlock is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if _mlock(address, nbytes):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def is_touched(address: int) -> bool:
-    """Whether the page of memory at an address is there already; False where the kernel does not say."""
-    residency = ctypes.create_string_buffer(1)
-    page = address // mmap.PAGESIZE * mmap.PAGESIZE
-    return _mincore is not None and _mincore(page, mmap.PAGESIZE, residency) == 0 and residency.raw != b"\0"
+    if _mincore is None:
+        return None
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    nbytes += start - first
+    try:
+        mapped = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, offset=first)
+    except (OSError, ValueError):
+        return None
+    pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))  # of memory that ctypes requires to be writable
+    return None if _mincore(address, nbytes, pages) else pages.raw
 
 
 def filesystem_type(descriptor: int) -> int:
@@ -256,20 +187,6 @@ def trim_heap() -> None:
         _malloc_trim(0)
 
 
-def userfaultfd() -> int:
-    """Calls `userfaultfd`, and returns the descriptor. Raises `OSError`."""
-    number = _USERFAULTFD.get(platform.machine())
-    if number is None or _syscall is None:
-        raise OSError(errno.ENOSYS, "there is no userfaultfd here")
-    with open("/proc/self/status", encoding="utf-8", errors="replace") as status:
-        if "\nSeccomp:\t0\n" not in status.read():
-            raise OSError(errno.EPERM, "the system calls of this process are filtered, and some filters end it")
-    descriptor = int(_syscall(number, os.O_CLOEXEC | _UFFD_USER_MODE_ONLY))
-    if descriptor < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return descriptor
-
-
 def function(name: str, *arguments: type) -> Callable[..., int] | None:
     """A function of the C library of Linux, which sets `ctypes.get_errno`; None where it is missing.
 
@@ -287,8 +204,6 @@ def function(name: str, *arguments: type) -> Callable[..., int] | None:
 
 _madvise = function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _mincore = function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-_mprotect = function("mprotect", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_mlock = function("mlock", ctypes.c_void_p, ctypes.c_size_t)
-_fstatfs = function("fstatfs", ctypes.c_int, ctypes.c_void_p)
 _malloc_trim = function("malloc_trim", ctypes.c_size_t)
+_fstatfs = function("fstatfs", ctypes.c_int, ctypes.c_void_p)
 _syscall = function("syscall")

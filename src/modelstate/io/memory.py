@@ -1,22 +1,14 @@
-"""Allocates the memory that values are read into, fills it, and counts what a load holds.
-
-A read into untouched memory faults at each page, and the kernel clears the page only for it to be overwritten.
-`UFFDIO_COPY` creates pages that are copies from the beginning, many in one call, so that no page is cleared in vain. It
-copies from a map of the file; where that cannot be read, because the file was truncated or its disk fails, the call
-returns an error instead of SIGBUS.
-"""
+"""Allocates the memory that values are read into, and counts what a load holds."""
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import math
 import mmap
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,10 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from modelstate.arguments import check_integer
 from modelstate.errors import MemoryBudgetError
-from modelstate.io import linux, system
-from modelstate.io.files import Descriptor
 from modelstate.process import ThreadValue
 from modelstate.spec import contiguous_stride, span
 
@@ -37,30 +26,10 @@ if TYPE_CHECKING:
 HUGE_PAGE_BYTES = 2 << 20
 TENSOR_ALIGN_BYTES = 64
 _ARENA_BYTES = 256 << 20
-_TRIM_BYTES = 16 << 20
 _LARGE_BYTES = 1 << 20
-"""Smaller tensors and runs are not worth system calls of their own."""
+"""Smaller tensors are not worth system calls of their own."""
 _LEAST_POOLED_BYTES = 1 << 20
 """Smaller mappings are not kept for later tensors."""
-
-
-class HeapTrim:
-    """Returns freed heap memory to the operating system.
-
-    A large tensor that a transform frees on the heap leaves a hole, and the next small tensor that is kept takes a bit
-    of the hole, which is then too small for the next large tensor. Without trimming, the heap grows by all that has
-    been allocated: 600 instead of 280 MB for 16 weights of 16 MB that become float8.
-    """
-
-    def __init__(self) -> None:
-        self._freed_bytes = 0
-
-    def on_freed(self, nbytes: int) -> None:
-        """Counts freed bytes, and trims the heaps of all threads after each `_TRIM_BYTES` of them."""
-        self._freed_bytes += nbytes
-        if self._freed_bytes >= _TRIM_BYTES:
-            self._freed_bytes = 0
-            linux.trim_heap()
 
 
 @dataclass(eq=False, slots=True)
@@ -228,57 +197,6 @@ def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
     return tensors
 
 
-_spare = MemoryPool()
-_spare_pinned = MemoryPool()
-_spare_bytes = 128 << 20
-
-
-def spare_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
-    """`fresh_tensors` for values that are soon gone, in the memory of such values of earlier loads where it fits."""
-    if sum(shape.numel() * dtype.itemsize for shape, _, dtype in like) < _LEAST_POOLED_BYTES:
-        return fresh_tensors(like)
-    with _spare.lending() as lent:
-        tensors = fresh_tensors(like)
-    _spare.keep(lent, _spare_bytes)
-    return tensors
-
-
-def spare_pinned_mapping(nbytes: int, allocate: Callable[[int], mmap.mmap | None]) -> mmap.mmap | None:
-    """A mapping of pinned memory of an earlier load, or else what `allocate` returns, which is kept for later loads."""
-    mapping = _spare_pinned.take(nbytes)
-    if mapping is None:
-        mapping = allocate(nbytes)
-    if mapping is not None:
-        # Pinned mappings are larger by a huge page than what lies in them.
-        _spare_pinned.keep([mapping], _spare_bytes + HUGE_PAGE_BYTES if _spare_bytes else 0)
-    return mapping
-
-
-def set_spare_bytes(nbytes: int) -> None:
-    """Sets how much temporary memory the process keeps from one load for the next.
-
-    A load that cannot read into the model's memory directly reads all values into temporary memory first. The kernel
-    clears each page of new memory, which takes longer than the read, so the memory of one load is used again by the
-    next one of about the same size. The process keeps up to 128 MiB (134,217,728 bytes) of it unless it sets another
-    size, and as much of the pinned memory by which blocks get to CUDA devices.
-
-    Args:
-        nbytes: The most bytes to keep. 0 returns all of the memory to the system now, and that of later loads when
-            they end.
-
-    Raises:
-        OptionError: `nbytes` is not an integer of 0 or more.
-
-    Examples:
-        >>> modelstate.loading.set_spare_bytes(2 << 30)  # a process that loads one checkpoint of 2 GB after the other
-    """
-    global _spare_bytes
-    check_integer("nbytes", nbytes, least=0)
-    _spare_bytes = nbytes
-    for pool in (_spare, _spare_pinned):
-        pool.keep((), nbytes)
-
-
 def _mapping(nbytes: int) -> mmap.mmap:
     """Returns private memory, of the pool that lends to this thread where it has any. Raises `MemoryBudgetError`.
 
@@ -306,133 +224,3 @@ def new_mapping(nbytes: int) -> mmap.mmap:
             found=error,
             remedy="map=True on a skeleton and in_place=True elsewhere need the least",
         ) from error
-
-
-# Filling memory by userfaultfd.
-
-_API, _REGISTER, _UNREGISTER, _COPY = 0xC018AA3F, 0xC020AA00, 0x8010AA01, 0xC028AA03
-_VERSION, _MODE_MISSING, _MODE_DONT_WAKE = 0xAA, 1, 1
-
-
-class _Hello(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("version", "features", "calls"))
-
-
-class _Range(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("start", "nbytes", "mode", "calls"))
-
-
-class _Copied(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("to", "source", "nbytes", "mode")),
-        ("done", ctypes.c_int64),
-    )
-
-
-class UffdFiller:
-    """Fills whole pages of private, untouched memory that no other code uses."""
-
-    def __init__(self) -> None:
-        self._maps: dict[str, _Source | None] = {}
-        self._lock = threading.Lock()
-        self._descriptor: int = -1
-        self.is_able = True
-        """False once a range could not be filled: then the others cannot be either."""
-
-    def close(self) -> None:
-        """Releases the descriptor and the maps."""
-        self.is_able = False
-        self._descriptor = -1  # which closes the one that was there
-        self._maps.clear()
-
-    def fill(self, descriptor: int, path: str, start: int, address: int, nbytes: int) -> tuple[int, int]:
-        """Fills what it can of the memory at `address` with the bytes of an open file from `start` on.
-
-        Returns the beginning and the end of the filled part, in bytes from `address`; the caller reads the rest.
-        """
-        first = -address % mmap.PAGESIZE
-        last = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - address
-        if last - first < _LARGE_BYTES or not self._is_ready():
-            return 0, 0
-        source = self._source(descriptor, path, start + last)
-        if source is None:
-            return 0, 0
-        with self._registered(address + first, last - first) as is_registered:
-            done = self._copy(address + first, source.address + start + first, last - first) if is_registered else 0
-        if not done:
-            self.is_able = False  # the first page is there already: the memory was used before, and so is the rest
-        source.forget(start + first, last - first)
-        return first, first + done
-
-    def _is_ready(self) -> bool:
-        with self._lock:
-            if self.is_able and self._descriptor < 0:
-                try:
-                    self._descriptor = _open_userfaultfd()
-                except OSError:  # a container, a kernel or an operating system without userfaultfd
-                    self.is_able = False
-            return self.is_able
-
-    def _source(self, descriptor: int, path: str, end: int) -> _Source | None:
-        """A map of the file, if it reaches to `end`."""
-        with self._lock:
-            if path not in self._maps:
-                self._maps[path] = None
-                with suppress(OSError, ValueError):
-                    self._maps[path] = _Source(descriptor)
-            source = self._maps[path]
-            return source if source is not None and end <= source.nbytes else None
-
-    @contextmanager
-    def _registered(self, address: int, nbytes: int) -> Iterator[bool]:
-        """Registers the range only while it is filled, since a process forked meanwhile keeps the descriptor."""
-        request = _Range(address, nbytes, _MODE_MISSING)
-        try:
-            yield _ioctl(self._descriptor, _REGISTER, request)
-        finally:
-            _ioctl(self._descriptor, _UNREGISTER, request)
-
-    def _copy(self, to: int, source: int, nbytes: int) -> int:
-        """Returns the bytes copied: all, or whole pages up to one that is present already or cannot be read."""
-        done = 0
-        while done < nbytes:
-            request = _Copied(to + done, source + done, nbytes - done, _MODE_DONT_WAKE, 0)
-            if _ioctl(self._descriptor, _COPY, request):
-                return nbytes
-            if ctypes.get_errno() != errno.EAGAIN or request.done <= 0:
-                return done
-            done += request.done
-        return done
-
-
-class _Source:
-    """A map of a file that only the kernel reads."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._map = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | linux.MAP_NORESERVE)
-        import torch
-
-        self._shown = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.nbytes, self.address = self._shown.nbytes, self._shown.data_ptr()
-
-    def forget(self, start: int, nbytes: int) -> None:
-        """Drops the pages from the map: they would count as resident memory of the process."""
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        with suppress(OSError, ValueError):
-            self._map.madvise(mmap.MADV_DONTNEED, first, start + nbytes - first)
-
-
-def _open_userfaultfd() -> Descriptor:
-    descriptor = Descriptor.of(system.userfaultfd)
-    if not _ioctl(descriptor, _API, _Hello(_VERSION)):
-        descriptor.close()
-        raise OSError(ctypes.get_errno(), "userfaultfd has another version")
-    return descriptor
-
-
-_libc_ioctl = linux.function("ioctl", ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)
-
-
-def _ioctl(descriptor: int, call: int, request: ctypes.Structure) -> bool:
-    """Calls ioctl, and returns whether it did all that was asked for."""
-    return _libc_ioctl is not None and _libc_ioctl(descriptor, call, ctypes.byref(request)) == 0

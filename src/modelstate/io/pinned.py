@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from modelstate.io import linux
 from modelstate.io.engine import for_each, read_threads
-from modelstate.io.memory import HUGE_PAGE_BYTES, spare_pinned_mapping
+from modelstate.io.memory import HUGE_PAGE_BYTES
 from modelstate.process import deferred_signals
 
 if TYPE_CHECKING:
@@ -29,21 +29,17 @@ _PORTABLE = 1
 _PIECE_BYTES = 8 << 20
 
 
-def pinned_memory(nbytes: int, device: torch.device, *, spare: bool = False) -> torch.Tensor:
+def pinned_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     """Returns a byte tensor in pinned memory of exactly this size, which is not initialised.
 
     The memory is released when no tensor uses it any more: until then, the caller has to wait for the copies that it
-    has queued. With `spare`, it is kept for later calls with `spare` instead, and memory that was kept is used where it
-    fits. A process that is forked has zeros there, and nothing is pinned in it.
+    has queued. A process that is forked has zeros there, and nothing is pinned in it.
 
     Raises `RuntimeError` where the system, or a limit on pinned memory, does not allow for it.
     """
     import torch
 
-    mapping: mmap.mmap | None = None
-    if nbytes:
-        size, allocate = nbytes + HUGE_PAGE_BYTES, partial(_registered, device=device)
-        mapping = spare_pinned_mapping(size, allocate) if spare else allocate(size)
+    mapping = _registered(nbytes + HUGE_PAGE_BYTES, device) if nbytes else None
     if mapping is None:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=_offset(mapping))

@@ -3,7 +3,6 @@
 Callers look the functions up in this module at each call, so that `tests.faults` can replace them.
 """
 
-import errno
 import fcntl
 import mmap as _mmap
 import os
@@ -11,12 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from modelstate.io import linux
-
 # Reads.
 
-open, stat, fstat, userfaultfd = os.open, os.stat, os.fstat, linux.userfaultfd
+open, stat, fstat = os.open, os.stat, os.fstat
 pread, preadv = os.pread, os.preadv
+
 
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
@@ -24,24 +22,14 @@ _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 def preadv_cached(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
     """`os.preadv` that never waits for a disk: it stops before the first byte that is not in the page cache.
 
-    Raises `OSError`: `EAGAIN` where the first byte is not there, `EOPNOTSUPP` where the system cannot read in this way.
+    Raises `OSError`, such as `EAGAIN` where the first byte is not there.
     """
-    if not _RWF_NOWAIT:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     return os.preadv(descriptor, buffers, offset, _RWF_NOWAIT)
 
 
 def mmap(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> _mmap.mmap:
     """`mmap.mmap`."""
     return _mmap.mmap(descriptor, nbytes, flags=flags, offset=offset)
-
-
-def mlock(_: int, nbytes: int, offset: int, address: int) -> None:
-    """Locks pages in memory that a file is mapped to, from an offset on (`linux.mlock`). Raises `OSError`.
-
-    The descriptor of the file and the offset are for tests, which replace the function.
-    """
-    linux.mlock(address, nbytes)
 
 
 # Writes.

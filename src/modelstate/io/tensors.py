@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from modelstate.errors import ReadFailedError
-from modelstate.io.engine import Request, for_all, for_each, read_threads
-from modelstate.io.memory import aligned, empty_cpu, spare_tensors
+from modelstate.io.engine import Request, for_each, read_threads
+from modelstate.io.memory import aligned, empty_cpu
 from modelstate.spec import (
     AT_ONCE_BYTES,
     Blocks,
@@ -131,7 +131,6 @@ def compute(
     *,
     read_whole: Callable[[Stored], torch.Tensor],
     on_done: Callable[[int], None] | None = None,
-    is_held: bool = False,
 ) -> None:
     """Computes combined tensors block by block on several threads, each with memory for one block.
 
@@ -140,8 +139,6 @@ def compute(
         read: Reads a block; threads call it at the same time.
         read_whole: Returns a part that is not a contiguous range of a file.
         on_done: Called with the number of bytes of each computed block, by one thread at a time.
-        is_held: Whether the files are held. Then an error does not end the computation: everything that can be read is
-            computed when the error is raised.
 
     Raises:
         ReadFailedError: A part cannot be read. The memory of the results is then partly overwritten.
@@ -155,8 +152,7 @@ def compute(
     threads = min(read_threads(), len(blocks))
     nbytes = max(stored.thread_bytes for stored, _ in targets)
     # Memory that is written to must not be left half written: the buffers are there before.
-    layout = torch.Size([nbytes]), None, torch.uint8
-    buffers = [spare_tensors([layout])[0] for _ in range(threads)]
+    buffers = [empty_cpu((nbytes,), torch.uint8) for _ in range(threads)]
 
     @contextmanager
     def worker() -> Iterator[Callable[[tuple[int, int]], None]]:
@@ -175,10 +171,7 @@ def compute(
                 current = index
             compute_block(first)
 
-        try:
-            yield process
-        finally:
-            buffers.append(buffer)  # for the caller's thread, where this one has failed
+        yield process
 
     def report(item: tuple[int, int], _: float) -> None:
         index, first = item
@@ -186,7 +179,7 @@ def compute(
             tensor = computed[index]
             on_done(min(tensor.step, tensor.out.numel() - first) * tensor.out.itemsize)
 
-    (for_all if is_held else for_each)(blocks, worker, threads, report, with_torch=True)
+    for_each(blocks, worker, threads, report, with_torch=True)
 
 
 class _Scratch:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.io.memory import set_spare_bytes as set_spare_bytes
     from modelstate.loading.background import LoadHandle as LoadHandle
     from modelstate.loading.quantize import Quantize as Quantize
     from modelstate.loading.report import RankReport as RankReport
@@ -22,7 +21,6 @@ else:
             "Quantize": "modelstate.loading.quantize",
             "RankReport": "modelstate.loading.report",
             "ReadRoute": "modelstate.planning.assignment",
-            "set_spare_bytes": "modelstate.io.memory",
         },
     )
 
@@ -33,5 +31,4 @@ __all__ = [
     "Quantize",
     "RankReport",
     "ReadRoute",
-    "set_spare_bytes",
 ]

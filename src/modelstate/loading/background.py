@@ -10,7 +10,7 @@ import torch
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import BackgroundCancelledError, OptionError
 from modelstate.loading.report import LoadReport
-from modelstate.loading.stage import Progress, bring_in, prefetch_range, stage
+from modelstate.loading.stage import Progress, prefetch_range, stage
 from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.plain_table import PlainTable, Planned
@@ -91,7 +91,6 @@ class StagedLoad:
         devices = {final.device for final in finals} | {table.device for table in self.tables}
         for device in (device for device in devices if device.type == "cuda"):
             torch.cuda.current_stream(device).synchronize()
-        self._notes += bring_in(self._planned, progress)
 
     def hand_over(self, staging: Staging, assignments: Sequence[Assignment]) -> list[str]:
         """Hands the values to the load that commits, but for those of tables. Returns notes for the report."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError
-from modelstate.io.held import HeldFiles, held_files
+from modelstate.io.leased import LeasedFiles, leased_files
 from modelstate.loading.place import Place
 from modelstate.loading.stage import Progress, limit_memory, read_in_place, stage
 from modelstate.loading.staging import Staging
@@ -91,10 +91,10 @@ def _placement_remedy(target: torch.Tensor) -> str:
 
 
 @contextmanager
-def held_for_commit(
+def leased_for_commit(
     staging: Staging, waiting: Sequence[Planned], planned: Sequence[Planned], advance: Progress
-) -> Iterator[HeldFiles | None]:
-    """Holds the files that are read at the commit. Where they cannot be held, their values are staged now.
+) -> Iterator[LeasedFiles | None]:
+    """Leases the files that are read at the commit. Where they cannot be leased, their values are staged now.
 
     Args:
         staging: How the values are read.
@@ -103,7 +103,7 @@ def held_for_commit(
         advance: Called with numbers of bytes that are done.
 
     Yields:
-        The files; None where they cannot be held.
+        The files; None where they cannot be leased.
 
     Raises:
         ReadFailedError: A file cannot be read, or has changed.
@@ -111,7 +111,7 @@ def held_for_commit(
     """
     # Progress may be shown in a way that fails, so it comes before the commit.
     extents = [extent for item in waiting for extent in item.extents]
-    with held_files(extents, staging.checkpoint.fingerprints, lambda _: advance(0), staging.look) as files:
+    with leased_files(extents, staging.checkpoint.fingerprints, lambda _: advance(0)) as files:
         if not files.refusal:
             advance(sum(item.nbytes for item in waiting))
             yield files
@@ -127,53 +127,42 @@ def commit_values(
     transaction: Transaction,
     waiting: Sequence[Planned],
     planned: Sequence[Planned],
-    files: HeldFiles | None,
-    read: Callable[[], list[Exception]] | None,
+    read: Callable[[], Exception | None] | None,
     last: Sequence[Callable[[], None]],
 ) -> None:
     """Commits, and reads what is read at the commit.
 
     Args:
         transaction: The transaction of the load.
-        waiting: What is read at the commit, if files are held.
+        waiting: What is read at the commit, if files are leased.
         planned: Everything that the load reads.
-        files: The files that `held_for_commit` holds.
-        read: Reads from the files, and returns the errors.
+        read: Reads from leased files, and returns the first error.
         last: Called at the end of the commit; they must not raise.
 
     Raises:
         ReadFailedError: After the commit, where a read failed that should not have: with the names of the tensors.
         PlacementError: The same for what was read, and could not be cast or copied.
     """
-    errors = list[Exception]()
+    error: Exception | None = None
     tables = (item for item in planned if isinstance(item, PlainTable) and item.placement.staged)
     staged = [(table.params, table.final) for table in tables if table.final is not None]
 
     @torch.no_grad()
     def first() -> None:
+        nonlocal error
         if read is not None:
-            errors.extend(read())
+            error = read()
         for params, values in staged:
             for param, value in zip(params, values, strict=True):
                 param.copy_(value)
 
     transaction.commit(*last, first=first if read is not None or staged else None)
-    if errors and files is not None:
-        names = [name for item in waiting for name in item.names_in(files.failed)]
-        names = names or [name for item in waiting for name in item.names_in(item.extents)]
-        error_of_torch = next((error for error in errors if not isinstance(error, OSError)), None)
-        if error_of_torch is not None:
-            raise PlacementError(
-                "values that had been read could not be put in their places: these tensors may be old or damaged, and "
-                "all others are loaded",
-                where=listed(names, 8),
-                found=f"{type(error_of_torch).__name__}: {error_of_torch}",
-                remedy="load again with in_place=False, which keeps the old values until all is read and cast",
-            ) from error_of_torch
-        raise ReadFailedError(
-            "bytes that had just been read could not be read again: the values of these tensors are old or damaged, "
-            "and all other tensors are loaded",
-            where=listed(names, 8),
-            found=errors[0],
-            remedy="load again from a file that can be read; in_place=False keeps the old values until all is read",
-        ) from errors[0]
+    if error is not None:
+        kind = ReadFailedError if isinstance(error, ReadFailedError) else PlacementError
+        raise kind(
+            "values could not be read into the model at the commit: these tensors may be old or damaged, and all "
+            "others are loaded",
+            where=listed([name for item in waiting for name in item.slot_names], 8),
+            found=error if isinstance(error, ModelStateError) else f"{type(error).__name__}: {error}",
+            remedy="load again with in_place=False, which keeps the old values until all is read",
+        ) from error

@@ -18,9 +18,6 @@ from modelstate.checkpoint.open import NO_PICKLE, open_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import OptionError
-from modelstate.io.locked import can_lock_all
-from modelstate.io.memory import fresh_tensors
-from modelstate.io.prefetch import LEAST_BYTES, look_ahead
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
 from modelstate.loading.collective import (
     COMMIT,
@@ -35,7 +32,7 @@ from modelstate.loading.collective import (
 )
 from modelstate.loading.commit import (
     commit_values,
-    held_for_commit,
+    leased_for_commit,
     overwrite,
     place_fallible,
 )
@@ -43,15 +40,13 @@ from modelstate.loading.place import Place
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
 from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import (
-    bring_in,
     leased_reads,
     limit_memory,
-    prefault_async,
     prefetch_range,
     stage,
 )
 from modelstate.loading.staging import Inspect, Staging
-from modelstate.planning.assignment import DEVICES_READ_INTO, Assignment
+from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadArguments, LoadOptions, PlanArguments, check_model, checked_options
 from modelstate.planning.plain_table import PlainTable, Planned, stage_unleased
@@ -320,7 +315,6 @@ def _execute(
             options,
             agreement,
             call_extra_state=True,
-            reads=True,
             staged=staged,
             with_tables=with_tables,
         )
@@ -361,8 +355,6 @@ def _execute(
             if any(assignment.sharded is not None for assignment in assignments):
                 transaction.register_undo(refresh_shards(preparation.slots.modules.values()))
             is_mapped = any(item.placement.mapped for item in planned)
-            if options.prefault and staged is None:
-                notes += bring_in(planned, lambda _: None)
             if is_mapped:
                 # Mapped values are not read, so no read notices a change.
                 for maps in {preparation.incoming.maps, *(table.maps for table in preparation.tables if table.maps)}:
@@ -372,16 +364,14 @@ def _execute(
             if then is not None:
                 then(preparation.initialised)
             waiting = [item for item in planned if item.placement.leased and item.final is None]
-            files = held.enter_context(held_for_commit(staging, waiting, planned, advance)) if waiting else None
+            files = held.enter_context(leased_for_commit(staging, waiting, planned, advance)) if waiting else None
             read = None if files is None else leased_reads(staging, waiting, files)
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
                 held.enter_context(deferred_signals())
         with phase(COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, *item) for state, *item in new_state]
-            commit_values(transaction, waiting, planned, files, read, last)
+            commit_values(transaction, waiting, planned, read, last)
         ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(preparation, staging, agreement)
-    if is_mapped and options.prefault is None and staged is None:
-        notes += prefault_async(staging, planned)
     target, source_name = preparation.names
     return LoadReport(
         target=target,
@@ -406,15 +396,14 @@ def prepare(
     agreement: Agreement | None = None,
     *,
     call_extra_state: bool,
-    reads: bool = False,
     staged: StagedLoad | None = None,
     in_use: str = "",
     with_tables: bool = True,
 ) -> tuple[Preparation, Staging]:
     """Plans a load, or binds a plan that was made before, and returns with it how its values are read.
 
-    `reads` is whether the load is executed at once. `in_use` is why no value can be read at the commit. `with_tables`
-    is whether plain values may be planned together.
+    `in_use` is why no value can be read at the commit. `with_tables` is whether plain
+    values may be planned together.
     """
     if "torch.distributed.fsdp" in sys.modules:
         reshard(transaction.root)
@@ -426,19 +415,8 @@ def prepare(
         matched = match(checkpoint, options, view)
     else:
         matched = source.binding.matched
-    if staged is None:
-        staging = Staging(matched.part, options, transaction.root)
-        if in_use:
-            staging.temporary = fresh_tensors
-        elif reads and options.in_place is None:
-            param = next(transaction.root.parameters(), None)
-            nbytes = sum(fingerprint.nbytes for fingerprint in matched.part.fingerprints.values())
-            # A parameter with memory may be read into at the commit, and a small file is not worth a thread.
-            is_read_into = param is not None and param.device.type in DEVICES_READ_INTO and nbytes >= LEAST_BYTES
-            if is_read_into and not can_lock_all(matched.part.fingerprints):
-                staging.look = look_ahead(matched.part.fingerprints)
-    else:
-        staging = replace(staged.staging)  # the memory of the model is looked up again
+    # Of values that are staged, the memory of the model is looked up again.
+    staging = Staging(matched.part, options, transaction.root) if staged is None else replace(staged.staging)
     write = partial(Place, staging)
     preparation = Preparation(
         *(transaction, view, matched, staging.overflows, write),

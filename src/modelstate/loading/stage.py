@@ -3,7 +3,6 @@
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
 from operator import itemgetter
@@ -14,22 +13,14 @@ from msgspec.structs import replace
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
-from modelstate.io import prefetch
 from modelstate.io.engine import ReadStrategy, Request, Rows, block_reads, read_ranges, read_threads
-from modelstate.io.held import HeldFiles
-from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
-from modelstate.io.prefetch import (
-    LEAST_BYTES,
-    Shown,
-    files_to_read_uncached,
-    is_cold,
-    most_to_read,
-    prefault,
-    read_ahead,
-)
+from modelstate.io.leased import LeasedFiles
+from modelstate.io.linux import trim_heap
+from modelstate.io.memory import aligned, fresh_tensors
+from modelstate.io.prefetch import LEAST_BYTES, is_cold, read_ahead
 from modelstate.io.tensors import compute, elements
 from modelstate.loading.staging import SMALL_BYTES, Inspect, Staging
-from modelstate.loading.stream import Held, StreamBuffers, streamed_read, table_read
+from modelstate.loading.stream import Leased, StreamBuffers, streamed_read, table_read
 from modelstate.planning.assignment import (
     BY_TRANSFORM,
     Assignment,
@@ -39,7 +30,7 @@ from modelstate.planning.assignment import (
     as_target,
     called,
 )
-from modelstate.planning.memory import peak_bytes, placed_bytes, strategy_within, uncached_strategy
+from modelstate.planning.memory import peak_bytes, placed_bytes, strategy_within
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.transforms import Transform
 from modelstate.process import ONE_VARIABLE, prefetch_one, reference_count
@@ -55,6 +46,9 @@ Progress = Callable[[int], None]
 Pairs = Sequence[tuple[Assignment, torch.Tensor]]
 """What is read, each with the memory that it is read into."""
 _T = TypeVar("_T")
+_LEAST_TRIMMED_BYTES = 4 << 20
+"""A transform that frees so much leaves holes in the heap. Without trimming, 16 weights of 16 MB that become float8
+were measured to take 600 instead of 280 MB."""
 _NOT_IN_A_FILE = ByteRange("", 0, 0)
 
 
@@ -81,41 +75,17 @@ def limit_memory(staging: Staging, planned: Sequence[Planned]) -> None:
 
 
 def prefetch_range(staging: Staging, planned: Sequence[Planned]) -> list[str]:
-    """Brings in what is read and not in the page cache, and does not wait. Returns remarks for the report.
-
-    Large runs are read past the page cache, where that is possible; anything else is read ahead.
-    """
-    checkpoint = staging.checkpoint
-    if any(file.is_remote for file in checkpoint.fingerprints.values()):
+    """Makes the kernel read what is not in the page cache, and does not wait. Returns remarks for the report."""
+    fingerprints = staging.checkpoint.fingerprints
+    if any(file.is_remote for file in fingerprints.values()):
         if staging.options.max_memory_bytes is None:
             staging.strategy = replace(staging.strategy, threads=CONNECTIONS)
         return []
-    if sum(fingerprint.nbytes for fingerprint in checkpoint.fingerprints.values()) < LEAST_BYTES:
+    whole = [ByteRange(path, 0, file.nbytes) for path, file in fingerprints.items()]
+    if sum(span.nbytes for span in whole) < LEAST_BYTES or not any(is_cold(span, fingerprints) for span in whole):
         return []
-    if not any(is_cold(ByteRange(path, 0, file.nbytes), file) for path, file in checkpoint.fingerprints.items()):
-        staging.strategy = replace(staging.strategy, cached=True)
-        return []
-    notes = []
-    runs: list[ByteRange] = []
-    others: list[ByteRange] = []
-    for item in planned:
-        if item.placement.mapped:
-            continue
-        if isinstance(item, PlainTable):
-            (others if item.placement.leased else runs).extend(item.extents)
-        elif item.placed or isinstance(item.stored, StoredTensor):
-            is_run = item.is_run_of_bytes and item.is_read_together
-            (runs if is_run and not item.placement.leased else others).extend(item.extents)
-    if files := files_to_read_uncached(runs, checkpoint.fingerprints):
-        strategy, budget = staging.strategy, staging.options.max_memory_bytes
-        staging.strategy = uncached_strategy(planned, strategy, budget, files)
-    uncached = staging.strategy.uncached
-    if past := sum(extent.nbytes for extent in runs if extent.path in uncached):
-        notes.append(f"the file was not in the page cache: {size(past)} of it are read past it")
-    others += [extent for extent in runs if extent.path not in uncached]
-    if asked := read_ahead(others, checkpoint.fingerprints):
-        notes.append(f"the file was not in the page cache: {size(asked)} of it are read ahead")
-    return notes
+    nbytes = read_ahead([extent for item in planned for extent in item.extents], fingerprints)
+    return [f"the file was not in the page cache: {size(nbytes)} of it are read ahead"] if nbytes else []
 
 
 def stage(staging: Staging, planned: Iterable[Planned], progress: Progress) -> None:
@@ -152,13 +122,10 @@ def stage(staging: Staging, planned: Iterable[Planned], progress: Progress) -> N
         group.sort(key=lambda assignment: assignment.extents[0])
     alone.sort(key=lambda assignment: getattr(assignment.stored, "extent", _NOT_IN_A_FILE))
     if straight:
-        # Values that are copied into their slots give their memory back, and the others are what the slots get.
-        copied, kept = _split(straight, lambda assignment: assignment.placement.name == "copy")
-        staging.held.take(sum(assignment.nbytes for assignment in copied))
-        memory = staging.temporary([(assignment.param.size(), None, assignment.dtype) for assignment in copied])
-        memory += fresh_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in kept])
-        finals = list(zip([*copied, *kept], memory, strict=True))
-        _read(staging, finals, progress, is_fresh=staging.strategy.cached, inspect=staging.inspect)
+        staging.held.take(sum(item.nbytes for item in straight if item.placement.name == "copy"))
+        memory = fresh_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in straight])
+        finals = list(zip(straight, memory, strict=True))
+        _read(staging, finals, progress, inspect=staging.inspect)
         for assignment, final in finals:
             assignment.final = final
     if streamed:
@@ -179,13 +146,12 @@ def _stage_table(staging: Staging, table: PlainTable, progress: Progress) -> Non
     staging.held.take(table.staged_bytes)
     shapes = map(torch.Size, table.columns.shapes)  # not those of the slots, which may change meanwhile
     if table.device.type == "cpu":
-        layouts = [(shape, None, dtype) for shape, dtype in zip(shapes, table.dtypes, strict=True)]
-        memory = (staging.temporary if table.placement.staged else fresh_tensors)(layouts)
+        memory = fresh_tensors([(shape, None, dtype) for shape, dtype in zip(shapes, table.dtypes, strict=True)])
     else:
         rows = zip(shapes, table.dtypes, strict=True)
         with torch.inference_mode(False):
             memory = [torch.empty(shape, dtype=dtype, device=table.device) for shape, dtype in rows]
-    _read_table(staging, table, memory, progress, is_fresh=staging.strategy.cached)
+    _read_table(staging, table, memory, progress)
     table.final = memory
 
 
@@ -225,11 +191,11 @@ def read_in_place(staging: Staging, planned: Iterable[Planned], progress: Progre
         _read_table(staging, table, table.params, progress)
 
 
-def leased_reads(staging: Staging, planned: Sequence[Planned], files: HeldFiles) -> Callable[[], list[Exception]]:
-    """Returns a function that reads what is read at the commit, from files that are held.
+def leased_reads(staging: Staging, planned: Sequence[Planned], files: LeasedFiles) -> Callable[[], Exception | None]:
+    """Returns a function that reads what is read at the commit, from leased files.
 
-    It returns the errors, which there should not be: everything that can be read is in place also then. The buffers of
-    values that are streamed are made before this returns.
+    It returns the first error, which there should not be. The buffers of values that are streamed are made before this
+    returns.
     """
     waiting = [item for item in planned if isinstance(item, Assignment)]
     tables = [item for item in planned if isinstance(item, PlainTable)]
@@ -238,46 +204,42 @@ def leased_reads(staging: Staging, planned: Sequence[Planned], files: HeldFiles)
     direct, streamed = _split(tables, lambda table: not table.is_streamed)
     params = [assignment.param for assignment in computed]
     devices = {item.device for item in cast} | {table.device for table in streamed}
-    held = Held(files, StreamBuffers(staging, devices))
+    leased = Leased(files, StreamBuffers(staging, devices))
     reads: list[Callable[[], None]] = [
-        *(streamed_read(staging, some, lambda _: None, held) for some in [cast] * bool(cast)),
-        *(table_read(staging, table, table.params, lambda _: None, held) for table in streamed),
-        held.buffers.release,
-        partial(_compute, staging, computed, params, lambda _: None, held=files),
-        partial(_read_held, staging, straight, direct, files),
+        *([streamed_read(staging, cast, lambda _: None, leased)] if cast else []),
+        *(table_read(staging, table, table.params, lambda _: None, leased) for table in streamed),
+        leased.buffers.release,
+        partial(_compute, staging, computed, params, lambda _: None, files=files),
+        partial(_read_leased, staging, straight, direct, files),
+        files.check_unchanged,
     ]
-    held.buffers.reserve()
+    leased.buffers.reserve()
 
-    def run() -> list[Exception]:
-        errors: list[Exception] = []
+    def run() -> Exception | None:
+        first: Exception | None = None
         for read in reads:
             try:
-                try:
-                    read()
-                except MemoryError:
-                    read()  # the buffers of the first read are free again
+                read()
             except Exception as error:
-                errors.append(error)
+                first = first or error
         for assignment in waiting:
             assignment.final = assignment.param
-        return errors
+        return first
 
     return run
 
 
-def _read_held(
-    staging: Staging, assignments: Sequence[Assignment], tables: Sequence[PlainTable], files: HeldFiles
+def _read_leased(
+    staging: Staging, assignments: Sequence[Assignment], tables: Sequence[PlainTable], files: LeasedFiles
 ) -> None:
-    """Copies values into their slots; reads what cannot be copied, all in one go. Raises `ReadFailedError`."""
+    """Reads values that are not cast into their slots. Raises `ReadFailedError`."""
     started = time.perf_counter()
     requests = [request for assignment in assignments for request in assignment.requests(assignment.param.data_ptr())]
     for table in tables:
         requests += _requests(table, table.params)
     try:
         with staging.held.during(placed_bytes(assignments)):
-            left = files.locked.copy(requests)
-            if left:
-                read_ranges(left, fingerprints=staging.checkpoint.fingerprints, held=files)
+            read_ranges(requests, fingerprints=staging.checkpoint.fingerprints, leased=files)
     finally:  # autograd has not seen the writes
         increment_version(
             [*(item.param for item in assignments), *(param for table in tables for param in table.params)]
@@ -293,7 +255,7 @@ def _compute(
     computed: Sequence[Assignment],
     finals: Sequence[torch.Tensor],
     progress: Progress,
-    held: HeldFiles | None = None,
+    files: LeasedFiles | None = None,
 ) -> None:
     """Computes combined tensors into their final memory. Raises `ReadFailedError`."""
     targets = [
@@ -308,10 +270,10 @@ def _compute(
     paths = {extent.path for assignment in computed for extent in assignment.extents}
     thread_bytes = max(stored.thread_bytes for stored, _ in targets)
     with (
-        block_reads(paths, fingerprints=checkpoint.fingerprints, held=held) as read,
+        block_reads(paths, fingerprints=checkpoint.fingerprints, leased=files) as read,
         staging.held.during(read_threads() * thread_bytes),
     ):
-        compute(targets, read, read_whole=checkpoint.read, on_done=lambda _: progress(0), is_held=held is not None)
+        compute(targets, read, read_whole=checkpoint.read, on_done=lambda _: progress(0))
     seconds, total = time.perf_counter() - started, sum(assignment.nbytes for assignment in computed)
     for assignment, final in zip(computed, finals, strict=True):
         assignment.final = final
@@ -390,7 +352,7 @@ def _own_value(staging: Staging, assignment: Assignment) -> torch.Tensor:
     """Returns the value in memory that nothing else refers to. Reads it if it is in a file."""
     if assignment.is_read_into_place:
         fresh = _memory_for(assignment)
-        _read(staging, [(assignment, fresh)], lambda _: None, alone=True)
+        _read(staging, [(assignment, fresh)], lambda _: None)
         return fresh
     if isinstance(assignment.stored, StoredComposite):
         return staging.checkpoint.read(assignment.stored)
@@ -485,17 +447,17 @@ def _stage_alone(staging: Staging, assignments: Sequence[Assignment], progress: 
     transformed, rest = _split(assignments, lambda assignment: assignment.transform is not None)
     copied, rest = _split(rest, _is_copied)
     _copy_live(staging, copied, progress)
-    trim = HeapTrim()
     for assignment in rest:
         stage_one(staging, assignment)
-        trim.on_freed(assignment.transform_bytes)
+        if assignment.transform_bytes >= _LEAST_TRIMMED_BYTES:
+            trim_heap()
         progress(assignment.nbytes)
     ahead = staging.strategy.ahead and len(transformed) > 1
 
     def fetch(item: tuple[Assignment, torch.Tensor | None], check: Callable[[], None]) -> None:
         assignment, into = item
         assert into is not None
-        _read(staging, [(assignment, into)], lambda _: check(), alone=True)
+        _read(staging, [(assignment, into)], lambda _: check())
 
     def use(item: tuple[Assignment, torch.Tensor | None]) -> None:
         assignment, read = item
@@ -556,13 +518,13 @@ def _read_through_scratch(
     layout = torch.Size([max(size for _, size in groups)]), None, torch.uint8
     buffers = fresh_tensors([layout] * (2 if staging.strategy.ahead and len(groups) > 1 else 1))
     turns = cycle(buffers)
-    trim = HeapTrim()
 
     def use(pairs: Pairs) -> None:
         for assignment, buffer in pairs:
             started = time.perf_counter()
             finish(assignment, buffer)
-            trim.on_freed(assignment.transform_bytes)
+            if assignment.transform_bytes >= _LEAST_TRIMMED_BYTES:
+                trim_heap()
             assignment.seconds += time.perf_counter() - started
 
     laid_out = (_laid_out(group, next(turns)) for group, _ in groups)
@@ -607,71 +569,49 @@ def _groups(assignments: Iterable[Assignment], scratch_bytes: int) -> Iterator[t
         yield group, total
 
 
-def _read(
-    staging: Staging,
-    pairs: Pairs,
-    progress: Progress,
-    *,
-    alone: bool = False,
-    is_fresh: bool = False,
-    inspect: Inspect | None = None,
-) -> None:
+def _read(staging: Staging, pairs: Pairs, progress: Progress, *, inspect: Inspect | None = None) -> None:
+    """Reads values that are ranges of files into tensors. Raises `ReadFailedError`."""
     started = time.perf_counter()
-    uncached = frozenset[str]() if alone else staging.strategy.uncached
-    # Runs of a strided tensor go through the page cache: past it, neighbouring runs would read their pages again.
-    runs, placed = _split(pairs, lambda pair: not (uncached and pair[0].placed))
-    buffer_bytes = placed_bytes(assignment for assignment, _ in pairs)
-    buffer_bytes += staging.strategy.buffer_bytes if uncached or staging.strategy.remote else 0
-    with staging.held.during(buffer_bytes):
-        for some, past_cache in [(runs, uncached), *[(placed, frozenset[str]())] * bool(placed)]:
-            requests = [request for assignment, tensor in some for request in assignment.requests(tensor.data_ptr())]
-            read_ranges(
-                requests,
-                fingerprints=staging.checkpoint.fingerprints,
-                on_read=progress,
-                threads=staging.strategy.threads if staging.strategy.remote else None,
-                batch_bytes=staging.strategy.block_bytes if staging.strategy.remote else None,
-                uncached=past_cache,
-                is_fresh=is_fresh,
-                on_piece=None
-                if inspect is None
-                else _piece_inspector([(assignment.param, tensor) for assignment, tensor in some], inspect),
-            )
+    requests = [request for assignment, tensor in pairs for request in assignment.requests(tensor.data_ptr())]
+    with staging.held.during(placed_bytes(assignment for assignment, _ in pairs)):
+        slots = [(assignment.param, tensor) for assignment, tensor in pairs]
+        _read_requests(staging, requests, progress, None if inspect is None else _piece_inspector(slots, inspect))
     seconds, total = time.perf_counter() - started, sum(assignment.nbytes for assignment, _ in pairs)
     for assignment, _ in pairs:
         assignment.seconds += seconds * assignment.nbytes / max(total, 1)
 
 
-def _read_table(
-    staging: Staging,
-    table: PlainTable,
-    targets: Sequence[torch.Tensor],
-    progress: Progress,
-    *,
-    is_fresh: bool = False,
-) -> None:
+def _read_table(staging: Staging, table: PlainTable, targets: Sequence[torch.Tensor], progress: Progress) -> None:
     """Reads the values of a table into tensors: memory of their own, or their slots."""
     if table.is_streamed:
         table_read(staging, table, targets, progress)()
         return
-    started, inspect, uncached = time.perf_counter(), staging.inspect, staging.strategy.uncached
+    started, inspect = time.perf_counter(), staging.inspect
+    on_piece = _piece_inspector(zip(table.params, targets, strict=True), inspect) if inspect else None
     try:
-        buffer_bytes = staging.strategy.buffer_bytes if uncached or staging.strategy.remote else 0
-        with staging.held.during(buffer_bytes) if buffer_bytes else nullcontext():
-            read_ranges(
-                _requests(table, targets),
-                fingerprints=staging.checkpoint.fingerprints,
-                on_read=progress,
-                threads=staging.strategy.threads if staging.strategy.remote else None,
-                batch_bytes=staging.strategy.block_bytes if staging.strategy.remote else None,
-                uncached=uncached,
-                is_fresh=is_fresh,
-                on_piece=_piece_inspector(zip(table.params, targets, strict=True), inspect) if inspect else None,
-            )
+        _read_requests(staging, _requests(table, targets), progress, on_piece)
     finally:
         if table.placement.direct:
             increment_version(targets)  # autograd has not seen the writes
     table.seconds += time.perf_counter() - started
+
+
+def _read_requests(
+    staging: Staging,
+    requests: Sequence[Request | Rows],
+    progress: Progress,
+    on_piece: Callable[[int, int], None] | None,
+) -> None:
+    strategy = staging.strategy
+    with staging.held.during(strategy.buffer_bytes):
+        read_ranges(
+            requests,
+            fingerprints=staging.checkpoint.fingerprints,
+            on_read=progress,
+            threads=strategy.threads if strategy.remote else None,
+            batch_bytes=strategy.block_bytes if strategy.remote else None,
+            on_piece=on_piece,
+        )
 
 
 def _requests(table: PlainTable, targets: Iterable[torch.Tensor]) -> list[Request | Rows]:
@@ -714,47 +654,3 @@ def _split(items: Sequence[_T], goes_first: Callable[[_T], bool]) -> tuple[list[
     for item in items:
         (first if goes_first(item) else second).append(item)
     return first, second
-
-
-# The pages of mapped files.
-
-
-def prefault_async(staging: Staging, planned: Iterable[Planned]) -> list[str]:
-    """Brings in the mapped pages that are not in the page cache, and does not wait. Returns remarks for the report."""
-    shown = _shown(planned)
-    if staging.strategy.cached or sum(extent.nbytes for extent, _ in shown) < LEAST_BYTES:
-        return []
-    shown, rest = _that_fits(shown)
-    prefetch.prefault_async(shown)
-    return ["the file was not in the page cache: its map is brought in, while the program goes on" + rest]
-
-
-def bring_in(planned: Iterable[Planned], progress: Callable[[int], None]) -> list[str]:
-    """Brings in the mapped pages, and waits for them. Returns remarks for the report. Raises `ReadFailedError`."""
-    shown, left = _that_fits(_shown(planned))
-    prefault(shown, progress)
-    return [f"the map is brought in{left}"] if left else []
-
-
-def _shown(planned: Iterable[Planned]) -> list[Shown]:
-    """The mapped tensors, with the bytes of their files."""
-    shown: list[Shown] = []
-    for item in planned:
-        if item.placement.mapped and isinstance(item, PlainTable):
-            values = zip(item.params, item.final or item.params, strict=True)
-            # A slot that has its memory has exchanged it with the value.
-            mapped = [value if param.is_meta else param for param, value in values]
-            shown += zip(item.sources, mapped, strict=True)
-        elif item.placement.mapped and isinstance(item, Assignment) and isinstance(item.stored, StoredTensor):
-            shown.append((item.stored.extent, item.value))
-    return shown
-
-
-def _that_fits(shown: Sequence[Shown]) -> tuple[list[Shown], str]:
-    """The tensors that fit into half of the memory, and a remark where there are more."""
-    most, fits = most_to_read(), list[Shown]()
-    for extent, tensor in shown:
-        if (most := most - extent.nbytes) < 0:
-            return fits, ": as much of it as half of the memory holds"
-        fits.append((extent, tensor))
-    return fits, ""

@@ -1,6 +1,6 @@
 """`Staging`: how the values of a load are read, and the memory that it takes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -8,8 +8,7 @@ from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.io.engine import ReadStrategy
-from modelstate.io.memory import Layout, MemoryTracker, spare_tensors
-from modelstate.io.prefetch import CacheLook
+from modelstate.io.memory import MemoryTracker
 from modelstate.loading.replicas import SharedRead
 from modelstate.planning.options import LoadOptions
 from modelstate.process import cached_attribute
@@ -40,11 +39,6 @@ class Staging(msgspec.Struct, eq=False, dict=True):
     inspect: Inspect | None = None
     """Called with the values that are read from a file, or copied from a tensor, to where they stay, by the threads
     that do so. Values that take another route are not inspected, nor are those of less than `SMALL_BYTES`."""
-    look: CacheLook | None = None
-    """A look at the page cache that goes on while the load is planned."""
-    temporary: Callable[[Sequence[Layout]], list[torch.Tensor]] = spare_tensors
-    """Allocates memory for values that are copied into their slots at the commit, and then gone. The default keeps it
-    for the next load. In the background values may wait for long, and their memory is not kept."""
 
     @cached_attribute
     def own_memory(self) -> Addresses:

@@ -5,17 +5,16 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from modelstate.io.blocks import Block, Buffers, Consume, Part, Wait, Wanted, in_blocks, stream
 from modelstate.io.engine import common_align_bytes
-from modelstate.io.held import HeldFiles, locked_files
+from modelstate.io.leased import LeasedFiles
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.pinned import pinned_memory
-from modelstate.io.uncached import BUFFER_BYTES
 from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment, after_module_transform, transform_errors
 from modelstate.planning.plain_table import PlainTable
@@ -56,8 +55,7 @@ class Run(NamedTuple):
 
     def shown(self, buffer: torch.Tensor) -> torch.Tensor:
         """The elements in a buffer."""
-        first = self.at // self.dtype.itemsize
-        return buffer.view(self.dtype)[first : first + self.numel]
+        return buffer[self.at : self.at + self.numel * self.dtype.itemsize].view(self.dtype)
 
     def sources(self, shown: torch.Tensor) -> list[torch.Tensor]:
         """The values, as views."""
@@ -78,8 +76,11 @@ def copy_runs(runs: Sequence[Run], buffer: torch.Tensor, overflows: Overflows) -
             if len(values) > _FEW and all(is_within(elements, dtype) for dtype in narrow):
                 continue
             for value, source in zip(run.values, values, strict=True):
-                found.check(value.name, source, value.target)
-    overflows.add(found.counts)  # at once: a block that fails is processed again
+                try:
+                    found.check(value.name, source, value.target)
+                except (MemoryError, RuntimeError):  # the values are in place: a load does not fail for a count
+                    found.add({(UNCHECKED, value.name): source.numel()})
+    overflows.add(found.counts)
 
 
 class CudaQueue:
@@ -181,18 +182,17 @@ class StreamBuffers(Buffers):
         super().__init__()
         self.queues = {device: CudaQueue(device) for device in sorted(set(devices), key=str) if device.type == "cuda"}
         self._tracker, self._taken = staging.held, 0
-        self._beside_bytes = BUFFER_BYTES if staging.strategy.uncached else 0
 
     @torch.inference_mode(False)  # tensors of that mode could not be written to outside of it
     def _make(self, count: int, nbytes: int) -> list[torch.Tensor]:
         on_devices = sum(queue.reserve(nbytes) for queue in self.queues.values())
-        taken = count * (nbytes + self._beside_bytes) + on_devices
+        taken = count * nbytes + on_devices
         self._tracker.take(taken)
         self._taken += taken
         for device in self.queues:
             with suppress(RuntimeError):  # a limit on pinned memory; copies from other memory only take longer
                 step = aligned(nbytes)
-                memory = pinned_memory(count * step, device, spare=True)
+                memory = pinned_memory(count * step, device)
                 return [memory[at : at + nbytes] for at in range(0, count * step, step)]
         return super()._make(count, nbytes)
 
@@ -208,24 +208,23 @@ class StreamBuffers(Buffers):
 Progress = Callable[[int], None]
 
 
-class Held(NamedTuple):
-    """Files that are held, and the buffers of the reads from them, which are made when all of these are planned."""
+class Leased(NamedTuple):
+    """Files that are leased, and the buffers of the reads from them, which are made when all of these are planned."""
 
-    files: HeldFiles
+    files: LeasedFiles
     buffers: StreamBuffers
 
 
 def streamed_read(
-    staging: Staging, streamed: Sequence[Assignment], progress: Progress, held: Held | None = None
+    staging: Staging, streamed: Sequence[Assignment], progress: Progress, leased: Leased | None = None
 ) -> Callable[[], None]:
     """Returns a function that reads the final values of assignments that can be streamed.
 
-    It reads in place where the placement says so. With `held` it reads from these files, and everything that can be
-    read is in place also where it raises.
+    It reads in place where the placement says so, and from the files of `leased`, where that is passed.
 
     It raises `ReadFailedError` and `TransformError`; memory that is read in place is then partly overwritten.
     """
-    buffers = StreamBuffers(staging, (one.device for one in streamed)) if held is None else held.buffers
+    buffers = StreamBuffers(staging, (one.device for one in streamed)) if leased is None else leased.buffers
     consumer = _BlockConsumer(staging, streamed, buffers.queues)
     ranges = [one.stored.extent for one in streamed if isinstance(one.stored, StoredTensor)]
     wanted = [Wanted(extent, one.unit_bytes) for extent, one in zip(ranges, streamed, strict=True)]
@@ -235,10 +234,8 @@ def streamed_read(
         progress(block.wanted_bytes)
 
     return _stream(
-        *(staging, wanted, consumer.consume, buffers, on_block, consumer.end, held),
-        itemsize=max(one.value.dtype.itemsize for one in streamed),
+        *(staging, wanted, consumer.consume, buffers, on_block, consumer.end, leased),
         to_device=any(one.device in buffers.queues for one in streamed),
-        can_repeat=all(one.block_function is None for one in streamed),
     )
 
 
@@ -247,13 +244,13 @@ def table_read(
     table: PlainTable,
     targets: Sequence[torch.Tensor],
     progress: Progress,
-    held: Held | None = None,
+    leased: Leased | None = None,
 ) -> Callable[[], None]:
     """Returns a function that reads the values of a streamed table into tensors, and casts them.
 
     Values that adjoin in a file are read as one range, and the bytes of a value that has several names once.
 
-    With `held` it reads from these files, and everything that can be read is in place also where it raises.
+    With `leased` it reads from these files.
 
     It raises `ReadFailedError`; memory that is read in place is then partly overwritten.
     """
@@ -261,7 +258,7 @@ def table_read(
     in_order = sorted(range(len(sources)), key=sources.__getitem__)
     begins = [(path, start) for path, start, _ in map(sources.__getitem__, in_order)]
     ends = [(path, start + nbytes) for path, start, nbytes in map(sources.__getitem__, in_order)]
-    buffers = StreamBuffers(staging, [table.device]) if held is None else held.buffers
+    buffers = StreamBuffers(staging, [table.device]) if leased is None else leased.buffers
     queue = buffers.queues.get(table.device)
 
     def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
@@ -295,10 +292,8 @@ def table_read(
 
     wanted = [Wanted(extent, dtype.itemsize) for extent in extents]
     return _stream(
-        *(staging, wanted, consume, buffers, on_block, end, held),
-        itemsize=dtype.itemsize,
+        *(staging, wanted, consume, buffers, on_block, end, leased),
         to_device=queue is not None,
-        can_repeat=True,
     )
 
 
@@ -309,49 +304,34 @@ def _stream(
     buffers: StreamBuffers,
     on_block: Callable[[Block, float], None],
     end: Callable[[], None],
-    held: Held | None,
+    leased: Leased | None,
     *,
-    itemsize: int,
     to_device: bool,
-    can_repeat: bool,
 ) -> Callable[[], None]:
-    """`can_repeat` is whether `consume` can be called again for a block where it has failed."""
+    """Returns the function that reads the ranges, and gives blocks to `consume`."""
     strategy, fingerprints = staging.strategy, staging.checkpoint.fingerprints
     if to_device:
         strategy = strategy.for_devices(sum(aligned(entry.source.nbytes) for entry in wanted))
     align_bytes = common_align_bytes({entry.source.path for entry in wanted}, fingerprints)
     blocks = in_blocks(wanted, strategy.block_bytes, align_bytes)
     buffers.need(blocks, strategy.threads)
-    left = {id(block): block for block in blocks}
-
-    def on_done(block: Block, seconds: float) -> None:
-        del left[id(block)]
-        on_block(block, seconds)
-
-    # With in_place=False nothing can end the process, also where it is stopped while a file is cut.
-    uses_maps = can_repeat and not to_device and staging.options.in_place is not False
 
     def run() -> None:
-        """Called again where memory was lacking, it goes on with the blocks that are left."""
         try:
-            if uses_maps:
-                extents = [entry.source for entry in wanted]
-                with locked_files(extents, fingerprints) if held is None else nullcontext(held.files) as files:
-                    files.locked.stream(wanted, [*left.values()], consume, on_done, itemsize)
             stream(
                 *(wanted, consume),
                 strategy=strategy,
                 fingerprints=fingerprints,
-                on_block=on_done,
-                blocks=[*left.values()],
+                on_block=on_block,
+                blocks=blocks,
                 buffers=buffers,
-                held=None if held is None else held.files,
+                leased=None if leased is None else leased.files,
             )
         finally:
             # A block that has failed may have left copies behind: they use memory that is freed after an error.
             for queue in buffers.queues.values():
                 queue.wait()
-        if held is None:
+        if leased is None:
             buffers.release()
         end()
 
@@ -371,7 +351,7 @@ class _BlockConsumer:
             if assignment.block_function is not None
         }
         cast = [index for index, assignment in enumerate(streamed) if assignment.block_function is None]
-        self._finals = dict(zip(cast, _memory(staging, [streamed[index] for index in cast]), strict=True))
+        self._finals = dict(zip(cast, _memory([streamed[index] for index in cast]), strict=True))
         self._flat = {index: final.detach().view(-1) for index, final in self._finals.items()}
         self._tracker = staging.held
         self._tracker.take(sum(assignment.staged_bytes for assignment in streamed))
@@ -430,23 +410,17 @@ class _BlockConsumer:
             assignment.seconds += seconds * part.nbytes / wanted_bytes
 
 
-def _memory(staging: Staging, cast: Sequence[Assignment]) -> list[torch.Tensor]:
+def _memory(cast: Sequence[Assignment]) -> list[torch.Tensor]:
     """The final memory of each assignment."""
     on_cpu = [assignment for assignment in cast if assignment.on_cpu and not assignment.placement.direct]
-    copied = [assignment for assignment in on_cpu if assignment.placement.staged]
-    kept = [assignment for assignment in on_cpu if not assignment.placement.staged]
-    memory_of = {
-        id(assignment): tensor
-        for some, allocate in ((copied, staging.temporary), (kept, fresh_tensors))
-        for assignment, tensor in zip(some, allocate([assignment.layout for assignment in some]), strict=True)
-    }
+    fresh = iter(fresh_tensors([assignment.layout for assignment in on_cpu]))
     memory = []
     with torch.inference_mode(False):
         for assignment in cast:
             if assignment.placement.direct:
                 memory.append(assignment.param)
             elif assignment.on_cpu:
-                memory.append(memory_of[id(assignment)])
+                memory.append(next(fresh))
             else:
                 memory.append(torch.empty(assignment.param.shape, dtype=assignment.dtype, device=assignment.device))
     return memory

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
-from itertools import product
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from modelstate.io.memory import Layout, fresh_tensors
 from modelstate.planning.sharded import ShardedSlot
 from modelstate.planning.transforms import BlockFunction, Bound, Transform
 from modelstate.rules.expression import Derived, PlacedTensor, Source, placed_tensors
-from modelstate.spec import ByteRange, Combined, StoredComposite, StoredTensor, contiguous_stride, is_run, overlapping
+from modelstate.spec import ByteRange, Combined, StoredComposite, StoredTensor, contiguous_stride, is_run
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import Overflows, nonfinite
 from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain, is_plain_memory
@@ -277,9 +276,10 @@ class Assignment:
         self.placement = staged_because(reason)
         self.choose_route()
 
-    def names_in(self, ranges: Sequence[ByteRange]) -> list[str]:
-        """Returns the name in a list where the value is read from one of these ranges, else an empty list."""
-        return [self.name] * any(overlapping(*pair) for pair in product(self.extents, ranges))
+    @property
+    def slot_names(self) -> list[str]:
+        """The name, in a list."""
+        return [self.name]
 
     @property
     def is_read_into_place(self) -> bool:

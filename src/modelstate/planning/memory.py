@@ -1,11 +1,9 @@
 """Predicts the memory that a load needs beyond the final tensors, and chooses a strategy that fits a budget."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
-from msgspec.structs import replace
-
-from modelstate.io.engine import ReadStrategy, read_threads, uncached_threads
+from modelstate.io.engine import ReadStrategy, read_threads
 from modelstate.io.memory import aligned
 from modelstate.planning.assignment import Assignment, ReadRoute
 from modelstate.planning.plain_table import PlainTable, Planned
@@ -16,20 +14,6 @@ def strategy_within(planned: Sequence[Planned], max_bytes: int, usual: ReadStrat
     for strategy in (usual, *usual.smaller()):
         if peak_bytes(planned, strategy) <= max_bytes:
             break
-    return strategy
-
-
-def uncached_strategy(
-    planned: Sequence[Planned], strategy: ReadStrategy, max_bytes: int | None, files: Collection[str]
-) -> ReadStrategy:
-    """The strategy with O_DIRECT for these files, if that needs at most `max_bytes`; else the same strategy."""
-    uncached = replace(strategy, uncached=frozenset(files))
-    # More threads compute no faster.
-    computes = any(isinstance(item, Assignment) and item.module_transform is not None for item in planned)
-    wide = uncached if computes else replace(uncached, threads=uncached_threads(strategy.threads))
-    for candidate in (wide, uncached):
-        if max_bytes is None or peak_bytes(planned, candidate) <= max_bytes:
-            return candidate
     return strategy
 
 

@@ -56,7 +56,6 @@ class LoadArguments(PlanArguments, total=False):
     optimizers: Iterable[torch.optim.Optimizer]
     progress: bool | None
     max_memory_bytes: int | None
-    prefault: bool | None
     process_group: "ProcessGroup | None"
     timeout_seconds: float
 
@@ -90,7 +89,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
             where the read cannot fail: for plain tensors on the CPU or a CUDA device, from files that a read lease can
             hold, when all their bytes are in the page cache; other values are read before the first one is put in
             place. What can still happen is that the kernel evicts bytes within that moment and the disk then fails to
-            return them: the error names the tensors that have not been loaded. False reads all values into memory of
+            return them: the error names the tensors that may be old or damaged. False reads all values into memory of
             their own first. True never does; an I/O error or an interrupt during that read, on any rank, leaves a
             partly overwritten model. The report says for each tensor what was done.
         init_missing: Initialises tensors that the checkpoint lacks with the model's own code, as the constructor does:
@@ -106,8 +105,6 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
             memory.
         progress: Whether to show a progress bar. None shows one on a terminal after half a second.
         max_memory_bytes: The most memory that the load may use in addition to the final tensors.
-        prefault: True reads the pages of mapped files with several threads before any value is put in place. None reads
-            them in the background. False leaves them to the first use.
         process_group: The ranks that load together, where the model has DTensors. None stands for the ranks of their
             mesh.
         timeout_seconds: How long a rank waits for the others, at the end of planning, of reading, and of the commit.
@@ -129,7 +126,6 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     progress: bool | None = None
     max_memory_bytes: int | None = None
-    prefault: bool | None = None
     process_group: Any = None
     timeout_seconds: float = TIMEOUT_SECONDS
     device_of_meta: Callable[[torch.Tensor], torch.device] | None = None

@@ -6,7 +6,7 @@ are rows of a few tables, each with one placement and one route. Every other val
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
 from modelstate.io.files import FileFingerprint
-from modelstate.io.held import why_not_held
+from modelstate.io.leased import why_no_lease
 from modelstate.planning.assignment import (
     COPYABLE,
     DEVICES_READ_INTO,
@@ -31,7 +31,7 @@ from modelstate.planning.assignment import (
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.plan import Step
 from modelstate.process import cached_attribute
-from modelstate.spec import ByteRange, StoredTensor, StoredTensors, TensorColumns, overlapping
+from modelstate.spec import ByteRange, StoredTensor, StoredTensors, TensorColumns
 from modelstate.torch_compat.dtypes import cast_between, short
 from modelstate.torch_compat.plain import is_plain, is_writable_memory
 from modelstate.transaction.slots import HIDDEN, Slot, sharing
@@ -143,10 +143,10 @@ class PlainTable:
         """Has the values read before the commit that were planned to be read at the commit."""
         self.placement = staged_because(reason)
 
-    def names_in(self, ranges: Sequence[ByteRange]) -> list[str]:
-        """Returns the names of the slots whose values are in one of these ranges."""
-        rows = zip(self.slots, self.sources, strict=True)
-        return [slot.name for slot, extent in rows if any(overlapping(extent, other) for other in ranges)]
+    @property
+    def slot_names(self) -> list[str]:
+        """The names of the slots."""
+        return [slot.name for slot in self.slots]
 
 
 Planned = Assignment | PlainTable
@@ -168,7 +168,7 @@ def stage_unleased(planned: Iterable[Planned], fingerprints: Mapping[str, FileFi
         reason = "they are small"
     else:
         extents = [extent for item in waiting for extent in item.extents]
-        reason = why_not_held(extents, fingerprints) or in_use
+        reason = why_no_lease(extents, fingerprints) or in_use
     for item in waiting if reason else ():
         item.stage_instead(reason)
 
