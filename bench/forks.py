@@ -39,7 +39,7 @@ def model(mb: float) -> nn.Module:
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(round(mb * _MB / WIDTH**2 / 4))))
 
 
-def measure(workers: int, mb: float, keep_versions: int = 1, spare_bytes: int | None = None) -> list[Row]:
+def measure(workers: int, mb: float, keep_versions: int = 1) -> list[Row]:
     """Forks workers from a process that has made a `Live`, and returns the memory after each of their steps."""
     torch.set_num_threads(1)  # threads of the parent do not exist in a fork
     with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +47,7 @@ def measure(workers: int, mb: float, keep_versions: int = 1, spare_bytes: int | 
         _in_a_fork(lambda: ms.save({name: torch.ones(value.shape) for name, value in state.items()}, path))
         module = model(mb)
         ms.load(module, path, map=False)
-        live = ms.Live(module, keep_versions=keep_versions, spare_bytes=spare_bytes)
+        live = ms.Live(module, keep_versions=keep_versions)
         del module
         x = torch.ones(1, WIDTH)
         steps: list[tuple[str, Callable[[], object]]] = [
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--mb", type=float, default=400.0)
     arguments = parser.parse_args()
-    for options in ({"keep_versions": 1, "spare_bytes": None}, {"keep_versions": 0, "spare_bytes": 0}):
+    for options in ({"keep_versions": 1}, {"keep_versions": 0}):
         print(", ".join(f"{name}={value}" for name, value in options.items()))
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             rows = pool.submit(measure, arguments.workers, arguments.mb, **options).result()

@@ -75,16 +75,16 @@ def aoti_package(path: str) -> Any:
     return torch._inductor.aoti_load_package(path)
 
 
-def live_program(kind: str, mode: Any, calls: int) -> tuple[Request, Swap]:
+def live_program(kind: str, calls: int) -> tuple[Request, Swap]:
     module, x = Constant(), torch.ones(ROWS, WIDTH)
     served = ms.Live(target_of(kind, module, x))
     served(x)
 
     def request() -> tuple[int, torch.Tensor]:
-        with served.pin() as v:
+        with served.version() as v:
             return v.id, torch.cat([v(x) for _ in range(calls)])
 
-    return request, lambda k: served.swap(module.weights(k), mode=mode)
+    return request, lambda k: served.swap(module.weights(k))
 
 
 def in_place(assign: bool) -> tuple[Request, Swap]:
@@ -124,9 +124,8 @@ STOCK: dict[str, Callable[[], tuple[Request, Swap]]] = {
     "AOTInductor, load_constants, 2 calls a request": partial(load_constants, 2),
 }
 WAYS: dict[str, Callable[[], tuple[Request, Swap]]] = {
-    **{f"modelstate.Live, {kind}": partial(live_program, kind, "available", 1) for kind in KINDS},
-    **{f"modelstate.Live, {kind}, 2 calls a request": partial(live_program, kind, "available", 2) for kind in KINDS},
-    **{f"modelstate.Live, {kind}, mode='in_place'": partial(live_program, kind, "in_place", 1) for kind in KINDS},
+    **{f"modelstate.Live, {kind}": partial(live_program, kind, 1) for kind in KINDS},
+    **{f"modelstate.Live, {kind}, 2 calls a request": partial(live_program, kind, 2) for kind in KINDS},
     **STOCK,
 }
 OURS = tuple(name for name in WAYS if name not in STOCK)
@@ -195,7 +194,7 @@ STAGED, STAGED_FILE = "swap, {}: staging", "swap from a file, {}: staging"
 FLIP, ROLLBACK = "swap, {}: all the rest", "rollback, {}"
 BARE = {"exported": "ExportedProgram.module()", "aoti": "aoti_load_package(path)"}
 MODULE = "the module"
-LIVE, ANSWER, PINNED = "live(x), {}", "live.answer(x), {}", "with live.pin() as v: v(x), {}"
+LIVE, ANSWER, PINNED = "live(x), {}", "live.answer(x), {}", "with live.version() as v: v(x), {}"
 GRAPH = "the lifted graph alone"
 _WARM, _SWAPS, _ROUNDS, _CALLS = 3, 5, 40, 50
 
@@ -263,7 +262,7 @@ def measure_requests(*, kind: str) -> None:
     live = ms.Live(target)
 
     def pinned() -> None:
-        with live.pin() as v:
+        with live.version() as v:
             v(x)
 
     ways: dict[str, Callable[[], Any]] = {

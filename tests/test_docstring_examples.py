@@ -111,7 +111,7 @@ SETUPS = {
     "Live": LIVE,
     "Live.history": f"{LIVE}live.swap('step-2000.safetensors')\n",
     "Live.method": WRITER,
-    "Live.pin": WRITER,
+    "Live.version": WRITER,
     "Canary": LIVE,
     "Store": STORE,
     "Store.diff": TWO_STEPS,

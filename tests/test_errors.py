@@ -30,7 +30,6 @@ REMEDIES = {
     errors.DamagedFileError: CUT_SHORT,
     errors.NewerManifestError: "update modelstate",
     errors.CanaryError: "nothing has been changed; look at the new weights, or at the canary's conditions",
-    errors.QuarantinedError: "swap in weights that are known to be good",
     errors.ModelCodeError: "see the traceback of the cause",
     errors.TargetExistsError: "take another path, or overwrite=True to replace it",
 }

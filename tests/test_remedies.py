@@ -484,7 +484,7 @@ def restore_of_other_names(tmp_path: Path) -> Scenario:
     return Scenario(call, names={"model": nn.ModuleDict({"a": nn.Linear(2, 2), "c": nn.Linear(3, 3)})})
 
 
-@scenario("serve/swap_pipeline.py::")
+@scenario("serve/swap.py::")
 def swap_with_more(_: Path) -> Scenario:
     return swapping(state(extra=torch.ones(1)))
 
@@ -616,12 +616,19 @@ def restore_with_one_schema_for_two(tmp_path: Path) -> Scenario:
     return Scenario(call, {"rules": schema}, {"schema": schema})
 
 
-@scenario("serve/swap_pipeline.py::FiniteCheck.check")
+@scenario("serve/swap.py::_check_casts")
+def swap_with_a_cast(_: Path) -> Scenario:
+    return swapping(state(n0_bias=torch.zeros(4, dtype=torch.float16)))
+
+
+@scenario("serve/swap.py::_check_finite")
 def swap_with_nan(_: Path) -> Scenario:
-    return swapping(state(n0_bias=torch.full((4,), torch.nan)))
+    live = ms.Live(net().eval())
+    source = state(n0_bias=torch.full((4,), torch.nan))
+    return Scenario(lambda **given: live.swap(source, **{"check_finite": True, **given}))
 
 
-@scenario("serve/swap_pipeline.py::_cast_remedy")
+@scenario("serve/swap.py::_cast_remedy")
 def swap_with_a_lossy_cast(_: Path) -> Scenario:
     return swapping(state(n0_bias=torch.full((4,), 1 / 3, dtype=torch.float64)))
 
@@ -860,17 +867,14 @@ NOT_FOLLOWED = {
     "serve/export.py::_check_on_cpu": _EXPORT,
     "serve/export.py::_exported": _EXPORT,
     "serve/export.py::_compiled": _EXPORT,
-    "serve/export.py::_unsupported_guards": _EXPORT,
-    "serve/export.py::Trial.__init__": _EXPORT,
-    "serve/exported.py::_Graph.__init__": _EXPORT,
+    "serve/export.py::_Trial.__init__": _EXPORT,
+    "serve/exported.py::ExportedTarget.__init__": _EXPORT,
     "serve/meta_clone.py::check_captured_references": _PROSE,
     "serve/program_file.py::_unsupported": _EXPORT,
     "serve/state_names.py::_Groups.check": _PLACEHOLDERS,
-    "serve/swap_pipeline.py::SwapSource.check": "tests/serve/test_hooks.py follows it",
-    "serve/targets.py::_check_weights_are_read": _OTHER,
-    "serve/versions.py::method_of": _PLACEHOLDERS,
-    "serve/versions.py::VersionGate._close": "needs requests that do not end",
-    "serve/versions.py::VersionGate._open_entry": "needs requests within a canary",
+    "serve/targets.py::_check_servable": _OTHER,
+    "serve/live.py::_method_of": _PLACEHOLDERS,
+    "serve/live.py::_serve_nothing": _PLACEHOLDERS,
 }
 """The places of remedies with code that no scenario follows, each with the reason."""
 

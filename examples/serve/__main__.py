@@ -117,7 +117,7 @@ def _service(options: argparse.Namespace) -> Service:
         program,
         Texts(folder, limits),
         Swaps(program, options.directory, str(checkpoint)),
-        Metrics(lambda: program.version),
+        Metrics(lambda: program.version().id),
         limits,
         options.token,
         options.workers,

@@ -48,7 +48,6 @@ _STATUSES: tuple[tuple[type[Exception], int], ...] = (
     (errors.DamagedFileError, 403),
     (errors.SwapBusyError, 409),
     (errors.VersionGoneError, 409),
-    (errors.QuarantinedError, 503),
     (errors.ModelStateError, 422),
 )
 

@@ -23,8 +23,8 @@ class Swaps:
     @property
     def current(self) -> tuple[int, str, float]:
         """The serving version, the source of its weights, and when it was made, in seconds since 1970."""
-        version, source, time = self._live.serving
-        return version, self._first if version == 1 else source, time
+        version = self._live.version()
+        return version.id, self._first if version.id == 1 else version.source, version.time
 
     def swap(self, source: object) -> ms.serve.SwapReport:
         """Swaps in the weights of a path.

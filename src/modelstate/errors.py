@@ -60,7 +60,6 @@ ModelStateError
     ├── CanaryError               (ValueError)
     ├── SwapBusyError             (TimeoutError)
     ├── VersionGoneError          (LookupError)
-    ├── QuarantinedError          (RuntimeError)
     └── SkippedCheckpointError    (ValueError)
 """
 
@@ -530,8 +529,8 @@ class ProgramInputError(LiveError, ValueError, page="live"):
 class WeightsError(LiveError, ValueError, page="live"):
     """The served program cannot take these weights.
 
-    They have another dtype, layout, stride or class than the program's, share a storage, have NaN or infinity where
-    the weights that serve are finite, or are constants of the compiled program.
+    They have another dtype or class than the program's, have NaN or infinity where the weights that serve are finite,
+    or are constants of the compiled program.
     """
 
 
@@ -545,15 +544,11 @@ class CanaryError(
 
 
 class SwapBusyError(LiveError, TimeoutError):
-    """Another swap is under way, or requests that have to end first did not end in time."""
+    """Another swap is under way, or did not end in time, or the version was rolled back meanwhile."""
 
 
 class VersionGoneError(LiveError, LookupError):
-    """A version that is no longer kept, a pin that has ended, or a target that has no weights yet."""
-
-
-class QuarantinedError(LiveError, RuntimeError, remedy="swap in weights that are known to be good"):
-    """A swap in place failed, and so did its undo: no version can serve until another swap succeeds."""
+    """A version that is no longer kept, a block that has ended, or a target that has no weights yet."""
 
 
 class SkippedCheckpointError(LiveError, ValueError, page="store"):

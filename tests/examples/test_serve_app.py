@@ -32,8 +32,8 @@ from tests.faults import faulty_reads
 class Slow:
     """A live program of which every call is held up until `go` is set."""
 
-    version = 1
-    serving = (1, "the first weights", 0.0)
+    def version(self) -> SimpleNamespace:
+        return SimpleNamespace(id=1, source="the first weights", time=0.0)
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -65,7 +65,7 @@ class InThread:
     def __init__(self, slow: Slow, folder: Path, limits: Limits, token: bytes = b"token") -> None:
         live: Any = slow
         texts: Any = SimpleNamespace(encode=lambda texts: (texts, texts))
-        swaps, metrics = Swaps(live, folder, "the first weights"), Metrics(lambda: slow.version)
+        swaps, metrics = Swaps(live, folder, "the first weights"), Metrics(lambda: slow.version().id)
         service = Service(live, texts, swaps, metrics, limits, token, workers=1)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]

@@ -1,7 +1,7 @@
 """Weights that may not serve, each with its error: `main(kind, folder)`.
 
-It tries each of them in both modes, each time in a process that is forked from this one when the target is
-there. It prints the outcome of each as JSON; for a process that ends in any other way, how it ended.
+It tries each of them in a process that is forked from this one when the target is there. It prints the outcome of each
+as JSON; for a process that ends in any other way, how it ended.
 """
 
 import json
@@ -10,7 +10,7 @@ import select
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,9 +132,9 @@ def given(**changes: Any) -> Callable[[Path], dict[str, Any]]:
 
 
 BAD = {
-    "a typo": Bad(given(bias=None, bais=torch.ones(8, 8)), "PlanError: Missing, Unexpected", "bais [8, 8]"),
-    "a name too many": Bad(given(d=torch.ones(1)), "PlanError: Unexpected"),
-    "half of the names": Bad(given(a=None, again=None), "PlanError: Missing"),
+    "a typo": Bad(given(bias=None, bais=torch.ones(8, 8)), "PlanError: MISSING, UNEXPECTED", "bais [8, 8]"),
+    "a name too many": Bad(given(d=torch.ones(1)), "PlanError: UNEXPECTED"),
+    "half of the names": Bad(given(a=None, again=None), "PlanError: MISSING"),
     "a wrong shape": Bad(given(bias=torch.ones(8, 9)), "PlanError: WRONG_SHAPE"),
     "a shape with as many elements": Bad(given(bias=torch.ones(4, 16)), "PlanError: WRONG_SHAPE"),
     "a shape that is larger": Bad(given(bias=torch.ones(400, 400)), "PlanError: WRONG_SHAPE"),
@@ -142,19 +142,13 @@ BAD = {
     "another dtype, without loss": Bad(
         given(bias=torch.ones(8, 8).half()), "WeightsError", "another dtype than the program"
     ),
-    "sparse": Bad(given(bias=torch.ones(8, 8).to_sparse()), "WeightsError", "bias: Tensor, torch.sparse_coo"),
+    "sparse": Bad(given(bias=torch.ones(8, 8).to_sparse()), "WeightsError", "torch.sparse_coo"),
     "sparse, by rows": Bad(
         given(bias=torch.ones(8, 8).to_sparse_csr()), "WeightsError", "another kind of tensor than the program's"
     ),
     "sparse, in a file": Bad(sparse_in_a_file, "WeightsError", "bias: "),
     "a subclass": Bad(given(c=torch.ones(8).as_subclass(Named)), "WeightsError", "c: Named"),
-    "another stride": Bad(given(bias=torch.ones(8, 8).T), "WeightsError", "another memory order"),
-    "every other row": Bad(given(bias=torch.ones(16, 8)[::2]), "WeightsError", "another memory order"),
-    "one element, expanded": Bad(given(bias=torch.ones(()).expand(8, 8)), "WeightsError", "another memory order"),
-    "views of one buffer": Bad(views_of_one_buffer, "WeightsError", "parts of a larger storage"),
-    "a part of a storage": Bad(given(c=torch.ones(9)[1:]), "WeightsError", "parts of a larger storage"),
-    "NaN": Bad(given(bias=torch.full((8, 8), float("nan"))), "WeightsError", "64 of 64"),
-    "infinity": Bad(given(c=torch.tensor([1.0] * 7 + [float("inf")])), "WeightsError", "1 of 8"),
+    "NaN": Bad(given(bias=torch.full((8, 8), float("nan"))), "CanaryError", "has NaN", ms.Canary((X,))),
     "conflicting ties": Bad(given(again=torch.full((8, 8), 3.0)), "PlanError: TIE_CONFLICT"),
     "no tensor": Bad(given(bias="b"), "PlanError: NOT_A_TENSOR"),
     "on meta": Bad(given(bias=torch.ones(8, 8, device="meta")), "PlanError: NO_VALUES"),
@@ -181,7 +175,7 @@ def refused(error: Exception) -> str:
     return f"{type(error).__name__}{': ' if problems else ''}{', '.join(problems)}"
 
 
-def tried(live: ms.Live, bad: Bad, mode: Any, folder: Path) -> dict[str, Any]:
+def tried(live: ms.Live, bad: Bad, folder: Path) -> dict[str, Any]:
     """A swap with two readers at work. What came of it, and of them."""
 
     def request() -> tuple[int, torch.Tensor]:
@@ -194,12 +188,18 @@ def tried(live: ms.Live, bad: Bad, mode: Any, folder: Path) -> dict[str, Any]:
         readers.wait_for_one_each()
         try:
             with bad.during(folder):
-                live.swap(source, mode=mode, canary=bad.canary)
+                live.swap(source, canary=bad.canary)
         except ms.ModelStateError as error:
             found = {"outcome": refused(error), "text": str(error)}
         readers.wait_for_one_each()
     wrong = readers.torn + readers.wrong_version + len(readers.errors)
-    return {**found, "version": live.version, "seen": sorted(readers.seen), "wrong": wrong, "errors": readers.errors}
+    return {
+        **found,
+        "version": live.version().id,
+        "seen": sorted(readers.seen),
+        "wrong": wrong,
+        "errors": readers.errors,
+    }
 
 
 def in_a_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -236,18 +236,15 @@ def main(kind: str, folder: Path, *names: str) -> None:
         live(X)
     crash = Bad(lambda _: os.kill(os.getpid(), signal.SIGSEGV), "")
     found = {}
-    for name, mode in cases(kind, names or tuple(BAD)):
+    for name in names or cases(kind):
         bad = crash if name == CRASH else BAD[name]
-        found[f"{name}, {mode}"] = in_a_fork(lambda bad=bad, mode=mode: tried(live, bad, mode, folder))
+        found[name] = in_a_fork(lambda bad=bad: tried(live, bad, folder))
     print(json.dumps(found))
 
 
-def cases(kind: str, names: Sequence[str]) -> list[tuple[str, Any]]:
-    """Each name in one mode of an eager program and of one kind of the others in turn, the other mode of the two."""
-    modes = ("available", "in_place")
-    if EXHAUSTIVE:
-        return [(name, mode) for mode in modes for name in names]
-    if kind == "eager":
-        return [(name, modes[1 - number // 3 % 2]) for number, name in enumerate(names)]
+def cases(kind: str) -> list[str]:
+    """Those for a kind of target: all for an eager program, and for each of the others every third one."""
     kinds = ("compiled", "exported", "aoti")
-    return [(name, modes[number // 3 % 2]) for number, name in enumerate(names) if kinds[number % 3] == kind]
+    if EXHAUSTIVE or kind == "eager":
+        return [*BAD]
+    return [name for number, name in enumerate(BAD) if kinds[number % 3] == kind]

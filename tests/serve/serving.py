@@ -36,7 +36,7 @@ class App:
 
     @property
     def time(self) -> dict[str, float]:
-        return {"time": self.live.serving[2]} if self.has_time else {}
+        return {"time": self.live.version().time} if self.has_time else {}
 
     @property
     def swaps(self) -> list[str]:
@@ -48,7 +48,7 @@ class App:
         if (method, path) == ("GET", "/version"):
             if self.version_answers:
                 return self.version_answers.pop(0)
-            return 200, {"version": self.live.version, "source": self.source, **self.time}
+            return 200, {"version": self.live.version().id, "source": self.source, **self.time}
         if (method, path) != ("POST", "/swap"):
             return 404, {"detail": "Not Found"}
         return self.answers.pop(0) if self.answers else self.swap(headers, Path(body["source"]))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import modelstate as ms
 from tests.serve.packages import package_of
 
 AOTI = pytest.param("aoti", marks=pytest.mark.slow)
@@ -27,6 +28,15 @@ def target_of(kind: str, module: nn.Module, x: torch.Tensor, *, training: bool =
     if kind == "aoti":
         return package_of(module, x)
     return torch.export.export(module, (x,))
+
+
+def module_of(live: ms.Live) -> nn.Module:
+    """The tensors of the version that serves."""
+    return live._versions[-1].program.module
+
+
+def buffer_of(live: ms.Live, name: str) -> torch.Tensor:
+    return module_of(live).get_buffer(name)
 
 
 class Readers:

@@ -8,8 +8,8 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import CanaryError
+from tests.serve.targets import module_of
 
-every_mode = pytest.mark.parametrize("mode", ["available", "in_place"])
 persistences = pytest.mark.parametrize("persistent", [True, False])
 X = torch.ones(1, 2)
 WEIGHTS = {"weight": torch.full((2,), 10.0)}
@@ -55,65 +55,59 @@ def weights(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: torch.ones_like(value) for name, value in module.state_dict().items()}
 
 
-@every_mode
 @persistences
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_canary_leaves_no_rows_in_a_buffer_that_was_none(persistent: bool, inference: bool, mode: Any) -> None:
+def test_a_canary_leaves_no_rows_in_a_buffer_that_was_none(persistent: bool, inference: bool) -> None:
     live = ms.Live(Cache(persistent).eval())
     with torch.inference_mode(inference):
-        live.swap(WEIGHTS, mode=mode, canary=lambda v: v(X * 7) and v(X * 7))
+        live.swap(WEIGHTS, canary=lambda v: v(X * 7) and v(X * 7))
         assert live(X) == [[10.0, 10.0]]
-        live.swap(WEIGHTS, mode=mode, canary=lambda v: v(X * 7))
+        live.swap(WEIGHTS, canary=lambda v: v(X * 7))
         assert live(X) == [[10.0, 10.0]] * 2
     with pytest.raises(CanaryError):
-        live.swap({"weight": torch.full((2,), 3.0)}, mode=mode, canary=lambda v: v(X * 7) and False)
+        live.swap({"weight": torch.full((2,), 3.0)}, canary=lambda v: v(X * 7) and False)
     assert live(X) == [[10.0, 10.0]] * 3
 
 
-@every_mode
 @persistences
-def test_rows_of_requests_are_carried_over_or_reset(persistent: bool, mode: Any) -> None:
+def test_rows_of_requests_are_carried_over_or_reset(persistent: bool) -> None:
     live = ms.Live(Cache(persistent).eval())
     live(X * 5), live(X)
-    assert live.swap(WEIGHTS, mode=mode).carried == ("rows",)
+    assert live.swap(WEIGHTS).carried == ("rows",)
     assert live(X) == [[50.0, 50.0], [10.0, 10.0], [10.0, 10.0]]
-    assert live.swap(WEIGHTS, mode=mode, buffers="reset").carried == ()
+    assert live.swap(WEIGHTS, buffers="reset").carried == ()
     assert live(X) == [[10.0, 10.0]]
 
 
-@every_mode
 @persistences
-def test_a_canary_leaves_the_buffers_that_there_were(persistent: bool, mode: Any) -> None:
+def test_a_canary_leaves_the_buffers_that_there_were(persistent: bool) -> None:
     module = Shifting(persistent).eval()
     live, state = ms.Live(module), weights(module)
-    live.swap(state, mode=mode, canary=lambda v: v(X) and v(X))
+    live.swap(state, canary=lambda v: v(X) and v(X))
     assert live(X) == FRESH
     with pytest.raises(CanaryError):
-        live.swap(state, mode=mode, canary=lambda v: v(X) and False)
+        live.swap(state, canary=lambda v: v(X) and False)
     assert live(X) == (["added", "none", "replaced"], [(1,), None, (4,)])
 
 
-@every_mode
 @persistences
-def test_buffers_that_code_has_replaced_are_reset(persistent: bool, mode: Any) -> None:
+def test_buffers_that_code_has_replaced_are_reset(persistent: bool) -> None:
     module = Shifting(persistent).eval()
     live, state = ms.Live(module), weights(module)
     for _ in range(2):
         live(X)
-        live.swap(state, mode=mode, buffers="reset")
-        with live.pin() as v:
-            values = {name: one.tolist() for name, one in v._entry().program.buffers.items()}  # type: ignore[union-attr]
+        live.swap(state, buffers="reset")
+        values = {name: one.tolist() for name, one in module_of(live).named_buffers()}
         assert values == dict.fromkeys(FRESH[0], [float(persistent)] * 2)
     assert live(X) == FRESH
 
 
-@every_mode
 @persistences
-def test_buffers_that_code_has_replaced_are_carried_over(persistent: bool, mode: Any) -> None:
+def test_buffers_that_code_has_replaced_are_carried_over(persistent: bool) -> None:
     module = Shifting(persistent).eval()
     live, state = ms.Live(module), weights(module)
     live(X), live(X)
-    report = live.swap(state, mode=mode)
+    report = live.swap(state)
     assert set(report.carried) == {"none", "replaced", "added"}
     # What was deleted is there again, with the value of a new version.
     assert live(X) == (["added", "deleted", "none", "replaced"], [(1,), (2,), None, (8,)])
@@ -138,17 +132,16 @@ class Shared(nn.Module):
         return self.first.rows.tolist(), self.second.rows.tolist(), self.first.rows is self.second.rows
 
 
-@every_mode
 @persistences
 @pytest.mark.parametrize("request_", [{"x": torch.ones(2)}, {"apart": True}], ids=["longer", "apart"])
-def test_buffers_under_two_names_are_carried_over(persistent: bool, mode: Any, request_: dict[str, Any]) -> None:
+def test_buffers_under_two_names_are_carried_over(persistent: bool, request_: dict[str, Any]) -> None:
     live = ms.Live(Shared(persistent).eval())
     live(**request_)
     after = ([0, 1, 1], [0, 1, 1], True) if "x" in request_ else ([float(persistent)], [2], False)
     for _ in range(2):
-        live.swap(weights(Shared(persistent)), mode=mode)
+        live.swap(weights(Shared(persistent)))
         assert live() == after
-    live.swap(weights(Shared(persistent)), mode=mode, buffers="reset")
+    live.swap(weights(Shared(persistent)), buffers="reset")
     assert live() == ([float(persistent)], [float(persistent)], True)
 
 
@@ -166,15 +159,14 @@ class Counting(nn.Module):
         return self.sum * self.weight
 
 
-@every_mode
 @persistences
 @pytest.mark.parametrize("is_exported", [False, True])
-def test_writes_to_buffers_under_two_names(is_exported: bool, persistent: bool, mode: Any) -> None:
+def test_writes_to_buffers_under_two_names(is_exported: bool, persistent: bool) -> None:
     module, x = Counting(persistent).eval(), torch.ones(2)
     live = ms.Live(torch.export.export(module, (x,)) if is_exported else module)
     for count in (1, 2, 3):
         assert live(x).tolist() == [count] * 2
-        live.swap(weights(module), mode=mode)
-    live.swap(weights(module), mode=mode, buffers="reset")
+        live.swap(weights(module))
+    live.swap(weights(module), buffers="reset")
     start = 1 if persistent else 0
     assert live(x).tolist() == [start + 1] * 2

@@ -34,7 +34,7 @@ def test_each_new_checkpoint_serves(tmp_path: Path) -> None:
         path = save(store, step)
         (event,) = following.poll()
         assert (event.action, event.step, event.source, event.error) == ("swapped", step, str(path), "")
-        assert (event.version, following.step) == (live.version, step)
+        assert (event.version, following.step) == (live.version().id, step)
         assert serves(live) == pytest.approx(step, abs=0.01)
         assert following.poll() == ()
     assert log == []
@@ -44,15 +44,14 @@ def test_each_new_checkpoint_serves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eager", "exported"])
-@pytest.mark.parametrize("mode", ["available", "in_place"])
-def test_it_is_what_was_saved_and_the_first_look_takes_the_newest(tmp_path: Path, kind: str, mode: str) -> None:
+def test_it_is_what_was_saved_and_the_first_look_takes_the_newest(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(1)
     trained = nn.Linear(4, 4)
     store = ms.Store(tmp_path)
     save(store, 1)
     store.save(2, {"model": trained, "epoch": 2})
     live = ms.Live(target_of(kind, linear(0), X))
-    following, log = by_hand(live, str(tmp_path), mode=mode)
+    following, log = by_hand(live, str(tmp_path))
     assert actions(following) == [("swapped", 2)]
     assert torch.equal(live(X), trained(X))
     assert log == []
@@ -219,11 +218,11 @@ def test_what_can_be_no_store(tmp_path: Path) -> None:
 def test_an_option_that_no_swap_takes_ends_it(tmp_path: Path) -> None:
     store = ms.Store(tmp_path)
     save(store, 1)
-    following, log = by_hand(ms.Live(linear(0)), store, mode="fast")
-    with pytest.raises(OptionError, match="mode="):
+    following, log = by_hand(ms.Live(linear(0)), store, buffers="fast")
+    with pytest.raises(OptionError, match="buffers="):
         following.poll()
     assert log == []
-    running = ms.follow(ms.Live(linear(0)), store, mode="fast", on_error=log.append)
+    running = ms.follow(ms.Live(linear(0)), store, buffers="fast", on_error=log.append)
     assert running.wait(60)
     assert [type(error) for error in log] == [OptionError]
     assert [event.action for event in running.events] == ["ended"]
@@ -239,7 +238,7 @@ def test_verified_is_what_is_read(tmp_path: Path) -> None:
         file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         with pytest.raises((ReadFailedError, ChecksumError)):
             live.swap(checkpoint)
-    assert (live.version, live.history()[-1].source) == (1, checkpoint.source)
+    assert (live.version().id, live.history()[-1].source) == (1, checkpoint.source)
 
 
 def test_it_is_started_once(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from modelstate.errors import (
 )
 from tests.serve.followed import Target, actions, by_hand, serves
 from tests.serve.models import linear
-from tests.serve.stores import X, objects, save
+from tests.serve.stores import objects, save
 
 # What comes and goes.
 
@@ -171,30 +171,3 @@ def test_reading_takes_no_lock_and_writes_nothing(tmp_path: Path) -> None:
 
 
 # What is quarantined.
-
-
-def test_where_nothing_serves_an_older_one_is_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from modelstate.serve import live as module
-
-    store, live = ms.Store(tmp_path), ms.Live(linear(0))
-    following, log = by_hand(live, store, mode="in_place", canary=lambda new: bool(new(X).mean() < 500))
-    save(store, 1)
-    following.poll()
-    save(store, 2, 1000)
-
-    def broken(program: Any) -> Any:
-        monkeypatch.undo()
-        undo = module.Undo(program)
-
-        class Broken:
-            before = undo.before
-
-            def __call__(self) -> None:
-                raise ms.errors.QuarantinedError("the undo failed", found="in this test")
-
-        return Broken()
-
-    monkeypatch.setattr(module, "Undo", broken)
-    assert actions(following) == [("skipped", 2), ("swapped", 1)]
-    assert serves(live) == pytest.approx(1, abs=0.01)
-    assert log.causes == ["QuarantinedError"]

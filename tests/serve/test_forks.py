@@ -49,9 +49,9 @@ def in_child(work):
 
 def serves_and_swaps():
     assert live(x).tolist() == [1.0, 1.0]
-    assert live.swap(state(5), mode="in_place", timeout_seconds=60).drained
+    live.swap(state(5), timeout_seconds=60)
     assert live(x).tolist() == [5.0, 5.0]
-    assert live.swap(state(6), timeout_seconds=60).drained
+    live.swap(state(6), timeout_seconds=60)
     assert live.rollback(timeout_seconds=60) and live(x).tolist() == [5.0, 5.0]
 
 def thread(work):
@@ -74,19 +74,15 @@ for _ in range(20):
 
 PINNED = """
 def serve():
-    with live.pin() as v:
-        inside.set()
-        ended.wait(60)
+    inside.set()
+    ended.wait(60)
 threads = [thread(serve)]
 inside.wait(60)
-with live.pin() as mine:
+with live.version() as mine:
     def work():
-        try:
-            live.swap(state(2), mode="in_place", timeout_seconds=60)
-        except ms.errors.OptionError:  # this thread's own pin is still there
-            assert mine(x).tolist() == [1.0, 1.0]
-            return
-        raise AssertionError
+        live.swap(state(2), timeout_seconds=60)
+        assert mine(x).tolist() == [1.0, 1.0]
+        assert live(x).tolist() == [2.0, 2.0]
     in_child(work)
 in_child(serves_and_swaps)
 """
@@ -95,7 +91,7 @@ SWAPPING = """
 def canary(v):
     inside.set()
     return ended.wait(60)
-threads = [thread(lambda: live.swap(state(9), canary=canary, mode=MODE))]
+threads = [thread(lambda: live.swap(state(9), canary=canary))]
 inside.wait(60)
 in_child(serves_and_swaps)
 """
@@ -122,8 +118,8 @@ in_child(polls)
 
 @pytest.mark.parametrize(
     "script",
-    [SERVING, PINNED, SWAPPING.replace("MODE", "'available'"), SWAPPING.replace("MODE", "'in_place'"), FOLLOWING],
-    ids=["serving", "pinned", "swapping", "swapping in place", "following"],
+    [SERVING, PINNED, SWAPPING, FOLLOWING],
+    ids=["serving", "pinned", "swapping", "following"],
 )
 def test_the_child_of_a_fork(script: str) -> None:
     end = "\nended.set()\nfor one in threads:\n    one.join(60)\nassert live(x).shape == (2,)\n"

@@ -22,11 +22,10 @@ from modelstate.errors import (
 from modelstate.serve.meta_clone import meta_clone
 from tests.serve.models import Constant, Decoder, Everything, linear, randomised, weights_of
 from tests.serve.packages import linear_package
-from tests.serve.targets import AOTI, KINDS, target_of
+from tests.serve.targets import AOTI, KINDS, buffer_of, module_of, target_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 every_kind = pytest.mark.parametrize("kind", KINDS)
-every_mode = pytest.mark.parametrize("mode", ["available", "in_place"])
 
 
 def linear_target(kind: str) -> Any:
@@ -35,11 +34,10 @@ def linear_target(kind: str) -> Any:
 
 
 @pytest.mark.slow
-@every_mode
 @every_kind
-def test_new_weights_serve(kind: str, mode: Any, tmp_path: Path) -> None:
+def test_new_weights_serve(kind: str, tmp_path: Path) -> None:
     live = ms.Live(linear_target(kind))
-    assert (live.version, live.kind) == (1, kind)
+    assert (live.version().id, live.kind) == (1, kind)
     assert torch.equal(live(X), linear(1)(X))
     ms.save(linear(2), tmp_path / "two.safetensors")
     torch.save({"model": linear(3).state_dict(), "optimizer": {"m": torch.ones(3, 2).T}}, tmp_path / "three.pt")
@@ -50,11 +48,10 @@ def test_new_weights_serve(kind: str, mode: Any, tmp_path: Path) -> None:
         ms.open(linear(5).state_dict()),
     ]
     for k, source in enumerate(sources, 2):
-        report = live.swap(source, mode=mode)
-        assert (report.version, report.previous, report.mode) == (k, k - 1, mode)
-        assert (report.tensors, report.bytes, report.drained) == (2, 80, True)
-        assert live.answer(X).version == live.version == k
-        assert live.serving[:2] == (k, str(source) if isinstance(source, Path) else "mapping")
+        report = live.swap(source)
+        assert (report.version, report.previous, report.tensors, report.bytes) == (k, k - 1, 2, 80)
+        assert live.answer(X).version == live.version().id == k
+        assert live.version().source == (str(source) if isinstance(source, Path) else "mapping")
         assert torch.equal(live(X), linear(k)(X))
         assert f"version {k} serves, after {k - 1}" in str(report)
     assert [event.action for event in live.history()] == ["started", *["swapped"] * 4]
@@ -78,9 +75,8 @@ def test_nothing_of_the_source_is_kept(kind: str, tmp_path: Path) -> None:
 @every_kind
 def test_a_pin_keeps_its_version(kind: str) -> None:
     live = ms.Live(linear_target(kind))
-    with live.pin() as v:
-        report = live.swap(linear(2).state_dict())
-        assert not report.drained
+    with live.version() as v:
+        live.swap(linear(2).state_dict())
         assert v.id == 1
         assert torch.equal(v(X), linear(1)(X))
         assert torch.equal(live(X), linear(2)(X))
@@ -96,7 +92,7 @@ def test_rollback_is_one_flip(kind: str) -> None:
     live = ms.Live(linear_target(kind), keep_versions=2)
     for k in (2, 3, 4):
         live.swap(linear(k).state_dict())
-    assert live.rollback() == live.version == 3
+    assert live.rollback() == live.version().id == 3
     assert torch.equal(live(X), linear(3)(X))
     assert live.rollback() == 2
     with pytest.raises(VersionGoneError, match="no version to roll back to"):
@@ -106,18 +102,9 @@ def test_rollback_is_one_flip(kind: str) -> None:
     assert [event.action for event in live.history()][-3:] == ["rolled back", "rolled back", "swapped"]
 
 
-def test_after_a_swap_in_place_there_is_nothing_to_roll_back_to() -> None:
-    live = ms.Live(linear(1))
-    live.swap(linear(2).state_dict())
-    live.swap(linear(3).state_dict(), mode="in_place")
-    with pytest.raises(VersionGoneError):
-        live.rollback()
-
-
 @pytest.mark.slow
-@every_mode
 @pytest.mark.parametrize("kind", ["eager", "exported", AOTI])
-def test_ties_buffers_and_modes(kind: str, mode: Any) -> None:
+def test_ties_buffers_and_modes(kind: str) -> None:
     torch.manual_seed(0)
     module, trained = Everything(), randomised(Everything())
     trained.shift.copy_(module.shift)
@@ -126,18 +113,16 @@ def test_ties_buffers_and_modes(kind: str, mode: Any) -> None:
     live = ms.Live(target, training=True)
     with torch.no_grad():
         module.norm.running_mean.zero_()  # what an export in training mode has run
-    live.swap(trained.state_dict(), mode=mode, buffers="reset")
+    live.swap(trained.state_dict(), buffers="reset")
     assert torch.allclose(live(X), trained(X))
     if kind == "eager":
-        with live.pin() as v:
-            served = v._entry().program.weights_module  # type: ignore[union-attr]
+        served = module_of(live)
         assert served.a.weight is served.b.weight
         assert served.norm.running_mean.equal(trained.norm.running_mean)
 
 
-@every_mode
 @pytest.mark.parametrize("kind", ["eager", "exported", AOTI])
-def test_buffers_that_requests_change_are_carried_over_or_reset(kind: str, mode: Any) -> None:
+def test_buffers_that_requests_change_are_carried_over_or_reset(kind: str) -> None:
     torch.manual_seed(0)
     module = Everything()
     state = {name: value.clone() for name, value in module.state_dict().items()}
@@ -145,22 +130,20 @@ def test_buffers_that_requests_change_are_carried_over_or_reset(kind: str, mode:
     live = ms.Live(target_of(kind, module, X, training=True), training=True)
 
     def seen() -> float:
-        with live.pin() as v:
-            return float(v._entry().program.buffers["seen"])  # type: ignore[union-attr]
+        return float(buffer_of(live, "seen"))
 
     before = seen()
     live(X), live(X)
-    report = live.swap(state, mode=mode)
+    report = live.swap(state)
     assert seen() == before + 2
     assert set(report.carried) == {"seen", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
-    live.swap(state, mode=mode)
+    live.swap(state)
     assert seen() == before + 2  # carried over again, though no request has changed it since
     live(X)
-    report = live.swap(state, mode=mode, buffers="reset")
+    report = live.swap(state, buffers="reset")
     assert report.carried == ()
     assert seen() == float(state["seen"])
-    with live.pin() as v:
-        assert float(v._entry().program.buffers["scale"]) == 5.0  # type: ignore[union-attr]
+    assert float(buffer_of(live, "scale")) == 5.0
 
 
 class Cache(nn.Module):
@@ -185,32 +168,6 @@ def test_a_cache_that_grows_is_carried_over_or_reset() -> None:
     assert live(x).tolist() == [10.0, 10.0]
     assert live.rollback() == 2
     assert live(x).tolist() == [22.0, 22.0]
-
-
-@pytest.mark.slow
-def test_in_place_waits_for_requests_and_gives_up_in_time() -> None:
-    live = ms.Live(linear(1))
-    pinned, may_end = threading.Event(), threading.Event()
-
-    def reader() -> None:
-        with live.pin() as v:
-            pinned.set()
-            may_end.wait(60)
-            answers.append(v(X))
-
-    answers: list[torch.Tensor] = []
-    thread = threading.Thread(target=reader)
-    thread.start()
-    pinned.wait(60)
-    with pytest.raises(SwapBusyError, match="requests did not end in time"):
-        live.swap(linear(2).state_dict(), mode="in_place", timeout_seconds=0.05)
-    assert torch.equal(live(X), linear(1)(X))  # the gate is open
-    threading.Timer(0.1, may_end.set).start()
-    assert live.swap(linear(2).state_dict(), mode="in_place").drain_seconds > 0.05
-    thread.join()
-    assert torch.equal(answers[0], linear(1)(X))
-    with live.pin(), pytest.raises(OptionError, match="this thread holds one"):
-        live.swap(linear(2).state_dict(), mode="in_place")
 
 
 @pytest.mark.slow
@@ -248,7 +205,7 @@ def test_swaps_from_many_threads_come_one_after_the_other() -> None:
     for thread in threads:
         thread.join()
     assert sorted(versions) == list(range(2, 22))
-    assert live.version == 21
+    assert live.version().id == 21
 
 
 def test_a_swap_within_a_swap_is_refused() -> None:
@@ -275,7 +232,7 @@ def test_requests_raise_what_the_program_raises_and_leave_nothing_behind() -> No
     live = ms.Live(linear(1))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         live(torch.ones(3))
-    assert live.swap(linear(2).state_dict(), mode="in_place", timeout_seconds=60).drained
+    live.swap(linear(2).state_dict(), timeout_seconds=60)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +330,6 @@ def test_copies_keep_what_modules_share_and_how_a_class_copies_itself() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"mode": "fast"},
         {"buffers": "keep"},
         {"when_busy": "refuse"},
         {"timeout_seconds": -1},
@@ -390,7 +346,7 @@ def test_arguments_that_mean_nothing(options: dict[str, Any]) -> None:
     live = ms.Live(linear(1))
     with pytest.raises(OptionError):
         live.swap("nothing is opened", **options)
-    assert live.version == 1
+    assert live.version().id == 1
 
 
 def test_more_arguments_that_mean_nothing() -> None:

@@ -16,7 +16,7 @@ from modelstate.errors import CanaryError, ExportError, LiveTargetError, Program
 from tests.serve.followed import by_hand
 from tests.serve.models import Constant, randomised, weights_of
 from tests.serve.packages import needs_a_compiler, needs_aoti, package_of_torch
-from tests.serve.targets import Readers, target_of
+from tests.serve.targets import Readers, buffer_of, module_of, target_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,6 @@ DEVICE = "cuda"
 MIB = 1 << 20
 LONG = 600_000_000
 """Cycles of the GPU: about 0.3 s, in which a swap that does not wait has ended."""
-every_mode = pytest.mark.parametrize("mode", ["available", "in_place"])
 
 
 def constant() -> Constant:
@@ -60,8 +59,7 @@ def answer(live: ms.Live) -> list[float]:
 
 
 def devices(live: ms.Live) -> set[str]:
-    with live.pin() as version:
-        return {tensor.device.type for tensor in version._entry().program.tensors}
+    return {tensor.device.type for tensor in live._versions[-1].program.tensors}
 
 
 def mlp(seed: int) -> nn.Module:
@@ -77,21 +75,19 @@ def settled() -> Iterator[None]:
 # What a swap puts in place.
 
 
-@every_mode
 @pytest.mark.parametrize("kind", ["eager", "compiled", "exported"])
-def test_every_source_gets_onto_the_device(kind: str, mode: Any, tmp_path: Path) -> None:
+def test_every_source_gets_onto_the_device(kind: str, tmp_path: Path) -> None:
     live = ms.Live(target_of(kind, constant(), inputs()))
     given = on_gpu(4)
     for k, source in enumerate([in_a_file(2, tmp_path), on_cpu(3), given], 2):
-        live.swap(source, mode=mode, canary=ms.Canary((inputs(),)))
+        live.swap(source, canary=ms.Canary((inputs(),)))
         assert answer(live) == [k]
         assert devices(live) == {DEVICE}
     for value in given.values():
         value.zero_()
     assert answer(live) == [4.0]
-    if mode == "available":
-        live.rollback()
-        assert answer(live) == [3.0]
+    live.rollback()
+    assert answer(live) == [3.0]
 
 
 class OnBoth(nn.Module):
@@ -120,9 +116,8 @@ def test_each_tensor_stays_on_its_device(source: str, tmp_path: Path) -> None:
     live, x = ms.Live(module), torch.ones(2, 64, device=DEVICE)
     expected = {name: value.device.type for name, value in (*module.named_parameters(), *module.named_buffers())}
     live.swap(state)
-    with live.pin() as version:
-        served = version._entry().program.weights_module
-        found = {name: value.device.type for name, value in (*served.named_parameters(), *served.named_buffers())}
+    served = module_of(live)
+    found = {name: value.device.type for name, value in (*served.named_parameters(), *served.named_buffers())}
     assert found == expected
     assert torch.equal(live(x), trained(x))
 
@@ -139,33 +134,30 @@ def test_other_dtypes_and_memory_orders(tmp_path: Path) -> None:
         for source in (tmp_path / "x.safetensors", trained.state_dict()):
             live.swap(source)
             assert torch.allclose(live(x), trained(x), atol=0.5, rtol=0.05)
-            with live.pin() as version:
-                served: Any = version._entry().program.weights_module
+            served: Any = module_of(live)
             assert served[0].weight.stride() == trained[0].weight.stride()
 
 
-@every_mode
-def test_bad_weights_are_refused_and_nothing_has_changed(mode: Any, tmp_path: Path) -> None:
+def test_bad_weights_are_refused_and_nothing_has_changed(tmp_path: Path) -> None:
     live = ms.Live(constant())
     spoiled = on_gpu(2)
     spoiled["layers.3"][7, 7] = float("nan")
     with pytest.raises(WeightsError, match=r"layers\.3: 1 of 262144"):
-        live.swap(spoiled, mode=mode)
+        live.swap(spoiled)
     with pytest.raises(WeightsError, match="another dtype"):
-        live.swap({name: value.double() for name, value in on_gpu(2).items()}, mode=mode)
+        live.swap({name: value.double() for name, value in on_gpu(2).items()})
     with pytest.raises(ms.PlanError):
-        live.swap({name: value[:8] for name, value in on_gpu(2).items()}, mode=mode, exact=False)
+        live.swap({name: value[:8] for name, value in on_gpu(2).items()}, exact=False)
     with pytest.raises(CanaryError):
-        live.swap(in_a_file(2, tmp_path), mode=mode, canary=lambda version: bool((version(inputs()) == 5).all()))
-    assert (live.version, answer(live)) == (1, [1.0])
+        live.swap(in_a_file(2, tmp_path), canary=lambda version: bool((version(inputs()) == 5).all()))
+    assert (live.version().id, answer(live)) == (1, [1.0])
 
 
 # Threads and streams.
 
 
-@every_mode
 @pytest.mark.parametrize("stream", ["one for each thread", "default"])
-def test_each_answer_is_of_one_version(stream: str, mode: Any, tmp_path: Path) -> None:
+def test_each_answer_is_of_one_version(stream: str, tmp_path: Path) -> None:
     """Each request ends long before the GPU has begun it."""
     live, x, own = ms.Live(constant()), inputs(), threading.local()
     torch.cuda.synchronize()
@@ -181,7 +173,7 @@ def test_each_answer_is_of_one_version(stream: str, mode: Any, tmp_path: Path) -
     with Readers(request, 3).running() as readers:
         for k in range(2, 22):
             source = [in_a_file(k, tmp_path), on_cpu(k), on_gpu(k)][k % 3]
-            assert live.swap(source, mode=mode).version == k
+            assert live.swap(source).version == k
             readers.wait_for_one_each()
     assert readers.errors == []
     assert (readers.torn, readers.wrong_version, readers.went_back) == (0, 0, 0)
@@ -218,8 +210,8 @@ def test_memory_is_not_used_again_before_queued_work_has_read_it(keep_versions: 
 def test_the_memory_of_a_pinned_version_neither() -> None:
     live, x = ms.Live(constant(), keep_versions=0), inputs()
     live.swap(on_cpu(2))
-    with live.pin() as version:
-        assert not live.swap(on_cpu(3)).drained
+    with live.version() as version:
+        not live.swap(on_cpu(3))
         found = queued(version, x)
     for k in range(4, 7):
         live.swap(on_cpu(k))
@@ -230,20 +222,19 @@ def test_the_memory_of_a_pinned_version_neither() -> None:
 def test_a_swap_in_place_waits_for_queued_work() -> None:
     live, x = ms.Live(constant()), inputs()
     found = queued(live, x)
-    live.swap(on_gpu(2), mode="in_place")
+    live.swap(on_gpu(2))
     torch.cuda.synchronize()
     assert found.unique().tolist() == [1.0]
 
 
-@every_mode
 @pytest.mark.parametrize("source", ["file", "cuda"])
-def test_every_stream_sees_all_of_a_new_version(source: str, mode: Any, tmp_path: Path) -> None:
+def test_every_stream_sees_all_of_a_new_version(source: str, tmp_path: Path) -> None:
     """The copies may have been queued behind other work of the thread that swaps."""
     live, x, other = ms.Live(constant()), inputs(), torch.cuda.Stream()
     weights: Any = in_a_file(2, tmp_path) if source == "file" else on_gpu(2)
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
-    live.swap(weights, mode=mode, check_finite=False)
+    live.swap(weights, check_finite=False)
     with torch.no_grad(), torch.cuda.stream(other):
         found = live(x)
         assert found.unique().tolist() == [2.0]
@@ -266,21 +257,19 @@ def test_buffers_are_carried_over_with_what_is_queued() -> None:
         torch.cuda._sleep(LONG)
         live(x)
     assert live.swap(OnBoth().state_dict()).carried == ("seen",)
-    with live.pin() as version:
-        assert float(version._entry().program.buffers["seen"]) == 1
+    assert float(buffer_of(live, "seen")) == 1
 
 
 # Memory.
 
 
-@every_mode
-def test_memory_of_the_gpu_does_not_grow(mode: Any, tmp_path: Path) -> None:
+def test_memory_of_the_gpu_does_not_grow(tmp_path: Path) -> None:
     live, path = ms.Live(constant()), in_a_file(2, tmp_path)
     answer(live)  # which loads kernels and makes their workspace
     after = []
     torch.cuda.reset_peak_memory_stats()
     for number in range(30):
-        live.swap(path if number % 2 else on_gpu(3), mode=mode)
+        live.swap(path if number % 2 else on_gpu(3))
         answer(live)
         after.append(torch.cuda.memory_allocated())
     assert after[-1] == after[2]
@@ -324,9 +313,7 @@ def test_compiled_by_inductor(compile_mode: str | None) -> None:
     for seed in range(1, 7):
         trained = mlp(seed)
         with torch.no_grad():
-            live.swap(
-                trained.state_dict(), mode="in_place" if seed == 4 else "available", canary=ms.Canary((x,), atol=1e6)
-            )
+            live.swap(trained.state_dict() if seed == 4 else "available", canary=ms.Canary((x,), atol=1e6))
             assert torch.allclose(served(), trained(x), atol=1e-2, rtol=1e-3)
     live.rollback()
     with torch.no_grad():
@@ -349,7 +336,7 @@ def test_a_graph_that_was_captured_replays_with_the_new_weights(how: str, tmp_pa
         trained = mlp(seed)
         ms.save(trained, tmp_path / f"{seed}.safetensors")
         if live is not None:
-            live.swap(tmp_path / f"{seed}.safetensors", mode="in_place")
+            live.swap(tmp_path / f"{seed}.safetensors")
         elif how == "load":
             ms.load(module, tmp_path / f"{seed}.safetensors")
         else:
@@ -373,7 +360,7 @@ def test_an_exported_program_in_a_file(tmp_path: Path) -> None:
     for seed in (1, 2):
         trained = mlp(seed)
         ms.save(trained, tmp_path / f"{seed}.safetensors")
-        live.swap(tmp_path / f"{seed}.safetensors", mode="in_place" if seed == 2 else "available")
+        live.swap(tmp_path / f"{seed}.safetensors" if seed == 2 else "available")
         with torch.no_grad():
             assert torch.allclose(live(x), trained(x), atol=1e-2, rtol=1e-3)
     with pytest.raises(ProgramInputError, match="cpu"):
@@ -396,19 +383,18 @@ def test_packages_for_a_gpu_are_refused(tmp_path: Path) -> None:
 # What is trained.
 
 
-@every_mode
-def test_what_training_on_the_gpu_saves_is_followed(mode: Any, tmp_path: Path) -> None:
+def test_what_training_on_the_gpu_saves_is_followed(tmp_path: Path) -> None:
     trained, store, x = mlp(1), ms.Store(tmp_path / "run", keep=2), torch.randn(8, 64, device=DEVICE)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1)
     live = ms.Live(mlp(0))
-    following, log = by_hand(live, store, mode=mode)
+    following, log = by_hand(live, store)
     for step in (1, 2, 3):
         trained(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         store.save(step, {"model": trained, "optimizer": optimizer})
         (event,) = following.poll()
-        assert (event.action, event.step, event.version) == ("swapped", step, live.version)
+        assert (event.action, event.step, event.version) == ("swapped", step, live.version().id)
         with torch.no_grad():
             assert torch.equal(live(x), trained(x))
     assert log == []

@@ -29,20 +29,16 @@ def state(k: float) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_stay_as_they_were_given(kind: str, mode: Any) -> None:
+def test_answers_stay_as_they_were_given(kind: str) -> None:
     live = ms.Live(target_of(kind, Table(), X))
     given: list[Any] = []
     for k in (1, 2, 3):
         if k > 1:
-            live.swap(state(k), mode=mode)
+            live.swap(state(k))
         given.append(live(X))
         for at, answer in enumerate(given, 1):
             assert [one.unique().tolist() for one in answer] == [[at], [at], [at], [1]]
-    if kind == "eager" and mode == "in_place":
-        (gradient,) = torch.autograd.grad(given[0][0].sum(), [live._gate.current.program.weights_module.p])  # type: ignore[union-attr]
-        assert gradient[:2].eq(1).all()
 
 
 class Itself(nn.Module):
@@ -57,46 +53,6 @@ class Itself(nn.Module):
 def test_an_exported_program_that_answers_with_a_weight_itself() -> None:
     live = ms.Live(target_of("exported", Itself(), X))
     given = live(X)[1]
-    live.swap({"p": torch.full((2, 4), 5.0)}, mode="in_place")
+    live.swap({"p": torch.full((2, 4), 5.0)})
     assert given.unique().tolist() == [1.0]
     assert live(X)[1].unique().tolist() == [5.0]
-
-
-def test_a_swap_in_place_that_is_refused_leaves_answers_and_weights() -> None:
-    live = ms.Live(Table().eval())
-    given = live(X)
-    with pytest.raises(ms.errors.CanaryError):
-        live.swap(state(2), mode="in_place", canary=lambda v: False)
-    assert [one.unique().tolist() for one in (*given, *live(X))] == [[1.0]] * 8
-
-
-def test_memory_that_nobody_else_has_is_written_into() -> None:
-    live = ms.Live(nn.Linear(4, 4))
-    live(X)
-    program: Any = live._gate.current.program
-    before = [one.data_ptr() for one in program.weights_module.parameters()]
-    live.swap({"weight": torch.ones(4, 4), "bias": torch.ones(4)}, mode="in_place")
-    assert [one.data_ptr() for one in program.weights_module.parameters()] == before
-
-
-class Caching(nn.Module):
-    """Keeps a view of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.p = nn.Parameter(torch.ones(2, 4))
-        self.cached: dict[str, list[torch.Tensor]] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.cached:
-            self.cached["views"] = [self.p.detach().t()]
-        return self.cached["views"][0]
-
-
-def test_views_that_a_module_keeps_follow_its_weights() -> None:
-    live = ms.Live(Caching().eval())
-    given = live(X)
-    kept = given.t()
-    live.swap({"p": torch.full((2, 4), 5.0)}, mode="in_place")
-    assert kept.unique().tolist() == [1.0]
-    assert live(X).unique().tolist() == [5.0]

@@ -170,21 +170,19 @@ def freezing() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.usefixtures("freezing")
-def test_constants_in_compiled_code_follow_a_swap(mode: Any) -> None:
+def test_constants_in_compiled_code_follow_a_swap() -> None:
     needs_a_compiler()
     with torch.no_grad():
         compiled = torch.compile(Pair(1).eval(), fullgraph=True)
         compiled(X)
         live = ms.Live(compiled)
         for k in range(2, 6):
-            report = live.swap(Pair(k).state_dict(), mode=mode)
+            report = live.swap(Pair(k).state_dict())
             assert torch.allclose(live(X), Pair(k)(X))
             assert any("frozen weights" in note for note in report.notes)
-        if mode == "available":
-            live.rollback()
-            assert torch.allclose(live(X), Pair(4)(X))
+        live.rollback()
+        assert torch.allclose(live(X), Pair(4)(X))
 
 
 def test_a_frozen_torchscript_module_is_refused() -> None:

@@ -1,7 +1,6 @@
 """`key`, `allow_missing` and `allow_unexpected` of a swap: they mean what they mean in a load."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,11 +10,10 @@ import modelstate as ms
 from modelstate.errors import OptionError, PlanError
 from tests.serve.models import Decoder, linear, randomised
 from tests.serve.stores import save
-from tests.serve.targets import KINDS, target_of
+from tests.serve.targets import KINDS, module_of, target_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 every_kind = pytest.mark.parametrize("kind", KINDS)
-every_mode = pytest.mark.parametrize("mode", ["available", "in_place"])
 
 
 def layer(weight: float, bias: float) -> nn.Linear:
@@ -24,25 +22,24 @@ def layer(weight: float, bias: float) -> nn.Linear:
     return module
 
 
-@every_mode
 @every_kind
-def test_a_weight_that_may_be_missing_keeps_the_value_that_serves(kind: str, mode: Any) -> None:
+def test_a_weight_that_may_be_missing_keeps_the_value_that_serves(kind: str) -> None:
     live = ms.Live(target_of(kind, layer(1, 1), X))
-    live.swap(layer(2, 7).state_dict(), mode=mode)
+    live.swap(layer(2, 7).state_dict())
     only_weight = {"weight": torch.full((4, 4), 3.0)}
     with pytest.raises(PlanError, match=r"allow_missing=\['bias'\]"):
-        live.swap(only_weight, mode=mode)
-    report = live.swap(only_weight, allow_missing=["bias"], mode=mode)
+        live.swap(only_weight)
+    report = live.swap(only_weight, allow_missing=["bias"])
     assert torch.equal(live(X), layer(3, 7)(X))
     assert any("allow_missing" in note for note in report.notes)
-    live.swap(layer(4, 4).state_dict(), mode=mode)
+    live.swap(layer(4, 4).state_dict())
     assert torch.equal(live(X), layer(4, 4)(X))
 
 
 def test_a_kept_weight_is_a_copy() -> None:
     live = ms.Live(layer(1, 1))
     live.swap({"weight": torch.full((4, 4), 3.0)}, allow_missing=["bias"])
-    live.swap(layer(5, 5).state_dict(), mode="in_place")
+    live.swap(layer(5, 5).state_dict())
     assert torch.equal(live(X), layer(5, 5)(X))
     live = ms.Live(layer(1, 1))
     live.swap({"weight": torch.full((4, 4), 3.0)}, allow_missing=["bias"])
@@ -50,34 +47,31 @@ def test_a_kept_weight_is_a_copy() -> None:
     assert torch.equal(live(X), layer(1, 1)(X))
 
 
-@every_mode
-def test_patterns_are_those_of_a_load(mode: Any) -> None:
+def test_patterns_are_those_of_a_load() -> None:
     live, state = ms.Live(layer(1, 1)), layer(2, 2).state_dict()
     for options in ({"allow_missing": ["bais"]}, {"allow_unexpected": ["old.*"]}):
         with pytest.raises(PlanError, match="patterns and rules that match nothing"):
-            live.swap(state, mode=mode, **options)  # type: ignore[arg-type]
+            live.swap(state, **options)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"if they are not needed: allow_unexpected=\['old\.x'\]"):
-        live.swap({**state, "old.x": X}, mode=mode)
-    live.swap({**state, "old.x": X}, allow_unexpected=["old.*"], mode=mode)
+        live.swap({**state, "old.x": X})
+    live.swap({**state, "old.x": X}, allow_unexpected=["old.*"])
     assert torch.equal(live(X), layer(2, 2)(X))
     with pytest.raises(PlanError):
-        live.swap({"other": X}, allow_missing=["weight"], allow_unexpected=["*"], mode=mode)
+        live.swap({"other": X}, allow_missing=["weight"], allow_unexpected=["*"])
     assert torch.equal(live(X), layer(2, 2)(X))
 
 
-@every_mode
-def test_a_key_selects_a_part(mode: Any, tmp_path: Path) -> None:
+def test_a_key_selects_a_part(tmp_path: Path) -> None:
     torch.save({"ema": layer(2, 2).state_dict(), "model": layer(3, 3).state_dict()}, tmp_path / "both.pt")
     live = ms.Live(layer(1, 1))
     for key, k in (("ema", 2), ("model", 3)):
-        live.swap(tmp_path / "both.pt", key=key, mode=mode)
+        live.swap(tmp_path / "both.pt", key=key)
         assert torch.equal(live(X), layer(k, k)(X))
     with pytest.raises(OptionError, match="key= must be a path"):
-        live.swap(tmp_path / "both.pt", key=3, mode=mode)  # type: ignore[arg-type]
+        live.swap(tmp_path / "both.pt", key=3)  # type: ignore[arg-type]
 
 
-@every_mode
-def test_a_tied_weight_under_one_name_is_not_missing(mode: Any) -> None:
+def test_a_tied_weight_under_one_name_is_not_missing() -> None:
     def tied(k: float) -> nn.Module:
         module = nn.Sequential(linear(k), linear(k))
         module[1].weight = module[0].weight
@@ -86,17 +80,16 @@ def test_a_tied_weight_under_one_name_is_not_missing(mode: Any) -> None:
     live = ms.Live(tied(1))
     state = tied(2).state_dict()
     del state["1.weight"], state["1.bias"]
-    live.swap(state, allow_missing=["1.bias"], mode=mode)
+    live.swap(state, allow_missing=["1.bias"])
     expected = tied(2)
     nn.init.constant_(expected[1].bias, 1)  # type: ignore[index, arg-type]
     assert torch.equal(live(X), expected(X))
-    live.swap({"0.bias": torch.zeros(4), "1.bias": torch.zeros(4)}, allow_missing=["*.weight"], mode=mode)
+    live.swap({"0.bias": torch.zeros(4), "1.bias": torch.zeros(4)}, allow_missing=["*.weight"])
     for part in expected:  # type: ignore[attr-defined]
         nn.init.constant_(part.bias, 0)
     assert torch.equal(live(X), expected(X))
-    with live.pin() as version:
-        parts = version._context().entry.program.weights_module  # type: ignore[union-attr]
-        assert parts[0].weight is parts[1].weight
+    parts = module_of(live)
+    assert parts[0].weight is parts[1].weight
 
 
 def test_names_that_hooks_rename_may_be_missing() -> None:
@@ -136,7 +129,7 @@ def test_first_weights_cannot_be_kept() -> None:
     live = ms.Live(module)
     with pytest.raises(PlanError, match="stay on the meta device"):
         live.swap({"weight": torch.ones(4, 4)}, allow_missing=["bias"])
-    assert live.version == 0
+    assert live.version().id == 0
     with pytest.raises(PlanError) as caught:
         live.swap({"weight": torch.ones(4, 4)})
     assert "allow_missing" not in str(caught.value)
@@ -149,7 +142,7 @@ def test_follow_takes_the_options_of_a_swap(tmp_path: Path) -> None:
     )
     save(store, 7)
     assert [event.action for event in following.poll()] == ["swapped"]
-    state = {name: float(value.flatten()[0]) for name, value in live._serving()[1].weights_module.state_dict().items()}
+    state = {name: float(value.flatten()[0]) for name, value in module_of(live).state_dict().items()}
     assert state == {"a.weight": 7, "a.bias": 7, "b.weight": 1, "b.bias": 1}
 
 

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,9 +48,9 @@ def summary(what: str, readers: Readers, swaps: int) -> None:
     )
 
 
-@pytest.mark.parametrize("way", ["single", "pinned", "in_place"])
+@pytest.mark.parametrize("way", ["single", "pinned", "file"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_request_is_torn(kind: str, way: str) -> None:
+def test_no_request_is_torn(kind: str, way: str, tmp_path: Path) -> None:
     module = Constant()
     live = ms.Live(target_of(kind, module, X))
     live(X)
@@ -58,11 +59,15 @@ def test_no_request_is_torn(kind: str, way: str) -> None:
         if way != "pinned":
             value, version = live.answer(X)
             return version, value
-        with live.pin() as v:
+        with live.version() as v:
             return v.id, torch.cat([v(X), v(X)])
 
     def swap(k: int) -> None:
-        live.swap(weights_of(module, k), mode="in_place" if way == "in_place" else "available")
+        source: Any = weights_of(module, k)
+        if way == "file":
+            ms.save(source, tmp_path / "new.safetensors", overwrite=True)
+            source = tmp_path / "new.safetensors"
+        live.swap(source)
 
     readers = Readers(request)
     swaps = swapped_for_a_while(readers, swap)
@@ -72,7 +77,7 @@ def test_no_request_is_torn(kind: str, way: str) -> None:
     assert swaps > 5
     assert readers.requests > 20
     assert len(readers.seen) > 2
-    assert live.version == swaps + 1
+    assert live.version().id == swaps + 1
 
 
 def swap_in_place(module: nn.Module, k: int) -> None:

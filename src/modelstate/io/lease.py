@@ -76,8 +76,9 @@ class Lease:
 
     def _gone(self, _: _Mapped) -> None:
         # A weak reference calls this at any point of any thread, perhaps of the one that holds the lock.
-        _dropped.append(self)
-        _release_dropped()
+        if _dropped is not None:  # None at the end of the interpreter
+            _dropped.append(self)
+            _release_dropped()
 
 
 def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:

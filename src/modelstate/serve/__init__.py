@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from modelstate.serve.meta_clone import runtime_state as runtime_state
     from modelstate.serve.program_file import Manifest as Manifest
     from modelstate.serve.state_names import NameMap as NameMap
-    from modelstate.serve.swap_pipeline import SwapReport as SwapReport
+    from modelstate.serve.swap import SwapReport as SwapReport
     from modelstate.torch_compat.modules import without_state_dict_hooks as without_state_dict_hooks
 else:
     __getattr__, __dir__ = attach(
@@ -18,7 +18,7 @@ else:
             "Following": "modelstate.serve.follow",
             "Manifest": "modelstate.serve.program_file",
             "NameMap": "modelstate.serve.state_names",
-            "SwapReport": "modelstate.serve.swap_pipeline",
+            "SwapReport": "modelstate.serve.swap",
             "runtime_state": "modelstate.serve.meta_clone",
             "without_state_dict_hooks": "modelstate.torch_compat.modules",
         },

@@ -1,36 +1,37 @@
 """Serves packages of AOTInductor: each version uses a loaded copy of the compiled library."""
 
+import math
+import operator
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from modelstate.errors import (
-    DamagedFileError,
-    LiveTargetError,
-    ProgramInputError,
-    WeightsError,
-)
+from modelstate.errors import DamagedFileError, LiveTargetError, ProgramInputError, WeightsError
 from modelstate.io import linux
-from modelstate.serve.inputs import Inputs
 from modelstate.serve.meta_clone import meta_clone, runtime_state, state_module
 from modelstate.serve.program_file import Manifest, ProgramFile
 from modelstate.serve.state_names import NameMap, names_by_tensor
-from modelstate.serve.targets import Program, Target, check_names, cloned
+from modelstate.serve.targets import Program, Target, check_names
 from modelstate.text_format import listed
 from modelstate.torch_compat.private import (
     aoti_embedded_constants,
     aoti_loader,
     aoti_metadata,
+    condition_names,
     flatten,
+    input_conditions,
     keyword_order,
     structure_of,
     unflatten,
-    without_modes,
 )
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 _CONSTANTS = ("_tensor_constant", "lifted_tensor_", "_frozen_param")
 """Prefixes by which AOTInductor names constants that are neither parameters nor buffers, or that it has changed."""
@@ -58,55 +59,64 @@ class AotiTarget(Target):
     def __init__(self, file: ProgramFile, names: NameMap | nn.Module | None) -> None:
         manifest = file.manifest
         _check_machine(file)
-        self._runners = _Runners(file)
-        runner = self._runners.take()
+        self._copy, self._model = file.copied_library(), file.model
+        self.name = file.path
+        runner = self._load()
         self._call = _Call(runner, manifest, file.path)
         values = _values(file, runner)
-        file.check_unchanged()
         if manifest is not None:
             names = manifest.names if names is None else names
-            state, self.hidden = _state_of_manifest(manifest, values, file.path)
-        else:
-            state, self.hidden = _state_without_manifest(values, names)
-        self._layouts = {name: _layout(values[name]) for name in runner.names}
-        self._fixed_values = {
-            name: values[name] for name in runner.names if name not in state and name not in self.hidden
-        }
-        if manifest is not None:
+            state, self._hidden = _state_of_manifest(manifest, values, file.path)
             check_names(state, names, file.path)
+        else:
+            state, self._hidden = _state_without_manifest(values, names)
+            self.unexpected_error = self._fixed_error  # a manifest lists all weights
+        self._fixed_values = {
+            name: values[name] for name in runner.names if name not in state and name not in self._hidden
+        }
         missing = [] if names is None else [name for group in _groups(names) for name in group if name not in state]
         self.fixed = (*self._fixed_values, *missing)
         self._built_in = runtime_state(names) if isinstance(names, nn.Module) and manifest is None else {}
-        if manifest is None:  # a manifest lists all weights
-            self.unexpected_error = self._fixed_error
         names = meta_clone(names) if isinstance(names, nn.Module) else _restricted(names, state)
-        # On meta: a reference to the tensors would keep the memory of version 1 alive.
         super().__init__(file.path, state_module(state), names)
-        self._runners.give_back(runner)
-        self._first = self._new_version(state_module(state, meta=False))
+        self._idle = [runner]
+        """Runners that no version uses, with their memory. A library cannot be unloaded completely."""
+        self._next: _Runner | None = None
+        """The runner whose memory the weights of the next version are read into."""
+        self._first = self._program(state)
 
-    def program(self, filled: nn.Module) -> "AotiVersion":
+    def memory_for(
+        self, skeleton: nn.Module, retired: list[torch.Tensor], *, has_file: bool
+    ) -> dict[str, torch.Tensor]:
+        if self._next is None:
+            self._next = self._idle.pop() if self._idle else self._load()
+        return {name: tensor for name, tensor in self._next.memory.items() if name not in self._hidden}
+
+    def program(self, filled: nn.Module) -> Program:
         state = runtime_state(filled)
         changed = [name for name, value in self._built_in.items() if name in self.fixed and name in state]
         changed = [name for name in changed if not torch.equal(state[name], self._built_in[name])]
         if changed:
             raise self._fixed_error(changed)
-        return self._new_version(state_module({name: state[name] for name in self.runtime_names}, meta=False))
+        return self._program({name: state[name] for name in self.runtime_names})
 
-    def _new_version(self, weights: nn.Module) -> "AotiVersion":
-        """Returns a version with these weights. Raises `WeightsError` where a layout is not that of the library."""
-        hidden = cloned(self.hidden)
-        available = {**self._fixed_values, **hidden, **runtime_state(weights)}
-        constants = {name: available[name].detach() for name in self._layouts}
-        wrong = [name for name, constant in constants.items() if _layout(constant) != self._layouts[name]]
-        if wrong:
-            raise WeightsError(
-                "weights have another shape, dtype or stride than the library was compiled for",
-                expected=listed((f"{name}: {_layout_text(self._layouts[name])}" for name in wrong), 8, "; "),
-                found=listed((f"{name}: {_layout_text(_layout(constants[name]))}" for name in wrong), 8, "; "),
-                names=wrong,
-            )
-        return AotiVersion(self._call, self._runners, constants, weights, hidden)
+    def _program(self, state: Mapping[str, torch.Tensor]) -> Program:
+        """Returns a version whose runner has copies of these weights. Raises `WeightsError` and `LiveTargetError`."""
+        runner, self._next = self._next, None
+        if runner is None:
+            runner = self._idle.pop() if self._idle else self._load()
+        try:
+            tensors = runner.filled({**state, **self._hidden}, self._fixed_values)
+        except BaseException:
+            self._idle.append(runner)
+            raise
+        request = _Request(self._call, runner)
+        # The garbage collector may call this at any moment, in any thread.
+        weakref.finalize(request, self._idle.append, runner).atexit = False
+        return Program(state_module(tensors, meta=False, hidden=self._hidden), request)
+
+    def _load(self) -> "_Runner":
+        return _Runner(f"/dev/fd/{self._copy.fileno()}", self._model, self.name)
 
     def _fixed_error(self, names: list[str]) -> WeightsError:
         return WeightsError(
@@ -120,37 +130,11 @@ class AotiTarget(Target):
         )
 
 
-class AotiVersion(Program):
-    """One version: its weights, and the runner that uses them until the version is gone."""
+class _Runner:
+    """A loaded library with memory for its constants, which the library uses and does not copy.
 
-    __slots__ = ("_call", "_runner")
-    answers_alias_weights = False  # the library allocates its outputs
-
-    def __init__(
-        self,
-        call: "_Call",
-        runners: "_Runners",
-        constants: dict[str, torch.Tensor],
-        weights: nn.Module,
-        hidden: dict[str, torch.Tensor],
-    ) -> None:
-        super().__init__(weights, hidden)
-        self._call, self._runner = call, runners.take()
-        self._runner.use(constants)
-        weakref.finalize(self, runners.give_back, self._runner).atexit = False
-
-    def __call__(self, *args: object, **named: object) -> object:
-        inputs = self._call.inputs(args, named)
-        with torch.no_grad():
-            return unflatten(self._runner.run(inputs), self._call.out_spec)
-
-
-class Runner:
-    """A loaded library. It uses tensors that are managed outside of it, and copies none.
-
-    A library never releases a tensor that it was given. So it gets one empty tensor for each constant, once. For each
-    version these tensors are set to the version's storages, and the library refreshes its pointers. A tensor with wrong
-    sizes or strides would make the library read out of bounds, so `use` takes tensors that have been checked.
+    A tensor with other sizes or strides would make the library read out of bounds. The memory is made once, with those
+    of the package's own constants, and every version is copied into it.
     """
 
     def __init__(self, path: str, model: str, where: str) -> None:
@@ -165,34 +149,39 @@ class Runner:
                 found=str(error).splitlines()[0],
                 remedy="compile it for this machine and this version of torch",
             ) from error
-        self._shells: dict[str, torch.Tensor] | None = None
+        self.memory: dict[str, torch.Tensor] = {}
+        self._is_loaded = False
         # Python code of the model may release the GIL while it runs. Another request that enters the library then
         # waits there while it holds the GIL.
         self._lock = threading.Lock()
 
-    def use(self, constants: Mapping[str, torch.Tensor]) -> None:
-        """Makes the library use these tensors for all of its names. No call may be running."""
-        with torch.inference_mode(False), torch.no_grad():
-            is_first = self._shells is None
-            if self._shells is None:
-                self._shells = {name: torch.empty(0, dtype=constants[name].dtype, device="cpu") for name in self.names}
-            for name, shell in self._shells.items():
-                value = constants[name]
-                shell.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
-            # Without a copy: the library uses the memory of the shells, and only looks up its addresses after a change.
-            if is_first and self.names:
-                self._library.load_constants(self._shells, False, True, True)
-            elif not is_first:
-                self._library.load_constants({}, False, False, True)
+    def filled(self, values: Mapping[str, torch.Tensor], fixed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies values into the memory of the library. Returns that memory by name, with the ties of the values.
 
-    def release(self) -> None:
-        """Releases the tensors. `run` must not be called until `use` has set others.
-
-        The garbage collector may call this in a thread that is tracing, where a mode would take the tensors for fakes.
+        Raises `WeightsError` where a value has another shape, dtype or device than the memory.
         """
-        with without_modes(), torch.inference_mode(False), torch.no_grad():
-            for shell in (self._shells or {}).values():
-                shell.set_()  # type: ignore[call-overload]
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.memory:
+                made = {id(value): _like(value) for value in values.values()}
+                self.memory = {name: made[id(value)] for name, value in values.items()}
+            wrong = [name for name, value in values.items() if _kind(value) != _kind(self.memory[name])]
+            if wrong:
+                raise WeightsError(
+                    "weights have another shape or dtype than the library was compiled for",
+                    expected=listed((f"{name}: {_kind_text(self.memory[name])}" for name in wrong), 8, "; "),
+                    found=listed((f"{name}: {_kind_text(values[name])}" for name in wrong), 8, "; "),
+                    names=wrong,
+                )
+            pairs = {id(value): (self.memory[name], value.detach()) for name, value in values.items()}
+            for memory, value in pairs.values():
+                if memory.data_ptr() != value.data_ptr():  # the weights have been read into this memory
+                    memory.detach().copy_(value)
+            if self.names and not self._is_loaded:
+                constants = {name: self.memory.get(name, fixed.get(name)) for name in self.names}
+                # Without a copy: the library uses this memory.
+                self._library.load_constants(constants, False, True, True)
+                self._is_loaded = True
+        return dict(self.memory)
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Calls the library with inputs that have been checked."""
@@ -201,40 +190,85 @@ class Runner:
             return outputs
 
 
-class _Runners:
-    """The runners of a package: one for each version that exists, and those of versions that are gone.
+def _like(value: torch.Tensor) -> torch.Tensor:
+    memory = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    return nn.Parameter(memory, requires_grad=False) if isinstance(value, nn.Parameter) else memory
 
-    A loaded library cannot be unloaded completely, so runners are used again. They are loaded from a private copy of
-    the library, since the package may be replaced or overwritten later.
+
+class _Request:
+    """The callable of a version. A request holds it, and the runner is used again when nothing does."""
+
+    __slots__ = ("__weakref__", "_call", "_runner")
+
+    def __init__(self, call: "_Call", runner: _Runner) -> None:
+        self._call, self._runner = call, runner
+
+    def __call__(self, *args: object, **named: object) -> object:
+        inputs = self._call.inputs(args, named)
+        with torch.no_grad():
+            return unflatten(self._runner.run(inputs), self._call.out_spec)
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "math": math,
+    "inf": math.inf,
+    "Max": max,
+    "Min": min,
+    "Mod": operator.mod,
+    "FloorDiv": operator.floordiv,
+}
+
+
+def signature_of(program: "ExportedProgram", written: Sequence[str]) -> dict[str, Any]:
+    """Describes the inputs of a program for its manifest, as values for JSON. Raises `ValueError` for numbers.
+
+    `written` has the names of inputs that the program writes to.
     """
-
-    def __init__(self, file: ProgramFile) -> None:
-        self._file, self._descriptor = file, file.copied_library()
-        self._idle: list[Runner] = []
-
-    def take(self) -> Runner:
-        """Returns a runner that no version uses. Raises `LiveTargetError`."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return Runner(f"/dev/fd/{self._descriptor}", self._file.model, self._file.path)
-
-    def give_back(self, runner: Runner) -> None:
-        """Releases the tensors of a runner. The garbage collector may call this at any moment, in any thread."""
-        runner.release()
-        self._idle.append(runner)
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    values: list[dict[str, Any]] = []
+    for name in program.graph_signature.user_inputs:
+        value = nodes[name].meta.get("val") if name in nodes else name
+        if isinstance(value, torch.SymInt):
+            raise ValueError(str(name))
+        if isinstance(value, torch.Tensor):
+            strides = value.stride()
+            is_usual = value.is_contiguous() or not all(isinstance(step, int) for step in strides)
+            order = sorted(range(value.dim()), key=strides.__getitem__, reverse=True)
+            values.append(
+                {
+                    "name": name,
+                    "dtype": str(value.dtype).removeprefix("torch."),
+                    "device": str(value.device),
+                    "rank": value.dim(),
+                    "order": [*range(value.dim())] if is_usual else order,
+                    "is_written": name in written,
+                }
+            )
+        else:
+            values.append({"name": str(name)})
+    return {"values": values, "conditions": input_conditions(program, compiled=True)}
 
 
 class _Call:
     """The call convention of the library: the structure of its inputs and outputs, and checks of the inputs."""
 
-    def __init__(self, runner: Runner, manifest: Manifest | None, where: str) -> None:
+    def __init__(self, runner: _Runner, manifest: Manifest | None, where: str) -> None:
         self._where = where
+        self._signature: list[dict[str, Any]] | None = None
+        self._check: Callable[[list[Any]], str | None] = lambda args: None
         try:
             self._in_spec, self.out_spec = map(structure_of, runner.call_spec)
-            described = None if manifest is None else manifest.inputs
-            self._inputs = None if described is None else Inputs.described_by(where, self._in_spec, described)
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            if manifest is not None and manifest.inputs is not None:
+                self._signature = [
+                    {**each, "dtype": getattr(torch, each["dtype"]), "device": torch.device(each["device"])}
+                    if "dtype" in each
+                    else each
+                    for each in manifest.inputs["values"]
+                ]
+                self._check = _compiled_conditions(manifest.inputs["conditions"])
+                if len(self._signature) != self._in_spec.num_leaves:
+                    raise ValueError(f"{len(self._signature)} inputs, and {self._in_spec.num_leaves} in the structure")
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, SyntaxError) as error:
             raise DamagedFileError(
                 "the description of the inputs in the file is damaged, or has classes that are not registered",
                 where=where,
@@ -244,24 +278,65 @@ class _Call:
 
     def inputs(self, args: tuple[object, ...], named: dict[str, object]) -> list[torch.Tensor]:
         """Returns the tensors of a call in the library's order. Raises `ProgramInputError`."""
-        if self._inputs is not None:
-            return self._inputs.as_exported(self._inputs.flat(args, named))
         order = keyword_order(self._in_spec)
         if list(named) != order and named.keys() == set(order):
             named = {name: named[name] for name in order}
         leaves, spec = flatten((args, named))
         if spec != self._in_spec:
-            raise ProgramInputError(
-                "the arguments have another structure",
-                where=self._where,
-                expected=self._in_spec,
-                found=spec,
-                remedy="give inputs with the structure of the export",
-            )
+            raise self._error("the arguments have another structure", self._in_spec, spec)
+        if self._signature is not None:
+            for place, (each, leaf) in enumerate(zip(self._signature, leaves, strict=True)):
+                if "dtype" in each:
+                    leaves[place] = self._tensor(each, leaf)
+            if (failed := self._check(leaves)) is not None:
+                shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+                raise self._error("the inputs have other sizes or values than the library is for", failed, shapes)
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
+    def _tensor(self, each: dict[str, Any], leaf: object) -> torch.Tensor:
+        """Checks a tensor, and returns it with the order of strides of the export, which the library assumes."""
+        if not isinstance(leaf, torch.Tensor):
+            raise self._error(f"{each['name']} is not a tensor", each["dtype"], type(leaf).__name__)
+        if (leaf.dtype, leaf.device, leaf.dim()) != (each["dtype"], each["device"], each["rank"]):
+            expected = f"{each['dtype']}, {each['device']}, {each['rank']} dimensions"
+            found = f"{leaf.dtype}, {leaf.device}, shape {list(leaf.shape)}"
+            raise self._error(f"{each['name']} is another kind of tensor", expected, found)
+        if leaf.permute(each["order"]).is_contiguous():
+            return leaf
+        if each["is_written"]:
+            raise self._error(
+                f"the program writes to {each['name']}, whose memory order differs from that of the export",
+                f"dimensions {each['order']} from the farthest apart to the nearest, without gaps",
+                f"shape {list(leaf.shape)}, stride {list(leaf.stride())}",
+            )
+        inverse = sorted(range(leaf.dim()), key=each["order"].__getitem__)
+        return leaf.permute(each["order"]).contiguous().permute(inverse)
 
-def _values(file: ProgramFile, runner: Runner) -> dict[str, torch.Tensor]:
+    def _error(self, what: str, expected: object, found: object) -> ProgramInputError:
+        return ProgramInputError(
+            what,
+            where=self._where,
+            expected=expected,
+            found=found,
+            remedy="give inputs like those of the export, or export with dynamic_shapes= that allow these",
+        )
+
+
+def _compiled_conditions(conditions: Sequence[str]) -> Callable[[list[Any]], str | None]:
+    """Returns a function that returns the first condition that the inputs of a call do not fulfil."""
+    codes = [(text, compile(text.strip(), "<condition>", "eval")) for text in conditions]
+    usual = {"args", "size", "shape", "stride", "math", *_FUNCTIONS, *dir(math)}
+    is_usual = all(usual.issuperset(code.co_names) for _, code in codes)
+    functions = {**_FUNCTIONS, **({} if is_usual else condition_names())}
+
+    def first_failed(args: list[Any]) -> str | None:
+        functions_and_inputs = {**functions, "args": args}
+        return next((text for text, code in codes if not eval(code, functions_and_inputs)), None)
+
+    return first_failed
+
+
+def _values(file: ProgramFile, runner: _Runner) -> dict[str, torch.Tensor]:
     """Returns the value of each constant of the library. Raises `LiveTargetError` where the package lacks some."""
     values = file.weights()
     if values is None:
@@ -269,7 +344,7 @@ def _values(file: ProgramFile, runner: Runner) -> dict[str, torch.Tensor]:
             values = aoti_embedded_constants(file.library(folder))
     lacking = [name for name in runner.names if name not in values]
     computed = [name for name in lacking if name.startswith(_COMPUTED)]
-    if computed:  # the library would not compute them again after a swap in place
+    if computed:  # the library would not compute them again for another version
         raise LiveTargetError(
             "the package computes constants of its weights when it is first called, and keeps them",
             where=file.path,
@@ -300,7 +375,7 @@ def _state_of_manifest(
                     "the file's description of its weights differs from the weights",
                     where=where,
                     expected=f"{entry.name}: shape {entry.shape}, {entry.dtype}, stride {entry.stride}",
-                    found=_layout_text(_layout(value)),
+                    found=f"{_kind_text(value)}, stride {value.stride()}",
                     remedy="export the program again, or get another copy of the file",
                 )
             groups.setdefault(entry.alias, value)
@@ -382,13 +457,9 @@ def _check_machine(file: ProgramFile) -> None:
         )
 
 
-_Layout = tuple[torch.layout, tuple[int, ...], torch.dtype, tuple[int, ...], torch.device]
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.layout, tensor.shape, tensor.dtype, tensor.device
 
 
-def _layout(tensor: torch.Tensor) -> _Layout:
-    return tensor.layout, tuple(tensor.shape), tensor.dtype, tuple(tensor.stride()), tensor.device
-
-
-def _layout_text(layout: _Layout) -> str:
-    kind, shape, dtype, stride, device = layout
-    return f"shape {shape}, {dtype}, stride {stride}, {device}" + ("" if kind is torch.strided else f", {kind}")
+def _kind_text(tensor: torch.Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}"

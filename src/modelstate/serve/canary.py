@@ -8,7 +8,8 @@ import torch
 from msgspec.structs import replace
 
 from modelstate.errors import CanaryError, OptionError
-from modelstate.serve.targets import Program, buffer_restorer, carry_over
+from modelstate.serve.buffers import buffer_restorer, carry_over
+from modelstate.serve.targets import Program
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.private import default_modes, flatten, unflatten
 
@@ -66,18 +67,6 @@ class Canary(msgspec.Struct, frozen=True):
         if self.check is not None and not callable(self.check):
             raise OptionError("check= must be callable", found=type(self.check).__name__)
 
-    def _prepared(self, serving: Calls) -> "Canary":
-        """Returns a canary with a reference, which the version that serves gives where none is set.
-
-        Raises `CanaryError` where the version that serves raises on the inputs.
-        """
-        if not self.needs_reference:
-            return self
-        leaves, spec = flatten(self._answer_of(serving, "the version that serves"))
-        # Copies: the next call may use the memory of an answer again, as the graphs of "reduce-overhead" do.
-        kept = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return replace(self, expected=unflatten(kept, spec))
-
     def _try_out(self, new: Calls) -> None:
         """Calls the new version, and compares its answer with the reference. Raises `CanaryError`."""
         answer = self._answer_of(new, "the new version")
@@ -134,6 +123,19 @@ class Canary(msgspec.Struct, frozen=True):
             )
 
 
+def prepared(canary: Canary, serving: Calls) -> Canary:
+    """Returns a canary with a reference, which the version that serves gives where none is set.
+
+    Raises `CanaryError` where the version that serves raises on the inputs.
+    """
+    if not canary.needs_reference:
+        return canary
+    leaves, spec = flatten(canary._answer_of(serving, "the version that serves"))
+    # Copies: the next call may use the memory of an answer again, as the graphs of "reduce-overhead" do.
+    kept = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return replace(canary, expected=unflatten(kept, spec))
+
+
 def run_canary(
     canary: "Canary | Callable[[Calls], object]", new: Program, buffers: Mapping[str, torch.Tensor | None]
 ) -> None:
@@ -142,10 +144,10 @@ def run_canary(
     Raises `CanaryError`.
     """
     with default_modes():
-        restore = buffer_restorer(new)
+        restore = buffer_restorer(new.module)
     try:
         with default_modes():
-            carry_over(buffers, new)
+            carry_over(buffers, new.module)
         if isinstance(canary, Canary):
             canary._try_out(new)
         else:

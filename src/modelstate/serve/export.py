@@ -1,12 +1,10 @@
 """`modelstate.export`: writes a module as a program file, every weight of which can be swapped while it serves."""
 
-import ast
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import msgspec
 import torch
 from torch import nn
 
@@ -22,25 +20,16 @@ from modelstate.errors import (
 )
 from modelstate.formats.torch_zip import archive_file
 from modelstate.io.atomic import Output, atomic_file, check_target
-from modelstate.serve.exported import ExportedTarget
-from modelstate.serve.inputs import conditions
+from modelstate.serve.aoti import signature_of
+from modelstate.serve.buffers import buffers_of
 from modelstate.serve.live import target_factory
 from modelstate.serve.meta_clone import check_captured_references, meta_clone, runtime_state, state_module
 from modelstate.serve.program_file import NAME, Kind, Manifest, ProgramTensor
 from modelstate.serve.state_names import NameMap, names_by_tensor
-from modelstate.serve.targets import Target, check_mode
+from modelstate.serve.targets import Program, Target, check_mode
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import own_buffers, own_parameters, unwrapped
-from modelstate.torch_compat.private import (
-    aoti_compile,
-    aoti_package,
-    argument_names,
-    flatten,
-    guards_of,
-    guards_of_compiling,
-    require_aoti,
-    unflatten,
-)
+from modelstate.torch_compat.private import aoti_compile, aoti_package, flatten, require_aoti, unflatten
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -78,10 +67,9 @@ def export(
 ) -> Manifest:
     """Writes a model as a program whose parameters and persistent buffers can be swapped while it serves.
 
-    The program is verified before the file is put in its place: it has to answer as the model does with the original
-    weights, with random weights, and with each tensor changed alone. For that the model is called once or a few times
-    for each of its tensors, with `args`. The model is not changed. After an error no file is written, and an existing
-    file stays.
+    The program is verified before the file is put in its place: it has to answer as the model does, with the original
+    weights and with all weights changed, each in its own way. For that the model is called a few times with `args`. The
+    model is not changed. After an error no file is written, and an existing file stays.
 
     Args:
         model: the model, in eval mode (`model.eval()`), or a wrapper of `torch.compile` or `DataParallel` around it.
@@ -123,22 +111,19 @@ def export(
     check_mode(model, training)
     if kind == "aoti":
         _check_on_cpu(model, (args, kwargs))
-    names, reason = _names(model)
+    try:
+        names, reason = NameMap.of(model), ""
+    except (NameMapError, ModelCodeError) as error:
+        names, reason = None, f"{error.what}: {error.found}"
     program = _exported(model, args, kwargs, dynamic_shapes, strict)
-    extra = names.extra if names is not None else ()
-    trial = Trial(model, args, kwargs, kind)  # before the compiler, which takes longer
+    trial = _Trial(model, args, kwargs, kind)  # before the compiler, which takes longer
     files, inputs = (None, None) if kind == "exported" else _compiled(program, model, options or {})
-
-    def manifest_with(verification: "ExportVerification") -> Manifest:
-        tensors = _tensors(model, verification)
-        return Manifest(kind, tensors, names, reason, extra, verification.unseen, torch.__version__, inputs)
-
+    extra = names.extra if names is not None else ()
+    tensors = _tensors(model, trial.mutable)
+    manifest = Manifest(kind, tensors, names, reason, extra, torch.__version__, inputs)
     with atomic_file(where, overwrite=overwrite) as output:
-        preliminary = manifest_with(ExportVerification(frozenset(), ()))
-        _write(output, program, files, preliminary, where)
-        manifest = manifest_with(trial.verify(target_factory(output.path, None, training)))
-        if manifest != preliminary:
-            _write(output, program, files, manifest, where)
+        _write(output, program, files, manifest, where)
+        trial.verify(target_factory(output.path, None, training))
     return manifest
 
 
@@ -169,14 +154,6 @@ def _check_on_cpu(module: nn.Module, inputs: object) -> None:
             found=", ".join(found),
             remedy="export with kind='exported', or move the module and the inputs to the CPU",
         )
-
-
-def _names(module: nn.Module) -> tuple[NameMap | None, str]:
-    """Returns the map of names, or None and the reason why there is none."""
-    try:
-        return NameMap.of(module), ""
-    except (NameMapError, ModelCodeError) as error:
-        return None, f"{error.what}: {error.found}"
 
 
 def _exported(
@@ -211,21 +188,20 @@ def _compiled(
 ) -> tuple[list[object], dict[str, object]]:
     """Compiles a program. Returns the files of the package, and the description of its inputs. Raises `ExportError`."""
     where = type(module).__name__
-    inputs = ExportedTarget(program, None).inputs
-    if inputs.numbers:
-        raise ExportError(
-            "AOTInductor does not take numbers that change from request to request",
-            where=where,
-            found=", ".join(inputs.numbers),
-            remedy="give them as tensors, or export with kind='exported'",
-        )
-    if inputs.guard_function is not None:
-        raise _unsupported_guards(where, guards_of(program))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             written = [*program.run_decompositions({}).graph_signature.user_inputs_to_mutate.values()]
+            signature_of(program, written)  # before the compiler, which takes longer
             files = aoti_compile(program, {**options, **_OPTIONS})
+            return files, signature_of(program, written)
+    except ValueError as error:
+        raise ExportError(
+            "AOTInductor does not take numbers that change from request to request",
+            where=where,
+            found=str(error),
+            remedy="give them as tensors, or export with kind='exported'",
+        ) from error
     except Exception as error:
         missing = "Cxx" in type(error).__name__ or "C++ compiler" in str(error)
         raise ExportError(
@@ -234,43 +210,12 @@ def _compiled(
             found=_first_lines(error),
             remedy="install a C++ compiler (g++)" if missing else "see the cause above; or export with kind='exported'",
         ) from error
-    try:
-        inputs.require(_specialized_sizes(program, inputs.names), written)
-    except ValueError as error:
-        raise _unsupported_guards(where, guards_of_compiling(program)) from error
-    return files, inputs.described()
-
-
-def _unsupported_guards(where: str, guards: list[str]) -> ExportError:
-    return ExportError(
-        "conditions on the inputs cannot be written into the package, and AOTInductor does not check them",
-        where=where,
-        found=listed(guards, 8, "; "),
-        remedy="export with other dynamic_shapes=, or with kind='exported'",
-    )
-
-
-def _specialized_sizes(program: "ExportedProgram", names: list[str]) -> list[str]:
-    """Returns the conditions by which the compiler has specialized the code to single sizes or multiples.
-
-    Comparisons with limits are left out. The compiler makes them to choose among kernels that are all correct.
-    """
-    guards = sorted(set(guards_of_compiling(program)) - set(guards_of(program)))
-    found = conditions(guards, program.call_spec.in_spec, argument_names(program), names)
-    specialized = []
-    for condition in found:
-        comparisons = [node for node in ast.walk(ast.parse(condition)) if isinstance(node, ast.Compare)]
-        if any(isinstance(op, ast.Eq | ast.NotEq) for comparison in comparisons for op in comparison.ops):
-            specialized.append(condition)
-    return specialized
 
 
 def _write(
     output: Output, program: "ExportedProgram", files: list[object] | None, manifest: Manifest, where: str
 ) -> None:
-    """Writes the archive, which replaces the previous content of the file. Raises `ExportError` and `OSError`."""
-    os.ftruncate(output.descriptor, 0)
-    output.nbytes = 0
+    """Writes the archive. Raises `ExportError` and `OSError`."""
     extra = {NAME: manifest.to_json()}
     with archive_file(output) as file:
         try:
@@ -282,7 +227,7 @@ def _write(
             raise ExportError("torch cannot write the program", where=where, found=_first_lines(error)) from error
 
 
-def _tensors(module: nn.Module, verification: "ExportVerification") -> tuple[ProgramTensor, ...]:
+def _tensors(module: nn.Module, mutable: frozenset[str]) -> tuple[ProgramTensor, ...]:
     state: dict[str, torch.Tensor] = runtime_state(module)
     everything = state | dict(module.named_buffers(remove_duplicate=False))
     first: dict[int, str] = {}
@@ -293,7 +238,7 @@ def _tensors(module: nn.Module, verification: "ExportVerification") -> tuple[Pro
             dtype=str(tensor.dtype).removeprefix("torch."),
             stride=tensor.stride(),
             role="hidden" if name not in state else "parameter" if isinstance(tensor, nn.Parameter) else "buffer",
-            mutable=name in verification.mutable,
+            mutable=name in mutable,
             alias=first.setdefault(id(tensor), name),
         )
         for name, tensor in everything.items()
@@ -323,16 +268,7 @@ _REMEDIES = {
 }
 
 
-class ExportVerification(msgspec.Struct, frozen=True):
-    """Properties of the tensors, which the verification finds out."""
-
-    mutable: frozenset[str]
-    """Buffers that a call has changed."""
-    unseen: tuple[str, ...]
-    """Weights whose change does not change any answer."""
-
-
-class _Answer(msgspec.Struct, frozen=True):
+class _Answer(NamedTuple):
     """The outputs of a call, and the buffers after it."""
 
     values: dict[str, object]
@@ -340,7 +276,7 @@ class _Answer(msgspec.Struct, frozen=True):
     """The structure of the outputs."""
 
 
-class Trial:
+class _Trial:
     """Calls a module, and the program that is made of it, with the same inputs and with any weights.
 
     Args:
@@ -358,7 +294,8 @@ class Trial:
         self._inputs, self._state = (args, dict(named)), runtime_state(module)
         self._where = type(module).__name__
         self._skeleton = meta_clone(module)
-        self._mutable: frozenset[str] = frozenset()
+        self.mutable: frozenset[str] = frozenset()
+        """Buffers that a call has changed."""
         _check_own_elements(self._state, self._where)
         self._first = self._of_module(self._state)
         # An exported program draws the same random numbers; what is compiled draws others.
@@ -369,8 +306,10 @@ class Trial:
                 remedy="call module.eval() before it is exported, or export with kind='exported'",
             )
 
-    def verify(self, target: Target) -> ExportVerification:
-        """Compares the answers: with the original weights, with each tensor changed alone, and with all changed.
+    def verify(self, target: Target) -> None:
+        """Compares the answers: with the original weights, and with all of them changed, each in its own way.
+
+        Only where these differ is each tensor changed alone, to name those that the program does not follow.
 
         Raises:
             ExportError: The answers of the program differ, or do not follow a change of some weights.
@@ -378,38 +317,42 @@ class Trial:
         difference = _difference(self._of_program(target, self._state), self._first)
         if difference:
             raise _answer_error(self._where, difference, "the weights that it was made with")
-        unseen: list[str] = []
+        groups = names_by_tensor(self._state)
+        for number in range(len(_OFFSETS)):
+            changed = dict(self._state)
+            for seed, group in enumerate(groups):
+                values = [*perturbed_values(self._state[group[0]], seed)]
+                if values:
+                    changed.update(dict.fromkeys(group, values[min(number, len(values) - 1)]))
+            expected = self._of_module_or_none(changed)
+            if expected is None or not _is_visible(self._first, expected):
+                continue
+            difference = _difference(self._of_program(target, changed), expected)
+            if difference:
+                wrong = self._not_followed(target, groups)
+                if not wrong:
+                    raise _answer_error(self._where, difference, "random weights")
+                raise ExportError(
+                    "the program does not follow changes of its weights: they were compiled into it",
+                    where=self._where,
+                    expected="the answer of the module with the changed tensor",
+                    found=listed((f"{name}: {each}" for name, each in wrong.items()), 8, "; "),
+                    remedy=_REMEDIES[target.kind],
+                    names=list(wrong),
+                )
+
+    def _not_followed(self, target: Target, groups: list[tuple[str, ...]]) -> dict[str, str]:
+        """Returns the tensors whose change alone makes the answers differ, each with the difference."""
         wrong: dict[str, str] = {}
-        changed: State = {}
-        for seed, group in enumerate(names_by_tensor(self._state)):
+        for seed, group in enumerate(groups):
             for value in perturbed_values(self._state[group[0]], seed):
                 perturbed = self._state | dict.fromkeys(group, value)
                 expected = self._of_module_or_none(perturbed)
-                if expected is None:
-                    continue
-                changed.update({name: changed.get(name, value) for name in group})
-                if not _is_visible(self._first, expected):
-                    continue
-                difference = _difference(self._of_program(target, perturbed), expected)
-                if difference:
-                    wrong[group[0]] = difference
-                break
-            else:
-                unseen += group
-        if wrong:
-            raise ExportError(
-                "the program does not follow changes of its weights: they were compiled into it",
-                where=self._where,
-                expected="the answer of the module with the changed tensor",
-                found=listed((f"{name}: {difference}" for name, difference in wrong.items()), 8, "; "),
-                remedy=_REMEDIES[target.kind],
-                names=list(wrong),
-            )
-        expected = self._of_module_or_none(self._state | changed)
-        difference = "" if expected is None else _difference(self._of_program(target, self._state | changed), expected)
-        if difference:
-            raise _answer_error(self._where, difference, "random weights")
-        return ExportVerification(self._mutable, tuple(unseen))
+                if expected is not None and _is_visible(self._first, expected):
+                    if difference := _difference(self._of_program(target, perturbed), expected):
+                        wrong[group[0]] = difference
+                    break
+        return wrong
 
     def _of_module(self, state: State, seed: int = 0) -> _Answer:
         """Returns the answer of the module with these weights. Raises what the module raises."""
@@ -427,7 +370,7 @@ class Trial:
         for name, value in before.items():
             other = after.get(name)
             if other is None or value.shape != other.shape or not torch.equal(value, other):
-                self._mutable |= {name}
+                self.mutable |= {name}
         return answer
 
     def _of_module_or_none(self, state: State) -> _Answer | None:
@@ -439,9 +382,9 @@ class Trial:
 
     def _of_program(self, target: Target, state: State) -> _Answer:
         """Returns the answer of a version of the program. Raises `ExportError` where the program raises."""
-        program = target.program(state_module(_copies(state), meta=False))
+        program: Program = target.program(state_module(_copies(state), meta=False))
         try:
-            return self._answer(program, lambda: program.buffers, 0)
+            return self._answer(program, lambda: buffers_of(program.module), 0)
         except Exception as error:
             raise ExportError(
                 "the program raised where the module does not",

@@ -1,29 +1,29 @@
-"""Serves exported programs: all versions share one lifted graph, which is called with the weights of a version."""
+"""Serves exported programs: each version is a shallow copy of the module that torch makes of the program."""
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from modelstate.errors import LiveTargetError
-from modelstate.serve.inputs import Inputs, conditions
+from modelstate.errors import LiveTargetError, ProgramInputError
+from modelstate.serve.buffers import buffers_of
 from modelstate.serve.meta_clone import meta_clone, runtime_state, state_module
 from modelstate.serve.state_names import NameMap, view_key
-from modelstate.serve.targets import Program, Target, check_names, cloned
+from modelstate.serve.targets import Program, Target, check_names
 from modelstate.text_format import listed
-from modelstate.torch_compat.private import argument_names, guard_function, guards_of, unflatten
+from modelstate.torch_compat.modules import own_buffers, own_modules, own_parameters
+from modelstate.torch_compat.private import check_inputs_by
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-    from torch.export.graph_signature import ExportGraphSignature
-
-_WEIGHTS = ("PARAMETER", "BUFFER")
-_WRITTEN = ("BUFFER_MUTATION", "PARAMETER_MUTATION", "USER_INPUT_MUTATION")
 
 
 class ExportedTarget(Target):
     """A `torch.export.ExportedProgram`.
+
+    A version is a copy of `program.module()`: its modules have tables of tensors of their own, and share everything
+    else, such as the graph. The guards of `torch.export` check the inputs of each call.
 
     Args:
         program: the exported program.
@@ -31,7 +31,7 @@ class ExportedTarget(Target):
         name: the target's name in reports and errors.
 
     Raises:
-        LiveTargetError: the graph or its inputs have a part that cannot be served, or `names` is of another module.
+        LiveTargetError: the program has no values, or `names` is of another module.
     """
 
     kind = "exported"
@@ -43,143 +43,72 @@ class ExportedTarget(Target):
         first: dict[object, torch.Tensor] = {}
         state = {name: first.setdefault(view_key(tensor), tensor) for name, tensor in program.state_dict.items()}
         check_names(state, names, name)
+        lifted = {spec.target for spec in program.graph_signature.input_specs if spec.target is not None}
+        self.fixed = tuple(key for key in program.constants if key in lifted and key not in _buffer_names(program))
         # On meta: a reference to the tensors would keep the memory of version 1 alive.
         super().__init__(name, state_module(state), meta_clone(names) if isinstance(names, nn.Module) else names)
-        self._graph = _Graph(program, name)
-        lacking = [name for name, _ in self._graph.lifted if name and name not in {*state, *self._graph.hidden}]
-        if lacking:
-            raise _unsupported(self.name, f"inputs that its state lacks: {listed(lacking, 8)}")
-        self.fixed = tuple(self._graph.constants)
-        self._first = ExportedVersion(self._graph, state_module(state, meta=False), self._graph.hidden)
-        # Copies: requests may change the buffers of version 1.
-        self.hidden = cloned(self._graph.hidden)
-
-    @property
-    def inputs(self) -> Inputs:
-        """The structure of the program's inputs, and the checks of a call."""
-        return self._graph.inputs
-
-    def program(self, filled: nn.Module) -> "ExportedVersion":
-        weights = state_module(runtime_state(filled), meta=False)  # without the code of the exported module
-        hidden = cloned(self.hidden)
-        return ExportedVersion(self._graph, weights, hidden)
-
-
-class ExportedVersion(Program):
-    """One version: the weights, and the graph that all versions share."""
-
-    __slots__ = ("_graph", "_weights")
-
-    def __init__(self, graph: "_Graph", weights: nn.Module, hidden: dict[str, torch.Tensor]) -> None:
-        super().__init__(weights, hidden)
-        self._graph = graph
-        state = hidden | runtime_state(weights)
-        self._weights = tuple(value if name is None else state[name] for name, value in graph.lifted)
-
-    def __call__(self, *args: object, **named: object) -> object:
-        graph = self._graph
-        inputs = graph.inputs.flat(args, named)
-        outputs: list[torch.Tensor] = list(graph.run(*self._weights, *inputs))
-        for index in graph.returned_weights:
-            outputs[index] = outputs[index].detach()  # a swap in place moves the weight itself to other memory
-        if graph.written:  # a lifted graph returns new values of buffers and inputs instead of writing them
-            with torch.no_grad():
-                for value, (index, is_input) in zip(outputs, graph.written, strict=False):
-                    target = inputs[index] if is_input else self._weights[index]
-                    cast(torch.Tensor, target).copy_(value)
-        return unflatten(outputs[len(graph.written) :], graph.out_spec)
-
-
-class _Graph:
-    """The graph of a program, its inputs and its constants, which all versions share."""
-
-    def __init__(self, program: "ExportedProgram", where: str) -> None:
-        signature, constants = program.graph_signature, program.constants
-        self.run: Callable[..., tuple[torch.Tensor, ...]] = program.graph_module.forward
-        self.out_spec = program.call_spec.out_spec
-        self.hidden: dict[str, torch.Tensor] = {}
-        """Non-persistent buffers. Each version has a copy, since requests may change them."""
-        self.lifted: list[tuple[str | None, object]] = []
-        """The first inputs of the graph: each is the name of a weight, or None with a constant."""
-        self.constants: list[str] = []
-        """The names of the constants."""
-        nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-        values: list[tuple[str, object]] = []
-        indices: dict[str, int] = {}
-        for spec in signature.input_specs:
-            kind, name = spec.kind.name, getattr(spec.arg, "name", "")
-            if kind == "USER_INPUT":
-                node = nodes.get(name)
-                is_constant = hasattr(spec.arg, "value")
-                values.append((name, spec.arg.value if node is None or is_constant else node.meta.get("val")))
-                continue
-            if kind == "TOKEN" or values:
-                raise _unsupported(where, f"an input of kind {kind} at {name}")
-            indices[spec.target] = len(self.lifted)
-            if kind in _WEIGHTS and (kind == "PARAMETER" or spec.persistent):
-                self.lifted.append((spec.target, None))
-            elif kind == "BUFFER":
-                self.hidden[spec.target] = constants[spec.target]
-                self.lifted.append((spec.target, None))
-            else:
-                self.lifted.append((None, constants[spec.target]))
-                self.constants.append(spec.target)
-        fixed = {name: constants[name] for name in self.constants}
-        candidates = (*values, *self.hidden.items(), *fixed.items())
-        on_meta = [name for name, value in candidates if isinstance(value, torch.Tensor) and value.is_meta]
-        if on_meta:
+        module: nn.Module = program.module()
+        check_inputs_by(module, lambda error: _input_error(name, error))
+        hidden = {key: value for key, value in buffers_of(module).items() if key not in state}
+        fixed = {key: program.constants[key] for key in self.fixed}
+        on_meta = [
+            key for key, value in {**hidden, **fixed}.items() if isinstance(value, torch.Tensor) and value.is_meta
+        ]
+        if on_meta or any(value.is_meta for value in state.values()):
             raise LiveTargetError(
                 "the program was exported on the meta device, so it can answer no request",
-                where=where,
-                found=f"on meta: {listed(on_meta, 8)}",
+                where=name,
+                found=f"on meta: {listed([*on_meta, *state], 8)}",
                 remedy="give the module values before the export: modelstate.load(model, source)",
             )
-        try:
-            self.inputs = Inputs(where, program.call_spec.in_spec, values, program.range_constraints)
-        except ValueError as error:
-            raise _unsupported(where, f"sizes that cannot be checked: {error}") from error
-        self._require_guards(program, where)
-        weights = {spec.arg.name for spec in signature.input_specs if spec.kind.name in _WEIGHTS}
-        self.returned_weights = [
-            index
-            for index, spec in enumerate(signature.output_specs)
-            if spec.kind.name == "USER_OUTPUT" and getattr(spec.arg, "name", None) in weights
-        ]
-        """The indices of outputs that are weights."""
-        self.written = _written(signature, indices, [name for name, _ in values], where)
+        self._first = _program(module, {**state, **hidden})
+        # Copies: requests may change the buffers of version 1.
+        self._hidden = _cloned(hidden)
+        self._module = _with_tensors(module, {**runtime_state(self.skeleton), **self._hidden})
+        for part in module.modules():  # its graph refers to it, which would keep the memory of version 1 alive
+            own_parameters(part).clear()
+            own_buffers(part).clear()
 
-    def _require_guards(self, program: "ExportedProgram", where: str) -> None:
-        """Adds the guards that `torch.export` has found to the checks of inputs: other inputs get wrong answers."""
-        try:
-            self.inputs.require(
-                conditions(guards_of(program), program.call_spec.in_spec, argument_names(program), self.inputs.names)
-            )
-        except ValueError:  # guards of other things than sizes, or in an unknown notation
-            try:
-                self.inputs.guard_function = guard_function(program)
-            except Exception as error:
-                raise _unsupported(where, f"guards that cannot be checked: {error}") from error
+    def program(self, filled: nn.Module) -> Program:
+        return _program(self._module, {**runtime_state(filled), **_cloned(self._hidden)})
 
 
-def _written(
-    signature: "ExportGraphSignature", indices: Mapping[str, int], inputs: list[str], where: str
-) -> list[tuple[int, bool]]:
-    """Returns the destination of each written output: its index, and whether it counts inputs or lifted weights."""
-    written: list[tuple[int, bool]] = []
-    for spec in signature.output_specs:
-        kind, target = spec.kind.name, str(spec.target)
-        if kind in _WRITTEN:
-            is_input = kind == "USER_INPUT_MUTATION"
-            written.append((inputs.index(target) if is_input else indices[target], is_input))
-        elif kind != "USER_OUTPUT":
-            raise _unsupported(where, f"an output of kind {kind}")
-    return written
+def _program(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Program:
+    version = _with_tensors(module, tensors)
+    return Program(version, version)
 
 
-def _unsupported(where: str, what: str) -> LiveTargetError:
-    return LiveTargetError(
-        "the exported program has a part that cannot be served in versions",
+def _buffer_names(program: "ExportedProgram") -> set[str]:
+    return {str(spec.target) for spec in program.graph_signature.input_specs if spec.kind.name == "BUFFER"}
+
+
+def _cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns copies of tensors. Names of one tensor stay names of one tensor."""
+    copies = {id(tensor): tensor.clone() for tensor in tensors.values()}
+    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
+
+
+def _with_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> nn.Module:
+    """Returns a shallow copy of a module tree with other parameters and buffers, by name."""
+    copied = object.__new__(type(module))
+    vars(copied).update(vars(module))
+    tables: dict[str, dict[str, Any]] = {
+        "_parameters": {key: tensors.get(prefix + key, value) for key, value in own_parameters(module).items()},
+        "_buffers": {key: tensors.get(prefix + key, value) for key, value in own_buffers(module).items()},
+        "_modules": {
+            key: None if part is None else _with_tensors(part, tensors, f"{prefix}{key}.")
+            for key, part in own_modules(module).items()
+        },
+    }
+    vars(copied).update(tables)
+    return copied
+
+
+def _input_error(where: str, error: Exception) -> ProgramInputError:
+    return ProgramInputError(
+        "the program was not exported for these inputs",
         where=where,
-        found=what,
-        remedy="serve the eager module, or export the program without it",
+        expected="inputs for which the guards of torch.export hold",
+        found=f"{type(error).__name__}: {error}",
+        remedy="give inputs like those of the export, or export with dynamic_shapes= that allow these",
     )

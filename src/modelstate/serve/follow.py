@@ -20,7 +20,6 @@ from modelstate.errors import (
     LiveTargetError,
     ModelStateError,
     OptionError,
-    QuarantinedError,
     ReadFailedError,
     SkippedCheckpointError,
     SourceNotFoundError,
@@ -28,7 +27,7 @@ from modelstate.errors import (
 )
 from modelstate.process import Stopped, stopped_by
 from modelstate.remote.location import is_remote
-from modelstate.serve.canary import Canary
+from modelstate.serve.canary import Canary, prepared
 from modelstate.serve.live import FOREIGN, Live
 from modelstate.store.directory import ages
 from modelstate.store.retention import CheckpointInfo
@@ -106,7 +105,7 @@ def follow(
             Without a callback, a `FollowWarning` reports the errors.
         on_swap: called with the event of each checkpoint that is swapped in.
         background: starts a thread that polls; False leaves that to `Following.poll`.
-        options: options for each swap, such as `canary=` and `rules=` of `Live.swap`.
+        options: options for each swap, such as `canary=` and `rules=` of `Live.swap`. `check_finite=` is True here.
 
     Returns:
         A `Following`, which is a context manager that stops its thread.
@@ -125,8 +124,8 @@ def follow(
     chosen = selection(select)
     _check_target(target, options)
     canary = options.get("canary")
-    if isinstance(target, Live) and isinstance(canary, Canary):
-        target._prepared(canary)
+    if isinstance(target, Live) and isinstance(canary, Canary) and target.version().id:
+        prepared(canary, target)
     if type(object) is not str or not object:
         raise OptionError(
             "object= must be the name of an object", expected="text, such as 'model'", found=short_repr(object)
@@ -145,7 +144,8 @@ def follow(
         poll_seconds=poll_seconds,
         on_error=on_error,
         on_swap=on_swap,
-        options=options,
+        # All bytes are read for their digests, so the check of their values costs little.
+        options={"check_finite": True, **options} if isinstance(target, Live) else options,
     )
     if background:
         following.start()
@@ -423,9 +423,6 @@ class Following:
         )
         skipped.__cause__ = error
         self._log.error("skipped", info.step, info.path, skipped, seconds)
-        if isinstance(error, QuarantinedError):
-            self._taken = None  # no version serves, so an older checkpoint is better
-            return "again"
         return "skipped"
 
     def _wait_for(self, error: Exception, step: int | None, source: str) -> None:

@@ -1,17 +1,22 @@
-"""`modelstate.Live`: a program that serves requests while its weights are swapped."""
+"""`modelstate.Live`: a program that serves requests while its weights are swapped.
+
+A request holds a strong reference to the version that it runs on: the callable of the version is on the stack of the
+request, or in a `Version` of a `with` block. A swap makes another version, and sets one reference. Nothing is counted.
+A version is freed when nothing refers to it, so an interrupt may delay that, and never serves a mixed version.
+"""
 
 import gc
+import itertools
 import os
 import sys
+import threading
 import time
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from mmap import mmap
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
-import msgspec
 import torch
 from torch import nn
 
@@ -19,58 +24,23 @@ from modelstate.arguments import check_choice, check_integer, checked_call, seco
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
 from modelstate.io.files import local_path
-from modelstate.io.memory import MemoryPool
 from modelstate.loading.load import OF_TORCH, Source
 from modelstate.process import gc_paused
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
-from modelstate.serve.canary import Calls, Canary, run_canary
+from modelstate.serve.buffers import BufferDigests, buffer_digests, carry_over, modified_buffers, on_gpu, settle
+from modelstate.serve.canary import Calls, Canary, prepared, run_canary
+from modelstate.serve.meta_clone import runtime_state
 from modelstate.serve.state_names import NameMap
-from modelstate.serve.swap_pipeline import (
-    Buffers,
-    Loaded,
-    Mode,
-    SwapOptions,
-    SwapReport,
-    SwapSource,
-    Undo,
-    detach_shared_storage,
-)
-from modelstate.serve.targets import (
-    BufferDigests,
-    ModuleTarget,
-    Program,
-    Target,
-    buffer_digests,
-    carry_over,
-    check_graph_mode,
-    modified_buffers,
-    on_gpu,
-    renew_buffers,
-    settle,
-)
-from modelstate.serve.versions import (
-    Answer,
-    ConcurrentWeakSet,
-    DrainGuard,
-    Entry,
-    Method,
-    PinContext,
-    SwapLock,
-    SwapLockGuard,
-    Version,
-    VersionGate,
-    WeakHandle,
-    method_of,
-    wait_all,
-)
-from modelstate.text_format import listed
+from modelstate.serve.swap import Buffers, SwapOptions, SwapReport, stage
+from modelstate.serve.targets import ModuleTarget, Program, Target, check_graph_mode
+from modelstate.text_format import listed, short_repr
+from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import default_modes, payload_of, require_aoti
-from modelstate.transaction.transaction import exclusive
 
 _HISTORY = 1000
-_ALL: "ConcurrentWeakSet[Live]" = ConcurrentWeakSet()
-"""All instances, for the child of a fork."""
+_MOST_RETIRED = 2
+"""The number of retired versions in memory from which a cyclic garbage collection looks for them."""
 AnyCanary = Canary | Callable[[Calls], object]
 
 
@@ -89,52 +59,214 @@ class Event(NamedTuple):
     """The class and text of the error; empty without an error."""
 
 
-class Clock(defaultdict[str, float]):
-    """Seconds by phase: `with clock("staged"): ...` adds the time of the block to the phase."""
+class Answer(NamedTuple):
+    """The result of a request, and the id of the version that gave it."""
+
+    value: Any
+    version: int
+
+
+class _Served:
+    """A version that serves, has served or will serve. The id 0 is that of a target with weights on meta."""
+
+    __slots__ = ("call", "digests", "has_own_memory", "id", "program", "source", "time")
+
+    def __init__(
+        self, number: int, program: Program, source: str, digests: BufferDigests, *, has_own_memory: bool = False
+    ) -> None:
+        self.id, self.program, self.source, self.digests = number, program, source, digests
+        self.call = program.call if number else _serve_nothing
+        self.has_own_memory = has_own_memory
+        """Whether its weights are neither those of the target nor maps of a file."""
+        self.time = time.time()
+
+
+_Retired = tuple["weakref.ref[nn.Module]", list[torch.Tensor]]
+"""The module of a version that neither serves nor is kept, and its tensors on GPUs."""
+
+
+def _serve_nothing(*_: object, **__: object) -> object:
+    raise VersionGoneError(
+        "nothing serves yet: the target has no weights before the first swap",
+        found="weights on meta, without values",
+        remedy="swap in a checkpoint first: live.swap(source), or modelstate.follow(live, store)",
+    )
+
+
+class Version:
+    """One version for several calls: `with live.version() as v: v(x)`. The block holds the version.
+
+    Attributes:
+        id: the id of the version; 0 where nothing serves yet, since the target has weights on meta.
+        source: the source of its weights.
+        time: when the version was made, in seconds since 1970.
+
+    Examples:
+        >>> with live.version() as v:
+        ...     first = v(x)
+        ...     second = v.generate(first)
+    """
+
+    __slots__ = ("_served", "id", "source", "time")
+
+    def __init__(self, served: _Served) -> None:
+        self._served: _Served | None = served
+        self.id, self.source, self.time = served.id, served.source, served.time
+
+    def __repr__(self) -> str:
+        return f"<Version {self.id} of {self.source!r}>"
+
+    def __enter__(self) -> "Version":
+        served = self._in_use()
+        if not served.id:
+            served.call()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._served = None
+
+    def __call__(self, *args: object, **named: object) -> Any:
+        """Answers a request with this version. Raises `VersionGoneError` after the block."""
+        return self._in_use().call(*args, **named)
+
+    def method(self, name: str) -> Callable[..., Any]:
+        """Returns a method of the version's module: `v.method("generate")(...)` is `v.generate(...)`.
+
+        The method keeps the version in use, as does a generator or a coroutine that it returns. A method of a compiled
+        module runs as it was written, without compilation.
+
+        Args:
+            name: a method that the module's own class defines, or a submodule.
+
+        Returns:
+            The method.
+
+        Raises:
+            VersionGoneError: the block has ended.
+            AttributeError: the module has no such method.
+            OptionError: every `nn.Module` has the method; it changes the module or exposes its weights.
+            LiveTargetError: the target is an exported program or a compiled package.
+
+        Examples:
+            >>> with live.version() as v:
+            ...     ids = v.method("generate")(prompt)
+        """
+        return _method_of(self._in_use().program, name)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):  # protocols such as copying look for these
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            return self.method(name)
+        except (OptionError, LiveTargetError) as error:
+            raise AttributeError(str(error)) from error
+
+    def _in_use(self) -> _Served:
+        if self._served is None:
+            raise VersionGoneError(
+                "the block of this version has ended",
+                where=f"version {self.id}",
+                remedy="call within the block of `with live.version() as v:`",
+            )
+        return self._served
+
+
+class Method:
+    """A method of the module that serves: the value of `Live.method`. Each call uses one version from start to end.
+
+    Examples:
+        >>> generate = live.method("generate")
+        >>> ids = generate(prompt)
+    """
+
+    __slots__ = ("_live", "_name")
+
+    def __init__(self, live: "Live", name: str) -> None:
+        self._live, self._name = live, name
+
+    def __call__(self, *args: object, **named: object) -> Any:
+        """Calls the method of the current version, and raises what that method raises."""
+        return self.answer(*args, **named).value
+
+    def answer(self, *args: object, **named: object) -> Answer:
+        """Calls the method, and returns its result with the id of the version that gave it."""
+        with self._live.version() as version:
+            return Answer(version.method(self._name)(*args, **named), version.id)
+
+
+def _method_of(program: Program, name: str) -> Callable[..., Any]:
+    """Returns a method of a program's module. Raises as `Version.method` does."""
+    if not isinstance(name, str) or not name.isidentifier() or name[0] == "_" or hasattr(nn.Module, name):
+        raise OptionError(
+            "this is not a method that requests can call",
+            expected="a public method that the module's own class defines",
+            found=short_repr(name),
+            remedy="call the version itself for forward(); methods of nn.Module change the module",
+        )
+    if not program.has_methods:
+        raise LiveTargetError(
+            "an exported or compiled program has no methods, only its call",
+            found=short_repr(name),
+            remedy="serve the module: modelstate.Live(module)",
+        )
+    method = getattr(program.module, name)
+    if not callable(method):
+        kind = type(method).__name__
+        raise AttributeError(f"{type(program.module).__name__}.{name} is not a method, it is of type {kind}")
+    return method  # type: ignore[no-any-return]
+
+
+class _Turn:
+    """A thread's place in a queue of swaps."""
+
+    __slots__ = ("__weakref__", "has_ended", "pid", "thread")
 
     def __init__(self) -> None:
-        super().__init__(float)
-        self._began = time.perf_counter()
+        self.thread, self.pid, self.has_ended = threading.get_ident(), os.getpid(), False
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since the clock was made."""
-        return time.perf_counter() - self._began
+
+class _TurnQueue:
+    """Serializes swaps. A turn ends with its block, with its frame, and in the child of a fork."""
+
+    def __init__(self) -> None:
+        self._turns: list[weakref.ref[_Turn]] = []
+
+    def check_not_nested(self) -> None:
+        """Raises `SwapBusyError` where this thread already has, or waits for, a turn."""
+        if threading.get_ident() in [turn.thread for turn in self._present()]:
+            raise SwapBusyError(
+                "a swap was called from within a swap, by its canary or by code of the model",
+                remedy="call it when that one has ended",
+            )
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
+    def turn(self, timeout_seconds: float | None, *, waits: bool = True) -> Iterator[bool]:
+        """A context in which no other thread has a turn. It yields False where that is not so and `waits` is false.
+
+        Raises `SwapBusyError`.
+        """
+        self.check_not_nested()
+        turn, began = _Turn(), time.monotonic()
+        reference = weakref.ref(turn)
+        self._turns.append(reference)
         try:
-            yield
+            while self._present()[0] is not turn:
+                if not waits:
+                    yield False
+                    return
+                if timeout_seconds is not None and time.monotonic() - began >= timeout_seconds:
+                    raise SwapBusyError(
+                        "another swap did not end in time", remedy="give more time with timeout_seconds="
+                    )
+                time.sleep(0.001)
+            yield True
         finally:
-            self[name] += time.perf_counter() - began
+            turn.has_ended = True
+            self._turns.remove(reference)
 
-
-class _Swap(msgspec.Struct):
-    """A swap in progress."""
-
-    source: Source
-    options: SwapOptions
-    canary: AnyCanary | None
-    buffers: Buffers
-    deadline: float | None
-    clock: Clock = msgspec.field(default_factory=Clock)
-    new: Version | None = None
-    """Set immediately before the flip."""
-
-
-class _Flip(NamedTuple):
-    """The result of a swap at the time when its version serves and the previous one may still be in use."""
-
-    old: Version
-    new: Version
-    loaded: Loaded
-    copies: int
-    carried: tuple[str, ...]
-    dropped: tuple[Version, ...]
-    """Versions that are no longer kept for a rollback."""
-    users: tuple[WeakHandle[Entry], ...]
-    """The entries of the old version at the flip. A rollback adds one, which does not end."""
+    def _present(self) -> list[_Turn]:
+        turns = [turn for reference in self._turns.copy() if (turn := reference()) is not None]
+        return [turn for turn in turns if not turn.has_ended and turn.pid == os.getpid()]
 
 
 def target_factory(target: object, names: NameMap | nn.Module | None, training: bool) -> Target:
@@ -162,20 +294,19 @@ def target_factory(target: object, names: NameMap | nn.Module | None, training: 
 
 
 def _target_of_file(path: str, names: NameMap | nn.Module | None, training: bool) -> Target:
-    from modelstate.serve.program_file import read_program_file
+    from modelstate.serve.program_file import ProgramFile
 
-    file = read_program_file(path)
-    if file.kind == "aoti":
-        require_aoti(LiveTargetError, path, "serve the module, or an exported program")
-        from modelstate.serve.aoti import AotiTarget
+    with ProgramFile(path) as file:
+        if file.kind == "aoti":
+            require_aoti(LiveTargetError, path, "serve the module, or an exported program")
+            from modelstate.serve.aoti import AotiTarget
 
-        return AotiTarget(file, names)
-    from modelstate.serve.exported import ExportedTarget
+            return AotiTarget(file, names)
+        from modelstate.serve.exported import ExportedTarget
 
-    if names is None and file.manifest is not None:
-        names = file.manifest.names
-    program = file.program()
-    file.check_unchanged()
+        if names is None and file.manifest is not None:
+            names = file.manifest.names
+        program = file.program()
     check_graph_mode(program, training, path)
     return ExportedTarget(program, names, path)
 
@@ -183,7 +314,7 @@ def _target_of_file(path: str, names: NameMap | nn.Module | None, training: bool
 _AS_SERVED = "leave it out: each weight goes to the device of the one that it replaces"
 FOREIGN = {
     **OF_TORCH,
-    "mmap": "leave it out: a version has memory of its own",
+    "mmap": "leave it out: a version maps its file where that is safe",
     "map_location": _AS_SERVED,
     "device": _AS_SERVED,
     "dtype": "leave it out: weights have the dtypes of the program. To cast them: rules=[ms.rules.Cast(name, dtype)]",
@@ -199,7 +330,6 @@ class SwapArguments(TypedDict, total=False):
     allow_missing: Iterable[str]
     allow_unexpected: Iterable[str]
     canary: AnyCanary | None
-    mode: Mode
     buffers: Buffers
     timeout_seconds: float | None
     exact: bool
@@ -210,26 +340,22 @@ class SwapArguments(TypedDict, total=False):
 class Live:
     """A program that serves: `live(*args)` answers a request. New weights are swapped in between requests.
 
-    One version of the weights answers a request from its start to its end. `swap` stages, checks and tries a new
-    version beside the one that serves, makes it the current one, and frees the old one when its last request has ended.
+    One version of the weights answers a request from its start to its end. `swap` loads, checks and tries a new version
+    beside the one that serves, and makes it the current one. The old one is freed when its last request has ended.
     After any failure the old version continues to serve. Every method may be called from any thread.
 
     Args:
         target: a module, the result of `torch.compile`, a `torch.export.ExportedProgram`, or the path of a `.pt2`,
             which is an exported program or a package of AOTInductor. The target itself, with its memory, is version 1,
-            and should not be changed by other code. Later versions have memory of their own. A module with weights on
-            meta, as `modelstate.skeleton` makes it, serves nothing until the first swap: every request raises
-            `VersionGoneError`, and `version` is 0. Opening a `.pt2` runs code from it.
+            and should not be changed by other code. A module with weights on meta, as `modelstate.skeleton` makes it,
+            serves nothing until the first swap: every request raises `VersionGoneError`, and the id of the version
+            is 0. Opening a `.pt2` runs code from it.
         names: for an exported program: a `NameMap`, or the module that was exported. Checkpoints with the names of the
             module's `state_dict()` are accepted then, besides those with the program's own names. A file written by
             `modelstate.export` contains a map.
         keep_versions: the number of versions before the current one that stay in memory for a rollback.
-        spare_bytes: the most bytes of retired versions that stay in memory, so that a later swap reads into pages that
-            the kernel need not clear. Memory that a request, or one of its answers, still uses is not written to. None
-            takes the size of one version, and 0 keeps nothing.
-        training: accepts a module in training mode, or a program that was exported in it: dropout is active, and
-            requests change statistics. By default such a target is refused, except for layers of `torch.nn` that
-            compute the same in both modes, such as `Linear`.
+        training: accepts a module in training mode, or a program that was exported in it. By default such a target is
+            refused where a part of it computes something else in training mode, such as dropout.
 
     Raises:
         LiveTargetError: the target cannot be served in versions.
@@ -252,38 +378,32 @@ class Live:
         *,
         names: NameMap | nn.Module | None = None,
         keep_versions: int = 1,
-        spare_bytes: int | None = None,
         training: bool = False,
     ) -> None:
         check_integer("keep_versions", keep_versions, least=0)
-        check_integer("spare_bytes", spare_bytes, least=0, accepts_none=True)
         with gc_paused(), default_modes():
             self._target = target_factory(target, names, training)
-            program = self._target.first()
-            digests = buffer_digests(program)
+            program = self._target.take_first()
+            digests = buffer_digests(program.module)
         fixed = listed(self._target.fixed, 8)
         stale = "not in the state, so not changed; stale where the values were computed from weights"
         self._notes = (f"{stale}: {fixed}",) if fixed else ()
-        self._pool, self._spare_bytes = MemoryPool(), spare_bytes
         self._keep_versions = keep_versions
-        self._kept: deque[Version] = deque()
-        """Kept versions, the newest last."""
-        self._unsettled: deque[tuple[tuple[WeakHandle[Entry], ...], list[torch.Tensor]]] = deque()
-        """The tensors of retired versions on GPUs, with the entries of each version."""
-        self._swap_lock = SwapLock()
-        """Held by a swap from its start to its flip."""
-        self._flip_lock = SwapLock()
-        """Held while the current version, or its memory, changes. It is acquired after `_swap_lock`."""
+        self._retired: list[_Retired] = []
+        self._memory: list[torch.Tensor] = []
+        """The weights of the version that was retired last, whose memory the next one may use."""
+        self._swaps, self._flips = _TurnQueue(), _TurnQueue()
+        """A swap has a turn of the first from its start to its end, and of the second while it flips."""
         has_values = not any(part.is_meta for tensor in program.tensors for part in payload_of(tensor))
         source = "the target as it was given" if has_values else "none: the weights of the target are on meta"
-        first = Version(int(has_values), program, source, digests)
-        self._first_id = self._last_id = first.id
-        self._gate = VersionGate(first)
-        self._events: deque[Event] = deque([Event("started", first.id, first.source, first.time, 0.0)], _HISTORY)
-        _ALL.add(self)
+        self._ids = itertools.count(1 + has_values)
+        self._versions: tuple[_Served, ...] = (_Served(int(has_values), program, source, digests),)
+        """The kept versions, the oldest first, and the one that serves. A flip replaces the tuple in one step."""
+        self._events: deque[Event] = deque(maxlen=_HISTORY)
+        self._log("started", source, 0.0)
 
     def __repr__(self) -> str:
-        serves = f"version {self.version}" if self.version else "nothing serves yet"
+        serves = f"version {self._current.id}" if self._current.id else "nothing serves yet"
         return f"<Live {self._target.name}, {self._target.kind}: {serves}>"
 
     # Serving.
@@ -293,11 +413,9 @@ class Live:
 
         Raises:
             VersionGoneError: nothing serves yet, since the target has weights on meta.
-            QuarantinedError: a swap in place failed, and its undo failed as well.
-            SwapBusyError: the canary of a swap in place calls the program itself.
             Exception: what the program raises.
         """
-        return self._gate.entry(*args, **named)
+        return self._versions[-1].call(*args, **named)
 
     def answer(self, *args: object, **named: object) -> Answer:
         """Answers a request, and returns the result with the id of the version that gave it.
@@ -315,16 +433,14 @@ class Live:
         Examples:
             >>> value, version = live.answer(x)
         """
-        with self.pin() as version:
-            return Answer(version(*args, **named), version.id)
+        served = self._current
+        return Answer(served.call(*args, **named), served.id)
 
     def method(self, name: str) -> Method:
         """Returns a method of the module that serves: `live.method("generate")(ids)`.
 
-        Each call uses one version. The version is in use until the call has ended; for a generator or coroutine
-        function, until the generator or coroutine has ended or is dropped. `live.method("generate").answer(ids)`
-        returns the version's id as well. Within a pin, write `v.generate(ids)`. A method of a compiled module runs as
-        it was written, without compilation.
+        Each call uses one version. `live.method("generate").answer(ids)` returns the version's id as well. Within a
+        block of one version, write `v.generate(ids)`.
 
         Args:
             name: a method that the module's own class defines, or a submodule.
@@ -341,35 +457,23 @@ class Live:
             >>> generate = live.method("generate")
             >>> ids = generate(prompt)
         """
-        method_of(self._serving()[1], name)
-        return Method(self.pin, name)
+        _method_of(self._current.program, name)
+        return Method(self, name)
 
-    def pin(self) -> PinContext:
-        """Returns a context that holds one version for several calls.
+    def version(self) -> Version:
+        """Returns the current version. As a context it holds that version for several calls.
 
         Returns:
-            The context; its value is a `Pin`, which is called as the `Live` is.
+            The version. It is called as the `Live` is.
 
         Examples:
-            >>> with live.pin() as version:
-            ...     ids = version.generate(prompt)
-            ...     score = version(ids)
-            >>> version.id
+            >>> live.version().id
             1
+            >>> with live.version() as v:
+            ...     ids = v.generate(prompt)
+            ...     score = v(ids)
         """
-        return self._gate.pinned()
-
-    @property
-    def version(self) -> int:
-        """The id of the version that serves; 0 where nothing serves yet, since the target has weights on meta."""
-        return self._gate.current.id
-
-    @property
-    def serving(self) -> tuple[int, str, float]:
-        """The id of the version that serves, the source of its weights, and the time at which it was made, in seconds
-        since 1970. The id is 0 where nothing serves yet."""
-        version = self._gate.current
-        return version.id, version.source, version.time
+        return Version(self._current)
 
     @property
     def kind(self) -> str:
@@ -419,15 +523,17 @@ class Live:
         allow_missing: Iterable[str] = (),
         allow_unexpected: Iterable[str] = (),
         canary: AnyCanary | None = None,
-        mode: Mode = "available",
         buffers: Buffers = "carry",
         timeout_seconds: float | None = 60.0,
         when_busy: Literal["wait", "skip"] = "wait",
         exact: bool = True,
-        check_finite: bool = True,
+        check_finite: bool = False,
         verify: bool = False,
     ) -> SwapReport | None:
         """Puts new weights into service, all or nothing. After any failure the old version continues to serve.
+
+        Requests do not wait. The weights of a version are maps of the file where that is safe, as for
+        `modelstate.load`, and have memory of their own elsewhere.
 
         Args:
             source: any source of `modelstate.open`: a path, a directory, a state dict, a `Checkpoint`.
@@ -438,16 +544,13 @@ class Live:
             allow_unexpected: glob patterns of names that may be missing from the program.
             canary: tries the new version before it serves: a `Canary`, or a function that is called with the version
                 and refuses it by returning False or raising.
-            mode: "available" stages a second copy, and no request waits. "in_place" lets requests wait while it reads
-                into the existing memory, with a copy of the old weights for an undo; no version remains for a rollback.
             buffers: "carry" takes over the buffers that requests have changed, with their values at the flip. "reset"
                 takes the values of the checkpoint, and for other buffers those of the original target.
-            timeout_seconds: seconds to wait for other swaps, and for requests; None waits without limit. In the mode
-                "available" the new version serves even if requests of the old one have not ended by then.
+            timeout_seconds: seconds to wait for other swaps; None waits without limit.
             when_busy: what to do while another swap is under way: "wait" for it, or "skip" this one and return None.
-            exact: requires the program's dtypes, strides and storages; False converts them without loss, as
-                `modelstate.load` does.
-            check_finite: refuses NaN and infinity where the weights that serve have none.
+            exact: requires the program's dtypes; False converts them without loss, as `modelstate.load` does.
+            check_finite: refuses weights with NaN or infinity where those that serve have none. All of them are read
+                for that. A `Canary` refuses answers with NaN.
             verify: compares the file with the checksums that it contains.
 
         Returns:
@@ -458,19 +561,15 @@ class Live:
             PlanError: the source does not fit; see `modelstate.load`.
             WeightsError: the program cannot take the weights.
             CanaryError: the canary refuses the new version.
-            SwapBusyError: a swap calls this, by its canary or by code of the model, or the version was rolled back
-                meanwhile.
-            SwapBusyError: other swaps or requests did not end in time.
-            LiveTargetError: the target cannot take these weights in this mode.
+            SwapBusyError: other swaps did not end in time; a swap calls this, by its canary or by code of the model; or
+                the version was rolled back meanwhile.
             OptionError: an argument is invalid.
-            QuarantinedError: an undo of the mode "in_place" failed. Every request is refused until a swap succeeds.
 
         Examples:
             >>> report = live.swap("step-2000.safetensors", canary=modelstate.Canary((x,)))
             >>> report.version
             2
         """
-        check_choice("mode", mode, ("available", "in_place"))
         check_choice("buffers", buffers, ("carry", "reset"))
         check_choice("when_busy", when_busy, ("wait", "skip"))
         if canary is not None and not callable(canary) and not isinstance(canary, Canary):
@@ -479,21 +578,19 @@ class Live:
                 expected="a Canary, or a function",
                 found=type(canary).__name__,
             )
-        deadline = _deadline(timeout_seconds)
+        _check_timeout(timeout_seconds)
         options = SwapOptions(key, rules, allow_missing, allow_unexpected, exact, check_finite, verify)
-        swap = _Swap(source, options, canary, buffers, deadline)
-        clock = swap.clock
+        times, new = [time.perf_counter()], list[_Served]()
         try:
-            with SwapLockGuard(self._swap_lock, when_busy == "wait", timeout_seconds) as is_held:
-                if not is_held:
-                    return None
-                self._gate.reopen()  # an interrupt may have kept the last swap in place from its undo
-                if not self.version:
-                    mode = "available"  # there is no memory to read into
-                flip = self._swap_beside(swap) if mode == "available" else self._swap_in_place(swap)
-                self._log("swapped", flip.new.source, clock.seconds)
+            with self._swaps.turn(timeout_seconds, waits=when_busy == "wait") as has_turn:
+                report = self._swap(source, options, canary, buffers, times, new) if has_turn else None
+                self._free_retired()
+                return report
         except BaseException as error:
-            if swap.new is None or self._gate.current is not swap.new:
+            if self._current in new:
+                if self._events[-1].version != self._current.id:  # an interrupt came between the flip and its event
+                    self._log("swapped", self._current.source, time.perf_counter() - times[0])
+            else:
                 match source:
                     case Checkpoint():
                         name = source.source
@@ -501,34 +598,70 @@ class Live:
                         name = str(source)
                     case _:
                         name = type(source).__name__
-                self._log("refused", name, clock.seconds, f"{type(error).__name__}: {error}")
-            elif self._events[-1].version != swap.new.id:  # an interrupt arrived between the flip and its event
-                self._log("swapped", swap.new.source, clock.seconds)
+                self._log("refused", name, time.perf_counter() - times[0], f"{type(error).__name__}: {error}")
             raise
-        # The lock is released: a request that does not end must not delay a rollback.
-        for version in flip.dropped:
-            self._free(version)
-        with clock("drain"):
-            # A pin of this thread cannot end while this thread waits.
-            drained = wait_all(flip.users, 0.0 if self._gate.holds(flip.old) else deadline)
-            self._free_settled()
+
+    def _swap(
+        self,
+        source: Source,
+        options: SwapOptions,
+        canary: AnyCanary | None,
+        buffers: Buffers,
+        times: list[float],
+        new: list[_Served],
+    ) -> SwapReport:
+        """Swaps within a turn. `times` gets the end of each phase, and `new` the version before the flip."""
+        old = self._current
+        serving, carries, notes = old.program, buffers == "carry" and bool(old.id), list[str]()
+        with gc_paused(), default_modes():
+            staged = stage(self._target, source, options, serving, self._memory)
+            program, where = staged.program, staged.source
+        times.append(time.perf_counter())
+        if canary is not None:
+            if isinstance(canary, Canary):
+                if old.id:
+                    canary = prepared(canary, self)
+                elif canary.needs_reference:
+                    notes.append("nothing served before, so the canary had no answer to compare with")
+            with default_modes():
+                modified = modified_buffers(serving.module, old.digests) if carries else {}
+            run_canary(canary, program, modified)
+        times.append(time.perf_counter())
+        with gc_paused(), default_modes(), self._flips.turn(None):
+            if self._current is not old:
+                raise SwapBusyError(
+                    "the serving version was rolled back during this swap; nothing has been changed",
+                    where=repr(self),
+                    found=f"version {self._current.id} serves, and {old.id} did when the swap began",
+                    remedy="swap again, if the new weights are still wanted",
+                )
+            # Buffers that are carried over count as modified in the next swap, too.
+            digests = buffer_digests(program.module)
+            carried: tuple[str, ...] = ()
+            if carries:
+                carried = carry_over(modified_buffers(serving.module, old.digests), program.module)
+            served = _Served(next(self._ids), program, where, digests, has_own_memory=not staged.has_file)
+            new.append(served)
+            kept = self._versions if old.id else self._versions[:-1]
+            dropped = len(kept) - self._keep_versions
+            for each in (*kept[: max(dropped, 0)], *(() if old.id else (old,))):
+                self._retire(each)
+            self._versions = (*kept[max(dropped, 0) :], served)
+            self._log("swapped", where, time.perf_counter() - times[0])
+        times.append(time.perf_counter())
         return SwapReport(
-            version=flip.new.id,
-            previous=flip.old.id,
+            version=served.id,
+            previous=old.id,
             target=self._target.name,
-            source=flip.new.source,
-            mode=mode,
-            tensors=flip.loaded.tensors,
-            bytes=flip.loaded.bytes,
-            copies=flip.copies,
-            staged_seconds=clock["staged"],
-            canary_seconds=clock["canary"],
-            flip_seconds=clock["flip"],
-            drain_seconds=clock["drain"],
-            drained=drained,
-            seconds=clock.seconds,
-            carried=flip.carried,
-            notes=(*flip.loaded.notes, *self._notes),
+            source=where,
+            tensors=staged.tensors,
+            bytes=staged.bytes,
+            staged_seconds=times[1] - times[0],
+            canary_seconds=times[2] - times[1],
+            flip_seconds=times[3] - times[2],
+            seconds=times[3] - times[0],
+            carried=carried,
+            notes=(*staged.notes, *notes, *self._notes),
         )
 
     def rollback(self, *, timeout_seconds: float | None = 60.0) -> int:
@@ -538,15 +671,14 @@ class Live:
         yet, while it reads or runs its canary; that swap raises `SwapBusyError`.
 
         Args:
-            timeout_seconds: how long to wait for a swap in place; None waits without limit.
+            timeout_seconds: how long to wait for the flip of a swap; None waits without limit.
 
         Returns:
             The id of the version that serves now.
 
         Raises:
             VersionGoneError: no previous version is kept.
-            SwapBusyError: a swap calls this, by its canary or by code of the model.
-            SwapBusyError: a swap or requests did not end in time.
+            SwapBusyError: a flip did not end in time, or a swap calls this, by its canary or by code of the model.
 
         Examples:
             >>> live.swap("step-2000.safetensors").version
@@ -554,192 +686,54 @@ class Live:
             >>> live.rollback()
             1
         """
-        _deadline(timeout_seconds)
-        clock = Clock()
-        self._swap_lock.check_not_nested()
-        with SwapLockGuard(self._flip_lock, True, timeout_seconds):
-            if not self._kept:
+        _check_timeout(timeout_seconds)
+        self._swaps.check_not_nested()
+        began = time.perf_counter()
+        with default_modes(), self._flips.turn(timeout_seconds):
+            *kept, dropped = self._versions
+            if not kept:
                 raise VersionGoneError(
                     "there is no version to roll back to",
                     where=repr(self),
-                    found="the first version, one that was rolled back to or swapped in place, or keep_versions=0",
+                    found="the first version, one that was rolled back to, or keep_versions=0",
                     remedy="swap in the wanted weights; Live(..., keep_versions=n) keeps n versions",
                 )
-            old = self._kept.pop()
-            dropped = self._gate.flip(old)
-            self._log("rolled back", old.source, clock.seconds)
-        self._free(dropped)
-        self._free_settled()
-        return old.id
+            self._retire(dropped)
+            self._versions = tuple(kept)
+            self._log("rolled back", kept[-1].source, time.perf_counter() - began)
+            del dropped
+            self._free_retired()
+            return kept[-1].id
 
     # How.
 
-    def _swap_beside(self, swap: _Swap) -> _Flip:
-        (old, serving), copies, clock = self._serving(), self._gate.programs + 1, swap.clock
-        with self._pool.lending() as memory:
-            try:
-                with clock("staged"), gc_paused(), default_modes():
-                    self._free_settled()
-                    incoming = SwapSource(self._target, swap.source, swap.options)
-                    program, loaded = incoming.stage(serving)
-            except BaseException:
-                self._keep_memory(memory)
-                raise
-        try:
-            serves_none, notes = self._gate.serves_none, list(loaded.notes)
-            carries = swap.buffers == "carry" and not serves_none
-            with clock("canary"):
-                if swap.canary is not None:
-                    prepared = self._prepared(swap.canary)
-                    with default_modes():
-                        buffers = modified_buffers(serving, old.buffer_digests) if carries else {}
-                    run_canary(prepared, program, buffers)
-            with clock("flip"), gc_paused(), default_modes(), self._flipping(old, None):
-                new = self._new_version(program, incoming.source, buffer_digests(program))
-                new.memory = memory
-                carried: tuple[str, ...] = ()
-                if carries:
-                    carried = carry_over(modified_buffers(serving, old.buffer_digests), program)
-                    settle(program.buffers.values() if carried else ())
-                swap.new = new
-                self._gate.flip(new)
-                if not serves_none:
-                    self._kept.append(old)
-                elif isinstance(swap.canary, Canary) and swap.canary.needs_reference:
-                    notes.append("nothing served before, so the canary had no answer to compare with")
-                dropped = [self._kept.popleft() for _ in range(len(self._kept) - self._keep_versions)]
-                dropped += [old] * serves_none
-                loaded = loaded._replace(notes=tuple(notes))
-                return _Flip(old, new, loaded, copies, carried, tuple(dropped), old.users)
-        except BaseException:
-            if self._gate.current.program is not program:
-                self._keep_memory(memory)
-            raise
+    @property
+    def _current(self) -> _Served:
+        return self._versions[-1]
 
-    def _swap_in_place(self, swap: _Swap) -> _Flip:
-        (old, program), copies, clock = self._serving(), self._gate.programs + 1, swap.clock
-        if self._gate.holds(old):
-            raise OptionError("a swap in place waits for all pins, and this thread holds one", where="mode='in_place'")
-        with clock("staged"), gc_paused(), default_modes():
-            incoming = SwapSource(self._target, swap.source, swap.options)
-            incoming.check(program)
-        prepared = None if swap.canary is None else self._prepared(swap.canary)
-        with (
-            self._flipping(old, swap.deadline),
-            DrainGuard(self._gate, swap.deadline, clock("drain")),
-            exclusive(program.weights_module),
-        ):
-            with default_modes():
-                settle(program.tensors)
-                touched = modified_buffers(program, old.buffer_digests) if swap.buffers == "carry" else {}
-                if program.answers_alias_weights:
-                    detach_shared_storage(program)
-                undo = Undo(program)
-                self._gate.register_undo(undo)
-                before = undo.before
-                with clock("staged"):
-                    renew_buffers(program.weights_module, self._target.skeleton)
-                    loaded = incoming.overwrite(program, before)
-                with clock("flip"):
-                    if swap.buffers == "reset":
-                        carry_over(self._target.hidden, program)
-                    digests = buffer_digests(program)
-                    carried = carry_over({name: before.get(name) for name in touched}, program)
-            with clock("canary"):
-                if prepared is not None:
-                    run_canary(prepared, program, {})
-            settle(program.tensors)
-            swap.new = new = self._new_version(program, incoming.source, digests)
-            old.memory = ()  # weights may have moved to other memory, so their storages alone keep it
-            self._gate.flip(new)
-            dropped = [self._kept.popleft() for _ in range(len(self._kept))]
-            return _Flip(old, new, loaded, copies, carried, tuple(dropped), old.users)
+    def _retire(self, served: _Served) -> None:
+        module = served.program.module
+        self._retired.append((weakref.ref(module), on_gpu(served.program.tensors)))
+        if served.has_own_memory and self._target.kind != "aoti":  # a package keeps its own
+            state = runtime_state(module).values()
+            self._memory = [tensor.detach() for tensor in state if tensor.is_cpu and is_plain(tensor)]
 
-    def _serving(self) -> tuple[Version, Program]:
-        """The version that serves, and its program, which a rollback in another thread may take from it meanwhile."""
-        while True:
-            version = self._gate.current
-            if (program := version.program) is not None:
-                return version, program
+    def _free_retired(self) -> None:
+        """Frees the GPU memory of versions that no request uses, and finds versions that a reference cycle keeps.
 
-    @contextmanager
-    def _flipping(self, old: Version, deadline: float | None) -> Iterator[None]:
-        """Within the block the current version cannot change. Raises `SwapBusyError` where it is not `old`."""
-        remaining_seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        with SwapLockGuard(self._flip_lock, True, remaining_seconds):
-            if self._gate.current is not old:
-                raise SwapBusyError(
-                    "the serving version was rolled back during this swap; nothing has been changed",
-                    where=repr(self),
-                    found=f"version {self.version} serves, and {old.id} did when the swap began",
-                    remedy="swap again, if the new weights are still wanted",
-                )
-            yield
-
-    def _prepared(self, canary: AnyCanary) -> AnyCanary:
-        """Returns a canary with a reference, if something serves that can give one. Raises `CanaryError`."""
-        return canary._prepared(self) if isinstance(canary, Canary) and self.version else canary
-
-    def _new_version(self, program: Program, source: str, digests: BufferDigests) -> Version:
-        self._last_id += 1
-        return Version(self._last_id, program, source, digests)
-
-    def _free(self, version: Version) -> None:
-        """Releases a version, and collects garbage where only a reference cycle of the module keeps it alive."""
-        program, version.program = version.program, None
-        if program is not None and (tensors := on_gpu(program.tensors)):
-            self._unsettled.append((version.users, tensors))
-        # The first version is the user's module.
-        is_given = version.id == self._first_id
-        module = None if program is None or is_given else weakref.ref(program.weights_module)
-        del program
-        if module is not None and module() is not None and wait_all(version.users, 0.0):
-            gc.collect()
-        memory, version.memory = version.memory, ()
-        self._keep_memory(memory)
-
-    def _free_settled(self) -> None:
-        """Frees the GPU memory of retired versions whose requests have ended, and so have their kernels.
-
-        torch uses freed memory again in the order of the stream that it was allocated on. Without the wait, a later
+        torch uses freed GPU memory again in the order of the stream that it was allocated on. Without the wait, a later
         version could overwrite weights that a request on another stream has yet to read.
         """
-        ended: list[torch.Tensor] = []
-        for _ in range(len(self._unsettled)):
-            try:
-                users, tensors = self._unsettled.popleft()
-            except IndexError:  # another thread frees them
-                break
-            if wait_all(users, 0.0):
-                ended += tensors
-            else:
-                self._unsettled.append((users, tensors))
-        settle(ended)
-
-    def _keep_memory(self, memory: Sequence[mmap]) -> None:
-        """Gives the memory of a retired version, which requests may still use, to the pool."""
-        most_bytes = self._spare_bytes
-        if most_bytes is None:
-            most_bytes = sum(map(len, self._gate.current.memory or memory))
-        self._pool.keep(memory, most_bytes)
-
-    def _after_fork(self) -> None:
-        for part in (self._gate, self._swap_lock, self._flip_lock):
-            part.after_fork()
+        if len([1 for module, _ in self._retired if module() is not None]) > _MOST_RETIRED:
+            gc.collect()
+        ended = [tensors for module, tensors in self._retired if module() is None]
+        self._retired = [each for each in self._retired if each[0]() is not None]
+        settle([tensor for tensors in ended for tensor in tensors])
 
     def _log(self, action: str, source: str, seconds: float, error: str = "") -> None:
-        self._events.append(Event(action, self.version, source, time.time(), seconds, error))
+        self._events.append(Event(action, self._current.id, source, time.time(), seconds, error))
 
 
-def _deadline(timeout_seconds: float | None) -> float | None:
-    if timeout_seconds is None:
-        return None
-    return time.monotonic() + seconds_of("timeout_seconds", timeout_seconds, most=1e8, accepts_none=True)
-
-
-def _after_fork() -> None:
-    for live in _ALL:
-        live._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+def _check_timeout(timeout_seconds: float | None) -> None:
+    if timeout_seconds is not None:
+        seconds_of("timeout_seconds", timeout_seconds, most=1e8, accepts_none=True)

@@ -126,12 +126,13 @@ def _has_usual_copies(cls: type[nn.Module]) -> bool:
     return is_usual and not is_custom and not slots_of_class(cls)
 
 
-def state_module(state: Mapping[str, torch.Tensor], *, meta: bool = True) -> nn.Module:
+def state_module(state: Mapping[str, torch.Tensor], *, meta: bool = True, hidden: Container[str] = ()) -> nn.Module:
     """Returns a bare module with the tensors of a state under their names.
 
     Args:
         state: tensors by dotted name; a tensor under several names stays tied.
         meta: puts plain tensors on the meta device; False registers the tensors themselves.
+        hidden: the names of buffers that are not persistent.
     """
     root, registered = nn.Module(), dict[int, torch.Tensor]()
     for name, tensor in state.items():
@@ -148,6 +149,8 @@ def state_module(state: Mapping[str, torch.Tensor], *, meta: bool = True) -> nn.
             own_parameters(owner)[last] = value
         else:
             own_buffers(owner)[last] = value
+            if name in hidden:
+                non_persistent_buffers(owner).add(last)
     return root
 
 

@@ -2,11 +2,7 @@
 
 The fields of the manifest: `format` and `version` of the manifest; the versions of `modelstate` and `torch` that wrote
 it; `kind`; `tensors`, each with `name`, `shape`, `dtype`, `stride`, `role`, `mutable` and the `alias` that it is tied
-to; `names`, a map of names, or `names_reason`, the reason why there is none; `extra_state`; `inputs`, for a package;
-`unseen`.
-
-A `.pt2` is a zip archive with uncompressed records. A compressed record is refused: torch does not write such records,
-and one could expand to any size.
+to; `names`, a map of names, or `names_reason`, the reason why there is none; `extra_state`; `inputs`, for a package.
 """
 
 import io
@@ -14,22 +10,24 @@ import json
 import os
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 import torch
-from msgspec.structs import asdict
 
-from modelstate.checkpoint.verification import DigestCheck
-from modelstate.errors import DamagedFileError, LiveTargetError, NameMapError, NewerManifestError, OpenError
+from modelstate.errors import (
+    ChecksumError,
+    DamagedFileError,
+    LiveTargetError,
+    NameMapError,
+    NewerManifestError,
+)
 from modelstate.formats.manifest import check_size
-from modelstate.formats.recognise import Format, recognise
-from modelstate.formats.zip_directory import ZipDirectory
-from modelstate.io.files import Descriptor, FileFingerprint, SourceFile, current_fingerprints, open_regular
+from modelstate.io.files import SourceFile
 from modelstate.serve.state_names import NameMap
-from modelstate.text_format import listed, size
+from modelstate.text_format import size
 from modelstate.version import __version__
 
 if TYPE_CHECKING:
@@ -88,17 +86,13 @@ class Manifest(msgspec.Struct, frozen=True):
     """The reason why there is no map; empty where there is one."""
     extra_state: tuple[str, ...]
     """Names of extra state in the state dict, which a program does not have."""
-    unseen: tuple[str, ...]
-    """Tensors whose change does not change any answer, with the inputs of the export. Most often they are unused."""
     torch_version: str
-    inputs: Mapping[str, object] | None = None
+    inputs: Mapping[str, Any] | None = None
     """The description of a package's inputs; None for an exported program, which contains it."""
 
     def __str__(self) -> str:
         weights = {tensor.alias: tensor for tensor in self.tensors if tensor.role != "hidden"}
         lines = [f"{self.kind}: {len(weights)} weights, {size(sum(tensor.nbytes for tensor in weights.values()))}"]
-        if self.unseen:
-            lines.append(f"  no answer shows a change of {listed(self.unseen, 8)}")
         if self.names is None:
             lines.append(f"  no map of names: {self.names_reason}")
         return "\n".join(lines)
@@ -120,11 +114,10 @@ class Manifest(msgspec.Struct, frozen=True):
                 "modelstate": __version__,
                 "torch": self.torch_version,
                 "kind": self.kind,
-                "tensors": [asdict(tensor) for tensor in self.tensors],
+                "tensors": [msgspec.structs.asdict(tensor) for tensor in self.tensors],
                 "names": None if self.names is None else json.loads(self.names.to_json()),
                 "names_reason": self.names_reason,
                 "extra_state": list(self.extra_state),
-                "unseen": list(self.unseen),
                 "inputs": self.inputs,
             },
             indent=1,
@@ -169,7 +162,6 @@ class Manifest(msgspec.Struct, frozen=True):
                 None if names is None else NameMap.from_json(json.dumps(names)),
                 str(fields["names_reason"]),
                 tuple(map(str, fields["extra_state"])),
-                tuple(map(str, fields["unseen"])),
                 str(fields["torch"]),
                 fields["inputs"],
             )
@@ -226,171 +218,138 @@ def _numbers(value: list[int]) -> tuple[int, ...]:
 
 _REMEDY = "give a .pt2 that modelstate.export, torch.export.save or AOTInductor has written"
 _LIBRARIES = "data/aotinductor/"
-_CHUNK_BYTES = 16 << 20
 
 
-class ProgramFile(msgspec.Struct, frozen=True):
-    """A `.pt2` whose directory and manifest have been read."""
+class ProgramFile:
+    """A `.pt2`, opened once: its kind and its manifest. It is a context that closes the file.
 
-    path: str
-    kind: Kind
-    model: str
-    """The name of the model in a package."""
-    manifest: Manifest | None
-    """None where another tool wrote the file."""
-    stamp: FileFingerprint
-    """The fingerprint of the file when it was read."""
+    All bytes are compared with their CRCs, since torch does not do so: damaged weights give other answers, and damaged
+    machine code may do anything.
 
-    def check_unchanged(self) -> None:
-        """Raises `LiveTargetError` where the file has been replaced or changed since."""
-        if current_fingerprints([self.path])[self.path] != self.stamp:
-            raise LiveTargetError(
-                "the program file has been replaced, or changed, while it was opened",
+    Args:
+        path: the path of the file.
+
+    Raises:
+        LiveTargetError: the file is not a program, or its form is not supported.
+        OpenError: the file cannot be opened, or its manifest is damaged (`DamagedFileError`).
+        ChecksumError: the weights, the code or anything else in the file has been damaged.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.manifest: Manifest | None = None
+        """None where another tool wrote the file."""
+        self.kind: Kind = "exported"
+        self.model = "model"
+        """The name of the model in a package."""
+        with SourceFile(path):  # raises the errors of `modelstate.open`
+            self._file = open(path, "rb")  # noqa: SIM115
+        try:
+            self._read_directory()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._file.close()
+
+    def _read_directory(self) -> None:
+        if self._file.read(2) != b"PK":
+            raise _no_program(self.path)
+        try:
+            # `zipfile` would find the end of an archive within a file that is cut off.
+            self._file.seek(-22, os.SEEK_END)
+            if self._file.read(4) != b"PK\5\6":
+                raise zipfile.BadZipFile("the end of the archive is missing")
+            self._archive = zipfile.ZipFile(self._file)
+            damaged = self._archive.testzip()
+        except zipfile.BadZipFile as error:
+            raise DamagedFileError(
+                "the archive is damaged", where=self.path, found=error, remedy="get another copy of the file"
+            ) from error
+        except (OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+            raise _unreadable(self.path, error) from error
+        if damaged is not None:
+            raise ChecksumError(
+                "parts of the program differ from their checksums",
                 where=self.path,
-                remedy="open it again after the writer has finished",
+                found=damaged,
+                remedy="get another copy of the file, or export it again",
             )
+        names = self._archive.namelist()
+        folder = names[0].split("/")[0] + "/" if names else ""
+        self._root = folder if all(name.startswith(folder) for name in names) else ""
+        records = {name.removeprefix(self._root) for name in names}
+        if f"extra/{NAME}" in records:
+            try:
+                text = self._archive.read(f"{self._root}extra/{NAME}").decode()
+            except UnicodeDecodeError as error:
+                raise _unreadable(self.path, error) from error
+            self.manifest = Manifest.from_json(text, self.path)
+        models = {name.removeprefix(_LIBRARIES).split("/")[0] for name in records if name.startswith(_LIBRARIES)}
+        if len(models) > 1:
+            raise _unsupported(self.path, f"several models: {', '.join(sorted(models))}")
+        if models and (self.manifest is None or self.manifest.kind == "aoti"):
+            self.kind, self.model = "aoti", models.pop()
+        elif not any(name.startswith("models/") or name == "serialized_exported_program.json" for name in records):
+            raise _no_program(self.path)
 
     def program(self) -> "ExportedProgram":
         """Returns the exported program. Torch reads it, and trusts the file. Raises `LiveTargetError`."""
         import torch.export
 
         try:
-            with open_regular(self.path)[0] as descriptor, open(descriptor, "rb", closefd=False) as file:
-                return torch.export.load(file)
+            self._file.seek(0)
+            return torch.export.load(self._file)
         except Exception as error:
             raise _unreadable(self.path, error) from error
 
     def weights(self) -> dict[str, torch.Tensor] | None:
         """Returns the constants of a package by the library's names; None where the library itself contains them.
 
-        Constants that are tied are one tensor. Raises `OpenError` and `LiveTargetError`.
+        Constants that are tied are one tensor. Raises `LiveTargetError`.
         """
-        with _opened(self.path) as archive:
-            root = _root(archive)
-            config = f"{root}{_LIBRARIES}{self.model}/weights_config.json"
-            if config not in archive.records:
-                return None
-            try:
-                tensors: dict[tuple[object, ...], torch.Tensor] = {}
-                state: dict[str, torch.Tensor] = {}
-                for name, (file, shape, stride, offset) in json.loads(archive.read(config)).items():
-                    key = (file, tuple(shape), tuple(stride), offset)
-                    if key not in tensors:
-                        whole = _read_tensor(archive, f"{root}data/weights/{file}")
-                        view = torch.as_strided(whole.detach(), shape, stride, offset)
-                        # A copy with a storage of its own, since the view may be a part of a larger one.
-                        tensors[key] = torch.empty_strided(
-                            view.shape, view.stride(), dtype=view.dtype, device=view.device
-                        ).copy_(view)
-                    state[name] = tensors[key]
-                return state
-            except OpenError:
-                raise
-            except Exception as error:
-                raise _unreadable(self.path, error) from error
+        config = f"{self._root}{_LIBRARIES}{self.model}/weights_config.json"
+        if config not in self._archive.namelist():
+            return None
+        try:
+            tensors: dict[tuple[object, ...], torch.Tensor] = {}
+            state: dict[str, torch.Tensor] = {}
+            for name, (file, shape, stride, offset) in json.loads(self._archive.read(config)).items():
+                key = (file, tuple(shape), tuple(stride), offset)
+                if key not in tensors:
+                    data = io.BytesIO(self._archive.read(f"{self._root}data/weights/{file}"))
+                    whole: torch.Tensor = torch.load(data, weights_only=True)
+                    # A clone has a storage of its own, since the view may be a part of a larger one.
+                    tensors[key] = torch.as_strided(whole.detach(), shape, stride, offset).clone()
+                state[name] = tensors[key]
+            return state
+        except Exception as error:
+            raise _unreadable(self.path, error) from error
 
-    def copied_library(self) -> Descriptor:
-        """Copies the compiled model, without separate weights, to a package that has no path.
-
-        Returns the descriptor of the copy. Raises `OpenError` and `ReadFailedError`.
-        """
-        with _opened(self.path) as archive, tempfile.TemporaryFile() as copy:
-            prefix = f"{_root(archive)}{_LIBRARIES}"
-            with zipfile.ZipFile(copy, "w") as package:
-                for name in archive.records:
-                    if name.startswith(prefix):
-                        with package.open(name, "w", force_zip64=True) as record:
-                            record.writelines(_chunks(archive, name))
-            return Descriptor.of(os.dup, copy.fileno())
+    def copied_library(self) -> IO[bytes]:
+        """Copies the compiled model, without separate weights, to a package that has no path."""
+        copied = tempfile.TemporaryFile()  # noqa: SIM115
+        with zipfile.ZipFile(copied, "w") as package:
+            for name in self._archive.namelist():
+                if name.startswith(f"{self._root}{_LIBRARIES}"):
+                    package.writestr(name, self._archive.read(name))
+        copied.flush()
+        return copied
 
     def library(self, folder: str) -> str:
         """Unpacks the library of a package into a folder, and returns its path. Raises `LiveTargetError`."""
-        with _opened(self.path) as archive:
-            prefix = f"{_root(archive)}{_LIBRARIES}{self.model}/"
-            libraries = [name for name in archive.records if name.startswith(prefix) and name.endswith(".so")]
-            if len(libraries) != 1:
-                raise _unsupported(self.path, f"{len(libraries)} libraries")
-            path = os.path.join(folder, "model.so")
-            with open(path, "wb") as file:
-                for chunk in _chunks(archive, libraries[0]):
-                    file.write(chunk)
-            return path
-
-
-def read_program_file(path: str) -> ProgramFile:
-    """Reads the directory and the manifest of a program file, and determines its kind.
-
-    Raises:
-        LiveTargetError: the file is not a program, or its form is not supported.
-        OpenError: the file cannot be opened, or its manifest is damaged (`DamagedFileError`).
-        ChecksumError: the weights, the code or anything else in the file has been damaged.
-        ReadFailedError: reading failed.
-    """
-    with _opened(path) as archive:
-        root = _root(archive)
-        record = f"{root}extra/{NAME}"
-        manifest = None
-        if record in archive.records:
-            try:
-                text = archive.read(record).decode()
-            except UnicodeDecodeError as error:
-                raise _unreadable(path, error) from error
-            manifest = Manifest.from_json(text, path)
-        records = {name.removeprefix(root) for name in archive.records}
-        stamp, checksums = archive.file.fingerprint, archive.checksums(archive.records)
-        names_of = {archive.region(name): [name] for name, record in archive.records.items() if record.crc32}
-    models = {name.removeprefix(_LIBRARIES).split("/")[0] for name in records if name.startswith(_LIBRARIES)}
-    if len(models) > 1:
-        raise _unsupported(path, f"several models: {', '.join(sorted(models))}")
-    if models and (manifest is None or manifest.kind == "aoti"):
-        file = ProgramFile(path, "aoti", models.pop(), manifest, stamp)
-    elif any(name.startswith("models/") or name == "serialized_exported_program.json" for name in records):
-        file = ProgramFile(path, "exported", "model", manifest, stamp)
-    else:
-        raise _no_program(path)
-    # torch does not compare: damaged weights give other answers, and damaged machine code may do anything.
-    DigestCheck(path, {path: stamp}, names_of, checksums, "parts of the program").run()
-    return file
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[ZipDirectory]:
-    """Opens an archive without compressed or encrypted records. Raises `OpenError` and `ReadFailedError`."""
-    with SourceFile(path) as file:
-        if recognise(file.head) is not Format.TORCH_ZIP:
-            raise _no_program(path)
-        archive = ZipDirectory(file)
-        _check_stored(archive)
-        yield archive
-
-
-def _check_stored(archive: ZipDirectory) -> None:
-    for name in archive.records:
-        archive.region(name)  # raises for a record that is compressed or encrypted
-
-
-def _chunks(archive: ZipDirectory, name: str) -> Iterator[bytes]:
-    """Yields the bytes of a record in chunks."""
-    record = archive.records[name]
-    for start in range(0, record.nbytes, _CHUNK_BYTES):
-        yield archive.file.read(archive.starts[name] + start, min(_CHUNK_BYTES, record.nbytes - start), name)
-
-
-def _read_tensor(archive: ZipDirectory, name: str) -> torch.Tensor:
-    """Reads a tensor from a record, which is itself a file of `torch.save`."""
-    nbytes = archive.region(name).nbytes
-    section = archive.file.section(archive.starts[name], nbytes, name)
-    if recognise(section.head) is Format.TORCH_ZIP:
-        _check_stored(ZipDirectory(section))
-    tensor: torch.Tensor = torch.load(io.BytesIO(b"".join(_chunks(archive, name))), weights_only=True)
-    return tensor
-
-
-def _root(archive: ZipDirectory) -> str:
-    """The folder that contains all records; empty for files of older versions of torch."""
-    names = list(archive.records)
-    folder = names[0].split("/")[0] + "/" if names else ""
-    return folder if all(name.startswith(folder) for name in names) else ""
+        prefix = f"{self._root}{_LIBRARIES}{self.model}/"
+        libraries = [name for name in self._archive.namelist() if name.startswith(prefix) and name.endswith(".so")]
+        if len(libraries) != 1:
+            raise _unsupported(self.path, f"{len(libraries)} libraries")
+        path = os.path.join(folder, "model.so")
+        with open(path, "wb") as file:
+            file.write(self._archive.read(libraries[0]))
+        return path
 
 
 def _no_program(path: str) -> LiveTargetError:

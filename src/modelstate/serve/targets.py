@@ -1,4 +1,4 @@
-"""The kinds of programs that `Live` serves: their interface, modules, and what they have in common.
+"""The kinds of programs that `Live` serves: their interface, and modules, eager and compiled.
 
 A `Target` makes the programs, one for each version; requests call a `Program`. Exported programs are in `exported.py`,
 packages of AOTInductor in `aoti.py`.
@@ -7,12 +7,10 @@ packages of AOTInductor in `aoti.py`.
 import types
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Set
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import xxhash
 from torch import nn
 from torch.fx import GraphModule
 
@@ -23,77 +21,37 @@ from modelstate.rules.rule import Rule
 from modelstate.serve.meta_clone import check_captured_references, meta_clone, runtime_state
 from modelstate.serve.state_names import NameMap
 from modelstate.text_format import listed
-from modelstate.torch_compat.modules import (
-    compiled_like,
-    compiled_module,
-    has_compiled_call,
-    has_forward_hooks,
-    module_tables,
-    non_persistent_buffers,
-    own_buffers,
-    unwrapped,
-)
-from modelstate.torch_compat.plain import in_a_row, is_fake, is_plain, is_sharded
-from modelstate.torch_compat.private import arguments_of_node
+from modelstate.torch_compat.modules import compiled_like, compiled_module, has_compiled_call, unwrapped
+from modelstate.torch_compat.plain import is_fake, is_sharded
+from modelstate.torch_compat.private import arguments_of_node, storage_owners
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import Node
 
 
-class Program(ABC):
-    """One version of a target with its weights: the callable that answers requests.
-
-    A swap in place changes the weights of a program; a swap beside it makes another program.
+class Program:
+    """One version of a target: the callable that answers requests, and the module tree that has its tensors.
 
     Args:
-        weights_module: the module whose parameters and buffers are the weights; loading into it changes the program.
-        hidden: the other tensors that a request may change, by name.
+        module: the weights and all buffers, under their runtime names.
+        call: answers a request. It keeps the tensors of the version alive.
+        has_methods: whether requests may call methods of the module.
     """
 
-    __slots__ = ("__weakref__", "_hidden", "weights_module")
-    answers_alias_weights = True
-    """Whether an answer may be a weight, a view of one, or refer to one for its gradient."""
+    __slots__ = ("__weakref__", "call", "has_methods", "module")
 
-    def __init__(self, weights_module: nn.Module, hidden: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-        self.weights_module, self._hidden = weights_module, hidden
+    def __init__(self, module: nn.Module, call: Callable[..., Any], *, has_methods: bool = False) -> None:
+        self.module, self.call, self.has_methods = module, call, has_methods
 
-    @property
-    def module(self) -> nn.Module | None:
-        """The module whose methods a request may call; None for a program without methods."""
-        return None
+    def __call__(self, *args: object, **named: object) -> Any:
+        """Answers a request. A canary gets the program, and calls it."""
+        return self.call(*args, **named)
 
     @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """All tensors that a request may change, by name. A tied one has an entry for each of its names."""
-        tables = module_tables(self.weights_module)
-        own = ((f"{prefix}{name}", buffer) for prefix, _, _, buffers in tables for name, buffer in buffers.items())
-        return {**{name: buffer for name, buffer in own if buffer is not None}, **self._hidden}
-
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """The weights, and all tensors that a request may change."""
-        yield from self.weights_module.parameters()
-        yield from self.buffers.values()
-
-    @abstractmethod
-    def __call__(self, *args: object, **named: object) -> object:
-        """Answers a request."""
-
-
-def on_gpu(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that are on GPUs."""
-    is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return [tensor for tensor in tensors if tensor.is_cuda] if is_used else []
-
-
-def settle(tensors: Iterable[torch.Tensor]) -> None:
-    """Waits for all work that is queued on the GPUs of these tensors, on any stream.
-
-    A request on a GPU ends when its work is queued, and requests may use streams of their own.
-    """
-    for device in {tensor.device for tensor in on_gpu(tensors)}:
-        torch.cuda.synchronize(device)
+    def tensors(self) -> list[torch.Tensor]:
+        """The weights and buffers."""
+        return [*self.module.parameters(), *self.module.buffers()]
 
 
 class ReadPlan(NamedTuple):
@@ -121,8 +79,6 @@ class Target(ABC):
     """ "eager", "compiled", "exported" or "aoti"."""
     fixed: tuple[str, ...] = ()
     """Tensors outside of the state, as far as they are known. Only loading code of a module changes them in a swap."""
-    hidden: Mapping[str, torch.Tensor]
-    """Buffers that no checkpoint contains, with the values of a new version. Read-only."""
     unexpected_error: Callable[[list[str]], Exception] | None = None
     """Makes a more precise error than the plan's for names that the target does not have; None for the plan's own."""
     _first: Program | None
@@ -130,8 +86,8 @@ class Target(ABC):
     def __init__(self, name: str, skeleton: nn.Module, names: NameMap | nn.Module | None) -> None:
         self.name, self.skeleton, self._names = name, skeleton, names
 
-    def first(self) -> Program:
-        """Version 1: the target in its own memory. Returned once, so that no other reference keeps that memory."""
+    def take_first(self) -> Program:
+        """Returns version 1, the target in its own memory, once, so that no other reference keeps that memory."""
         first, self._first = self._first, None
         assert first is not None
         return first
@@ -159,9 +115,33 @@ class Target(ABC):
         # The module's loading code is for the names that it saves. The program's own names do not need it.
         return ReadPlan(meta_clone(self.skeleton if set(names) <= runtime else self._names))
 
+    def memory_for(
+        self, skeleton: nn.Module, retired: list[torch.Tensor], *, has_file: bool
+    ) -> dict[str, torch.Tensor]:
+        """Returns memory that no version uses, for tensors of a skeleton by name.
+
+        Args:
+            skeleton: the module that will be filled.
+            retired: plain CPU tensors of the version that was retired last.
+            has_file: whether the weights come from a file, which is mapped where that is safe.
+        """
+        free: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
+        for tensor in () if has_file else retired:
+            if storage_owners(tensor) == 1:  # not an answer, nor in use by a request
+                free[_kind(tensor)].append(tensor)
+        memory: dict[int, torch.Tensor] = {}
+        for tensor in runtime_state(skeleton).values():
+            if tensor.is_meta and id(tensor) not in memory and (same := free[_kind(tensor)]):
+                memory[id(tensor)] = same.pop()
+        return {name: memory[id(tensor)] for name, tensor in runtime_state(skeleton).items() if id(tensor) in memory}
+
     @abstractmethod
     def program(self, filled: nn.Module) -> Program:
-        """A new version with the weights of a filled skeleton. It shares no tensor that a request may change."""
+        """Returns a new version with the weights of a filled skeleton. It shares no tensor that a request may write."""
+
+
+def _kind(tensor: torch.Tensor) -> object:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 class ModuleTarget(Target):
@@ -179,48 +159,22 @@ class ModuleTarget(Target):
         original = module if compiled is None else compiled
         self.kind = "eager" if compiled is None else "compiled"
         name = type(original).__name__
-        for path, submodule in original.named_modules():
-            if has_compiled_call(submodule) or compiled_module(submodule) is not None:
-                raise LiveTargetError(
-                    "a part of the module is compiled in place, and a copy of it would not be",
-                    where=f"{name}.{path}" if path else name,
-                    remedy="compile the whole: Live(torch.compile(module))",
-                )
-        _check_tensors(original, name)
-        _check_weights_are_read(original, name)
+        _check_servable(original, name)
         skeleton = meta_clone(original)
         self.fixed = check_captured_references(original, skeleton)
         check_mode(original, training)  # last, since `eval()` alone corrects it
         super().__init__(name, skeleton, skeleton)
-        all_buffers = skeleton.named_buffers(remove_duplicate=False)
-        self.hidden = {name: buffer for name, buffer in all_buffers if not buffer.is_meta}
         # A compilation of the skeleton: one of the module itself would keep the memory of version 1 alive.
         self._compiled = None if compiled is None else compiled_like(module, skeleton)
-        self._first = ModuleProgram(original, module)
+        self._first = Program(original, module, has_methods=True)
 
-    def program(self, filled: nn.Module) -> "ModuleProgram":
-        return ModuleProgram(filled, filled if self._compiled is None else compiled_like(self._compiled, filled))
-
-
-class ModuleProgram(Program):
-    """One version of a module: an instance, and the callable that runs it, eager or compiled."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, weights_module: nn.Module, call: Callable[..., object]) -> None:
-        super().__init__(weights_module)
-        self._call = call
-
-    @property
-    def module(self) -> nn.Module:
-        return self.weights_module
-
-    def __call__(self, *args: object, **named: object) -> object:
-        return self._call(*args, **named)
+    def program(self, filled: nn.Module) -> Program:
+        call = filled if self._compiled is None else compiled_like(self._compiled, filled)
+        return Program(filled, call, has_methods=True)
 
 
-def _check_tensors(module: nn.Module, name: str) -> None:
-    """Raises `LiveTargetError` for tensors that a second version could not have: fake tensors and shards."""
+def _check_servable(module: nn.Module, name: str) -> None:
+    """Raises `LiveTargetError` where a second version is not possible, or would not answer with its own weights."""
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_sharded(tensor):
             raise LiveTargetError(
@@ -233,10 +187,6 @@ def _check_tensors(module: nn.Module, name: str) -> None:
             raise LiveTargetError(
                 "a module with fake tensors cannot be served", where=f"{name}.{path}", found="a FakeTensor", remedy=REAL
             )
-
-
-def _check_weights_are_read(module: nn.Module, name: str) -> None:
-    """Raises `LiveTargetError` for modules that answer with something else than the weights in their state."""
     if isinstance(module, torch.jit.ScriptModule) and not hasattr(module, "training"):
         raise LiveTargetError(
             "a frozen TorchScript module has its weights as constants in its code",
@@ -244,17 +194,24 @@ def _check_weights_are_read(module: nn.Module, name: str) -> None:
             remedy="serve the module as it is before torch.jit.freeze or torch.jit.optimize_for_inference",
         )
     for path, part in module.named_modules():
+        where = f"{name}.{path}" if path else name
         hook = getattr(part, "_hf_hook", None)
+        if has_compiled_call(part) or compiled_module(part) is not None:
+            raise LiveTargetError(
+                "a part of the module is compiled in place, and a copy of it would not be",
+                where=where,
+                remedy="compile the whole: Live(torch.compile(module))",
+            )
         if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
             raise LiveTargetError(
                 "the weights are offloaded: hooks of accelerate put those of the first version into every version",
-                where=f"{name}.{path}",
+                where=where,
                 remedy="accelerate.hooks.remove_hook_from_module(module, recurse=True), which brings the weights back",
             )
         if getattr(part, "merged_adapters", None):
             raise LiveTargetError(
                 "an adapter is merged into its weights, so the layer would ignore the adapter of a checkpoint",
-                where=f"{name}.{path}",
+                where=where,
                 remedy="module.unmerge_adapter(), to swap adapters; module = module.merge_and_unload(), to have none",
             )
 
@@ -274,171 +231,17 @@ def check_names(state: Collection[str], names: NameMap | nn.Module | None, where
         )
 
 
-# Buffers that requests change.
-
-
-BufferDigests = dict[str, object]
-"""A digest of the values of each buffer, by name."""
-
-
-def buffer_digests(program: Program) -> BufferDigests:
-    """Returns digests of the present buffers, for a later `modified_buffers`."""
-    return {name: _digest(buffer) for name, buffer in program.buffers.items()}
-
-
-def modified_buffers(program: Program, since: BufferDigests) -> dict[str, torch.Tensor | None]:
-    """Returns the buffers that requests have changed, and None for buffers that they have set to None.
-
-    Waits for what is queued on the GPUs of the buffers.
-    """
-    present = program.buffers
-    settle(present.values())
-    modified: dict[str, torch.Tensor | None] = {
-        name: buffer for name, buffer in present.items() if since.get(name) != _digest(buffer)
-    }
-    if not since:
-        return modified
-    for prefix, _, _, buffers in module_tables(program.weights_module):
-        names = [f"{prefix}{last}" for last, buffer in buffers.items() if buffer is None]
-        modified.update({name: None for name in names if name in since})
-    return modified
-
-
-def carry_over(buffers: Mapping[str, torch.Tensor | None], program: Program) -> tuple[str, ...]:
-    """Copies the values of these buffers into a program. Returns their names.
-
-    Names that have one tensor as their value are tied in the program too, and others are not.
-    """
-    if not buffers:
-        return ()
-    present = program.buffers
-    values_of_present: defaultdict[int, set[int]] = defaultdict(set)
-    for name, tensor in present.items():
-        values_of_present[id(tensor)].add(id(buffers.get(name)))
-    carried: dict[int, torch.Tensor | None] = {id(None): None}
-    for name, value in buffers.items():
-        buffer = present.get(name)
-        if value is not None and id(value) not in carried:
-            if buffer is not None and _fits(buffer, value) and len(values_of_present[id(buffer)]) == 1:
-                _overwrite(buffer, value)
-                carried[id(value)] = buffer
-            else:
-                carried[id(value)] = value.detach().clone()
-        replacement = carried[id(value)]
-        if replacement is not buffer:  # requests replace the buffer, such as a cache that grows
-            path, _, last = name.rpartition(".")
-            own_buffers(program.weights_module.get_submodule(path))[last] = replacement
-    return tuple(buffers)
-
-
-def cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns copies of tensors. Names of one tensor stay names of one tensor."""
-    copies = {id(tensor): tensor.clone() for tensor in tensors.values()}
-    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
-
-
-def buffer_restorer(program: Program, copies: Mapping[int, torch.Tensor] | None = None) -> Callable[[], None]:
-    """Returns a function that restores the present buffers: their values, and the set of buffers of each module.
-
-    Args:
-        program: the program.
-        copies: copies of the buffers by `id` of the buffer; without them the buffers are copied here.
-    """
-    modules = list(program.weights_module.modules())
-    tables = [(own_buffers(module), dict(own_buffers(module))) for module in modules]
-    hidden = [(non_persistent_buffers(module), {*non_persistent_buffers(module)}) for module in modules]
-    saved = [
-        (buffer, buffer.detach().clone() if copies is None else copies[id(buffer)])
-        for buffer in program.buffers.values()
-    ]
-
-    def restore() -> None:
-        resized: dict[int, torch.Tensor] = {}
-        for buffer, value in saved:
-            if _fits(buffer, value):
-                _overwrite(buffer, value)
-            else:
-                resized[id(buffer)] = value
-        for table, buffers in tables:
-            _set_buffers(table, {name: resized.get(id(buffer), buffer) for name, buffer in buffers.items()})
-        for names, before in hidden:
-            names.clear()
-            names.update(before)
-
-    return restore
-
-
-def renew_buffers(module: nn.Module, skeleton: nn.Module) -> None:
-    """Restores the set of buffers of a skeleton in a module whose code has replaced, added or deleted buffers.
-
-    A buffer that has the right shape and dtype stays, whatever its values. Where the skeleton's buffer is on meta, a
-    missing buffer gets uninitialized memory.
-    """
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    renewed: dict[int, torch.Tensor] = {}
-    owners = dict(module.named_modules(remove_duplicate=False))
-    for path, wanted in skeleton.named_modules(remove_duplicate=False):
-        owner = owners[path]
-        table: dict[str, torch.Tensor | None] = {}
-        buffers = dict(own_buffers(owner).items())
-        for name, slot in own_buffers(wanted).items():
-            present = buffers.get(name)
-            if slot is not None and id(slot) not in renewed:
-                if present is not None and _fits(present, slot):
-                    renewed[id(slot)] = present
-                elif slot.is_meta:
-                    renewed[id(slot)] = torch.empty_strided(slot.shape, slot.stride(), dtype=slot.dtype, device=device)
-                else:
-                    renewed[id(slot)] = slot.detach().clone()
-            table[name] = None if slot is None else renewed[id(slot)]
-        _set_buffers(own_buffers(owner), table)
-        non_persistent_buffers(owner).clear()
-        non_persistent_buffers(owner).update(non_persistent_buffers(wanted))
-
-
-def _set_buffers(table: dict[str, torch.Tensor | None], wanted: Mapping[str, torch.Tensor | None]) -> None:
-    """Makes a module's table of buffers equal to another. An equal one is not written, which TorchScript forbids."""
-    present = dict(table.items())
-    if list(present) != list(wanted) or any(present[name] is not buffer for name, buffer in wanted.items()):
-        table.clear()
-        table.update(wanted)
-
-
-def _fits(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the value can be copied into the tensor without conversion."""
-    return (tensor.shape, tensor.dtype, tensor.layout) == (value.shape, value.dtype, value.layout)
-
-
-def _overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies into a tensor, which a request in inference mode may have created."""
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        tensor.detach().copy_(value)
-
-
-def _digest(buffer: torch.Tensor) -> object:
-    """A digest of the values. Autograd's version counter does not suffice: batch norm writes past it."""
-    if not is_plain(buffer) or buffer.is_meta or buffer.is_quantized:
-        return id(buffer)
-    return buffer.shape, xxhash.xxh3_128_digest(in_a_row(buffer).view(torch.uint8).numpy().data)
-
-
 # The mode of a target.
 
 
-_LISTED_MODULES = 4
-
-
 def check_mode(module: nn.Module, training: object) -> None:
-    """Raises `LiveTargetError` where the module or one of its submodules is in training mode.
-
-    Layers of torch that compute the same in both modes, such as `Linear`, may be in either.
-    """
+    """Raises `LiveTargetError` where a submodule is in training mode and its code reads the mode."""
     if training:
         return
     found = [
-        f"submodule {path}" if path else "the module itself"
-        for path, submodule in module.named_modules()
-        if submodule.training and not _is_mode_free(submodule)
+        f"{path or 'the module itself'}, a {type(part).__name__}"
+        for path, part in module.named_modules()
+        if part.training and _reads_mode(part)
     ]
     if found:
         # The module of an exported program has this mode always, and an `eval` that raises.
@@ -458,50 +261,27 @@ def check_graph_mode(program: "ExportedProgram", training: object, where: str) -
 
 def _mode_error(where: str, found: list[str], remedy: str) -> LiveTargetError:
     return LiveTargetError(
-        "the target is in training mode: dropout would be active, and requests would change statistics",
+        "the target is in training mode, and a part of it computes something else then",
         where=where,
         expected="eval mode",
-        found=f"training mode in {listed(found, _LISTED_MODULES)}",
+        found=f"training mode in {listed(found, 4)}",
         remedy=remedy,
     )
 
 
-def _is_mode_free(module: nn.Module) -> bool:
-    """Whether a module runs only code of torch, and that code does not read the mode.
-
-    This is so for exact classes of `torch.nn.modules` without hooks, and without a function of the user in an
-    attribute such as `forward` or `activation`.
-    """
-    cls = type(module)
-    if getattr(nn.modules, cls.__name__, None) is not cls or has_forward_hooks(module):
-        return False
-    if "forward" in vars(module) or not isinstance(cls.forward, types.FunctionType):
-        return False
-    if any(callable(value) and not _is_of_torch(value) for value in vars(module).values()):
-        return False
-    bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
-    members = [getattr(value, "__func__", value) for base in bases for value in vars(base).values()]
-    members = [value.fget if isinstance(value, property) else value for value in members]
-    functions = [value for value in members if isinstance(value, types.FunctionType)]
-    return all(_is_of_torch(function) and not _reads_mode(function.__code__) for function in functions)
+def _reads_mode(module: nn.Module) -> bool:
+    """Whether code of the module's class, or a function among its attributes, refers to the name `training`."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True  # its code is not visible
+    bases = [base for base in type(module).__mro__ if base not in nn.Module.__mro__]
+    members = [value for base in bases for value in vars(base).values()] + [*vars(module).values()]
+    members = [value.fget if isinstance(value, property) else getattr(value, "__func__", value) for value in members]
+    return any(isinstance(value, types.FunctionType) and _refers_to_mode(value.__code__) for value in members)
 
 
-def _is_of_torch(value: object) -> bool:
-    """Whether a value is a function or class of torch, and not a wrapper of a function, which may be the user's.
-
-    The `__module__` of a function does not tell, since `functools.wraps` copies it.
-    """
-    if isinstance(value, types.FunctionType):
-        name = "" if hasattr(value, "__wrapped__") else value.__globals__.get("__name__")
-    else:
-        name = value.__module__ if isinstance(value, (type, types.BuiltinFunctionType)) else ""
-    return str(name).partition(".")[0] == "torch"
-
-
-def _reads_mode(code: types.CodeType) -> bool:
-    """Whether code, or a nested function, refers to the name `training`."""
+def _refers_to_mode(code: types.CodeType) -> bool:
     inner = [value for value in code.co_consts if isinstance(value, types.CodeType)]
-    return "training" in (*code.co_names, *code.co_consts) or any(map(_reads_mode, inner))
+    return "training" in (*code.co_names, *code.co_consts) or any(map(_refers_to_mode, inner))
 
 
 def _trains(node: "Node") -> bool:

@@ -5,7 +5,9 @@ Each is used by torch's own `nn.Module`, `torch.utils.swap_tensors` or `torch.ex
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import inspect
 import re
 import sys
 import threading
@@ -387,11 +389,6 @@ def _child(spec: TreeSpec, place: int) -> TreeSpec:
     return spec.child(place) if hasattr(spec, "child") else spec.children_specs[place]  # before torch 2.10
 
 
-def expression_of(size: object) -> Any:
-    """The expression, of symbols and numbers, that a size of an exported program stands for; a number as it is."""
-    return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
 def structure_of(text: str) -> TreeSpec:
     """The structure of containers from the text that a package stores."""
     return torch.utils._pytree.treespec_loads(text)
@@ -431,45 +428,66 @@ def aoti_package(file: IO[bytes], files: list[Any], extra: dict[str, str]) -> No
     package_pt2(file, aoti_files=files, extra_files=extra)
 
 
-def text_of_size(expression: Any) -> str:
-    """An expression of sizes, as Python has it."""
-    from torch.utils._sympy.printers import PythonPrinter
+def check_inputs_by(module: Any, error_for: Callable[[Exception], Exception]) -> None:
+    """Makes the checks of inputs of `program.module()` raise the error that `error_for` makes of theirs."""
 
-    return str(PythonPrinter().doprint(expression))
+    def checked(check: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: Any) -> object:
+            try:
+                return check(*args)
+            except Exception as error:
+                raise error_for(error) from error
+
+        return call
+
+    hooks = module._forward_pre_hooks
+    hooks.update({key: checked(hook) for key, hook in hooks.items()})
+    if (guards := getattr(module, "_guards_fn", None)) is not None:
+        guards.forward = checked(guards.forward)
 
 
-def guards_of(program: ExportedProgram) -> list[str]:
-    """What the sizes of an exported program's inputs must fulfil, as Python that goes by the module's arguments."""
-    return list(getattr(program, "_guards_code", ()))
+def input_conditions(program: ExportedProgram, *, compiled: bool = False) -> list[str]:
+    """The conditions on the inputs of a program, as Python of `args`, the tensors and numbers of a call in one list.
 
-
-def guards_of_compiling(program: ExportedProgram) -> list[str]:
-    """The same, with what a compiler has found out and relied on since."""
+    These are what `program.module()` checks. `compiled` adds what a compiler has found out and relied on since.
+    """
+    import torch.export._unlift
     import torch.export.exported_program
 
-    guards: Any = torch.export.exported_program._convert_guards_to_code
-    return list(guards(program.graph_module))
+    unlift: Any = torch.export._unlift
+    module: Any = program.module(check_guards=False)
+    signature = inspect.signature(module.forward)
+    paths = unlift._get_input_paths(program.example_inputs, signature)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    guards = unlift._get_input_guards_for_graph(placeholders, program.range_constraints, paths)
+    own: Any = getattr(program, "_guards_code", ())
+    if compiled:
+        # `program.module()` accepts sizes of 0 and 1, for which nothing is compiled.
+        for place, node in enumerate(placeholders):
+            for dim, size in enumerate(getattr(node.meta.get("val"), "shape", ())):
+                limits = program.range_constraints.get(getattr(getattr(size, "node", None), "expr", None))
+                if limits is not None:
+                    guards.append(f"args[{place}].size()[{dim}] >= {int(limits.lower)}")
+        all_guards: Any = torch.export.exported_program._convert_guards_to_code
+        # Comparisons with limits are left out: the compiler makes them to choose among kernels that are all correct.
+        own = [*own, *(guard for guard in all_guards(program.graph_module) if _compares_for_equality(guard))]
+    guards += unlift._force_gm_signature_match(unlift._force_ep_signature_match(own, paths), signature)
+    found = dict.fromkeys(guards)
+    for place, path in enumerate(paths):
+        found = {text.replace("L" + torch.utils._pytree.keystr(path), f"args[{place}]"): None for text in found}
+    return [*found]
 
 
-def guard_function(program: ExportedProgram) -> Callable[..., None]:
-    """Torch's own check of a program's inputs, which raises. There is none without the inputs of the export."""
-    found: Any = getattr(program.module(), "_guards_fn", None)
-    return (lambda *inputs: None) if found is None else found.forward
+def _compares_for_equality(guard: str) -> bool:
+    nodes = [node for node in ast.walk(ast.parse(guard.strip(), mode="eval")) if isinstance(node, ast.Compare)]
+    return any(isinstance(op, ast.Eq | ast.NotEq) for node in nodes for op in node.ops)
 
 
-def argument_names(program: ExportedProgram) -> list[str]:
-    """The names of a program's positional arguments, each of `*args` alone."""
-    signature, count = program.module_call_graph[0].signature, _child(program.call_spec.in_spec, 0).num_children
-    names = list((signature.forward_arg_names if signature is not None else None) or ())
-    return (names if len(names) >= count else [f"arg_{place}" for place in range(count)])[:count]
+def condition_names() -> dict[str, Any]:
+    """The functions of the texts that `input_conditions` returns. This imports sympy, which takes seconds."""
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
-
-def leaf_paths(spec: TreeSpec, arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """Where each input is: the name of its argument, and the way from there, as Python has it."""
-    pytree = torch.utils._pytree
-    args, named = pytree.tree_unflatten([*range(spec.num_leaves)], spec)
-    given = [*zip(arguments, args, strict=True), *named.items()]
-    return [(name, pytree.keystr(path)) for name, value in given for path, _ in pytree.tree_leaves_with_path(value)]
+    return dict(SYMPY_INTERP)
 
 
 def wrapper_subclass(

@@ -1,0 +1,374 @@
+"""A swap up to its flip: opens a source, loads it into a new program, and checks the weights."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Literal, NamedTuple
+
+import msgspec
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.open import open_source
+from modelstate.errors import ModelStateError, PlacementError, PlanError, Remedy, WeightsError
+from modelstate.loading.load import Source, load_then
+from modelstate.planning.assignment import Assignment
+from modelstate.planning.differences import wrapper_rule
+from modelstate.planning.matching import select_part
+from modelstate.planning.options import checked_options
+from modelstate.planning.plain_table import PlainTable, Planned
+from modelstate.planning.preparation import Preparation
+from modelstate.problems import Problem, ProblemKind, Remedies, allowing, casting, extended, ignoring, plan_error
+from modelstate.rules.expression import is_dequantized
+from modelstate.rules.rule import Rule
+from modelstate.rules.schema import Schema, renaming, way_back
+from modelstate.serve.buffers import settle
+from modelstate.serve.meta_clone import runtime_state
+from modelstate.serve.targets import Program, Target
+from modelstate.text_format import listed, size
+from modelstate.torch_compat.dtypes import nonfinite, short
+from modelstate.torch_compat.modules import modules_of, tensors_of, without_state_dict_hooks
+from modelstate.torch_compat.plain import is_plain, remedies_for
+from modelstate.torch_compat.private import payload_of
+from modelstate.transaction.swap_tensors import become
+from modelstate.transaction.transaction import Transaction
+
+Buffers = Literal["carry", "reset"]
+
+
+class SwapOptions(msgspec.Struct, frozen=True):
+    """Options of `Live.swap` that concern the weights."""
+
+    key: str | None = None
+    rules: Rule | Iterable[Rule] | Schema = ()
+    allow_missing: Iterable[str] = ()
+    allow_unexpected: Iterable[str] = ()
+    exact: bool = True
+    check_finite: bool = False
+    verify: bool = False
+
+
+class SwapReport(msgspec.Struct, frozen=True):
+    """The result of `Live.swap`. Printing it shows the versions, sizes and times.
+
+    Examples:
+        >>> report = live.swap("step-2000.safetensors")
+        >>> report.version, report.previous
+        (2, 1)
+    """
+
+    version: int
+    """The id of the version that serves now."""
+    previous: int
+    """The id of the version before."""
+    target: str
+    source: str
+    tensors: int
+    """The number of weights that were filled; a tied weight counts once."""
+    bytes: int
+    """The size of these weights."""
+    staged_seconds: float
+    """Time to open, read and check the weights."""
+    canary_seconds: float
+    flip_seconds: float
+    """Time to carry buffers over and to make the version the current one."""
+    seconds: float
+    """Time of the whole swap."""
+    carried: tuple[str, ...] = ()
+    """Buffers that requests had changed, and that were taken over from the version before."""
+    notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        served = f"{self.source} into {self.target}: version {self.version} serves, after {self.previous}"
+        return f"<{type(self).__name__}: {served}, {self.tensors} tensors, {size(self.bytes)}>"
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.source} into {self.target}: version {self.version} serves, after {self.previous}",
+            f"  {self.tensors} tensors, {size(self.bytes)}",
+            f"  staged in {self.staged_seconds:.3f} s, canary {self.canary_seconds:.3f} s, "
+            f"flip {self.flip_seconds * 1e3:.3f} ms",
+        ]
+        if self.carried:
+            lines.append(f"  carried over: {listed(self.carried, 8)}")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+class Staged(NamedTuple):
+    """A new program that no request calls yet, and what was loaded into it."""
+
+    program: Program
+    source: str
+    tensors: int
+    """The number of weights; a tied weight counts once."""
+    bytes: int
+    """The size of these weights."""
+    notes: tuple[str, ...]
+    has_file: bool
+    """Whether the weights may be maps of a file."""
+
+
+def stage(
+    target: Target, source: Source, options: SwapOptions, serving: Program, retired: list[torch.Tensor]
+) -> Staged:
+    """Loads a source into a new program.
+
+    The weights are maps of the file where that is safe, and have memory of their own elsewhere. `serving` is the
+    program that serves: weights that the checkpoint may lack are copied from it. `retired` has tensors of the version
+    that was retired last, whose memory is used again where no request or answer refers to it.
+
+    Raises `PlanError` where the source does not fit, `WeightsError` where the program cannot take the weights, and what
+    `modelstate.open` and `modelstate.load` raise.
+    """
+    checkpoint = open_source(source)
+    memory: dict[str, torch.Tensor] = {}
+    try:
+        return _stage(target, checkpoint, options, serving, retired, memory)
+    except ModelStateError:
+        if not memory:
+            raise
+    # With new memory, the error is not one of values that are partly overwritten.
+    return _stage(target, checkpoint, options, serving, None, {})
+
+
+def _stage(
+    target: Target,
+    checkpoint: Checkpoint,
+    options: SwapOptions,
+    serving: Program,
+    retired: list[torch.Tensor] | None,
+    memory: dict[str, torch.Tensor],
+) -> Staged:
+    """Does what `stage` does, with new memory where `retired` is None. `memory` gets the memory that is used again."""
+    selection = checked_options(
+        key=options.key,
+        rules=options.rules,
+        allow_missing=options.allow_missing,
+        allow_unexpected=options.allow_unexpected,
+        verify=options.verify,
+        progress=False,
+    )
+    part, given_rules = select_part(checkpoint, selection, lambda: target.names)
+    rules = given_rules
+    names = set(map(renaming(rules), part) if rules else part)
+    if not names <= target.names and (wrappers := wrapper_rule(names, target.names)) is not None:
+        rules = (*rules, wrappers)
+        names = set(map(renaming(rules), part))
+    skeleton, own_rules, without_hooks = target.read_plan(names)
+    name_for_rules = renaming(way_back((*rules[len(given_rules) :], *own_rules)))
+    devices = _devices_as_in(serving.module, skeleton)
+    kinds = {name: _kind_of(tensor) for name, tensor in runtime_state(skeleton).items()}
+    kept: dict[int, torch.Tensor] = {}
+    kept_extra: list[str] = []
+    if retired is not None:
+        memory.update(target.memory_for(skeleton, retired, has_file=bool(part.fingerprints)))
+    given = {id(tensor): (tensor, memory[name]) for name, tensor in runtime_state(skeleton).items() if name in memory}
+    for tensor, own in given.values():
+        become(tensor, own.detach())
+
+    def check(preparation: Preparation) -> None:
+        if selection.allow_missing:
+            kept.update(_kept_tensors(preparation, serving, target.name))
+            extra = [name for name in preparation.slots.extra if name not in preparation.extra_states]
+            kept_extra.extend(name.rpartition(".")[0] for name in extra)
+        if preparation.problems:
+            raise preparation.error()
+        if options.exact:
+            _check_casts(preparation.planned, part.source)
+        if not given.keys() <= {*preparation.filled, *kept}:  # code of the model leaves them out
+            raise WeightsError("the checkpoint lacks weights that code of the module does not ask for")
+
+    in_place = True if memory else None
+    final = replace(selection, key=None, rules=(*rules, *own_rules), device_of_meta=devices, in_place=in_place)
+    with (
+        _swap_errors(target, options, given_rules, part.source, serving, name_for_rules),
+        without_state_dict_hooks(skeleton) if without_hooks else nullcontext(),
+        Transaction(skeleton) as transaction,
+    ):
+        report = load_then(transaction, part, final, check=check)
+    for tensor in tensors_of(modules_of(skeleton)) if kept else ():
+        if (value := kept.get(id(tensor))) is not None:
+            become(tensor, value.detach().clone())
+    for path in kept_extra:
+        state = serving.module.get_submodule(path).get_extra_state()
+        skeleton.get_submodule(path).set_extra_state(copy.deepcopy(state))
+    state = runtime_state(skeleton)
+    _check_kinds(state, kinds, part.source)
+    if options.check_finite:
+        _check_finite(state, runtime_state(serving.module), part.source)
+    program = target.program(skeleton)
+    settle(program.tensors)  # requests on any stream find what has been copied
+    nbytes = {id(tensor): tensor.numel() * tensor.itemsize for tensor in state.values()}
+    notes = report.notes
+    return Staged(program, part.source, len(nbytes), sum(nbytes.values()), notes, bool(part.fingerprints))
+
+
+def _kept_tensors(preparation: Preparation, serving: Program, where: str) -> dict[int, torch.Tensor]:
+    """Returns the serving values of slots that the checkpoint lacks, by slot, and drops the problems of these slots."""
+    state = runtime_state(serving.module)
+    missing = {
+        slot.name: slot.tensor for slot in preparation.slots.tensors if id(slot.tensor) not in preparation.filled
+    }
+    kept = {name: state[name] for name in missing if name in state and not state[name].is_meta}
+    preparation.problems[:] = [
+        problem
+        for problem in preparation.problems
+        if problem.kind is not ProblemKind.UNINITIALISED or problem.why or problem.name not in kept
+    ]
+    if kept and not preparation.filled and not preparation.problems:
+        preparation.problems.append(Problem(ProblemKind.NOTHING_FITS, where))
+    return {id(missing[name]): value for name, value in kept.items()}
+
+
+def _devices_as_in(serving: nn.Module, skeleton: nn.Module) -> Callable[[torch.Tensor], torch.device] | None:
+    """Returns the devices of a skeleton's tensors: those that serve under the same names. None where all are the CPU.
+
+    A tensor that does not serve, as one on meta or a buffer that requests have removed, gets the device of the first
+    one that does.
+    """
+    with_values = [tensor.device for tensor in tensors_of(modules_of(serving)) if not tensor.is_meta]
+    first = next(iter(with_values), torch.device("cpu"))
+    if all(device.type == "cpu" for device in with_values):
+        return None
+    devices = {name: tensor.device for name, tensor in runtime_state(serving).items() if not tensor.is_meta}
+    by_id = {id(tensor): devices.get(name, first) for name, tensor in runtime_state(skeleton).items()}
+    return lambda tensor: by_id.get(id(tensor), first)
+
+
+# Errors with the remedies of a swap.
+
+
+def _cast_remedy(problems: Sequence[Problem]) -> list[Remedy]:
+    other = casting(problems) or "to cast them: rules=[modelstate.rules.Cast(name, dtype)]"
+    return [Remedy(f"give weights with the dtype of the program; or, {other}")]
+
+
+_REMEDIES: Remedies = {
+    ProblemKind.MISSING: lambda members: [
+        Remedy("take a checkpoint that has them"),
+        allowing("allow_missing", members, "or, to keep those of the version that serves"),
+    ],
+    ProblemKind.UNEXPECTED: lambda members: [
+        allowing("allow_unexpected", members, "if they are not needed"),
+        Remedy(
+            "if they are missing ones in another spelling: "
+            f"rules=[ms.rules.Rename({members[0].seen_by_rules!r}, other)]"
+        ),
+    ],
+    ProblemKind.WRONG_SHAPE: (
+        "take a checkpoint with the sizes of the program, or serve a model with those of the checkpoint"
+    ),
+    ProblemKind.WRONG_DTYPE: _cast_remedy,
+    ProblemKind.UNINITIALISED: "take a checkpoint that has them",
+    ProblemKind.BUFFER_CONFLICT: lambda members: [
+        Remedy(f"if the values of the program are right: {ignoring(members)}")
+    ],
+}
+"""In place of remedies with options that a swap does not have."""
+
+
+@contextmanager
+def _swap_errors(
+    target: Target,
+    options: SwapOptions,
+    rules: tuple[Rule, ...],
+    where: str,
+    serving: Program,
+    name_for_rules: Callable[[str], str],
+) -> Iterator[None]:
+    """Replaces a plan's error by one with the remedies of a swap, or by the target's own error."""
+    try:
+        yield
+    except PlanError as error:
+        problems = [replace(problem, name_for_rules=name_for_rules(problem.name)) for problem in error.problems]
+        arguments = {
+            "rules": rules,
+            "allow_missing": options.allow_missing,
+            "allow_unexpected": options.allow_unexpected,
+        }
+        given = {name: f"*{name}" for name, value in arguments.items() if value}
+        casts = [problem for problem in problems if problem.kind is ProblemKind.WRONG_DTYPE]
+        if options.exact and casts and len(casts) == len(problems):
+            found = [(each.name, f"{each.found}, which would have to be cast to {each.expected}") for each in casts]
+            raise _dtype_error(found, where, extended(_cast_remedy(casts)[0].text, given)) from error
+        unexpected = [problem.name for problem in error.problems if problem.kind is ProblemKind.UNEXPECTED]
+        if len(unexpected) == len(error.problems) and target.unexpected_error is not None:
+            raise target.unexpected_error(unexpected) from error
+        has_values = not any(tensor.is_meta for tensor in serving.tensors)
+        remedies = _REMEDIES if has_values else {**_REMEDIES, ProblemKind.MISSING: "take a checkpoint that has them"}
+        raise plan_error(target.name, where, problems, remedies, given=given) from error.__cause__
+    except PlacementError as error:
+        error.remedy = "give weights of the class that the program has, as the state dict of such a module"
+        raise
+
+
+# Checks of the weights.
+
+
+def _dtype_error(found: list[tuple[str, str]], where: str, remedy: str) -> WeightsError:
+    return _error("weights have another dtype than the program", found, where, "the dtype of the program", remedy)
+
+
+def _check_casts(planned: Iterable[Planned], where: str) -> None:
+    """Raises `WeightsError` where a load casts a weight."""
+    cast: list[tuple[str, str]] = []
+    for item in planned:
+        if isinstance(item, Assignment) and item.value.dtype != item.dtype and not is_dequantized(item.stored):
+            cast.append((item.name, f"{short(item.value.dtype)} to {short(item.dtype)}"))
+        elif isinstance(item, PlainTable) and item.casts:
+            rows = zip(item.slots, item.dtypes, strict=True)
+            cast += [(slot.name, f"{short(item.stored_dtype)} to {short(dtype)}") for slot, dtype in rows]
+    if cast:
+        remedy = "give weights with the dtype of the program, or swap with exact=False, which converts without loss"
+        raise _dtype_error(cast, where, remedy)
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[torch.layout, type] | None:
+    """Returns the layout and class of a tensor; None for plain strided tensors."""
+    return None if is_plain(tensor) else (tensor.layout, torch.Tensor if type(tensor) is nn.Parameter else type(tensor))
+
+
+def _check_kinds(
+    state: Mapping[str, torch.Tensor], kinds: Mapping[str, tuple[torch.layout, type] | None], where: str
+) -> None:
+    """Raises `WeightsError` for sparse tensors and subclasses, except where the program has the same kind."""
+    wrong = {name: value for name, value in state.items() if _kind_of(value) not in (None, kinds.get(name))}
+    if not wrong:
+        return
+    found = [(name, f"{type(value).__name__}, {value.layout}") for name, value in wrong.items()]
+    what = "weights are another kind of tensor than the program's: sparse, or a tensor subclass"
+    remedy = "; ".join(remedies_for([*wrong.values()]))
+    if not remedy:
+        ways = {
+            "weight.to_dense()"
+            if value.layout is not torch.strided
+            else "weight.dequantize()"
+            if len(payload_of(value)) > 1
+            else "weight.as_subclass(torch.Tensor)"
+            for value in wrong.values()
+        }
+        remedy = f"give plain tensors: {', '.join(sorted(ways))}"
+    raise _error(what, found, where, "the kind that the program has", remedy)
+
+
+def _check_finite(new: Mapping[str, torch.Tensor], serving: Mapping[str, torch.Tensor], where: str) -> None:
+    """Raises `WeightsError` for weights with NaN or infinity, unless the same ones that serve have them, too."""
+
+    def is_finite(tensor: torch.Tensor) -> bool:
+        parts = [tensor] if is_plain(tensor) else payload_of(tensor)
+        return not any(nonfinite(part) for part in parts if not part.is_meta)
+
+    wrong = [name for name, tensor in new.items() if not is_finite(tensor)]
+    found = [(name, "NaN or infinity") for name in wrong if name not in serving or is_finite(serving[name])]
+    if found:
+        expected = "finite values wherever those that serve are finite"
+        remedy = "look at the training run; check_finite=False accepts them"
+        raise _error("weights are NaN or infinite", found, where, expected, remedy)
+
+
+def _error(what: str, found: list[tuple[str, str]], where: str, expected: str, remedy: str) -> WeightsError:
+    lines = listed((f"{name}: {difference}" for name, difference in found), 8, "; ")
+    names = [name for name, _ in found]
+    return WeightsError(what, where=where, expected=expected, found=lines, remedy=remedy, names=names)
