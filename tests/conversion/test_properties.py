@@ -1,8 +1,7 @@
 """Laws of `convert`, held against random module trees: everything is converted, or nothing is changed."""
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import modelstate as ms
-from modelstate.conversion import convert as convert_module
-from modelstate.conversion import tensors
 from modelstate.transaction import swap_tensors
 from tests.loading.fingerprint import described, interrupted_at, raw, whole
 from tests.pains.quantized import quantized_class
@@ -355,25 +352,6 @@ def test_the_budget_is_the_peak(spec: Spec, data: st.DataObject) -> None:
 # Failures.
 
 
-@contextmanager
-def failing(
-    patch: pytest.MonkeyPatch, where: Any, name: str, at: int, error: type[BaseException] = RuntimeError
-) -> Iterator[list[int]]:
-    """Lets a function of the library raise on one of its calls."""
-    calls = [0]
-    real = getattr(where, name)
-
-    def function(*args: Any, **options: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == at:
-            raise error("injected")
-        return real(*args, **options)
-
-    with patch.context() as context:
-        context.setattr(where, name, function)
-        yield calls
-
-
 @pytest.mark.slow
 @given(specs)
 @settings(max_examples=25, deadline=None)
@@ -398,10 +376,6 @@ def test_a_function_that_raises_on_each_of_its_calls_in_turn(spec: Spec) -> None
         assert who == tree.identity()
 
 
-PARTS = [
-    *((tensors, name) for name in ("become", "give_memory")),
-    *((swap_tensors, name) for name in ("swap_impl", "exchange", "as_slot", "keep_hooks")),
-]
 TARGETS: dict[str, dict[str, Any]] = {
     "dtype": {"dtype": torch.float64},
     "function": {"transform": to_double},
@@ -410,40 +384,30 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "name"), PARTS, ids=[name for _, name in PARTS])
 @pytest.mark.parametrize(
     ("to", "error"), [("dtype", RuntimeError), ("function", KeyboardInterrupt), ("meta", RuntimeError)]
 )
-def test_a_commit_that_fails_at_each_step(
-    to: str, where: Any, name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is put in its place by a swap may fail at the last of them, and inside of it; all of it is undone."""
-    with failing(monkeypatch, where, name, -1) as calls:
-        Tree(FULL).convert(**TARGETS[to])
-    tree = Tree(FULL)
+def test_a_commit_that_fails_at_each_swap(to: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put in its place by a swap may fail at the last of them; all of it is undone."""
+    stock, calls, fails_at = swap_tensors.swap_impl, 0, -1
+
+    def swap_impl(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise error("injected")
+        stock(*args)
+
+    monkeypatch.setattr(swap_tensors, "swap_impl", swap_impl)
+    Tree(FULL).convert(**TARGETS[to])
+    tree, swaps = Tree(FULL), calls
     before, who = tree.everything(), tree.identity()
-    for at in range(1, calls[0] + 1):
-        with failing(monkeypatch, where, name, at, error), pytest.raises((ms.errors.PlacementError, error)):
+    for fails_at in range(1, swaps + 1):
+        calls = 0
+        with pytest.raises((ms.errors.PlacementError, error)):
             tree.convert(**TARGETS[to])
-        assert tree.everything() == before, f"call {at}"
+        assert tree.everything() == before, f"call {fails_at}"
         assert who == tree.identity()
-    tree.convert(**TARGETS[to])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["COO", "CSR", "wrapper"])
-def test_a_gradient_that_cannot_follow(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes after its tensor has been swapped, which is undone."""
-    everything = frozenset({"grad", "hook", "attribute"})
-    spec = Spec((), tuple(Piece(one, "parameter", 0, "none", everything) for one in ("COO", kind)), False, False)
-    tree = Tree(spec)
-    before = tree.everything()
-    for at in (1, 2):
-        with failing(monkeypatch, swap_tensors, "_replace", at), pytest.raises(ms.errors.PlacementError):
-            tree.convert(torch.float64)
-        assert tree.everything() == before, f"call {at}"
-    tree.convert(torch.float64)
-    assert [one.grad.dtype for one in tree.tensors if one.grad is not None] == [torch.float64] * 2
 
 
 class Uncastable(torch.Tensor):
@@ -494,33 +458,6 @@ def test_a_sparse_gradient_that_torch_cannot_swap() -> None:
     else:
         assert module[1].weight.grad.dtype is torch.float64
     assert not weak.expired()
-
-
-@pytest.mark.slow
-@given(specs, st.sampled_from(["swap_impl", "exchange"]))
-@settings(max_examples=20, deadline=None)
-def test_any_tree_after_a_swap_that_fails(spec: Spec, name: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        with failing(patch, swap_tensors, name, -1) as calls:
-            Tree(spec).convert(transform=to_double)
-        tree = Tree(spec)
-        before, who = tree.everything(), tree.identity()
-        for at in range(1, calls[0] + 1):
-            with failing(patch, swap_tensors, name, at), pytest.raises((ms.errors.PlacementError, RuntimeError)):
-                tree.convert(transform=to_double)
-            assert tree.everything() == before
-            assert who == tree.identity()
-
-
-@pytest.mark.slow
-def test_state_of_an_optimizer_that_cannot_follow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made before the first tensor is put in its place."""
-    tree = Tree(FULL)
-    before = tree.everything()
-    for error in (RuntimeError, MemoryError, KeyboardInterrupt):
-        with failing(monkeypatch, convert_module, "following_state", 1, error), pytest.raises(error):
-            tree.convert(torch.float64)
-        assert tree.everything() == before
 
 
 @pytest.mark.slow
