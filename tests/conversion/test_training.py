@@ -168,19 +168,6 @@ def test_there_is_no_optimizer_that_was_forgotten() -> None:
     assert {"Adam foreach", "Adam fused", "Adam amsgrad", "Adam a tensor as lr", "LBFGS strong Wolfe"} <= {*VARIANTS}
 
 
-@pytest.mark.slow_except(12)
-@every_optimizer
-@pytest.mark.parametrize("to", [{"device": "cpu"}, {"dtype": torch.float32}], ids=["device", "dtype"])
-def test_a_conversion_to_what_it_is_changes_nothing(variant: str, to: dict[str, Any]) -> None:
-    one, other = training(variant).train(), training(variant).train(10)
-    before, objects = whole(one.model), [id(value) for _, value in one.state()]
-    report = ms.convert(one.model, optimizers=[one.optimizer], **to)
-    assert len(report.steps) == 0
-    assert whole(one.model) == before
-    assert [id(value) for _, value in one.state()] == objects
-    same_bits(one.train(), other)
-
-
 @pytest.mark.slow
 @every_optimizer
 def test_there_and_back_without_loss(variant: str) -> None:
@@ -191,18 +178,6 @@ def test_there_and_back_without_loss(variant: str) -> None:
     ms.convert(one.model, torch.float32, optimizers=[one.optimizer])
     assert who.differences(ms.identity(one.model, [one.optimizer])) == []
     same_bits(one.train(), other)
-
-
-@pytest.mark.slow_except(8)
-@every_optimizer
-def test_there_and_back_with_loss(variant: str) -> None:
-    one, other = training(variant).train(), training(variant).train()
-    before = {at: value.dtype for at, value in one.state()}
-    for dtype in (torch.bfloat16, torch.float32):
-        ms.convert(one.model, dtype, optimizers=[one.optimizer])
-        other.renew(dtype)
-    assert {at: value.dtype for at, value in one.state()} == before
-    close(one.train(), other.train())
 
 
 @pytest.mark.slow
@@ -242,26 +217,6 @@ def test_training_while_converted(variant: str) -> None:
         assert all(param.dtype is dtype for param in one.model.parameters())
         assert {at: value.dtype for at, value in one.state()} == {at: value.dtype for at, value in other.state()}
         close(one.train(), other.train())
-
-
-@pytest.mark.slow_except(8)
-@every_optimizer
-def test_training_in_bfloat16(variant: str) -> None:
-    name, options = VARIANTS[variant]
-    fresh = Training(name, options)
-    fresh.model.bfloat16()
-    try:
-        fresh.train(2)
-    except (RuntimeError, AssertionError) as error:
-        pytest.skip(f"torch cannot do it: {error}")
-    one = training(variant).train()
-    ms.convert(one.model, torch.bfloat16, optimizers=[one.optimizer])
-    one.train()
-    assert all(math.isfinite(loss) for loss in one.losses)
-    assert all(param.dtype is torch.bfloat16 for param in one.model.parameters())
-    ms.convert(one.model, torch.float32, optimizers=[one.optimizer])
-    one.train()
-    assert all(math.isfinite(loss) for loss in one.losses)
 
 
 def test_two_optimizers_of_one_model_and_a_parameter_without_state() -> None:

@@ -4,9 +4,11 @@ Opening an average computes nothing: each tensor is computed when it is read, ch
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+import msgspec
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -18,7 +20,7 @@ from modelstate.planning.quantized import stored_quantized
 from modelstate.problems import ProblemKind, join_remedies, remedies_for
 from modelstate.rules.joining import SCALABLE
 from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, bytes_key
-from modelstate.text_format import count, listed, short_repr
+from modelstate.text_format import count, listed
 from modelstate.torch_compat.plain import same_values
 
 _CHUNK_BYTES = 1 << 19
@@ -77,29 +79,17 @@ class Average(Combination):
     others: str | int = "equal"
 
     def __post_init__(self) -> None:
-        if self.weights is not None:
-            try:
-                if isinstance(self.weights, str | bytes | Mapping) or any(
-                    isinstance(weight, bool) for weight in self.weights
-                ):
-                    raise TypeError
-                numbers = tuple(float(weight) for weight in self.weights)
-            except (TypeError, ValueError, OverflowError) as error:
-                raise OptionError(
-                    "the weights of an average are not numbers",
-                    expected="one for each checkpoint",
-                    found=short_repr(self.weights),
-                ) from error
-            if not all(abs(number) <= _LARGEST_WEIGHT for number in numbers):  # also False for NaN
-                raise CombineError("the weights of an average must be finite in float32", found=list(numbers))
-            object.__setattr__(self, "weights", numbers)
-        is_index = isinstance(self.others, int) and not isinstance(self.others, bool)
-        if not is_index and self.others not in ("equal", "first", "last"):
+        try:
+            weights = msgspec.convert(self.weights, list[float] | None)
+            msgspec.convert(self.others, Literal["equal", "first", "last"] | int)
+        except (msgspec.ValidationError, OverflowError) as error:
             raise OptionError(
-                "others= names no checkpoint",
-                expected='"equal", "first", "last" or an index',
-                found=short_repr(self.others),
-            )
+                "an average cannot be made with these arguments",
+                expected='weights=: a number for each checkpoint; others=: "equal", "first", "last" or an index',
+                found=str(error),
+            ) from error
+        if weights is not None and not all(abs(weight) <= _LARGEST_WEIGHT for weight in weights):  # also False for NaN
+            raise CombineError("the weights of an average must be finite in float32", found=weights)
 
     def merge(self, sources: Sequence[Checkpoint]) -> Merged:
         """Returns the averages, which are computed when they are read.
@@ -116,8 +106,16 @@ class Average(Combination):
         Examples:
             >>> checkpoint = ms.open(["a.safetensors", "b.safetensors"], combine=ms.merge.Average())
         """
-        weights = self._weights(sources)
-        chosen = self._chosen(sources)
+        weights = [1 / len(sources)] * len(sources) if self.weights is None else list(self.weights)
+        positions = {"equal": None, "first": 0, "last": len(sources) - 1}
+        chosen = self.others if isinstance(self.others, int) else positions[self.others]
+        if len(weights) != len(sources) or (isinstance(chosen, int) and not 0 <= chosen < len(sources)):
+            raise CombineError(
+                "the arguments of the average are for another number of checkpoints",
+                where=where(sources),
+                expected=f"{len(sources)} weights, and an index below {len(sources)} for others=",
+                found=f"{len(weights)} weights, others={self.others!r}",
+            )
         differences, remedies = _differences(sources, chosen)
         if differences:
             raise CombineError(
@@ -148,31 +146,7 @@ class Average(Combination):
         values = sources[chosen or 0].flat.values
         return Merged(FlatTree(tensors, dict(values), sources[0].flat.containers), versions_of(sources))
 
-    def _weights(self, sources: Sequence[Checkpoint]) -> tuple[float, ...]:
-        if self.weights is None:
-            return (1 / len(sources),) * len(sources)
-        if len(self.weights) != len(sources):
-            raise CombineError(
-                "an average needs one weight for each checkpoint",
-                where=where(sources),
-                expected=f"{len(sources)} weights",
-                found=f"{len(self.weights)}: {list(self.weights)}",
-            )
-        return tuple(self.weights)
-
-    def _chosen(self, sources: Sequence[Checkpoint]) -> int | None:
-        """Returns the index of the checkpoint that the other values are taken from; None if all must agree."""
-        index = {"equal": None, "first": 0, "last": len(sources) - 1}.get(str(self.others), self.others)
-        if isinstance(index, int) and not 0 <= index < len(sources):
-            raise CombineError(
-                "others= is not the index of a checkpoint",
-                where=where(sources),
-                expected=f"an index below {len(sources)}",
-                found=index,
-            )
-        return index if isinstance(index, int) else None
-
-    def _averaged(self, name: str, parts: tuple[Stored, ...], weights: tuple[float, ...], chosen: int | None) -> Stored:
+    def _averaged(self, name: str, parts: tuple[Stored, ...], weights: Sequence[float], chosen: int | None) -> Stored:
         dtype, shape = parts[0].dtype, tuple(parts[0].shape)
         if not all(map(_has_average, parts)):
             if chosen is not None:
@@ -260,37 +234,30 @@ def _has_average(tensor: Stored) -> bool:
 
 def _differences(sources: Sequence[Checkpoint], chosen: int | None) -> tuple[list[str], list[str]]:
     """Returns the differences that show that the checkpoints are not of one model, and what to do about them."""
-    first = sources[0]
-    found: list[str] = []
-    remedies: list[str] = []
+    first, found, remedies = sources[0], list[str](), dict[str, None]()
     unfit: dict[str, None] = {}
     for index, other in enumerate(sources[1:], 1):
         at = label(sources, index)
-        lacking = [name for name in first if name not in other]
-        alone = [name for name in other if name not in first]
-        found += [f"{name!r} is not in {at}" for name in lacking]
-        found += [f"{name!r} is in {at} alone, or not in [0]" for name in alone]
-        unfit |= dict.fromkeys([*lacking, *alone])
+        found += [f"{name!r} is not in {at}" for name in first if name not in other]
+        found += [f"{name!r} is in {at} alone, or not in [0]" for name in other if name not in first]
+        unfit |= dict.fromkeys(name for name in [*first, *other] if name not in first or name not in other)
         for name, spec in first.items():
-            if name not in other or (other[name].shape, other[name].dtype) == (spec.shape, spec.dtype):
+            like = other.get(name)
+            if like is None or (like.shape, like.dtype) == (spec.shape, spec.dtype):
                 continue
-            if not _has_average(first.stored(name)) or not _has_average(other.stored(name)):
+            if not (_has_average(first.stored(name)) and _has_average(other.stored(name))):
                 if chosen is not None:
                     continue
-                remedies.append('take tensors without an average from one of them: ms.merge.Average(others="first")')
-            elif other[name].shape == spec.shape:
+                remedies['take tensors without an average from one of them: ms.merge.Average(others="first")'] = None
+            elif like.shape == spec.shape:
                 dtype = str(spec.dtype).removeprefix("torch.")
-                remedies.append(f"write {at} in another dtype: ms.convert_checkpoint(path, new_path, dtype={dtype!r})")
+                remedies[f"write {at} in another dtype: ms.convert_checkpoint(path, new_path, dtype={dtype!r})"] = None
             else:
                 unfit[name] = None
-            found.append(
-                f"{name!r} is {other[name].dtype} of shape {other[name].shape} in {at}, "
-                f"{spec.dtype} of {spec.shape} in [0]"
-            )
+            found.append(f"{name!r} is {like.dtype} of shape {like.shape} in {at}, {spec.dtype} of {spec.shape} in [0]")
     for index, source in enumerate(sources):
-        names = [name for name in unfit if name in source]
-        if names:
-            rules = ", ".join(f"ms.rules.Ignore({name!r})" for name in names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
-            at = label(sources, index)
-            remedies.append(f"write {at} without them: ms.convert_checkpoint(path, new_path, rules=[{rules}])")
-    return found, list(dict.fromkeys(remedies))
+        if rules := [f"ms.rules.Ignore({name!r})" for name in unfit if name in source]:
+            shown = ", ".join(rules[:_SHOWN]) + (", ..." if len(rules) > _SHOWN else "")
+            how = f"ms.convert_checkpoint(path, new_path, rules=[{shown}])"
+            remedies[f"write {label(sources, index)} without them: {how}"] = None
+    return found, list(remedies)
