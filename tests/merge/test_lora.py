@@ -15,7 +15,6 @@ from transformers.pytorch_utils import Conv1D
 
 import modelstate as ms
 from modelstate.errors import CombineError, OptionError
-from modelstate.merge import lora
 from tests.formats.files import same
 
 
@@ -351,16 +350,6 @@ def test_an_adapter_whose_base_was_changed_for_it(tmp_path: Path) -> None:
 def test_an_adapter_in_the_place_of_alpha(adapter: Any) -> None:
     with pytest.raises(OptionError, match=r"ms\.open\(\[base, adapter\], combine=ms\.merge\.LoRA\(\)\)"):
         ms.merge.LoRA(adapter)
-
-
-def test_the_wrong_base_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To look for a name that is nearly the same takes milliseconds for each of thousands."""
-    searches = list[str]()
-    monkeypatch.setattr(lora, "get_close_matches", lambda name, *_, **__: searches.append(name) or [])
-    adapters = [tensor for index in range(50) for tensor in matrices(f"layers.{index}").items()]
-    with pytest.raises(CombineError, match=r"the base \(50\)"):
-        ms.open([BASE, dict(adapters)], combine=ms.merge.LoRA(alpha=1))
-    assert 0 < len(searches) < 10
 
 
 def test_options_that_mean_nothing() -> None:
