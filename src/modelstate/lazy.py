@@ -9,13 +9,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-def attach(package: str, modules: "Mapping[str, str]") -> "tuple[Callable[[str], object], Callable[[], list[str]]]":
+def attach(
+    package: str, names: "Mapping[str, tuple[str, ...]]"
+) -> "tuple[Callable[[str], object], Callable[[], list[str]]]":
     """Returns `__getattr__` and `__dir__` for a package.
 
     Args:
-        package: the name of the package, `__name__` in its `__init__.py`.
-        modules: each public name, and the module that defines it; the module itself where it does not define the name.
+        package: The name of the package, `__name__` in its `__init__.py`.
+        names: The public names by the modules that define them; modules by the packages that they are in.
     """
+    modules = {name: module for module, of_module in names.items() for name in of_module}
 
     def __getattr__(name: str) -> object:
         module = modules.get(name)
@@ -27,7 +30,8 @@ def attach(package: str, modules: "Mapping[str, str]") -> "tuple[Callable[[str],
 
         with gc_paused():
             found = importlib.import_module(module)
-        value: object = found if module == f"{package}.{name}" else getattr(found, name, found)
+            is_defined = module != package and hasattr(found, name)
+            value: object = getattr(found, name) if is_defined else importlib.import_module(f"{module}.{name}")
         setattr(sys.modules[package], name, value)
         return value
 

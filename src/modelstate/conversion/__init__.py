@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.conversion.tensors import UNCHANGED as UNCHANGED
+    from modelstate.conversion.tensors import UNCHANGED
 else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "UNCHANGED": "modelstate.conversion.tensors",
+            "modelstate.conversion.tensors": ("UNCHANGED",),
         },
     )
 

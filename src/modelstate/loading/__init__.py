@@ -5,22 +5,22 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.loading.background import LoadHandle as LoadHandle
-    from modelstate.loading.quantize import Quantize as Quantize
-    from modelstate.loading.report import RankReport as RankReport
-    from modelstate.planning.assignment import ReadRoute as ReadRoute
-    from modelstate.planning.options import LoadOptions as LoadOptions
-    from modelstate.planning.transforms import ModuleTransform as ModuleTransform
+    from modelstate.loading.background import LoadHandle
+    from modelstate.loading.quantize import Quantize
+    from modelstate.loading.report import RankReport
+    from modelstate.planning.assignment import ReadRoute
+    from modelstate.planning.options import LoadOptions
+    from modelstate.planning.transforms import ModuleTransform
 else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "LoadHandle": "modelstate.loading.background",
-            "LoadOptions": "modelstate.planning.options",
-            "ModuleTransform": "modelstate.planning.transforms",
-            "Quantize": "modelstate.loading.quantize",
-            "RankReport": "modelstate.loading.report",
-            "ReadRoute": "modelstate.planning.assignment",
+            "modelstate.loading.background": ("LoadHandle",),
+            "modelstate.loading.quantize": ("Quantize",),
+            "modelstate.loading.report": ("RankReport",),
+            "modelstate.planning.assignment": ("ReadRoute",),
+            "modelstate.planning.options": ("LoadOptions",),
+            "modelstate.planning.transforms": ("ModuleTransform",),
         },
     )
 

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.merge.average import Average as Average
-    from modelstate.merge.lora import LoRA as LoRA
+    from modelstate.merge.average import Average
+    from modelstate.merge.lora import LoRA
 else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "Average": "modelstate.merge.average",
-            "LoRA": "modelstate.merge.lora",
+            "modelstate.merge.average": ("Average",),
+            "modelstate.merge.lora": ("LoRA",),
         },
     )
 

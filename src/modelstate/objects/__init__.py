@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.objects.restore import Restored as Restored
+    from modelstate.objects.restore import Restored
 else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "Restored": "modelstate.objects.restore",
+            "modelstate.objects.restore": ("Restored",),
         },
     )
 

@@ -5,22 +5,22 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.serve.follow import Following as Following
-    from modelstate.serve.meta_clone import runtime_state as runtime_state
-    from modelstate.serve.program_file import Manifest as Manifest
-    from modelstate.serve.state_names import NameMap as NameMap
-    from modelstate.serve.swap import SwapReport as SwapReport
-    from modelstate.torch_compat.modules import without_state_dict_hooks as without_state_dict_hooks
+    from modelstate.serve.follow import Following
+    from modelstate.serve.meta_clone import runtime_state
+    from modelstate.serve.program_file import Manifest
+    from modelstate.serve.state_names import NameMap
+    from modelstate.serve.swap import SwapReport
+    from modelstate.torch_compat.modules import without_state_dict_hooks
 else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "Following": "modelstate.serve.follow",
-            "Manifest": "modelstate.serve.program_file",
-            "NameMap": "modelstate.serve.state_names",
-            "SwapReport": "modelstate.serve.swap",
-            "runtime_state": "modelstate.serve.meta_clone",
-            "without_state_dict_hooks": "modelstate.torch_compat.modules",
+            "modelstate.serve.follow": ("Following",),
+            "modelstate.serve.meta_clone": ("runtime_state",),
+            "modelstate.serve.program_file": ("Manifest",),
+            "modelstate.serve.state_names": ("NameMap",),
+            "modelstate.serve.swap": ("SwapReport",),
+            "modelstate.torch_compat.modules": ("without_state_dict_hooks",),
         },
     )
 

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.suggestion.suggest import Suggestion as Suggestion
+    from modelstate.suggestion.suggest import Suggestion
 else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "Suggestion": "modelstate.suggestion.suggest",
+            "modelstate.suggestion.suggest": ("Suggestion",),
         },
     )
 

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.transaction.references import Identity as Identity
+    from modelstate.transaction.references import Identity
 else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "Identity": "modelstate.transaction.references",
+            "modelstate.transaction.references": ("Identity",),
         },
     )
 
