@@ -857,7 +857,7 @@ NOT_FOLLOWED = {
     "objects/restore.py::_own_remedies": _ELSEWHERE,
     "objects/schedulers.py::_check_momentum": "tests/objects/test_schedulers.py follows it",
     "objects/schedulers.py::_refusal": "tests/objects/test_schedulers.py follows it",
-    "planning/options.py::_check_transform": "tests/loading/test_quantize.py follows it",
+    "planning/options.py::_transform": "tests/loading/test_quantize.py follows it",
     "problems.py::": "tests/suggestion has what ms.suggest finds",
     "remote/location.py::store_of": _OTHER,
     "remote/upload.py::new_object": "needs a server",

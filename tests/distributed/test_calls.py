@@ -49,7 +49,6 @@ def executes_a_plan(kind: str, path: str, meta: bool) -> bool:
     plan = ms.plan(net, path)
     assert plan.ok
     before = fingerprint(net)
-    assert all(step.nbytes == step.expression.nbytes for step in plan.steps if step.expression is not None)  # type: ignore[union-attr]
     assert fingerprint(net) == before
     ms.load(net, plan)
     whole = models.plain(kind, seed=9)

@@ -27,7 +27,7 @@ from modelstate.formats.torch_zip import pickled
 from modelstate.formats.tree import refused_in
 from modelstate.io.engine import Request, read_ranges
 from modelstate.loading.collective import digest_of_source
-from modelstate.planning.matching import DecodeFailure, Patterns, entries_of
+from modelstate.planning.matching import Patterns, entries_of
 from modelstate.planning.quantized import QuantizedCandidate, quantized_weights
 from modelstate.problems import CHANGES_KIND, LOSES_VALUES, Problem, ProblemKind, plan_error
 from modelstate.rules.expression import Source as TensorSource
@@ -107,7 +107,7 @@ class Reader(StorageReader):
         for name, entry in self._entries.items():
             if isinstance(entry.content, Value):
                 error = entry.content.error
-                failed = {name: DecodeFailure(error)} if isinstance(error, CodecError) else {}
+                failed = {name: error} if isinstance(error, CodecError) else {}
                 self._values |= failed or _leaves(name, entry.content.value)
             else:
                 shape = torch.Size(entry.content.shape)
@@ -124,8 +124,8 @@ class Reader(StorageReader):
         for name in dict.fromkeys(item.storage_index.fqn for item in plan.items):
             if name not in self._values and (why := self._entries[name].why_not_plain):
                 problems.append(Problem(ProblemKind.NOT_A_TENSOR, name, found=why))
-            if isinstance(failure := self._values.get(name), DecodeFailure):
-                raise failure.error
+            if isinstance(error := self._values.get(name), CodecError):
+                raise error
             if found := refused_in(self._values.get(name), name):
                 raise refusal(found, self._checkpoint.source)
         if problems:

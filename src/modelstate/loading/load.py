@@ -385,7 +385,7 @@ def _execute(
         references_lost=lost_references(preparation.slots_before, preparation.model) if transaction.armed else (),
         ranks=ranks,
         reread_bytes=reread_bytes,
-        make_steps=preparation.step_maker(with_sources=False),
+        make_steps=preparation.step_maker(),
     )
 
 

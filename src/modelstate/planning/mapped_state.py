@@ -13,7 +13,7 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import same_bytes
 from modelstate.planning.differences import prefixes
 from modelstate.planning.initialise import Initialiser
-from modelstate.planning.matching import DecodeFailure, MatchedCheckpoint, StoredEntries
+from modelstate.planning.matching import MatchedCheckpoint, StoredEntries
 from modelstate.planning.recorder import NestedValue
 from modelstate.rules.expression import Derived, Source, Unchanged, values_of
 from modelstate.rules.rule import Entry, Value
@@ -74,7 +74,8 @@ class MappedState(Mapping[str, Any]):
         entries = self.entries
         content = entries.tensors[name] if isinstance(entries, StoredEntries) else entries[name].content
         if isinstance(content, Value):
-            self._values[name] = content.value if content.error is None else DecodeFailure(content.error)
+            # Code of the model finds the error of a value that cannot be decoded, or is not read as a whole.
+            self._values[name] = content.value if content.error is None else content.error
             return self._values[name]
         if isinstance(content, Derived) or self._cannot_be_mapped(content):
             value = self._deferred_value(content)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import AmbiguousCheckpointError, CodecError, ModelStateError, keep_interrupt
+from modelstate.errors import AmbiguousCheckpointError, CodecError, keep_interrupt
 from modelstate.formats.construct import refusal
 from modelstate.formats.tree import refused_in
 from modelstate.planning.differences import Rewrapped, prefixes, without_wrappers, wrapper_rule
@@ -81,12 +81,6 @@ class _Before:
     def initialiser(self, name: str) -> Callable[[], torch.Tensor] | None:
         initialiser = self._view.initialisers.find(self._names.get(name, ""))
         return None if initialiser is None else initialiser.make
-
-
-class DecodeFailure(msgspec.Struct, frozen=True):
-    """Stands in a state dict for a value that cannot be decoded, or that is not read as a whole."""
-
-    error: ModelStateError
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -31,7 +31,7 @@ from modelstate.planning.assignment import (
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.plan import Step
 from modelstate.process import cached_attribute
-from modelstate.spec import ByteRange, StoredTensor, StoredTensors, TensorColumns
+from modelstate.spec import ByteRange, StoredTensors, TensorColumns
 from modelstate.torch_compat.dtypes import cast_between, short
 from modelstate.torch_compat.plain import is_plain, is_writable_memory
 from modelstate.transaction.slots import HIDDEN, Slot, sharing
@@ -114,8 +114,8 @@ class PlainTable:
         runs = zip(paths[first].tolist(), starts[first].tolist(), ends[last].tolist(), strict=True)
         return [ByteRange(names[path], start, end - start) for path, start, end in runs]
 
-    def step_maker(self, tensors: Mapping[str, StoredTensor]) -> Callable[[], list[Step]]:
-        """Returns a function that makes the step of each row, with its source in `tensors`. It holds no tensor."""
+    def step_maker(self) -> Callable[[], list[Step]]:
+        """Returns a function that makes the step of each row. It holds no tensor."""
         slots = [(slot.names[0], slot.kind) for slot in self.slots]
         how, route, device, columns, dtypes = self.placement, self.route, self.device, self.columns, self.dtypes
         seconds = self.seconds / self.nbytes
@@ -125,7 +125,6 @@ class PlainTable:
             return [
                 Step(
                     *(name, kind, name, how, torch.Size(shape), dtype, stored_dtype, device, nbytes, (), (), route),
-                    expression=tensors.get(name),
                     seconds=seconds * nbytes,
                 )
                 for (name, kind), dtype, (stored_dtype, shape, _, _, nbytes) in rows

@@ -14,7 +14,6 @@ from modelstate.planning.assignment import Placement, ReadRoute
 from modelstate.planning.matching import MatchedCheckpoint
 from modelstate.planning.options import LoadOptions
 from modelstate.problems import Problem, explain
-from modelstate.rules.expression import Source
 from modelstate.text_format import count, printable, size
 from modelstate.torch_compat.dtypes import short
 from modelstate.transaction.slots import SlotSignatures
@@ -23,7 +22,7 @@ from modelstate.transaction.slots import SlotSignatures
 class Step(NamedTuple):
     """A step of a plan or a report: the source of one slot, its placement, and the reason for the placement.
 
-    Comparisons ignore `expression` and `seconds`.
+    Comparisons ignore `seconds`.
     """
 
     name: str
@@ -52,9 +51,6 @@ class Step(NamedTuple):
     """How the bytes get to the slot; None for extra state."""
     shard: str = ""
     """The part of a DTensor that this rank loads: "[2:4, 0:8]"; several parts where they do not adjoin."""
-    expression: Source | None = None
-    """The source: a stored tensor, or the result of rules over several tensors. None in a report, which holds no
-    tensor, and where the model's code computes the value."""
     seconds: float = 0.0
     """In a report: the time for reading, casting and transforming. Tensors that are read together share the time in
     proportion to their bytes."""
@@ -120,7 +116,7 @@ class Step(NamedTuple):
         }
 
 
-_COMPARED = Step._fields.index("expression")
+_COMPARED = Step._fields.index("seconds")
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)

@@ -19,7 +19,7 @@ from modelstate.planning.assignment import (
     choose,
 )
 from modelstate.planning.mapped_state import MappedState
-from modelstate.planning.matching import DecodeFailure, MatchedCheckpoint, ModelSchemaView, StoredEntries
+from modelstate.planning.matching import MatchedCheckpoint, ModelSchemaView, StoredEntries
 from modelstate.planning.memory import peak_bytes
 from modelstate.planning.plain_table import PlainTable, Planned, plain_tables
 from modelstate.planning.plan import Binding, LoadPlan, Step
@@ -248,10 +248,10 @@ class Preparation:
         # value sets nothing, and everything is undone where there are problems.
         take = module.set_extra_state if self._call_extra_state else getattr(module, CHECK_EXTRA_STATE, None)
         try:
-            if isinstance(value, DecodeFailure):
-                if not isinstance(value.error, CodecError):
-                    return self.unread(key, value.error)
-                raise value.error
+            if isinstance(value, ModelStateError):
+                if not isinstance(value, CodecError):
+                    return self.unread(key, value)
+                raise value
             if take is not None:
                 take(value)
         except (ExtraStateError, CodecError) as error:
@@ -264,8 +264,8 @@ class Preparation:
             slot = self.slots.by_name.get(key)
             if slot is None or slot.tensor is not param:  # a module that loads a child by itself uses a shorter name
                 key = self._names.get(id(param), key)
-        if isinstance(value, DecodeFailure):
-            self.unread(key, value.error)
+        if isinstance(value, ModelStateError):
+            self.unread(key, value)
         elif not isinstance(value, torch.Tensor):
             is_array = f"{type(value).__module__}.{type(value).__name__}" == "numpy.ndarray"
             kind = ProblemKind.NUMPY_ARRAY if is_array else ProblemKind.NOT_A_TENSOR
@@ -612,7 +612,7 @@ class Preparation:
             slots=self.slot_count,
             peak_memory_bytes=peak_bytes(self.planned, ReadStrategy.fastest()),
             binding=Binding(self.matched, self.signatures, self.transaction.armed, self.mapped),
-            make_steps=self.step_maker(with_sources=True),
+            make_steps=self.step_maker(),
         )
 
     @property
@@ -621,16 +621,14 @@ class Preparation:
         tensors = sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or id(slot.tensor) in self.filled)
         return tensors + len(self.slots.extra) - len({id(param) for param in self.uninitialised.values()})
 
-    def step_maker(self, *, with_sources: bool) -> Callable[[], tuple[Step, ...]]:
+    def step_maker(self) -> Callable[[], tuple[Step, ...]]:
         """Returns a function that makes a step for each value and extra state, in the order of the slots.
 
-        Without the sources, neither the function nor the steps hold a tensor.
+        It holds no tensor.
         """
-        steps = [self._step(assignment, with_sources) for assignment in self.assignments]
+        steps = [self._step(assignment) for assignment in self.assignments]
         extra = [Step(name, EXTRA, self.incoming.source_of(name), CALL) for name in self.extra_states]
-        entries = self.matched.applied.entries
-        stored = entries.tensors if with_sources and isinstance(entries, StoredEntries) else {}
-        tables = [table.step_maker(stored) for table in self.tables]
+        tables = [table.step_maker() for table in self.tables]
         names = [*self.slots.by_name] if tables and len(tables) + len(steps) > 1 else []
 
         def make() -> tuple[Step, ...]:
@@ -640,7 +638,7 @@ class Preparation:
 
         return make
 
-    def _step(self, assignment: Assignment, with_source: bool) -> Step:
+    def _step(self, assignment: Assignment) -> Step:
         slot, entry = self.slots.by_name.get(assignment.name), self.incoming.entry_of(assignment.given)
         return Step(
             name=assignment.name,
@@ -656,13 +654,12 @@ class Preparation:
             rules=() if entry is None else entry.rules,
             route=assignment.route,
             shard="" if assignment.sharded is None else str(assignment.sharded.shard),
-            expression=assignment.stored if with_source else None,
             seconds=assignment.seconds,
         )
 
     def steps(self) -> tuple[Step, ...]:
-        """Returns the steps of a plan, with their sources."""
-        return self.step_maker(with_sources=True)()
+        """Returns the steps."""
+        return self.step_maker()()
 
 
 def _are_equal(value: torch.Tensor, buffer: torch.Tensor) -> bool:

@@ -445,13 +445,6 @@ class _Coverage:
         if changed:
             self._note(changed, "change their dtype: pass optimizers= that have state for them")
         self._note_stored_dtypes()
-        if later := [
-            assignment.name for assignment in self.preparation.assignments if assignment.transform is not None
-        ]:
-            if len(later) == len(self.preparation.assignments):
-                self.preparation.notes.append("shapes and dtypes are checked when the transform has returned")
-            else:
-                self._note(later, "have their shapes and dtypes checked when their transform has returned")
 
     def _note_stored_dtypes(self) -> None:
         """Notes tensors that get another dtype than the model's, because the checkpoint has quantized tensors."""
