@@ -494,13 +494,6 @@ def test_a_shell_completes_commands(shell: str) -> None:
     assert "store" in done.stdout
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_the_script_for_a_shell(shell: str) -> None:
-    script = run("--show-completion", shell).stdout
-    assert f"_MODELSTATE_COMPLETE={shell}_complete" in script
-    assert run("--show-completion", "nosuch").exit_code == 2
-
-
 @pytest.mark.parametrize("command", [[], ["store"]])
 def test_summaries_fit_the_width(command: list[str]) -> None:
     done = CliRunner().invoke(app, [*command, "--help"], terminal_width=80)

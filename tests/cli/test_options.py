@@ -333,13 +333,13 @@ def test_a_device_that_is_not_here() -> None:
         (("--device", "meta"), "meta device"),
         (("--device", "nowhere"), "not a device"),
         (("--rename", "("), "PATTERN=REPLACEMENT"),
-        (("--rename", "a.*=b"), "--rename: 'a.*' and 'b': the wildcards of a rule do not correspond; give as many *"),
+        (("--rename", "a.*=b"), "'--rename': 'a.*' and 'b': the wildcards of a rule do not correspond; give as many *"),
         (("--rename", "a=a"), "changes nothing"),
         (("--rename-regex", "(=x"), "regular expression"),
         (("--rename-regex", r"a=\9"), "regular expression"),
-        (("--ignore", ""), "--ignore '': give at least one character"),
-        (("--strip-prefix", ""), "--strip-prefix '': give at least one character"),
-        (("--add-prefix", ""), "--add-prefix '': give at least one character"),
+        (("--ignore", ""), "'--ignore': give at least one character"),
+        (("--strip-prefix", ""), "'--strip-prefix': give at least one character"),
+        (("--add-prefix", ""), "'--add-prefix': give at least one character"),
     ],
 )
 def test_a_wrong_command_line_exits_2(option: tuple[str, str], says: str) -> None:

@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from operator import attrgetter
 from types import ModuleType
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import torch
 
     from modelstate.html.page import Page, Shown
-    from modelstate.rules.rule import Rule
 
 PROBLEMS = 1
 """Exit code for problems: an error of modelstate or of the model's code, or a plan that is not ok."""
@@ -40,7 +39,6 @@ PASSED_OVER = 3
 INTERRUPTED = 130
 """Exit code for an interrupt (Ctrl-C), as in a shell: 1 would say that problems were found."""
 
-_MOST_SECONDS = 100_000_000
 WITH_VALUES = "--no-skeleton builds the model with values in its parameters"
 
 
@@ -56,50 +54,70 @@ class FactoryError(Exception):
         return "\n".join([self.what, *(f"  {label}: {text}" for label, text in labels.items() if text)])
 
 
-@contextlib.contextmanager
-def reported(debug: bool, exit_code: int = PROBLEMS) -> Iterator[None]:
-    """Prints errors, and ends the program with an exit code.
+class Command(click.Command):
+    """A command with `--json` and `--debug`, whose errors end the program with an exit code.
 
-    They go to stderr, or with `--json` as a line of JSON to stdout. `debug` adds the traceback, on stderr.
+    Errors go to stderr, or with `--json` as a line of JSON to stdout. `--debug` adds the traceback, on stderr.
     """
-    try:
-        yield
-    except (ms.ModelStateError, FactoryError, OSError, MemoryError) as error:
-        if isinstance(error, BrokenPipeError):
+
+    error_code = PROBLEMS
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.params.append(click.Option(["--json", "as_json"], is_flag=True, help="Print JSON."))
+        self.params.append(click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Calls the function of the command with all parameters but `--debug`."""
+        assert self.callback is not None
+        try:
+            return ctx.invoke(self.callback, **{name: ctx.params[name] for name in ctx.params if name != "debug"})
+        except (ms.ModelStateError, FactoryError, OSError, MemoryError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            _say(error)
+        except (click.exceptions.Exit, click.Abort, click.BadParameter):
             raise
-        _say(error, debug)
-        raise click.exceptions.Exit(exit_code) from None
-    except (click.exceptions.Exit, click.Abort, click.BadParameter):
-        raise
-    except KeyboardInterrupt:
-        if not _prints_json("KeyboardInterrupt", "interrupted"):
-            print("interrupted", file=sys.stderr)
-        raise click.exceptions.Exit(INTERRUPTED) from None
-    except (Exception, SystemExit) as error:  # the code of the model does not decide about the exit code
-        _say(error, debug, is_unexpected=True)
-        raise click.exceptions.Exit(exit_code) from None
+        except KeyboardInterrupt:
+            if not _prints_json("KeyboardInterrupt", "interrupted"):
+                print("interrupted", file=sys.stderr)
+            raise click.exceptions.Exit(INTERRUPTED) from None
+        except (Exception, SystemExit) as error:  # the code of the model does not decide about the exit code
+            _say(error, is_unexpected=True)
+        raise click.exceptions.Exit(self.error_code)
 
 
-def _say(error: BaseException, debug: bool, is_unexpected: bool = False) -> None:
-    if debug:
+class Comparison(Command):
+    """A command whose exit code 1 is a result."""
+
+    error_code = USAGE
+
+
+def is_debugging() -> bool:
+    """Whether the command that runs has `--debug`."""
+    context = click.get_current_context(silent=True)
+    return bool(context and context.params.get("debug"))
+
+
+def _say(error: BaseException, is_unexpected: bool = False) -> None:
+    if is_debugging():
         traceback.print_exception(error)
     name, text = type(error).__name__, str(error) or type(error).__name__
-    if isinstance(error, ms.ModelStateError) and error.has_fields:
-        text = error.text(command_line=True)
-    see_where = "" if debug or not is_unexpected else "run it again with --debug to see where this came from"
     fields = {field: str(getattr(error, field, "")) for field in ("where", "what", "expected", "found", "page")}
-    remedy = see_where or getattr(error, "options", "") or str(getattr(error, "remedy", ""))
-    what = fields.pop("what") or text
-    if isinstance(error, ms.ModelStateError) and error.problems:
-        what = text
+    what, remedy = fields.pop("what") or text, getattr(error, "options", "") or str(getattr(error, "remedy", ""))
+    if isinstance(error, ms.ModelStateError) and error.has_fields:
+        text = with_options(error, error.text(command_line=True))
+        what = text if error.problems else what
+    see_where = is_unexpected and not is_debugging()
+    remedy = "run it again with --debug to see where this came from" if see_where else remedy
     if _prints_json(name, what, remedy, **fields):
         return
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    text = printable_lines(with_options(error, text))
+    text = printable_lines(text)
     print(f"error: {name}: {text}" if is_unexpected else f"error: {text}", file=sys.stderr)
     if see_where:
-        print(f"  to do: {see_where}", file=sys.stderr)
+        print(f"  to do: {remedy}", file=sys.stderr)
 
 
 def _prints_json(name: str, what: str, remedy: str = "", **fields: str) -> bool:
@@ -196,7 +214,7 @@ def user_code() -> contextlib.AbstractContextManager[object]:
     return contextlib.redirect_stdout(sys.stderr)
 
 
-def model_factory(spec: str, debug: bool) -> Callable[[], object]:
+def model_factory(spec: str) -> Callable[[], object]:
     """Returns the callable that `package.module:factory` names, found from the working directory too.
 
     For a module instance, it returns a callable that returns the instance. Raises `click.BadParameter` for anything
@@ -206,7 +224,7 @@ def model_factory(spec: str, debug: bool) -> Callable[[], object]:
 
     if os.path.exists(spec):
         raise click.BadParameter(f"{spec!r} is a file or directory: the model comes first, as package.module:factory")
-    factory = _named(spec, "no model: give package.module:factory, where factory() returns a torch.nn.Module", debug)
+    factory = named_object(spec, "no model: give package.module:factory, where factory() returns a torch.nn.Module")
     if isinstance(factory, torch.nn.Module):
         return lambda: factory
     if not callable(factory):
@@ -217,7 +235,7 @@ def model_factory(spec: str, debug: bool) -> Callable[[], object]:
     return factory
 
 
-def _named(spec: str, what: str, debug: bool) -> object:
+def named_object(spec: str, what: str) -> object:
     """Imports the object that `package.module:name` names. `what` ends the error for a text of another form."""
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
@@ -230,11 +248,11 @@ def _named(spec: str, what: str, debug: bool) -> object:
         with user_code():
             module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        if debug:
+        if is_debugging():
             traceback.print_exception(error)
         here = _working_directory() or "the working directory"
         raise click.BadParameter(
-            f"cannot import {module_name!r} from {here} or the installed packages: {_one_line(error)}"
+            f"cannot import {module_name!r} from {here} or the installed packages: {one_line(error)}"
         ) from error
     try:
         return attrgetter(attribute)(module)
@@ -257,7 +275,7 @@ def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool) -> 
             model = factory()
     except (Exception, SystemExit) as error:
         remedy = _factory_remedy(factory, error, skeleton)
-        raise FactoryError(f"{spec} raised {_one_line(error)}", remedy=remedy) from error
+        raise FactoryError(f"{spec} raised {one_line(error)}", remedy=remedy) from error
     if not isinstance(model, torch.nn.Module):
         raise FactoryError(
             f"{spec} gave a value of type {type(model).__name__}",
@@ -276,9 +294,7 @@ def _factory_remedy(factory: Callable[[], object], error: BaseException, skeleto
     # torch raises no class of its own for operations that need values.
     if skeleton and "meta" in f"{error} {error.__cause__}":
         return f"it reads the values of its parameters, which have none yet: {WITH_VALUES}"
-    context = click.get_current_context(silent=True)
-    is_debugging = context is not None and context.params.get("debug")
-    where = "the traceback above shows where" if is_debugging else "--debug shows where"
+    where = "the traceback above shows where" if is_debugging() else "--debug shows where"
     return f"{where}; {WITH_VALUES}" if skeleton else where
 
 
@@ -306,17 +322,6 @@ def parse_size(text: str) -> int:
     if nbytes < 1:
         raise click.BadParameter(f"{text!r} is not a number of bytes: give 512MB, 5GB, 5GiB, ...")
     return nbytes
-
-
-def parse_seconds(text: str | float) -> float:
-    """Returns a time above 0 and of at most 100,000,000 seconds. Raises `click.BadParameter`."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= _MOST_SECONDS:  # NaN is neither
-        raise click.BadParameter(f"{text!r} is not a number of seconds: give 0.5, 30, ..., up to {_MOST_SECONDS:,}")
-    return seconds
 
 
 def parse_format(text: str | None, target: str) -> str:
@@ -366,64 +371,6 @@ def _devices() -> list[str]:
     return ["cpu"] + [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count()) if accelerator]
 
 
-def parse_rules(
-    named: str | None,
-    strip: Sequence[str] | None,
-    add: str | None,
-    rename: Sequence[str] | None,
-    rename_regex: Sequence[str] | None,
-    ignore: Sequence[str] | None,
-    debug: bool,
-) -> tuple[Rule, ...] | ms.rules.Schema:
-    """Returns the rules that `package.module:name` names, followed by those of the other options in their order.
-
-    Raises `click.BadParameter`.
-    """
-
-    def regex_rename(text: str) -> Rule:
-        pattern, replacement = _both_sides(text)
-        return ms.rules.Rename(re.compile(pattern), replacement)
-
-    options: list[tuple[str, Sequence[str], Callable[[str], Rule]]] = [
-        ("--strip-prefix", strip or (), lambda prefix: ms.rules.Prefix(strip=prefix)),
-        ("--add-prefix", () if add is None else (add,), lambda prefix: ms.rules.Prefix(add=prefix)),
-        ("--rename", rename or (), lambda text: ms.rules.Rename(*_both_sides(text))),
-        ("--rename-regex", rename_regex or (), regex_rename),
-        ("--ignore", ignore or (), ms.rules.Ignore),
-    ]
-    rules: list[Rule] = []
-    for option, values, rule in options:
-        for text in values:
-            if not text:
-                raise click.BadParameter(f"{option} '': give at least one character of a name")
-            try:
-                rules.append(rule(text))
-            except re.error as error:
-                raise click.BadParameter(f"{option} {text!r}: not a regular expression: {error}") from error
-            except ms.errors.RuleError as error:
-                raise click.BadParameter(f"{option}: {usage_text(error)}") from error
-    if named is None:
-        return tuple(rules)
-    from modelstate.rules.schema import check_rules
-
-    value = _named(named, "no rules: give package.module:name of a list of rules, or of a Schema", debug)
-    if not isinstance(value, ms.rules.Schema):
-        try:
-            return (*check_rules(value), *rules)
-        except ms.errors.OptionError as error:
-            raise click.BadParameter(f"{named!r} has no rules: {_one_line(error)}") from error
-    if rules:
-        raise click.BadParameter("a Schema has all the rules: give it, or the options that change names")
-    return value
-
-
-def _both_sides(text: str) -> tuple[str, str]:
-    pattern, equals, replacement = text.rpartition("=")
-    if not equals:
-        raise click.BadParameter(f"{text!r} is not PATTERN=REPLACEMENT, such as encoder.*=model.encoder.*")
-    return pattern, replacement
-
-
 def usage_text(error: ms.ModelStateError) -> str:
     """Returns an error of an argument in one line, with the option of the command that runs."""
     where = f"{error.where}: " if error.where else ""
@@ -442,10 +389,17 @@ def with_options(error: BaseException, text: str) -> str:
     return text
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Returns an error in one line."""
     if isinstance(error, ms.ModelStateError):
         return in_a_line(str(error))
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def show(result: Any, as_json: bool, html: str | None = None, text: str | None = None) -> None:
+    """Prints a result as JSON or as text, and writes its page where `--html` asks for it."""
+    echo(result.to_json() if as_json else str(result) if text is None else text)
+    write_page(html, result)
 
 
 def write_page(path: str | None, result: Shown | Page) -> None:

@@ -1,17 +1,26 @@
-"""Options and arguments that several commands have, as decorators of click."""
+"""Options and arguments that several commands have, as decorators of click.
+
+A parameter has the name and the type of the argument of modelstate that it becomes, so that a command passes it on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from importlib.util import find_spec
-from typing import TypedDict
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import modelstate as ms
-from modelstate.cli.common import parse_dtype, parse_rules, parse_size, search_working_directory
+from modelstate.cli.common import named_object, one_line, parse_dtype, parse_size, search_working_directory, usage_text
+
+if TYPE_CHECKING:
+    from modelstate.rules.rule import Rule
+
+Run = Callable[..., None]
 
 
 def _allowed(_context: click.Context, _parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -30,31 +39,32 @@ def _cache(directory: str) -> ms.Cache:
         raise click.BadParameter(str(error)) from error
 
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 html = click.option("--html", metavar="FILE", help="Also write a page for a browser, in one file; replaces FILE.")
-debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 dtype = click.option(
     "--dtype", metavar="DTYPE", type=parse_dtype, help="Cast floating point tensors on the way, such as bfloat16."
 )
 shard_size = click.option(
-    "--shard-size", metavar="SIZE", type=parse_size, help="The most bytes of tensors in one file, such as 5GB."
+    "--shard-size",
+    "shard_size_bytes",
+    metavar="SIZE",
+    type=parse_size,
+    help="The most bytes of tensors in one file, such as 5GB.",
 )
 max_memory = click.option(
     "--max-memory",
+    "max_memory_bytes",
     metavar="SIZE",
     type=parse_size,
     help="The most memory that tensors may take at once, such as 512MB.",
 )
 overwrite = click.option("--overwrite", is_flag=True, help="Replace what is there already.")
+model = click.argument(
+    "model",
+    help="package.module:name of a callable that returns the model, or of the model itself; the working directory is "
+    "searched last.",
+)
 source = click.argument("source", help="A checkpoint: a file, a directory with one, or a URL.")
 key = click.option("--key", metavar="KEY", help="The part of the checkpoint to use, such as model_state.")
-allow = click.option(
-    "--allow",
-    metavar="NAME",
-    multiple=True,
-    callback=_allowed,
-    help="Class or function that a pickle may use, such as library.Class, if you trust it; may be repeated.",
-)
 file_format = click.option(
     "--format",
     metavar="FORMAT",
@@ -63,96 +73,161 @@ file_format = click.option(
 no_skeleton = click.option(
     "--no-skeleton", is_flag=True, help="Build the model with values in its parameters; needs the memory."
 )
-only = click.option(
-    "--only",
-    metavar="PATTERN",
-    multiple=True,
-    help="Compare these names of B only, such as '*.attn.*'; may be repeated.",
-)
-top = click.option(
-    "--top",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=30,
-    help="Rows of the table of tensors that differ.",
-)
-show_all = click.option("--all", "show_all", is_flag=True, help="Show all rows of that table.")
 no_fold = click.option("--no-fold", is_flag=True, help="A row for each tensor, also where layers repeat.")
-no_values = click.option("--no-values", is_flag=True, help="Compare names, shapes and dtypes; read no tensors.")
 
 
-class Opening(TypedDict):
-    """The options that say how a checkpoint is opened, as arguments of `modelstate.open`."""
+def together(*options: Callable[[Run], Run]) -> Callable[[Run], Run]:
+    """Returns a decorator that gives a command several options, in their order."""
 
-    allow: tuple[str, ...]
-    skip_forbidden: bool
-    cache: ms.Cache | None
+    def decorate(run: Run) -> Run:
+        for option in reversed(options):
+            run = option(run)
+        return run
+
+    return decorate
 
 
-def opening(run: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of `modelstate.open`, as its argument `opening`."""
-
-    @allow
-    @click.option("--skip-forbidden", is_flag=True, help="Leave out objects of classes that are not allowed.")
-    @click.option(
+opening = together(
+    click.option(
+        "--allow",
+        metavar="NAME",
+        multiple=True,
+        callback=_allowed,
+        help="Class or function that a pickle may use, such as library.Class, if you trust it; may be repeated.",
+    ),
+    click.option("--skip-forbidden", is_flag=True, help="Leave out objects of classes that are not allowed."),
+    click.option(
         "--cache",
         metavar="DIR",
         type=_cache,
         help="Keep what is read of a remote checkpoint in DIR (at most 64 GiB), and read it from there.",
-    )
-    @wraps(run)
-    def command(allow: tuple[str, ...], skip_forbidden: bool, cache: ms.Cache | None, **own: object) -> None:
-        run(opening=Opening(allow=allow, skip_forbidden=skip_forbidden, cache=cache), **own)
+    ),
+)
+"""The options of `modelstate.open`."""
 
-    return command
-
-
-def rules(run: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command with `--debug` the options that change names, as its argument `rules`."""
-
-    @click.option(
-        "--strip-prefix",
-        metavar="PREFIX",
-        multiple=True,
-        help="Prefix to remove from the names of the file, such as module.; may be repeated.",
-    )
-    @click.option("--add-prefix", metavar="PREFIX", help="Prefix to add to the names of the file, such as encoder.")
-    @click.option(
-        "--rename",
-        metavar="PATTERN=REPLACEMENT",
-        multiple=True,
-        help="Names of the file, with * for any part, and their new names, such as old.*.w=new.*.weight; may be "
-        "repeated. The last = divides them.",
-    )
-    @click.option(
-        "--rename-regex",
-        metavar="PATTERN=REPLACEMENT",
-        multiple=True,
-        help="Regular expression in names of the file, and its replacement, as in re.sub; may be repeated.",
-    )
-    @click.option(
-        "--ignore",
+comparing = together(
+    click.option(
+        "--only",
         metavar="PATTERN",
         multiple=True,
-        help="Names of the file to leave out, by their new names, with * for any part; may be repeated.",
-    )
-    @click.option(
-        "--rules",
-        metavar="RULES",
-        help="package.module:name of a list of rules or a Schema; applied before the other options that change names.",
+        help="Compare these names of B only, such as '*.attn.*'; may be repeated.",
+    ),
+    click.option(
+        "--top",
+        metavar="N",
+        type=click.IntRange(min=1),
+        default=30,
+        help="Rows of the table of tensors that differ.",
+    ),
+    click.option("--all", "show_all", is_flag=True, help="Show all rows of that table."),
+    no_fold,
+    click.option("--no-values", is_flag=True, help="Compare names, shapes and dtypes; read no tensors."),
+)
+"""The options of the commands that compare."""
+
+
+def _rule(make: Callable[[str], Rule]) -> Callable[[str], Rule]:
+    """Returns the type of an option that is a rule."""
+
+    def rule(text: str) -> Rule:
+        if not text:
+            raise click.BadParameter("give at least one character of a name")
+        try:
+            return make(text)
+        except re.error as error:
+            raise click.BadParameter(f"{text!r} is not a regular expression: {error}") from error
+        except ms.errors.RuleError as error:
+            raise click.BadParameter(usage_text(error)) from error
+
+    return rule
+
+
+def _both_sides(text: str) -> tuple[str, str]:
+    pattern, equals, replacement = text.rpartition("=")
+    if not equals:
+        raise click.BadParameter(f"{text!r} is not PATTERN=REPLACEMENT, such as encoder.*=model.encoder.*")
+    return pattern, replacement
+
+
+def _regex_rename(text: str) -> Rule:
+    pattern, replacement = _both_sides(text)
+    return ms.rules.Rename(re.compile(pattern), replacement)
+
+
+def rules(run: Run) -> Run:
+    """Gives a command the options that change names, as its argument `rules`."""
+
+    @together(
+        click.option(
+            "--strip-prefix",
+            metavar="PREFIX",
+            multiple=True,
+            type=_rule(lambda text: ms.rules.Prefix(strip=text)),
+            help="Prefix to remove from the names of the file, such as module.; may be repeated.",
+        ),
+        click.option(
+            "--add-prefix",
+            metavar="PREFIX",
+            type=_rule(lambda text: ms.rules.Prefix(add=text)),
+            help="Prefix to add to the names of the file, such as encoder.",
+        ),
+        click.option(
+            "--rename",
+            metavar="PATTERN=REPLACEMENT",
+            multiple=True,
+            type=_rule(lambda text: ms.rules.Rename(*_both_sides(text))),
+            help="Names of the file, with * for any part, and their new names, such as old.*.w=new.*.weight; may be "
+            "repeated. The last = divides them.",
+        ),
+        click.option(
+            "--rename-regex",
+            metavar="PATTERN=REPLACEMENT",
+            multiple=True,
+            type=_rule(_regex_rename),
+            help="Regular expression in names of the file, and its replacement, as in re.sub; may be repeated.",
+        ),
+        click.option(
+            "--ignore",
+            metavar="PATTERN",
+            multiple=True,
+            type=_rule(lambda text: ms.rules.Ignore(text)),
+            help="Names of the file to leave out, by their new names, with * for any part; may be repeated.",
+        ),
+        click.option(
+            "--rules",
+            "rules_of",
+            metavar="RULES",
+            help="package.module:name of a list of rules or a Schema; applied before the other options that change "
+            "names.",
+        ),
     )
     @wraps(run)
     def command(
-        strip_prefix: tuple[str, ...],
-        add_prefix: str | None,
-        rename: tuple[str, ...],
-        rename_regex: tuple[str, ...],
-        ignore: tuple[str, ...],
-        rules: str | None,
-        debug: bool,
-        **own: object,
+        strip_prefix: Sequence[Rule],
+        add_prefix: Rule | None,
+        rename: Sequence[Rule],
+        rename_regex: Sequence[Rule],
+        ignore: Sequence[Rule],
+        rules_of: str | None,
+        **own: Any,
     ) -> None:
-        parsed = parse_rules(rules, strip_prefix, add_prefix, rename, rename_regex, ignore, debug)
-        run(rules=parsed, debug=debug, **own)
+        added = [] if add_prefix is None else [add_prefix]
+        given = (*strip_prefix, *added, *rename, *rename_regex, *ignore)
+        run(rules=_with_named(rules_of, given) if rules_of else given, **own)
 
     return command
+
+
+def _with_named(name: str, given: tuple[Rule, ...]) -> tuple[Rule, ...] | ms.rules.Schema:
+    """Returns the rules of `package.module:name`, followed by the given ones. Raises `click.BadParameter`."""
+    from modelstate.rules.schema import check_rules
+
+    value = named_object(name, "no rules: give package.module:name of a list of rules, or of a Schema")
+    if not isinstance(value, ms.rules.Schema):
+        try:
+            return (*check_rules(value), *given)
+        except ms.errors.OptionError as error:
+            raise click.BadParameter(f"{name!r} has no rules: {one_line(error)}") from error
+    if given:
+        raise click.BadParameter("a Schema has all the rules: give it, or the options that change names")
+    return value

@@ -15,20 +15,18 @@ from modelstate.cli import options
 from modelstate.cli.common import (
     PASSED_OVER,
     PROBLEMS,
-    USAGE,
+    Command,
+    Comparison,
     echo,
     make_parents,
     parse_format,
-    reported,
     usage_text,
     write_page,
 )
-from modelstate.cli.diff import show
+from modelstate.cli.diff import show_differences
 from modelstate.text_format import columns, count, in_a_line, size
 
 if TYPE_CHECKING:
-    import torch
-
     from modelstate.store.directory import StepEntry, StepIndex
 
 _directory = click.argument(
@@ -131,31 +129,28 @@ def _no_directory(path: str, where: str) -> ms.errors.SourceTypeError:
     )
 
 
-@store.command("ls")
+@store.command("ls", cls=Command)
 @_directory
-@options.as_json
 @options.html
-@options.debug
-def list_steps(directory: str, as_json: bool, html: str | None, debug: bool) -> None:
+def list_steps(directory: str, as_json: bool, html: str | None) -> None:
     """Show the checkpoints of a store.
 
     No tensor is read. Exit code 1 if one is known to be damaged, not readable, or of a newer version or another store.
     """
-    with reported(debug):
-        from modelstate.store.retention import infos_page
+    from modelstate.store.retention import infos_page
 
-        index = _index(directory)
-        infos = [entry.info for entry in index.read_all(index.steps())]
-        write_page(html, infos_page(directory, infos))
-        if as_json:
-            echo(json.dumps([_fields(info) for info in infos], indent=1))
-        elif infos:
-            rows = [["step", "saved", "bytes", "", "metrics"], *map(_row, infos)]
-            echo(columns(rows, right=(0, 2)))
-        else:
-            echo("no checkpoints")
-        if not all(info.intact for info in infos):
-            raise click.exceptions.Exit(PROBLEMS)
+    index = _index(directory)
+    infos = [entry.info for entry in index.read_all(index.steps())]
+    write_page(html, infos_page(directory, infos))
+    if as_json:
+        echo(json.dumps([_fields(info) for info in infos], indent=1))
+    elif infos:
+        rows = [["step", "saved", "bytes", "", "metrics"], *map(_row, infos)]
+        echo(columns(rows, right=(0, 2)))
+    else:
+        echo("no checkpoints")
+    if not all(info.intact for info in infos):
+        raise click.exceptions.Exit(PROBLEMS)
 
 
 def _fields(info: ms.store.CheckpointInfo) -> dict[str, object]:
@@ -180,18 +175,15 @@ def _row(info: ms.store.CheckpointInfo) -> list[str]:
     return [str(info.step), saved_at(info), size(info.nbytes), info.state, " ".join(metrics)]
 
 
-@store.command()
+@store.command(cls=Command)
 @_directory
 @_step
-@options.as_json
-@options.debug
-def verify(directory: str, step: int | None, as_json: bool, debug: bool) -> None:
+def verify(directory: str, step: int | None, as_json: bool) -> None:
     """Compare every byte of checkpoints with its digest.
 
     Exit code 1 if one is damaged.
     """
-    with reported(debug):
-        verify_steps(directory, step, as_json=as_json)
+    verify_steps(directory, step, as_json=as_json)
 
 
 def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | None = None, as_json: bool) -> None:
@@ -237,103 +229,73 @@ def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | N
         raise click.exceptions.Exit(PROBLEMS)
 
 
-@store.command("diff")
+@store.command("diff", cls=Comparison)
 @_directory
 @click.argument("a", type=int, help="The first step.")
 @click.argument("b", type=int, help="The second step.")
-@options.only
-@options.top
-@options.show_all
-@options.no_fold
-@options.no_values
+@options.comparing
 @options.max_memory
-@options.as_json
 @options.html
-@options.debug
 def compare_steps(
     directory: str,
     a: int,
     b: int,
-    only: tuple[str, ...],
     top: int,
     show_all: bool,
     no_fold: bool,
     no_values: bool,
-    max_memory: int | None,
-    as_json: bool,
     html: str | None,
-    debug: bool,
+    as_json: bool,
+    **comparing: Any,
 ) -> None:
     """Compare two checkpoints of a store, with all their objects.
 
     The output is that of `modelstate diff`.
     Exit code 0 if both are equal, 1 if they differ, 2 if an error occurs or the command line is wrong.
     """
-    with reported(debug, USAGE):
-        _index(directory)
-        result = ms.Store(directory).diff(a, b, only=only, values=not no_values, max_memory_bytes=max_memory)
-        show(result, as_json, None if show_all else top, not no_fold, html)
+    _index(directory)
+    result = ms.Store(directory).diff(a, b, values=not no_values, **comparing)
+    show_differences(result, as_json, None if show_all else top, not no_fold, html)
 
 
-@store.command()
+@store.command(cls=Command)
 @_directory
-@click.option("--keep-last", metavar="N", type=click.IntRange(min=1), help="Keep the last N.")
+@click.option("--keep-last", "last", metavar="N", type=click.IntRange(min=1), help="Keep the last N.")
 @click.option("--every-steps", metavar="N", type=click.IntRange(min=1), help="Keep the first of each N steps.")
 @click.option("--every-hours", metavar="H", type=float, help="Keep the first of each H hours.")
 @click.option("--best", metavar="N", type=click.IntRange(min=1), help="Keep the N with the best metric.")
 @click.option("--metric", metavar="NAME", help="The metric by which --best chooses the step.")
 @click.option("--max", "maximize", is_flag=True, help="The highest metric is the best, not the lowest.")
 @click.option("--dry-run", is_flag=True, help="Print what would be removed, and remove nothing.")
-@options.as_json
-@options.debug
-def prune(
-    directory: str,
-    keep_last: int | None,
-    every_steps: int | None,
-    every_hours: float | None,
-    best: int | None,
-    metric: str | None,
-    maximize: bool,
-    dry_run: bool,
-    as_json: bool,
-    debug: bool,
-) -> None:
+def prune(directory: str, maximize: bool, dry_run: bool, as_json: bool, **keep: Any) -> None:
     """Remove the checkpoints that none of the given options keeps.
 
     At least one of --keep-last, --every-steps, --every-hours and --best is needed.
     Pinned checkpoints and the newest intact one always stay.
     """
-    with reported(debug):
-        if keep_last is every_steps is every_hours is best is None:
-            raise click.BadParameter("say what is kept: --keep-last, --every-steps, --every-hours or --best")
-        if (best is None) is not (metric is None):
-            raise click.BadParameter("--best and --metric go together, such as --best 3 --metric loss")
-        try:
-            keep = ms.Keep(
-                last=keep_last,
-                every_steps=every_steps,
-                every_hours=every_hours,
-                best=best,
-                metric=metric,
-                mode="max" if maximize else "min",
-            )
-        except ms.errors.OptionError as error:
-            raise click.BadParameter(usage_text(error)) from error
-        _index(directory)
-        with ms.Store(directory) as opened:
-            infos = opened.infos()
-            gone = opened.prune(keep, dry_run=dry_run)
-        freed = sum(info.nbytes for info in infos if info.step in gone)
-        if as_json:
-            kept = [info.step for info in infos if info.step not in gone]
-            fields = {"removed": list(gone), "kept": kept, "bytes": freed, "dry_run": dry_run}
-            echo(json.dumps(fields, indent=1))
-            return
-        removed = "would be removed" if dry_run else "removed"
-        echo(f"{removed}: {_listed(gone)}" if gone else "nothing to remove")
-        echo(f"kept: {_listed(info.step for info in infos if info.step not in gone)}")
-        if gone:
-            echo(f"{size(freed)} in their files; data that other steps share stays on the disk")
+    if all(value is None for name, value in keep.items() if name != "metric"):
+        raise click.BadParameter("say what is kept: --keep-last, --every-steps, --every-hours or --best")
+    if (keep["best"] is None) is not (keep["metric"] is None):
+        raise click.BadParameter("--best and --metric go together, such as --best 3 --metric loss")
+    try:
+        policy = ms.Keep(**keep, mode="max" if maximize else "min")
+    except ms.errors.OptionError as error:
+        raise click.BadParameter(usage_text(error)) from error
+    _index(directory)
+    with ms.Store(directory) as opened:
+        infos = opened.infos()
+        gone = opened.prune(policy, dry_run=dry_run)
+    freed = sum(info.nbytes for info in infos if info.step in gone)
+    if as_json:
+        kept = [info.step for info in infos if info.step not in gone]
+        fields = {"removed": list(gone), "kept": kept, "bytes": freed, "dry_run": dry_run}
+        echo(json.dumps(fields, indent=1))
+        return
+    removed = "would be removed" if dry_run else "removed"
+    echo(f"{removed}: {_listed(gone)}" if gone else "nothing to remove")
+    echo(f"kept: {_listed(info.step for info in infos if info.step not in gone)}")
+    if gone:
+        echo(f"{size(freed)} in their files; data that other steps share stays on the disk")
 
 
 def _listed(steps: Iterable[int]) -> str:
@@ -341,7 +303,7 @@ def _listed(steps: Iterable[int]) -> str:
     return count(len(numbers), "step") + (f": {', '.join(numbers)}" if numbers else "")
 
 
-@store.command()
+@store.command(cls=Command)
 @_directory
 @click.argument("path", help="The file to write.")
 @_step
@@ -350,46 +312,33 @@ def _listed(steps: Iterable[int]) -> str:
 @options.dtype
 @options.shard_size
 @options.overwrite
-@options.as_json
-@options.debug
 def restore(
-    directory: str,
-    path: str,
-    step: int | None,
-    name: str,
-    format: str | None,
-    dtype: torch.dtype | None,
-    shard_size: int | None,
-    overwrite: bool,
-    as_json: bool,
-    debug: bool,
+    directory: str, path: str, step: int | None, name: str, format: str | None, as_json: bool, **writing: Any
 ) -> None:
     """Write one object of a checkpoint as a file of its own.
 
     By default the newest intact checkpoint is used. Its bytes are compared with their digests first. Exit code 3 if a
     newer one was passed over. An existing file is not changed, unless --overwrite is given.
     """
-    with reported(debug):
-        writing: dict[str, Any] = {"dtype": dtype, "shard_size_bytes": shard_size}
-        writing["format"] = parse_format(format, path)
-        index = _index(directory)
-        make_parents(path)
-        skipped: dict[int, str] = {}
+    writing["format"] = parse_format(format, path)
+    index = _index(directory)
+    make_parents(path)
+    skipped: dict[int, str] = {}
 
-        def pass_over(number: int, text: str) -> None:
-            if number not in skipped:
-                skipped[number] = in_a_line(text)
-                echo(skipped[number], err=True)
+    def pass_over(number: int, text: str) -> None:
+        if number not in skipped:
+            skipped[number] = in_a_line(text)
+            echo(skipped[number], err=True)
 
-        def attempt(save: StepEntry) -> tuple[int, ms.SaveReport]:
-            with index.whole(save, None).open_object(name) as checkpoint:
-                return save.place.step, ms.convert_checkpoint(checkpoint, path, overwrite=overwrite, **writing)
+    def attempt(save: StepEntry) -> tuple[int, ms.SaveReport]:
+        with index.whole(save, None).open_object(name) as checkpoint:
+            return save.place.step, ms.convert_checkpoint(checkpoint, path, **writing)
 
-        (number, report), _ = index.first_usable("latest" if step is None else step, attempt, pass_over=pass_over)
-        if as_json:
-            of_steps = {"step": number, "skipped": [{"step": n, "problem": skipped[n]} for n in skipped]}
-            echo(json.dumps({**json.loads(report.to_json()), **of_steps}, indent=2))
-        else:
-            echo(f"step {number}: {report}")
-        if skipped:
-            raise click.exceptions.Exit(PASSED_OVER)
+    (number, report), _ = index.first_usable("latest" if step is None else step, attempt, pass_over=pass_over)
+    if as_json:
+        of_steps = {"step": number, "skipped": [{"step": n, "problem": skipped[n]} for n in skipped]}
+        echo(json.dumps({**json.loads(report.to_json()), **of_steps}, indent=2))
+    else:
+        echo(f"step {number}: {report}")
+    if skipped:
+        raise click.exceptions.Exit(PASSED_OVER)
