@@ -90,8 +90,8 @@ def test_what_the_library_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in DTYPES if name != "F4"])
 def test_every_dtype(name: str, tmp_path: Path) -> None:
-    dtype, path = getattr(torch, DTYPES[name].torch_name), tmp_path / "x.safetensors"
-    assert DTYPES[name].itemsize == dtype.itemsize
+    dtype, path = getattr(torch, DTYPES[name][0]), tmp_path / "x.safetensors"
+    assert DTYPES[name][1] == dtype.itemsize
     bits = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
     if dtype is torch.bool:
         bits %= 2

@@ -175,7 +175,7 @@ def of_dtype(dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 255, (4, 24), dtype=torch.uint8).view(dtype)
 
 
-STORED_DTYPES = [getattr(torch, dtype.torch_name) for dtype in DTYPES.values()]
+STORED_DTYPES = [getattr(torch, name) for name, _ in DTYPES.values()]
 STATES: dict[str, dict[str, torch.Tensor]] = {
     "every dtype": {str(dtype): of_dtype(dtype) for dtype in STORED_DTYPES if is_copied(dtype)},
     "shapes": {

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 from collections import ChainMap, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,8 +42,8 @@ from modelstate.errors import (
     NewerManifestError,
     UnknownClassError,
 )
+from modelstate.formats.tree import Checksums, Contents
 from modelstate.spec import (
-    ByteRange,
     Checksum,
     Encoded,
     Stored,
@@ -83,16 +83,6 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-class ManifestState(msgspec.Struct, frozen=True):
-    """The state that a manifest describes, over the tensors of its file."""
-
-    tree: object
-    """The saved state. Values other than tensors are present but not yet decoded; the tensors within them are not."""
-    metadata: dict[str, object]
-    """`schema` and `extra`, where they were saved; `extra` is not yet decoded."""
-    checksums: Callable[[], Mapping[ByteRange, Checksum]]
-
-
 def check_size(text: str) -> None:
     """Raises `ValueError` for a manifest that is too large to be parsed."""
     parts = sum(text.count(char) for char in ",[{:")
@@ -101,18 +91,20 @@ def check_size(text: str) -> None:
         raise ValueError(f"values that are not tensors, of {size(len(text))} in {parts:,} parts; {limits} are read")
 
 
-def apply(tensors: StoredTensors, text: str, path: str, place: str, allow: Sequence[object] = ()) -> ManifestState:
+def apply(contents: Contents, text: str, path: str, place: str, allow: Sequence[object] = ()) -> Contents:
     """Restores the saved state from the tensors of a file and its manifest.
 
     Args:
-        tensors: The tensors of the file by name.
+        contents: The contents of the file: a table of tensors.
         text: The manifest.
         path: The file, for messages.
         place: The name of the metadata that contain the manifest, for messages.
         allow: Additional tensor classes that may be created, besides those that torch allows.
 
     Returns:
-        The state, in which tied tensors appear under all their names, and subclasses under theirs.
+        The saved state, in which tied tensors appear under all their names, and subclasses under theirs. Values other
+        than tensors are present but not yet decoded; the tensors within them are not. The metadata have `schema` and
+        `extra`, where they were saved.
 
     Raises:
         DamagedFileError: The manifest is damaged.
@@ -120,10 +112,18 @@ def apply(tensors: StoredTensors, text: str, path: str, place: str, allow: Seque
         ForbiddenGlobalError: A tensor class is not allowed.
         UnknownClassError: A tensor class does not exist.
     """
+    if not isinstance(contents.tree, StoredTensors):
+        found: Any = contents.tree
+        others = (name for name, value in found.items() if not isinstance(value, StoredTensor))
+        what = quote(next(others, contents.format))
+        raise damaged(path, f"the shards hold {what}, which is not a plain tensor of safetensors")
+    tensors = contents.tree
     where = f"{path}: {place}[{KEY!r}]"
     manifest = _parse(text, where)
-    metadata: dict[str, object] = {"schema": manifest["schema"]} if "schema" in manifest else {}
+    metadata = {**contents.metadata} | ({"schema": manifest["schema"]} if "schema" in manifest else {})
     checksums = _checksums(manifest["digests"], tensors, where) if manifest.get("digests") else dict
+    if not contents.is_sealed:
+        checksums = dict  # the digests may be damaged themselves
     hidden: dict[str, StoredTensor] = {}
     if names := manifest.get("extra_tensors"):
         hidden = {name: tensors[name] for name in _names(names, tensors, where)}
@@ -149,7 +149,8 @@ def apply(tensors: StoredTensors, text: str, path: str, place: str, allow: Seque
         if alias in tensors or owner in hidden:
             raise damaged(where, f"{quote(alias)} is another name of {quote(owner)}, and one of them means more")
     if "tree" in manifest:
-        return ManifestState(_Tree(known, path, where).node(manifest["tree"], ""), metadata, checksums)
+        tree = _Tree(known, path, where).node(manifest["tree"], "")
+        return msgspec.structs.replace(contents, tree=tree, metadata=metadata, checksums=checksums)
     state: Any = tensors
     if hidden or composites or aliases:
         old_names = {name: name for name in known if name not in hidden and name not in parts}
@@ -168,7 +169,7 @@ def apply(tensors: StoredTensors, text: str, path: str, place: str, allow: Seque
             state.versions = versions
         else:
             set_version_metadata(state, versions)
-    return ManifestState(state, metadata, checksums)
+    return msgspec.structs.replace(contents, tree=state, metadata=metadata, checksums=checksums)
 
 
 class _Tree:
@@ -240,9 +241,7 @@ class _Tree:
         return key
 
 
-def _checksums(
-    fields: Mapping[str, Any], tensors: StoredTensors, where: str
-) -> Callable[[], Mapping[ByteRange, Checksum]]:
+def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) -> Checksums:
     digests, parts = fields.get("tensors"), fields.get("parts", {})
     is_known = fields.get("algorithm") == ALGORITHM and fields.get("block_bytes") == BLOCK_BYTES
     if not is_known or type(digests) is not dict or type(parts) is not dict:

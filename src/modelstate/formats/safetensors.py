@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager
 from itertools import chain
 from math import prod
 from operator import mul, sub
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 
@@ -62,40 +62,31 @@ MAX_ENTRIES = 1_000_000
 MAX_DIMENSIONS = 1024
 
 
-class Dtype(NamedTuple):
-    """A dtype of the format."""
-
-    torch_name: str
-    """The name of the dtype of torch."""
-    itemsize: int
-    """Bytes of an element of torch."""
-
-
 DTYPES = {
-    "BOOL": Dtype("bool", 1),
-    "U8": Dtype("uint8", 1),
-    "I8": Dtype("int8", 1),
-    "U16": Dtype("uint16", 2),
-    "I16": Dtype("int16", 2),
-    "U32": Dtype("uint32", 4),
-    "I32": Dtype("int32", 4),
-    "U64": Dtype("uint64", 8),
-    "I64": Dtype("int64", 8),
-    "F16": Dtype("float16", 2),
-    "BF16": Dtype("bfloat16", 2),
-    "F32": Dtype("float32", 4),
-    "F64": Dtype("float64", 8),
-    "C64": Dtype("complex64", 8),
-    "F8_E4M3": Dtype("float8_e4m3fn", 1),
-    "F8_E4M3FNUZ": Dtype("float8_e4m3fnuz", 1),
-    "F8_E5M2": Dtype("float8_e5m2", 1),
-    "F8_E5M2FNUZ": Dtype("float8_e5m2fnuz", 1),
-    "F8_E8M0": Dtype("float8_e8m0fnu", 1),
-    "F4": Dtype("float4_e2m1fn_x2", 1),
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "U16": ("uint16", 2),
+    "I16": ("int16", 2),
+    "U32": ("uint32", 4),
+    "I32": ("int32", 4),
+    "U64": ("uint64", 8),
+    "I64": ("int64", 8),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F32": ("float32", 4),
+    "F64": ("float64", 8),
+    "C64": ("complex64", 8),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "F4": ("float4_e2m1fn_x2", 1),
 }
-"""The dtype names of the format. An element of `float4_e2m1fn_x2` holds two elements of `F4`."""
-_ITEMSIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-_TORCH_NAMES = {name: dtype.torch_name for name, dtype in DTYPES.items()}
+"""The names of the dtype in torch, and the bytes of an element of torch, by the name in the format. An element of `float4_e2m1fn_x2` holds two elements of `F4`."""
+_ITEMSIZES = {name: itemsize for name, (_, itemsize) in DTYPES.items()}
+_TORCH_NAMES = {name: torch_name for name, (torch_name, _) in DTYPES.items()}
 _WITHOUT_DTYPE = {"F6_E2M3", "F6_E3M2"}
 """Dtypes of the format that PyTorch lacks."""
 
@@ -158,15 +149,13 @@ def read(file: SourceFile, *, allow: Sequence[object] = ()) -> Contents:
             expected=error.expected or "JSON as the safetensors format has it",
             found=error.found,
         ) from error
-    files = {path: file.fingerprint}
     seal = metadata.pop(SEAL, None)
     if seal is not None:
         check_seal(header, seal, path)
-    if manifest.KEY not in metadata:
-        return Contents("safetensors", tensors, files, metadata, is_sealed=seal is not None)
-    state = manifest.apply(tensors, metadata.pop(manifest.KEY), path, "__metadata__", allow)
-    checksums = state.checksums if seal is not None else dict  # without a seal the digests may be damaged themselves
-    return Contents("safetensors", state.tree, files, metadata | state.metadata, checksums, seal is not None)
+    text = metadata.pop(manifest.KEY, None)
+    files = {path: file.fingerprint}
+    contents = Contents("safetensors", tensors, files, metadata, is_sealed=seal is not None)
+    return contents if text is None else manifest.apply(contents, text, path, "__metadata__", allow)
 
 
 class JsonError(ValueError):
@@ -422,11 +411,11 @@ def _sizes(
 
 def _size(name: str, kind: str, shape: tuple[int, ...], first: int, last: int, path: str) -> int:
     """The number of bytes of a tensor. Raises `JsonError` and `DamagedFileError`."""
-    dtype = DTYPES[kind]
+    torch_name, itemsize = DTYPES[kind]
     if min(shape, default=0) < 0:
         raise JsonError(f"the shape of {quote(name)} has a negative size", str([*shape])[:60], "whole numbers from 0")
     # The library multiplies all sizes, even those of an empty tensor.
-    span = dtype.itemsize * prod(max(size, 1) for size in shape) if len(shape) <= MAX_DIMENSIONS else 2**63
+    span = itemsize * prod(max(size, 1) for size in shape) if len(shape) <= MAX_DIMENSIONS else 2**63
     if span >= 2**63:
         raise DamagedFileError(
             f"{quote(name)} has a shape that no tensor can have",
@@ -446,7 +435,7 @@ def _size(name: str, kind: str, shape: tuple[int, ...], first: int, last: int, p
         raise DamagedFileError(
             f"the bytes of {quote(name)} are not as many as its shape and dtype need",
             where=path,
-            expected=f"{nbytes:,} bytes for torch.{dtype.torch_name} of shape {shape}",
+            expected=f"{nbytes:,} bytes for torch.{torch_name} of shape {shape}",
             found=f"{last - first:,} bytes, from {first} to {last}",
         )
     return nbytes
@@ -518,7 +507,7 @@ def _wrong_end(lasts: _Numbers, begin: int, file_bytes: int, path: str) -> OpenE
     )
 
 
-NAMES = {f"torch.{dtype.torch_name}": name for name, dtype in DTYPES.items()}
+NAMES = {f"torch.{torch_name}": name for name, torch_name in _TORCH_NAMES.items()}
 """The dtype names of the format by the texts of torch's dtypes."""
 
 Tensors = list[tuple[str, "torch.Tensor | LazyTensor"]]

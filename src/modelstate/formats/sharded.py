@@ -41,7 +41,7 @@ from modelstate.formats.tree import Contents
 from modelstate.io.files import FileFingerprint, SourceFile
 from modelstate.remote.file import forget, open_all
 from modelstate.remote.location import beside, is_remote
-from modelstate.spec import Described, StoredTensor, StoredTensors
+from modelstate.spec import Described, StoredTensors
 from modelstate.text_format import count, listed, quote
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
@@ -128,28 +128,18 @@ def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], a
     files, own_metadata = {index_path: fingerprint}, merged_metadata(contents)
     for shard in contents.values():
         files.update(shard.files)
-    if manifest.KEY not in metadata:
-        return Contents(
-            " and ".join(formats),
-            merged,
-            files,
-            own_metadata,
-            lambda: {extent: checksum for shard in contents.values() for extent, checksum in shard.checksums().items()},
-        )
-    if not isinstance(merged, StoredTensors):
-        others = (name for name, value in merged.items() if not isinstance(value, StoredTensor))
-        what = quote(next(others, listed(map(quote, formats))))
-        raise manifest.damaged(index_path, f"the shards hold {what}, which is not a plain tensor of safetensors")
-    state = manifest.apply(merged, metadata[manifest.KEY], index_path, "metadata", allow)
-    is_sealed = SEAL in metadata and all(shard.is_sealed for shard in contents.values())
-    return Contents(
+    has_manifest = manifest.KEY in metadata
+    read = Contents(
         format=" and ".join(formats),
-        tree=state.tree,
+        tree=merged,
         files=files,
-        metadata=own_metadata | state.metadata,
-        checksums=state.checksums if is_sealed else dict,  # without a seal the digests may be damaged themselves
-        is_sealed=is_sealed,
+        metadata=own_metadata,
+        checksums=lambda: {
+            extent: checksum for shard in contents.values() for extent, checksum in shard.checksums().items()
+        },
+        is_sealed=has_manifest and SEAL in metadata and all(shard.is_sealed for shard in contents.values()),
     )
+    return manifest.apply(read, metadata[manifest.KEY], index_path, "metadata", allow) if has_manifest else read
 
 
 def read_index(index_path: str) -> Index:
