@@ -1,16 +1,17 @@
 """Classes with an encoding that their owner has given."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import modelstate as ms
-from modelstate.codec import codec
-from modelstate.codec.codec import decode, encode
 from modelstate.errors import CodecError, OptionError, UnknownClassError
-from tests.codec.values import WAYS, Point
+from tests.codec.values import Point
 
 
 class Meter:
@@ -26,67 +27,79 @@ class Other:
     pass
 
 
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "_BY_CLASS", {})
-    monkeypatch.setattr(codec, "_BY_NAME", {})
+class Failing:
+    pass
 
 
-def register(**options: Any) -> None:
-    ms.register_codec(Meter, lambda meter: {"total": meter.total}, lambda value: Meter(value["total"]), **options)
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "x.safetensors"
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_objects_come_back(way: Callable[[Any], Any]) -> None:
-    register()
-    made = way({"meter": Meter((torch.ones(2), Meter(3)))})["meter"]
+@pytest.fixture
+def again(path: Path) -> Callable[[Any], Any]:
+    """Saves a value, and returns what the file has."""
+
+    def save_and_open(value: Any) -> Any:
+        ms.save({"_extra_state": value}, path, overwrite=True)
+        return ms.open(path).extra["_extra_state"]
+
+    return save_and_open
+
+
+@pytest.fixture
+def written(again: Callable[[Any], Any], path: Path) -> Callable[[Any], Any]:
+    """Saves a value, and returns the JSON in the file."""
+
+    def save_and_read(value: Any) -> Any:
+        again(value)
+        with safe_open(path, "pt") as file:
+            return json.loads(file.metadata()["modelstate"])["extra"]["_extra_state"]
+
+    return save_and_read
+
+
+def register(cls: type = Meter, **options: Any) -> None:
+    ms.register_codec(cls, lambda meter: {"total": meter.total}, lambda value: cls(value["total"]), **options)
+
+
+def test_objects_come_back(again: Callable[[Any], Any]) -> None:
+    register(name="meter")
+    made = again({"meter": Meter((torch.ones(2), Meter(3)))})["meter"]
     assert type(made) is Meter
     assert torch.equal(made.total[0], torch.ones(2))
     assert made.total[1].total == 3
 
 
-def test_the_encoding_is_readable() -> None:
+def test_the_encoding_is_readable_and_can_be_replaced(written: Callable[[Any], Any]) -> None:
     register()
-    assert encode(Meter(3)) == {"$object": {"codec": f"{__name__}:Meter", "value": {"total": 3}}}
+    assert written(Meter(3)) == {"$object": {"codec": f"{__name__}:Meter", "value": {"total": 3}}}
+    ms.register_codec(Meter, lambda meter: meter.total, Meter, "meter")
+    assert written(Meter(3)) == {"$object": {"codec": "meter", "value": 3}}
+
+
+def test_derived_classes_are_not_implied(again: Callable[[Any], Any]) -> None:
     register(name="meter")
-    assert encode(Meter(3)) == {"$object": {"codec": "meter", "value": {"total": 3}}}
-
-
-def test_derived_classes_are_not_implied() -> None:
-    register()
     with pytest.raises(CodecError, match="Finer"):
-        encode(Finer(1))
+        again(Finer(1))
 
 
-def test_registering_again_replaces() -> None:
-    register()
-    ms.register_codec(Meter, lambda meter: meter.total, Meter, "short")
-    assert encode(Meter(1)) == {"$object": {"codec": "short", "value": 1}}
-    register(name="short")
-    assert decode(encode(Meter(1))).total == 1
-
-
-def test_a_class_that_was_defined_again_is_the_same() -> None:
-    again = type("Meter", (), {"__module__": __name__})
-    register(name="meter")
-    ms.register_codec(again, lambda meter: 1, lambda value: again(), "meter")
-    assert type(decode(encode(again()))) is again
+def test_a_class_that_was_defined_again_is_the_same(again: Callable[[Any], Any]) -> None:
+    first, second = (type("Cell", (Meter,), {"__module__": __name__}) for _ in range(2))
+    register(first, name="cell")
+    register(second, name="cell")
+    assert type(again(second(1))) is second
     with pytest.raises(CodecError):
-        encode(Meter(1))
+        again(first(1))
 
 
-def test_a_name_has_one_class() -> None:
+def test_a_name_has_one_class(again: Callable[[Any], Any]) -> None:
     register(name="meter")
     with pytest.raises(CodecError, match=r"(?s)meter: the name belongs.*Meter.*Other.*name="):
         ms.register_codec(Other, lambda other: None, lambda value: Other(), "meter")
-    assert decode(encode(Meter(1))).total == 1
+    assert again(Meter(1)).total == 1
     with pytest.raises(CodecError):
-        encode(Other())
-
-
-def test_an_own_encoding_comes_before_that_of_dataclasses() -> None:
-    ms.register_codec(Point, lambda point: [point.x, point.y], lambda value: Point(*value), "point")
-    assert encode(Point(1, 2)) == {"$object": {"codec": "point", "value": [1, 2]}}
+        again(Other())
 
 
 @pytest.mark.parametrize(
@@ -108,43 +121,48 @@ def test_what_cannot_be_registered(arguments: Any) -> None:
         ms.register_codec(*arguments)
 
 
-def test_what_the_functions_raise_is_the_cause() -> None:
+def test_what_the_functions_raise_is_the_cause(again: Callable[[Any], Any]) -> None:
     def fail(value: Any) -> Any:
         raise KeyError("gone")
 
-    ms.register_codec(Meter, fail, Meter)
+    ms.register_codec(Failing, fail, lambda value: Failing())
     with pytest.raises(
-        CodecError, match=r"(?s)\[0\]: the function that encodes .*Meter raised KeyError.*gone"
+        CodecError, match=r"(?s)\[0\]: the function that encodes .*Failing raised KeyError.*gone"
     ) as caught:
-        encode([Meter(1)])
+        again([Failing()])
     assert isinstance(caught.value.__cause__, KeyError)
-    ms.register_codec(Meter, lambda meter: 1, fail)
-    with pytest.raises(CodecError, match=r"(?s)\[0\]: the function that decodes .*Meter raised KeyError") as found:
-        decode(encode([Meter(1)]))
+    ms.register_codec(Failing, lambda value: 1, fail)
+    with pytest.raises(CodecError, match=r"(?s)\[0\]: the function that decodes .*Failing raised KeyError") as found:
+        again([Failing()])
     assert isinstance(found.value.__cause__, KeyError)
 
 
-def test_the_functions_have_to_return_the_right_thing() -> None:
-    ms.register_codec(Meter, lambda meter: meter, Meter)
-    with pytest.raises(CodecError, match="holds itself"):
-        encode(Meter(1))
-    ms.register_codec(Meter, lambda meter: Meter(1), Meter)
-    with pytest.raises(CodecError, match="nested too deeply"):
-        encode(Meter(1))
-    ms.register_codec(Meter, lambda meter: object(), Meter)
-    with pytest.raises(CodecError, match=r"\[0\]\.encoded: .*builtins\.object"):
-        encode([Meter(1)])
-    ms.register_codec(Meter, lambda meter: 1, lambda value: 3)  # type: ignore[arg-type,return-value]
+def test_the_functions_have_to_return_the_right_thing(again: Callable[[Any], Any]) -> None:
+    for encode, says in (
+        (lambda value: value, "holds itself"),
+        (lambda value: Failing(), "nested too deeply"),
+        (lambda value: object(), r"\[0\]\.encoded: .*builtins\.object"),
+    ):
+        ms.register_codec(Failing, encode, lambda value: Failing())
+        with pytest.raises(CodecError, match=says):
+            again([Failing()])
+    ms.register_codec(Failing, lambda value: 1, lambda value: 3)  # type: ignore[arg-type,return-value]
     with pytest.raises(CodecError, match="returned something else"):
-        decode(encode(Meter(1)))
+        again([Failing()])
 
 
-def test_what_is_not_registered_where_it_is_read() -> None:
+def test_what_is_not_registered_where_it_is_read(written: Callable[[Any], Any], path: Path) -> None:
     register(name="meter")
-    tree = encode([Meter(1)])
-    codec._BY_NAME.clear()
-    with pytest.raises(UnknownClassError, match=r"(?s)file\[0\]: nothing is registered under 'meter'.*register_codec"):
-        decode(tree, "file")
+    written([Meter(1)])
+    register(name="another meter")
+    with pytest.raises(UnknownClassError, match=r"(?s)\[0\]: nothing is registered under 'meter'.*register_codec"):
+        ms.open(path).extra["_extra_state"]
+
+
+def test_an_own_encoding_comes_before_that_of_dataclasses(written: Callable[[Any], Any]) -> None:
+    cls = type("OwnPoint", (Point,), {"__module__": __name__})
+    ms.register_codec(cls, lambda point: [point.x, point.y], lambda value: cls(*value), "point")
+    assert written(cls(1, 2)) == {"$object": {"codec": "point", "value": [1, 2]}}
 
 
 def local() -> type[Meter]:
@@ -154,18 +172,13 @@ def local() -> type[Meter]:
     return Local
 
 
-def test_a_class_whose_name_another_one_has_taken_is_refused() -> None:
+def test_classes_of_one_name_need_names_of_their_own(again: Callable[[Any], Any]) -> None:
     first, second = local(), local()
     for cls in (first, second):
-        ms.register_codec(cls, lambda meter: meter.total, cls)
-    assert type(decode(encode(second(1)))) is second
+        register(cls)
+    assert type(again(second(1))) is second
     with pytest.raises(CodecError, match="Local"):
-        encode([first(1)])
-
-
-def test_classes_of_one_name_may_have_names_of_their_own() -> None:
-    classes = {name: local() for name in ("a", "b")}
-    for name, cls in classes.items():
-        ms.register_codec(cls, lambda meter: meter.total, cls, name)
-    for cls in classes.values():
-        assert type(decode(encode(cls(1)))) is cls
+        again(first(1))
+    for name, cls in {"a": first, "b": second}.items():
+        register(cls, name=name)
+    assert (type(again(first(1))), type(again(second(1)))) == (first, second)

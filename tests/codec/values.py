@@ -2,8 +2,6 @@
 
 import dataclasses
 import enum
-import io
-import json
 import math
 import random
 import struct
@@ -16,8 +14,6 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import nn
-
-from modelstate.codec.codec import decode, encode
 
 
 class Color(enum.Enum):
@@ -125,40 +121,6 @@ def same_layout(a: Any, b: Any) -> bool:
     flags = [(one.flags.c_contiguous, one.flags.f_contiguous) for one in (a, b)]
     return flags[0] == flags[1] or not any(flags[1])
 
-
-class Tensors:
-    """What stands for tensors in JSON."""
-
-    def __init__(self) -> None:
-        self.kept: list[torch.Tensor] = []
-
-    def put(self, tensor: torch.Tensor) -> int:
-        self.kept.append(tensor)
-        return len(self.kept) - 1
-
-    def get(self, index: Any) -> torch.Tensor:
-        return self.kept[index]
-
-
-def directly(value: Any) -> Any:
-    return decode(encode(value))
-
-
-def through_json(value: Any) -> Any:
-    tensors = Tensors()
-    text = json.dumps(encode(value, leaf=tensors.put), allow_nan=False)
-    text.encode()
-    return decode(json.loads(text), leaf=tensors.get)
-
-
-def through_torch(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(encode(value), file)
-    file.seek(0)
-    return decode(torch.load(file, weights_only=True))
-
-
-WAYS = (directly, through_json, through_torch)
 
 NANS = [
     struct.unpack("<d", struct.pack("<Q", bits))[0]

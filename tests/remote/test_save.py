@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import modelstate as ms
-from modelstate.conversion.checkpoint import convert_checkpoint
 from modelstate.errors import TargetExistsError, UnsavableError, WriteFailedError
 from tests.proxy import Fault, FaultProxy, HttpRequest
 from tests.remote.kills import exit_code_of_killed
@@ -132,7 +131,7 @@ def test_a_file_for_torch_load(
     assert all(map(torch.equal, loaded.values(), state(nbytes).values()))
     with pytest.raises(TargetExistsError):
         ms.save(state(nbytes, 1), path, overwrite=False)
-    convert_checkpoint(path, path, dtype="float16")
+    ms.convert_checkpoint(path, path, dtype="float16")
     assert ms.open(path).tensor("a").dtype == torch.float16
     assert len(content()) == 1
     assert not list(tmp_path.iterdir())
@@ -239,8 +238,10 @@ def test_a_bucket_that_does_not_exist(proxy: FaultProxy) -> None:
 def test_convert_to_a_bucket(bucket: str, content: Callable[[], dict[str, bytes]], tmp_path: Path) -> None:
     large = {"a": torch.tensor([1.0, 1e38, 3e38])}
     torch.save(large, tmp_path / "model.pt")
-    report = convert_checkpoint(tmp_path / "model.pt", f"s3://{bucket}/model.safetensors", dtype="float16")
-    assert report.notes == convert_checkpoint(tmp_path / "model.pt", tmp_path / "x.safetensors", dtype="float16").notes
+    report = ms.convert_checkpoint(tmp_path / "model.pt", f"s3://{bucket}/model.safetensors", dtype="float16")
+    assert (
+        report.notes == ms.convert_checkpoint(tmp_path / "model.pt", tmp_path / "x.safetensors", dtype="float16").notes
+    )
     (tmp_path / "copy").mkdir()
     assert opened(content(), "model.safetensors", tmp_path / "copy").tensor("a").dtype == torch.float16
 
