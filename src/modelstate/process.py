@@ -1,8 +1,7 @@
 """Threads, signals, the garbage collector and the progress bar of this process.
 
 Invariant: a function that starts threads returns or raises only when none of them writes to memory of the caller any
-more, also when an interrupt arrives, since that memory may be freed afterwards. A thread within `leaving` is not waited
-for: it ends when it leaves the block. `run_detached` is the exception.
+more, also when an interrupt arrives, since that memory may be freed afterwards. `run_detached` is the exception.
 """
 
 import _signal  # type: ignore[import-not-found]
@@ -53,8 +52,6 @@ _stops = ThreadValue[tuple[Callable[[], bool], ...]](())
 """Of a thread that works for another one: what says that its work is to end."""
 _computes = ThreadValue(False)
 """Whether this is a thread of `parallel_for` that uses torch."""
-_siblings = ThreadValue[tuple[list[None], set[threading.Thread]] | None](None)
-"""Of a thread of `parallel_for`: an item for each of its threads that is waited for, and those that are not."""
 _START_BYTES = 4 << 20
 """More than a thread needs to report its start, beside its stack."""
 _USUAL_STACK_BYTES = 8 << 20
@@ -112,9 +109,8 @@ def run_detached(work: Callable[[], None]) -> None:
 def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_part: bool = False) -> None:
     """Runs `work` in several threads at once, and waits for all of them; a single thread is the caller's own.
 
-    The first exception of a thread, or an interrupt, sets the event, and is raised when all threads have ended, except
-    those within `leaving`. Where the system starts fewer threads, these do all the work; the caller's, where it starts
-    none.
+    The first exception of a thread, or an interrupt, sets the event, and is raised when all threads have ended. Where
+    the system starts fewer threads, these do all the work; the caller's, where it starts none.
 
     Args:
         work: What each thread runs. The threads share the work, so that any number of them ends it.
@@ -137,13 +133,12 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
     running: list[None] = []
     outer = _stops.value
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
-    left: set[threading.Thread] = set()
     torch_threads = _TorchInThreads() if with_torch else None
 
     def run() -> None:
         running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
         try:
-            _siblings.value, _stops.value = (running, left), (*outer, stop.is_set)
+            _stops.value = *outer, stop.is_set
             if torch_threads is not None:
                 _computes.value = True
                 torch_threads.enter(stop)
@@ -179,7 +174,7 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
             _wait_until_empty(running)
         finally:
             for worker in workers:
-                if worker.ident is not None and worker not in left:
+                if worker.ident is not None:
                     worker.join()
             while not ended.empty():  # the traceback of an error refers to this queue
                 ended.get()
@@ -259,29 +254,6 @@ def call_apart(function: Callable[[], _Item]) -> _Item:
         return function()
     wait_for(ended)
     return outcome.result()
-
-
-@contextmanager
-def leaving() -> Iterator[bool]:
-    """Within the block, the caller of `parallel_for` does not wait for this thread where its work is to end.
-
-    For calls that wait for another machine and cannot be interrupted. They must not use memory of the caller. Raises
-    `Stopped` at the end of the block where the caller has gone on. Has no effect in other threads, nor within itself.
-    Yields whether this is a thread of `parallel_for`.
-    """
-    this, siblings = threading.current_thread(), _siblings.value
-    if siblings is None or this in siblings[1]:
-        yield siblings is not None
-        return
-    running, left = siblings
-    left.add(this)
-    running.pop()
-    try:
-        yield True
-    finally:
-        running.append(None)  # before it reads the event, as when the thread begins
-        left.discard(this)
-        check_stopped()
 
 
 class Stopped(BaseException):

@@ -14,10 +14,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.io.engine import Request, read_ranges
-from modelstate.io.files import current_fingerprints
 from modelstate.remote import location, upload
-from modelstate.spec import ByteRange
 from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote.servers import file_server
 from tests.sweeps import EXHAUSTIVE
@@ -143,24 +140,6 @@ def test_a_background_load_is_cancelled(http: tuple[str, FaultProxy], options: d
     assert is_equal(target, make_model(1))
     ms.load(target, url)
     assert is_equal(target, make_model(0))
-
-
-def test_a_thread_that_is_left_writes_nothing(http: tuple[str, FaultProxy]) -> None:
-    url, proxy = http
-    fingerprints = current_fingerprints([url])
-    nbytes = next(iter(fingerprints.values())).nbytes
-    memory = bytearray(nbytes)
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    with interrupted(proxy, 3) as stalled:
-        read_ranges([Request(ByteRange(url, 0, nbytes), address)], fingerprints=fingerprints)
-    left = [thread for thread in threading.enumerate() if thread.name.startswith("modelstate-work")]
-    memory[:] = bytes(nbytes)  # no longer that of the read
-    assert stalled
-    assert left  # with the rest of the body, which has been resumed
-    for thread in left:
-        thread.join(AT_ONCE_SECONDS)
-        assert not thread.is_alive()
-    assert memory == bytes(nbytes)
 
 
 @pytest.mark.parametrize(

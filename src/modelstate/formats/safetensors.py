@@ -84,7 +84,8 @@ DTYPES = {
     "F8_E8M0": ("float8_e8m0fnu", 1),
     "F4": ("float4_e2m1fn_x2", 1),
 }
-"""The names of the dtype in torch, and the bytes of an element of torch, by the name in the format. An element of `float4_e2m1fn_x2` holds two elements of `F4`."""
+"""The name of the dtype in torch, and the bytes of its elements, by the name in the format. An element of
+`float4_e2m1fn_x2` holds two elements of `F4`."""
 _ITEMSIZES = {name: itemsize for name, (_, itemsize) in DTYPES.items()}
 _TORCH_NAMES = {name: torch_name for name, (torch_name, _) in DTYPES.items()}
 _WITHOUT_DTYPE = {"F6_E2M3", "F6_E3M2"}

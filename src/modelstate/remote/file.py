@@ -26,7 +26,7 @@ from modelstate.errors import (
     TruncatedFileError,
     UnknownFormatError,
 )
-from modelstate.process import cached_attribute, leaving, parallel_for
+from modelstate.process import cached_attribute, parallel_for
 from modelstate.remote import requests
 from modelstate.remote.cache import BLOCK_BYTES, Cache
 from modelstate.remote.hub import files_of
@@ -280,7 +280,7 @@ class RemoteFile:
         """Asks the hub where the file is now, unless another thread has: the signature of an address expires."""
         if self._pinned is None or self.location.scheme != "hf":
             return False
-        with leaving(), self._address_lock:  # which another thread holds while it asks
+        with self._address_lock:
             if self._store is not refused:
                 return True
             if time.monotonic() - self._asked < _LEAST_ADDRESS_SECONDS:

@@ -2,9 +2,7 @@
 
 The functions of obstore that block cannot be interrupted. So requests run as coroutines in one thread, and the caller
 waits for an event: where an interrupt arrives (Ctrl-C), or another thread fails, the coroutine is cancelled, which
-closes the connection, and nothing is sent again. Only the bodies of replies that are read by several threads are read
-by functions that block, which is faster; such a thread is left alone with its request (`process.leaving`): what the
-client has read is copied to memory of the caller by a thread that is still wanted.
+closes the connection, and nothing is sent again.
 
 What is undone after an interrupt needs requests, too. `cleanup` bounds the time that is waited for them: they go on
 while the process does.
@@ -18,12 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from modelstate.forks import at_fork, fork_safe_lock
-from modelstate.process import ThreadValue, is_stopped, leaving, try_start, unstoppable, wait_for
+from modelstate.process import ThreadValue, is_stopped, try_start, unstoppable, wait_for
 
 if TYPE_CHECKING:
     import asyncio
@@ -99,13 +97,9 @@ def call(
 
 def chunks(stream: BytesStream) -> Iterator[Any]:
     """Yields the parts of a body as they arrive."""
-    while True:
-        try:
-            with leaving() as may_leave:
-                chunk = next(stream) if may_leave else call(stream.__anext__)
-        except (StopIteration, StopAsyncIteration):
-            return
-        yield chunk
+    with suppress(StopAsyncIteration):
+        while True:
+            yield call(stream.__anext__)
 
 
 RETRIES = 5
