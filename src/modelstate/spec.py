@@ -325,7 +325,7 @@ class Allocate(Protocol):
         """Returns contiguous memory with any values."""
 
 
-class Fill(Protocol):
+class FillBlock(Protocol):
     """Computes a block of a combined tensor."""
 
     def __call__(self, out: torch.Tensor, blocks: Sequence[torch.Tensor], first: int, /) -> None:
@@ -346,7 +346,7 @@ class Blocks(msgspec.Struct, frozen=True):
     The computation cannot fail once the parts have been read.
     """
 
-    begin: Callable[[Sequence[torch.Tensor], Allocate], Fill]
+    begin: Callable[[Sequence[torch.Tensor], Allocate], FillBlock]
     """Called by each thread with the parts that are needed whole. Returns the function that computes a block."""
     whole: int = 0
     """The number of parts, the last ones, that are needed whole. The others have the shape of the result."""

@@ -25,7 +25,7 @@ from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX
 from modelstate.formats.torch_zip import write_torch_file
 from modelstate.formats.tree import EXTRA_STATE, empty_like, is_container, leaves, rebuild, refused_in, subtree
-from modelstate.formats.writing import Files, Writer, write_checkpoint
+from modelstate.formats.writing import CheckpointWriter, Files, write_checkpoint
 from modelstate.html.page import ColumnKind, Page, Shown
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
@@ -329,7 +329,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_state(
-    source: StateToWrite, where: str, begin: float, options: SaveOptions, writer: Writer | None = None
+    source: StateToWrite, where: str, begin: float, options: SaveOptions, writer: CheckpointWriter | None = None
 ) -> SaveReport:
     """Writes a state, with options that have been checked. Raises what `save` raises, and `MemoryBudgetError`.
 
@@ -361,7 +361,7 @@ def write_state(
             counted = dict(source.overflows.counts)
             if writer is None:
                 threads = threads_within(serialized.tensors, options.max_memory_bytes, where)
-                writer = Writer(threads, on_written=advance)
+                writer = CheckpointWriter(threads, on_written=advance)
             files = write_checkpoint(
                 serialized,
                 where,

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from modelstate.codec import values
-from modelstate.codec.walk import FIELD, Decoder, Encoder, Kind, Kinds, Leaf, Tree
+from modelstate.codec.walk import FIELD, Decoder, Encoder, Leaf, Tree, ValueKind, ValueKinds
 from modelstate.errors import (
     CodecError,
     ModelStateError,
@@ -75,9 +75,9 @@ def _decode(tree: Tree, decoder: Decoder) -> Any:
 
 T = TypeVar("T")
 
-_RULES = ((lambda cls: cls in _BY_CLASS, Kind("object", _encode, _decode)), *values.RULES)
+_RULES = ((lambda cls: cls in _BY_CLASS, ValueKind("object", _encode, _decode)), *values.RULES)
 _ALL = (*values.KINDS.values(), *(kind for _, kind in _RULES))
-KINDS = Kinds(values.KINDS, {kind.tag: kind for kind in _ALL}, _RULES)
+KINDS = ValueKinds(values.KINDS, {kind.tag: kind for kind in _ALL}, _RULES)
 
 
 def encode(value: object, where: str = "", *, leaf: Leaf | None = None) -> Tree:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from modelstate.codec.walk import REGISTER, Collisions, Decoder, Encoder, Kind, Tree, Walk
+from modelstate.codec.walk import REGISTER, Collisions, Decoder, Encoder, Tree, ValueKind, Walk
 from modelstate.errors import UnknownClassError
 from modelstate.torch_compat.plain import byte_tensor
 from modelstate.torch_compat.values import set_version_metadata
@@ -193,6 +193,8 @@ def _scalar(tree: Tree, decoder: Decoder) -> object:
     dtype, raw = _dtype(text, decoder), _bytes(encoded, decoder)
     if len(raw) != dtype.itemsize:
         raise decoder.fail("the bytes of a scalar are not as many as its dtype needs", found=len(raw))
+    if dtype.kind in "SU":  # `frombuffer` drops zeros at the end
+        return np.bytes_(raw) if dtype.kind == "S" else np.str_(raw.decode("utf-32-le", "surrogatepass"))
     return np.frombuffer(raw, dtype)[0]
 
 
@@ -413,32 +415,34 @@ def _never(value: object, encoder: Encoder) -> Tree:
     raise AssertionError("the encoder itself encodes values of this type")
 
 
-KINDS: dict[type, Kind] = {
-    str: Kind("str", _never, lambda tree, decoder: _bytes(tree, decoder).decode("utf-8", "surrogatepass")),
-    int: Kind("int", _never, _int),
-    float: Kind(
+KINDS: dict[type, ValueKind] = {
+    str: ValueKind("str", _never, lambda tree, decoder: _bytes(tree, decoder).decode("utf-8", "surrogatepass")),
+    int: ValueKind("int", _never, _int),
+    float: ValueKind(
         "float", _never, lambda tree, decoder: struct.unpack(">d", bytes.fromhex(decoder.expect(tree, str)))[0]
     ),
-    complex: Kind("complex", lambda value, encoder: encoder.children([value.real, value.imag]), _complex),
-    bytes: Kind("bytes", lambda value, encoder: base64.b64encode(value).decode(), _bytes),
-    tuple: Kind(
+    complex: ValueKind("complex", lambda value, encoder: encoder.children([value.real, value.imag]), _complex),
+    bytes: ValueKind("bytes", lambda value, encoder: base64.b64encode(value).decode(), _bytes),
+    tuple: ValueKind(
         "tuple", lambda value, encoder: encoder.children(value), lambda tree, decoder: tuple(decoder.children(tree))
     ),
-    set: Kind("set", _encode_set, _set),
-    frozenset: Kind("frozenset", _encode_set, lambda tree, decoder: frozenset(_set(tree, decoder))),
-    dict: Kind("dict", lambda value, encoder: encoder.pairs(value), lambda tree, decoder: decoder.pairs(tree, {})),
-    OrderedDict: Kind("OrderedDict", _encode_ordered, _ordered),
-    defaultdict: Kind("defaultdict", _encode_default, _default),
-    Counter: Kind(
+    set: ValueKind("set", _encode_set, _set),
+    frozenset: ValueKind("frozenset", _encode_set, lambda tree, decoder: frozenset(_set(tree, decoder))),
+    dict: ValueKind("dict", lambda value, encoder: encoder.pairs(value), lambda tree, decoder: decoder.pairs(tree, {})),
+    OrderedDict: ValueKind("OrderedDict", _encode_ordered, _ordered),
+    defaultdict: ValueKind("defaultdict", _encode_default, _default),
+    Counter: ValueKind(
         "Counter", lambda value, encoder: encoder.pairs(value), lambda tree, decoder: decoder.pairs(tree, Counter())
     ),
-    deque: Kind("deque", lambda value, encoder: {"maxlen": value.maxlen, "items": encoder.children(value)}, _deque),
-    range: Kind(
+    deque: ValueKind(
+        "deque", lambda value, encoder: {"maxlen": value.maxlen, "items": encoder.children(value)}, _deque
+    ),
+    range: ValueKind(
         "range",
         lambda value, encoder: encoder.children((value.start, value.stop, value.step)),
         lambda tree, decoder: range(*_integers(tree, decoder)),
     ),
-    datetime: Kind(
+    datetime: ValueKind(
         "datetime",
         lambda value, encoder: [
             value.replace(tzinfo=None, fold=0).isoformat(),
@@ -447,79 +451,69 @@ KINDS: dict[type, Kind] = {
         ],
         _datetime,
     ),
-    date: Kind(
+    date: ValueKind(
         "date",
         lambda value, encoder: value.isoformat(),
         lambda tree, decoder: date.fromisoformat(decoder.expect(tree, str)),
     ),
-    timedelta: Kind(
+    timedelta: ValueKind(
         "timedelta",
         lambda value, encoder: encoder.children((value.days, value.seconds, value.microseconds)),
         lambda tree, decoder: timedelta(*_integers(tree, decoder)),
     ),
-    timezone: Kind(
+    timezone: ValueKind(
         "timezone",
         lambda value, encoder: encoder.children(value.__getinitargs__()),
         lambda tree, decoder: timezone(*decoder.children(tree)),
     ),
-    type(Path()): Kind(
+    type(Path()): ValueKind(
         "Path",
         lambda value, encoder: encoder.value(str(value)),
         lambda tree, decoder: Path(decoder.expect(decoder.value(tree), str)),
     ),
-    np.ndarray: Kind("numpy.array", _encode_array, _array),
-    np.str_: Kind(  # `str` of it drops trailing zeros
-        "numpy.str",
-        lambda value, encoder: encoder.value("".join(value)),
-        lambda tree, decoder: np.str_(decoder.expect(decoder.value(tree), str)),
-    ),
-    np.bytes_: Kind(
-        "numpy.bytes",
-        lambda value, encoder: encoder.value(bytes(value)),
-        lambda tree, decoder: np.bytes_(decoder.expect(decoder.value(tree), bytes)),
-    ),
-    torch.Tensor: Kind(
+    np.ndarray: ValueKind("numpy.array", _encode_array, _array),
+    torch.Tensor: ValueKind(
         "requires_grad",
         lambda value, encoder: encoder.tensor(value),
         lambda tree, decoder: decoder.tensor(tree, False, True),
     ),
-    nn.Parameter: Kind(
+    nn.Parameter: ValueKind(
         "Parameter",
         lambda value, encoder: {"data": encoder.tensor(value), "requires_grad": value.requires_grad},
         _parameter,
     ),
     **{
-        cls: Kind(
+        cls: ValueKind(
             cls.__name__,
             lambda value, encoder: encoder.named({"dtype": value.dtype, "requires_grad": value.requires_grad}),
             partial(_uninitialised, cls=cls),
         )
         for cls in (nn.UninitializedParameter, nn.UninitializedBuffer)
     },
-    torch.Size: Kind(
+    torch.Size: ValueKind(
         "torch.Size",
         lambda value, encoder: encoder.children(value),
         _torch_size,
     ),
-    torch.dtype: Kind("torch.dtype", lambda value, encoder: str(value).removeprefix("torch."), _torch_dtype),
-    torch.device: Kind(
+    torch.dtype: ValueKind("torch.dtype", lambda value, encoder: str(value).removeprefix("torch."), _torch_dtype),
+    torch.device: ValueKind(
         "torch.device", lambda value, encoder: str(value), lambda tree, decoder: torch.device(decoder.expect(tree, str))
     ),
 }
 """By exact class."""
 
-RULES: tuple[tuple[Callable[[type], bool], Kind], ...] = (
+RULES: tuple[tuple[Callable[[type], bool], ValueKind], ...] = (
     (
         lambda cls: issubclass(cls, np.generic),
-        Kind(
+        ValueKind(
             "numpy.scalar",
             lambda value, encoder: [_encode_dtype(value.dtype, encoder), base64.b64encode(value.tobytes()).decode()],
             _scalar,
         ),
     ),
-    (lambda cls: issubclass(cls, np.dtype), Kind("numpy.dtype", _encode_dtype, _dtype)),
-    (_is_enum, Kind("enum", _encode_enum, _enum)),
-    (_is_namedtuple, Kind("namedtuple", _encode_namedtuple, _namedtuple)),
-    (_is_dataclass, Kind("dataclass", _encode_dataclass, _dataclass)),
+    (lambda cls: issubclass(cls, np.dtype), ValueKind("numpy.dtype", _encode_dtype, _dtype)),
+    (_is_enum, ValueKind("enum", _encode_enum, _enum)),
+    (_is_namedtuple, ValueKind("namedtuple", _encode_namedtuple, _namedtuple)),
+    (_is_dataclass, ValueKind("dataclass", _encode_dataclass, _dataclass)),
 )
 """For the classes that `KINDS` does not list."""

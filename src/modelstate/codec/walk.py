@@ -92,7 +92,7 @@ _GENERATORS = {
 """What to do with random generators, which have no encoding."""
 
 
-class Kind(msgspec.Struct, frozen=True):
+class ValueKind(msgspec.Struct, frozen=True):
     """A kind of value: its tag, and the functions that convert the value to the content of the tag and back."""
 
     tag: str
@@ -101,16 +101,16 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Kinds:
+class ValueKinds:
     """All known kinds."""
 
-    by_type: dict[type, Kind]
+    by_type: dict[type, ValueKind]
     """By exact class; derived classes do not match."""
-    by_tag: dict[str, Kind] = field(repr=False)
-    by_rule: tuple[tuple[Callable[[type], bool], Kind], ...]
+    by_tag: dict[str, ValueKind] = field(repr=False)
+    by_rule: tuple[tuple[Callable[[type], bool], ValueKind], ...]
     """For classes that are not listed. The first rule that applies wins."""
 
-    def of(self, cls: type) -> Kind | None:
+    def of(self, cls: type) -> ValueKind | None:
         kind = self.by_type.get(cls)
         return kind or next((kind for applies, kind in self.by_rule if applies(cls)), None)
 
@@ -118,7 +118,7 @@ class Kinds:
 class Walk:
     """The current place in a value or a tree, and the amount of it that has been visited."""
 
-    def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None) -> None:
+    def __init__(self, kinds: ValueKinds, where: str, leaf: Leaf | None) -> None:
         self.kinds, self.where, self.leaf = kinds, where, leaf
         self.own_hashes = 0
         """The number of visited objects whose class defines `__hash__`, which would run if the object were a key."""
@@ -166,7 +166,7 @@ class Walk:
 class Encoder(Walk):
     """Converts a value to its tree."""
 
-    def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None) -> None:
+    def __init__(self, kinds: ValueKinds, where: str, leaf: Leaf | None) -> None:
         super().__init__(kinds, where, leaf)
         self._open: set[int] = set()
         self._tensor = getattr(sys.modules.get("torch"), "Tensor", None)
@@ -288,7 +288,7 @@ class Encoder(Walk):
 class Decoder(Walk):
     """Converts a tree to its value."""
 
-    def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None) -> None:
+    def __init__(self, kinds: ValueKinds, where: str, leaf: Leaf | None) -> None:
         super().__init__(kinds, where, leaf)
         self._leaves: dict[str | int, object] = {}
         self._copies: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}

@@ -16,7 +16,7 @@ from modelstate.errors import DistributedError
 from modelstate.rules.expression import Source, concatenated, region
 from modelstate.spec import Box
 from modelstate.text_format import short_repr
-from modelstate.torch_compat.sharding import Split, is_split, local_tensor, split_indices
+from modelstate.torch_compat.sharding import DimensionSplit, is_split, local_tensor, split_indices
 
 
 class LocalShard(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ def local_shard(
 def _local_shard(
     shape: tuple[int, ...], placements: tuple[Any, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> LocalShard:
-    splits: dict[int, list[Split]] = {}
+    splits: dict[int, list[DimensionSplit]] = {}
     for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True):
         if placement.is_replicate():
             continue
@@ -128,12 +128,12 @@ def _local_shard(
                 expected=f"a dimension of the shape {tuple(shape)}",
                 found=short_repr(placement),
             )
-        splits.setdefault(placement.dim % len(shape), []).append(Split(placement, count, index))
+        splits.setdefault(placement.dim % len(shape), []).append(DimensionSplit(placement, count, index))
     return LocalShard(shape, tuple(_runs(size, tuple(splits.get(dim, ()))) for dim, size in enumerate(shape)))
 
 
 @lru_cache(maxsize=4096)
-def _runs(size: int, splits: tuple[Split, ...]) -> tuple[range, ...]:
+def _runs(size: int, splits: tuple[DimensionSplit, ...]) -> tuple[range, ...]:
     """Returns the runs of a dimension."""
     return tuple(split_indices(size, splits)) or (range(0),) if splits else (range(size),)
 

@@ -32,7 +32,7 @@ from modelstate.distributed.writing import (
 from modelstate.errors import ModelStateError
 from modelstate.formats.block_writer import LazyTensor
 from modelstate.formats.manifest import BLOCK_BYTES, HEX
-from modelstate.formats.safetensors import Layout, Written, finished_header
+from modelstate.formats.safetensors import FileLayout, Written, finished_header
 from modelstate.formats.sharded import Kind, balanced
 from modelstate.io.atomic import write_errors
 from modelstate.io.engine import memory_at
@@ -51,7 +51,7 @@ def writer_of(agreement: Agreement, path: str) -> CollectiveWriter:
 
 
 class CollectiveUploader(CollectiveWriter):
-    """Writes the objects of a checkpoint with all ranks of an agreement: a `modelstate.formats.writing.Writer`.
+    """Writes the objects of a checkpoint with all ranks of an agreement: a `CheckpointWriter`.
 
     Args:
         agreement: The ranks.
@@ -67,11 +67,11 @@ class CollectiveUploader(CollectiveWriter):
 
     def upload(
         self,
-        layouts: Sequence[Layout],
+        layouts: Sequence[FileLayout],
         names: Callable[[], Sequence[str]],
         compared: Callable[[], Mapping[str, object]],
     ) -> Sequence[Written]:
-        """Writes objects, as `modelstate.formats.writing.Writer.upload` describes.
+        """Writes objects, as `CheckpointWriter.upload` describes.
 
         Raises:
             DistributedError: The ranks have different states or arguments.
@@ -108,7 +108,7 @@ class CollectiveUploader(CollectiveWriter):
 
     def _transfer(
         self,
-        layouts: Sequence[Layout],
+        layouts: Sequence[FileLayout],
         owned: Mapping[int, Sequence[int]],
         meshes: Mapping[Mesh, Mesh],
         objects: "_Objects",
@@ -144,7 +144,7 @@ class CollectiveUploader(CollectiveWriter):
             raise
 
     def _rounds_of_all(
-        self, layouts: Sequence[Layout], owned: Mapping[int, Sequence[int]], meshes: Mapping[Mesh, Mesh]
+        self, layouts: Sequence[FileLayout], owned: Mapping[int, Sequence[int]], meshes: Mapping[Mesh, Mesh]
     ) -> Iterator[list[Piece]]:
         """Yields the pieces of each round: for each rank those that come next in its objects, of a few megabytes."""
         remaining = [self._pieces_for(rank, numbers, layouts, meshes) for rank, numbers in owned.items()]
@@ -162,7 +162,7 @@ class CollectiveUploader(CollectiveWriter):
             yield pieces
 
     def _pieces_for(
-        self, rank: int, numbers: Sequence[int], layouts: Sequence[Layout], meshes: Mapping[Mesh, Mesh]
+        self, rank: int, numbers: Sequence[int], layouts: Sequence[FileLayout], meshes: Mapping[Mesh, Mesh]
     ) -> Iterator[Piece]:
         """Yields the pieces of the objects of a rank, in their order, each of them part of one tensor."""
         for number in numbers:
@@ -181,7 +181,7 @@ class CollectiveUploader(CollectiveWriter):
                 at += tensor.nbytes
 
     def _collected(
-        self, layouts: Sequence[Layout], owned: Mapping[int, Sequence[int]], objects: "_Objects"
+        self, layouts: Sequence[FileLayout], owned: Mapping[int, Sequence[int]], objects: "_Objects"
     ) -> list[list[str]]:
         """Returns on the first rank the digests of the tensors of each object; on the others nothing."""
         sizes = [[HEX * ceil(tensor.nbytes / BLOCK_BYTES) for _, tensor in layout.tensors] for layout in layouts]
@@ -218,7 +218,7 @@ class _Objects:
         urls: The URLs by these numbers.
     """
 
-    def __init__(self, layouts: Mapping[int, Layout], urls: Sequence[str]) -> None:
+    def __init__(self, layouts: Mapping[int, FileLayout], urls: Sequence[str]) -> None:
         self.hashes = {number: [""] * len(planned.tensors) for number, planned in layouts.items()}
         """The digests of the tensors of each object."""
         self._layouts, self._urls = layouts, urls

@@ -28,8 +28,8 @@ from modelstate.distributed.shards import shard_of
 from modelstate.errors import DistributedError
 from modelstate.formats.block_writer import LazyTensor, Uncached, past_page_cache, write_blocks
 from modelstate.formats.manifest import BLOCK_BYTES, HEX
-from modelstate.formats.safetensors import Layout, Written, write_header
-from modelstate.formats.writing import Files, Outputs, Writer
+from modelstate.formats.safetensors import FileLayout, Written, write_header
+from modelstate.formats.writing import CheckpointWriter, Files, Outputs
 from modelstate.io import system
 from modelstate.io.atomic import Output, write_errors
 from modelstate.io.engine import memory_at
@@ -103,8 +103,8 @@ class Piece(msgspec.Struct, frozen=True):
         return HEX * -(-self.nbytes // BLOCK_BYTES)
 
 
-class CollectiveWriter(Writer):
-    """Writes the files of a checkpoint with all ranks of an agreement: a `modelstate.formats.writing.Writer`.
+class CollectiveWriter(CheckpointWriter):
+    """Writes the files of a checkpoint with all ranks of an agreement: a `CheckpointWriter`.
 
     Args:
         agreement: The ranks.
@@ -152,9 +152,9 @@ class CollectiveWriter(Writer):
         return self._agreement.before(PLANNING)
 
     def write(
-        self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Mapping[str, object]]
+        self, layouts: Sequence[FileLayout], outputs: Outputs, compared: Callable[[], Mapping[str, object]]
     ) -> Sequence[Written]:
-        """Writes files, as `modelstate.formats.writing.Writer.write` describes.
+        """Writes files, as `CheckpointWriter.write` describes.
 
         Raises:
             DistributedError: The ranks have different states or arguments, or do not see the same directory.
@@ -185,7 +185,7 @@ class CollectiveWriter(Writer):
 
     def _planned(
         self,
-        layouts: Sequence[Layout],
+        layouts: Sequence[FileLayout],
         compared: Callable[[], Mapping[str, object]],
         phase: str,
         on_first: Callable[[], Sequence[str]],
@@ -219,7 +219,7 @@ class CollectiveWriter(Writer):
             return tensor.local if is_replicated and {*tensor.mesh[1]} == {*self._ranks} else None
         return tensor if isinstance(tensor, torch.Tensor) else None
 
-    def _check_replicas(self, layouts: Sequence[Layout], of_first: Mapping[Mesh, Mesh]) -> None:
+    def _check_replicas(self, layouts: Sequence[FileLayout], of_first: Mapping[Mesh, Mesh]) -> None:
         """Raises `DistributedError` where ranks of different meshes have other values under the same names."""
         agreement, here = self._agreement, self._agreement.rank
         (is_different,) = agreement.maximum(PLANNING, [any(own != first for own, first in of_first.items())])
@@ -241,11 +241,11 @@ class CollectiveWriter(Writer):
                 remedy="give tensors that differ names of their own, or one mesh over all ranks that hold them",
             )
 
-    def _meshes(self, layouts: Sequence[Layout]) -> list[Mesh]:
+    def _meshes(self, layouts: Sequence[FileLayout]) -> list[Mesh]:
         tensors = (tensor for planned in layouts for _, tensor in planned.tensors)
         return list(dict.fromkeys(tensor.mesh for tensor in tensors if isinstance(tensor, ShardedTensor)))
 
-    def _digests(self, layouts: Sequence[Layout], compared: Callable[[], Mapping[str, object]]) -> list[Digest]:
+    def _digests(self, layouts: Sequence[FileLayout], compared: Callable[[], Mapping[str, object]]) -> list[Digest]:
         meshes = self._meshes(layouts)
         described: list[object] = []
         for planned in layouts:
@@ -265,7 +265,7 @@ class CollectiveWriter(Writer):
             ),
         ]
 
-    def _pieces(self, layouts: Sequence[Layout], meshes: dict[Mesh, Mesh]) -> list[list[Piece]]:
+    def _pieces(self, layouts: Sequence[FileLayout], meshes: dict[Mesh, Mesh]) -> list[list[Piece]]:
         """Returns the pieces of each file. Of several ranks that hold one, the one with the least work writes it.
 
         The ranks take turns with what is exchanged: each takes up to a block, or its share of all of it.
@@ -307,7 +307,7 @@ class CollectiveWriter(Writer):
 
     # The files.
 
-    def _create(self, layouts: Sequence[Layout], outputs: Outputs) -> list[str]:
+    def _create(self, layouts: Sequence[FileLayout], outputs: Outputs) -> list[str]:
         """Creates the files at their full size, so that a full disk is an error before anything is written."""
         names = []
         with closing(outputs()) as opened:
@@ -317,7 +317,7 @@ class CollectiveWriter(Writer):
                 names.append(os.path.relpath(output.path, os.path.dirname(self._path)))
         return names
 
-    def _write(self, layouts: Sequence[Layout], paths: Sequence[str], files: list[list[Piece]]) -> list[str]:
+    def _write(self, layouts: Sequence[FileLayout], paths: Sequence[str], files: list[list[Piece]]) -> list[str]:
         """Writes the pieces of this rank, and returns their digests.
 
         Takes part in all exchanges, also after an error.
@@ -390,7 +390,7 @@ class CollectiveWriter(Writer):
         return result
 
     def _finish(
-        self, layouts: Sequence[Layout], paths: Sequence[str], files: list[list[Piece]], hashes: Sequence[str]
+        self, layouts: Sequence[FileLayout], paths: Sequence[str], files: list[list[Piece]], hashes: Sequence[str]
     ) -> Sequence[Written]:
         """Sends the digests to the first rank, which writes the headers."""
         written = []
@@ -402,7 +402,9 @@ class CollectiveWriter(Writer):
                 output.sync()
         return written
 
-    def _gathered(self, layouts: Sequence[Layout], files: list[list[Piece]], hashes: Sequence[str]) -> list[list[str]]:
+    def _gathered(
+        self, layouts: Sequence[FileLayout], files: list[list[Piece]], hashes: Sequence[str]
+    ) -> list[list[str]]:
         """Returns on the first rank the digests of the tensors of each file; on the others nothing."""
         nbytes = dict.fromkeys(self._ranks, 0)
         for piece in (piece for pieces in files for piece in pieces):

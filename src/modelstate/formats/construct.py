@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from modelstate.errors import DamagedFileError, ForbiddenGlobalError, ModelStateError, OpenError, UnsupportedTensorError
-from modelstate.formats.torch_globals import TorchGlobals, is_never, set_state
+from modelstate.formats.torch_globals import TorchGlobals, is_never, set_state, unsupported
 from modelstate.formats.unpickle import (
     Allowed,
     DeferredCall,
@@ -292,7 +292,7 @@ _Build = Callable[[Sequence[torch.Tensor], dict[int, Any]], Any]
 """Creates a value from the parts of a composite; the dict has the values that have been created, by key."""
 
 
-class _Parts:
+class _CompositeParts:
     """The tensors that a composite consists of, and the functions that create its values from them."""
 
     def __init__(self) -> None:
@@ -317,7 +317,7 @@ class _Constructor:
         flags, key = self.audit.flags(node), id(node)
         if key in self.audit.too_deep:
             what = f"a container within more than {MAX_DEPTH} others"
-            return _unsupported(what, "load it where it was written, and save it flatter")
+            return unsupported(what, "load it where it was written, and save it flatter")
         if not flags & UNFINISHED:
             return node
         if key not in self.values:
@@ -347,7 +347,7 @@ class _Constructor:
         if kind is Storage:
             if node.dtype in QUANTIZED:
                 what, remedy = f"a quantized storage ({node.dtype})", "save the dequantize()d form of its tensor"
-                return _unsupported(what, remedy)
+                return unsupported(what, remedy)
             return StoredTensor(node.dtype, (node.numel,), (1,), node.region, node.offset)
         if kind is StoredTensor:
             return replace(node, attributes=self.make(node.attributes, path))
@@ -359,7 +359,7 @@ class _Constructor:
         if kind is DeferredTensor:
             return self.composite(node, path)
         if flags & TENSOR:
-            return _unsupported(f"an object of {node.name} with tensors in it", "save the tensors beside it")
+            return unsupported(f"an object of {node.name} with tensors in it", "save the tensors beside it")
         try:
             args, kwargs = self.make(node.args, path), self.make(node.kwargs, path)
             if refused := _with_refused(node, (args, kwargs)):
@@ -431,7 +431,7 @@ class _Constructor:
     # Tensors that consist of others.
 
     def composite(self, recipe: DeferredTensor, path: Path) -> StoredComposite:
-        parts = _Parts()
+        parts = _CompositeParts()
         create = self.build_of(recipe.parts, path, parts)
         place, kind, count = f"{self.path}: {dotted(path)}", recipe.kind, len(parts.tensors)
 
@@ -461,7 +461,7 @@ class _Constructor:
             part_names=tuple(parts.names[index] for index in range(count)) if are_named else (),
         )
 
-    def build_of(self, node: object, path: Path, parts: _Parts) -> _Build:
+    def build_of(self, node: object, path: Path, parts: _CompositeParts) -> _Build:
         """The function that creates the value of a node; a shared node becomes one value in each composite."""
         if not self.audit.flags(node) & TENSOR:
             value = self.make(node, path)
@@ -478,7 +478,7 @@ class _Constructor:
             parts.builds[key] = build
         return parts.builds[key]
 
-    def new_build(self, node: Any, path: Path, parts: _Parts) -> _Build:
+    def new_build(self, node: Any, path: Path, parts: _CompositeParts) -> _Build:
         def all_of(nodes: Iterable[Any]) -> list[_Build]:
             return [self.build_of(child, path, parts) for child in nodes]
 
@@ -538,10 +538,6 @@ def _with_refused(node: object, pieces: object) -> Refused | None:
     return None if inner is None else Refused(inner.name, node, error=inner.error)
 
 
-def _unsupported(what: str, remedy: str) -> Refused:
-    return invalid(UnsupportedTensorError(f"{what} is not supported", remedy=remedy))
-
-
 def _within_itself(node: object) -> Refused:
     kind = f"an object of {node.name}" if type(node) is DeferredCall else f"a {type(node).__name__}"
-    return _unsupported(f"{kind} that holds itself", "load it where it was written, and save it without the loop")
+    return unsupported(f"{kind} that holds itself", "load it where it was written, and save it without the loop")

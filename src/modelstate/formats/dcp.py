@@ -55,7 +55,7 @@ Index = tuple[str, tuple[int, ...] | None]
 """A name, and the offsets of a chunk if the item is a tensor."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class ItemPlace(msgspec.Struct, frozen=True):
     """The place of a written item."""
 
     file: str
@@ -65,7 +65,7 @@ class Place(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class StoredChunk(msgspec.Struct, frozen=True):
     """A box of a tensor's elements that was saved as one item."""
 
     offsets: tuple[int, ...]
@@ -77,7 +77,7 @@ class ChunkedTensor(msgspec.Struct, frozen=True):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -85,7 +85,7 @@ class Metadata(msgspec.Struct, frozen=True):
 
     items: dict[str, ChunkedTensor | None]
     """The items by the names under which they were written; None for a value other than a tensor."""
-    places: dict[Index, Place]
+    places: dict[Index, ItemPlace]
     """The place of every chunk and of every value other than a tensor. The places do not overlap."""
     paths: dict[str, Path]
     """The path of each item in the state dict, in the order of the state dict."""
@@ -220,7 +220,7 @@ def _checked(value: object) -> Metadata:
                 raise
         items[name] = seen[id(node)]
     written = _places(_typed(fields.get("storage_data"), dict, "the table of places"))
-    places: dict[Index, Place] = {}
+    places: dict[Index, ItemPlace] = {}
     for name, item in items.items():
         for offsets in [None] if item is None else [chunk.offsets for chunk in item.chunks]:
             if (name, offsets) not in written:
@@ -236,10 +236,10 @@ def _tensor_metadata(node: object) -> ChunkedTensor:
     dtype = _dtype(fields.get("properties"))
     if min((*shape, 0)) < 0 or math.prod(filter(None, shape)) * dtype.itemsize >= MAX_INDEX:
         raise DamagedFileError("a tensor has an impossible size", found=f"shape {shape} of {dtype}")
-    chunks: list[Chunk] = []
+    chunks: list[StoredChunk] = []
     for chunk in _typed(fields.get("chunks"), list, "the list of chunks"):
         box = _state(chunk, "metadata.ChunkStorageMetadata")
-        chunks.append(Chunk(dims(box.get("offsets")), dims(box.get("sizes"))))
+        chunks.append(StoredChunk(dims(box.get("offsets")), dims(box.get("sizes"))))
     _check_cover(shape, chunks)
     return ChunkedTensor(dtype, shape, tuple(chunks))
 
@@ -263,7 +263,7 @@ def _dtype(node: object) -> torch.dtype:
     return dtype
 
 
-def _check_cover(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
+def _check_cover(shape: tuple[int, ...], chunks: Sequence[StoredChunk]) -> None:
     """Raises `DamagedFileError` unless each element is in exactly one chunk.
 
     A box is determined by its corners, each signed by the number of its coordinates that are upper bounds: they are the
@@ -285,7 +285,7 @@ def _check_cover(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
             remedy=_TRY_TORCH,
         )
     corners: Counter[tuple[int, ...]] = Counter()
-    for sign, box in [(1, chunk) for chunk in chunks] + [(-1, Chunk((0,) * len(shape), shape))]:
+    for sign, box in [(1, chunk) for chunk in chunks] + [(-1, StoredChunk((0,) * len(shape), shape))]:
         # Dimensions that are not split need no corners, unless the box is empty along them.
         if 0 in box.shape:
             continue
@@ -303,13 +303,13 @@ def _not_covered(what: str, shape: tuple[int, ...], found: object) -> DamagedFil
     return DamagedFileError(
         what,
         expected=f"chunks that make up a tensor of shape {shape}",
-        found=found if isinstance(found, Chunk) else f"{found} elements in chunks",
+        found=found if isinstance(found, StoredChunk) else f"{found} elements in chunks",
         remedy="copy the checkpoint again; if it was saved so, save it without the rank that failed",
     )
 
 
-def _places(table: dict[object, object]) -> dict[Index, Place]:
-    places: dict[Index, Place] = {}
+def _places(table: dict[object, object]) -> dict[Index, ItemPlace]:
+    places: dict[Index, ItemPlace] = {}
     keys = Keys()
     for key, node in table.items():
         index, info = _state(key, "metadata.MetadataIndex"), _state(node, "filesystem._StorageInfo")
@@ -318,7 +318,7 @@ def _places(table: dict[object, object]) -> dict[Index, Place]:
         keys.check(at[1])
         if at in places:
             raise _damaged("two places of one item", name)
-        place = Place(
+        place = ItemPlace(
             _typed(info.get("relative_path"), str, "the file of an item"),
             _typed(info.get("offset"), int, "the place of an item"),
             _typed(info.get("length"), int, "the length of an item"),
@@ -337,7 +337,7 @@ def _places(table: dict[object, object]) -> dict[Index, Place]:
     return places
 
 
-def _check_apart(places: dict[Index, Place]) -> None:
+def _check_apart(places: dict[Index, ItemPlace]) -> None:
     """Raises `DamagedFileError` where two items share bytes."""
     ordered = sorted(places.items(), key=lambda item: (item[1].file, item[1].start, item[1].nbytes))
     for (first, before), (second, after) in pairwise(ordered):
@@ -428,7 +428,7 @@ def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool
 
 
 def _read_archives(
-    places: Mapping[Index, Place],
+    places: Mapping[Index, ItemPlace],
     paths: Mapping[str, str],
     names: TorchGlobals,
     fingerprints: dict[str, FileFingerprint],
@@ -445,7 +445,7 @@ def _read_archives(
     return archives
 
 
-def _read_archive(file: SourceFile, index: Index, place: Place, names: TorchGlobals) -> Archive:
+def _read_archive(file: SourceFile, index: Index, place: ItemPlace, names: TorchGlobals) -> Archive:
     try:
         section = file.section(place.start, place.nbytes, index[0])
         if recognise(section.head) is not Format.TORCH_ZIP:
@@ -502,7 +502,7 @@ def _tensor(item: ChunkedTensor, chunks: Sequence[object], where: str) -> object
 # The state dict.
 
 
-class _Node(dict[str | int, object]):
+class _Container(dict[str | int, object]):
     """A container of the state dict, in contrast to a dict that is a value."""
 
 
@@ -511,25 +511,26 @@ def tree_of(values: Mapping[Path, object], where: str = "") -> dict[Any, object]
 
     Raises `DamagedFileError` for paths that make no tree; `where` is the file, for messages.
     """
-    root = _Node()
+    root = _Container()
     for path, value in values.items():
         node: Any = root
         for step in path[:-1]:
-            node = node.setdefault(step, _Node()) if type(node) is _Node else None
-        if type(node) is not _Node or path[-1] in node:
+            node = node.setdefault(step, _Container()) if type(node) is _Container else None
+        if type(node) is not _Container or path[-1] in node:
             raise DamagedFileError("two items have one path in the state dict", where=where, found=_dotted(path))
         node[path[-1]] = value
-    return _container(root, where, ())  # type: ignore[return-value]
+    return _finished(root, where, ())  # type: ignore[return-value]
 
 
 def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _container(node: _Node, where: str, path: Path) -> object:
+def _finished(node: _Container, where: str, path: Path) -> object:
     steps = [*node]
     nodes = {
-        step: _container(value, where, (*path, step)) if type(value) is _Node else value for step, value in node.items()
+        step: _finished(value, where, (*path, step)) if type(value) is _Container else value
+        for step, value in node.items()
     }
     if not path or all(type(step) is str for step in steps):
         return with_positions(nodes)

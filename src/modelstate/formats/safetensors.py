@@ -528,7 +528,7 @@ def why_not(name: object, tensor: torch.Tensor | LazyTensor) -> str:
     return ""
 
 
-class Layout(msgspec.Struct, frozen=True):
+class FileLayout(msgspec.Struct, frozen=True):
     """A file that is about to be written."""
 
     tensors: Tensors
@@ -543,10 +543,10 @@ class Layout(msgspec.Struct, frozen=True):
         return self.header_bytes + sum(tensor.nbytes for _, tensor in self.tensors)
 
 
-def layout(tensors: Mapping[str, torch.Tensor | LazyTensor], metadata: Metadata) -> Layout:
+def layout(tensors: Mapping[str, torch.Tensor | LazyTensor], metadata: Metadata) -> FileLayout:
     """Plans a file. Raises `ValueError` where the header would be larger than the format allows."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    return Layout(ordered, metadata, len(_header(ordered, metadata(blank_digests(tensors)))))
+    return FileLayout(ordered, metadata, len(_header(ordered, metadata(blank_digests(tensors)))))
 
 
 def blank_digests(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> dict[str, str]:
@@ -569,7 +569,7 @@ class Written(msgspec.Struct, frozen=True):
 
 
 def write(
-    output: Output, planned: Layout, threads: int | None = None, on_written: Callable[[int], None] = lambda _: None
+    output: Output, planned: FileLayout, threads: int | None = None, on_written: Callable[[int], None] = lambda _: None
 ) -> Written:
     """Writes the file, and calls `on_written` with numbers of bytes of tensors. The caller syncs it."""
     from modelstate.formats.block_writer import past_page_cache, write_blocks
@@ -582,14 +582,14 @@ def write(
     return write_header(output, planned, hashes)
 
 
-def write_header(output: Output, planned: Layout, hashes: Sequence[str]) -> Written:
+def write_header(output: Output, planned: FileLayout, hashes: Sequence[str]) -> Written:
     """Writes the header of a file, whose tensors have these digests, in the order of their bytes."""
     header, written = finished_header(planned, hashes)
     output.write_at(0, header)
     return written
 
 
-def finished_header(planned: Layout, hashes: Sequence[str]) -> tuple[bytes, Written]:
+def finished_header(planned: FileLayout, hashes: Sequence[str]) -> tuple[bytes, Written]:
     """Returns the header of a file whose tensors have these digests, and the digests. That of a shard has none."""
     digests = {name: value for (name, _), value in zip(planned.tensors, hashes, strict=True)}
     header = _header(planned.tensors, planned.metadata(digests))
@@ -599,7 +599,7 @@ def finished_header(planned: Layout, hashes: Sequence[str]) -> tuple[bytes, Writ
 
 def write_in_order(
     upload: Callable[[Written], AbstractContextManager[ObjectWriter]],
-    planned: Layout,
+    planned: FileLayout,
     threads: int | None = None,
     on_written: Callable[[int], None] = lambda _: None,
 ) -> Written:

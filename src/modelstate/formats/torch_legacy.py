@@ -55,7 +55,7 @@ def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool
 
 
 def _tree(file: SourceFile, allow: Sequence[object], skip_forbidden: bool) -> object:
-    storages = _Storages(file)
+    storages = _StreamStorages(file)
     nbytes = min(_FIRST_BYTES, file.nbytes)
     while True:
         data = file.read(0, nbytes, "the pickles")
@@ -75,7 +75,7 @@ def _tree(file: SourceFile, allow: Sequence[object], skip_forbidden: bool) -> ob
     return construct(value, path=file.path, data_nbytes=stop - start, names=names, skip_forbidden=skip_forbidden)
 
 
-def _pickles(data: bytes, storages: "_Storages") -> tuple[int, object, int]:
+def _pickles(data: bytes, storages: "_StreamStorages") -> tuple[int, object, int]:
     """The start of the main pickle, the keys of the storages in their order, and the start of the first storage."""
     check_protocol(data)
     names = TorchGlobals()
@@ -99,7 +99,7 @@ def _no_storage(key: tuple[object, ...]) -> object:
     raise damaged("a storage where none can be")
 
 
-class _Storages:
+class _StreamStorages:
     """The storages of a file: `declare` notes what the pickle says about them, `locate` finds their places."""
 
     def __init__(self, file: SourceFile) -> None:

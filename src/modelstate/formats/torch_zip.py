@@ -116,7 +116,7 @@ def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
     _check_byteorder(directory, prefix)
     data = directory.read(f"{prefix}data.pkl")
     check_protocol(data)
-    storages = _Storages(directory, prefix)
+    storages = _ZipStorages(directory, prefix)
     value, _ = unpickle(data, 0, storages.find, names.find)
     return Archive(value, len(data), lambda: directory.checksums(storages.records))
 
@@ -197,7 +197,7 @@ def _check_byteorder(directory: ZipDirectory, prefix: str) -> None:
         )
 
 
-class _Storages:
+class _ZipStorages:
     """Finds the place of a storage that the pickle refers to."""
 
     def __init__(self, directory: ZipDirectory, prefix: str) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from modelstate.errors import TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.formats.manifest import KEY, check_size
-from modelstate.formats.safetensors import Layout, Written, blank_digests, layout, write, write_in_order
+from modelstate.formats.safetensors import FileLayout, Written, blank_digests, layout, write, write_in_order
 from modelstate.formats.sharded import (
     INDEX_SUFFIX,
     SHARD_METADATA,
@@ -60,7 +60,7 @@ Files = dict[str, int]
 Outputs = Callable[[], Generator[Output]]
 
 
-class Writer:
+class CheckpointWriter:
     """Writes the files or objects of a checkpoint. This class does so in this process, others with several ranks.
 
     Args:
@@ -79,7 +79,7 @@ class Writer:
         return nullcontext()
 
     def write(
-        self, layouts: Sequence[Layout], outputs: Outputs, compared: Callable[[], Mapping[str, object]]
+        self, layouts: Sequence[FileLayout], outputs: Outputs, compared: Callable[[], Mapping[str, object]]
     ) -> Sequence[Written]:
         """Writes files, which are durable when it returns, but for their names.
 
@@ -104,7 +104,7 @@ class Writer:
 
     def upload(
         self,
-        layouts: Sequence[Layout],
+        layouts: Sequence[FileLayout],
         names: Callable[[], Sequence[str]],
         compared: Callable[[], Mapping[str, object]],
     ) -> Sequence[Written]:
@@ -123,7 +123,7 @@ class Writer:
             for name, planned in zip(names(), layouts, strict=True)
         ]
 
-    def upload_object(self, location: Location, planned: Layout, *, overwrite: bool) -> Written:
+    def upload_object(self, location: Location, planned: FileLayout, *, overwrite: bool) -> Written:
         """Writes one object in this process. Raises what `modelstate.remote.upload.new_object` raises."""
         return write_in_order(
             lambda _: new_object(location, planned.nbytes, overwrite=overwrite),
@@ -141,7 +141,7 @@ def write_checkpoint(
     state: SerializedState,
     path: str,
     *,
-    writer: Writer,
+    writer: CheckpointWriter,
     schema: str | None,
     shard_bytes: int | None,
     overwrite: bool,
@@ -220,9 +220,9 @@ def write_checkpoint(
 def _upload(
     state: SerializedState,
     path: str,
-    layouts: Sequence[Layout],
+    layouts: Sequence[FileLayout],
     groups: Sequence[Mapping[str, torch.Tensor | LazyTensor]],
-    writer: Writer,
+    writer: CheckpointWriter,
     schema: str | None,
     overwrite: bool,
     compared: Callable[[], Mapping[str, object]],
@@ -373,7 +373,7 @@ def _layouts(
     path: str,
     schema: str | None,
     entries: Mapping[str, str],
-) -> list[Layout]:
+) -> list[FileLayout]:
     """Plans the file of a state, or the shards for groups of its tensors. Raises `UnsavableError`."""
 
     def metadata(digests: Mapping[str, str]) -> dict[str, str]:

@@ -38,7 +38,7 @@ _HEADER_BYTES = 256
 """More than torch writes in a header, unless an option of torch aligns the data to more."""
 
 
-class Record(NamedTuple):
+class ZipRecord(NamedTuple):
     """A record of the archive, as its entry in the directory describes it."""
 
     header: int
@@ -146,8 +146,8 @@ class ZipDirectory:
             raise self._damaged("its directory is too short", f"{nbytes} bytes for {count} entries")
         return count, start, nbytes
 
-    def _entries(self, data: bytes, count: int) -> list[Record]:
-        entries: list[Record] = []
+    def _entries(self, data: bytes, count: int) -> list[ZipRecord]:
+        entries: list[ZipRecord] = []
         pos, size = 0, len(data)
         for _ in range(count):
             if pos + _ENTRY.size > size:
@@ -170,7 +170,7 @@ class ZipDirectory:
                 extra = data[name_end : name_end + extra_size]
                 nbytes, packed, header = self._zip64(name, extra, nbytes, packed, header)
             fields = header, name, raw_name, method, flags, crc32, packed, nbytes
-            entries.append(tuple.__new__(Record, fields))  # the constructor takes twice as long
+            entries.append(tuple.__new__(ZipRecord, fields))  # the constructor takes twice as long
         names = [entry.name for entry in entries]
         if len(set(names)) < count:
             twice = next(name for name, times in Counter(names).items() if times > 1)
@@ -208,7 +208,7 @@ class ZipDirectory:
                 raise self._size_error(name, "a size of 64 bits", "none")
         return result
 
-    def _local_headers(self, ordered: list[Record], directory: int) -> dict[str, int]:
+    def _local_headers(self, ordered: list[ZipRecord], directory: int) -> dict[str, int]:
         """Reads the local headers, the only place that tells where the data begins; they repeat all other fields.
 
         Returns the beginnings of the data, in bytes from the beginning of the archive.
@@ -248,7 +248,7 @@ class ZipDirectory:
                 raise self._size_error(name, expected, end)
         return starts
 
-    def _header(self, entry: Record, least_bytes: int, nbytes: int, directory: int) -> bytes:
+    def _header(self, entry: ZipRecord, least_bytes: int, nbytes: int, directory: int) -> bytes:
         """Reads the local header of an entry, of at least `least_bytes`, with what lies behind it."""
         if entry.header + least_bytes > directory:
             raise self._size_error(
@@ -257,7 +257,7 @@ class ZipDirectory:
         return self.file.read(entry.header, min(nbytes, directory - entry.header), "a header")
 
 
-def _start_before(entry: Record, begin: int) -> int | None:
+def _start_before(entry: ZipRecord, begin: int) -> int | None:
     """The beginning of a record's data, from where the next header begins; None where that leaves a doubt.
 
     A local header of another machine takes a request, and a file has thousands. torch aligns the data, and other

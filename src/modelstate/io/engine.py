@@ -26,7 +26,7 @@ from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
 from modelstate.io.memory import aligned
 from modelstate.process import parallel_for
 from modelstate.remote.cache import BLOCK_BYTES
-from modelstate.remote.file import CONNECTIONS, RemoteFile, Version
+from modelstate.remote.file import CONNECTIONS, ObjectVersion, RemoteFile
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
 
 BATCH_BYTES = 4 << 20
@@ -226,7 +226,7 @@ def open_files(
         for path in dict.fromkeys(paths):
             known = fingerprints.get(path)
             if known is not None and known.is_remote:
-                version = Version(known.nbytes, known.modified_ns, known.tag)
+                version = ObjectVersion(known.nbytes, known.modified_ns, known.tag)
                 files[path] = RemoteFile(path, version, known.cache)
             else:
                 files[path] = LocalFile(path, known)

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from modelstate.io.memory import aligned
-from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, block_elements
+from modelstate.spec import Allocate, Blocks, Combined, FillBlock, Stored, block_elements
 
 CONVOLUTIONS = {3: torch.nn.functional.conv1d, 4: torch.nn.functional.conv2d, 5: torch.nn.functional.conv3d}
 
@@ -104,7 +104,7 @@ def merged(weight: Stored, dtype: torch.dtype, deltas: Sequence[Delta]) -> Combi
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     has_dora = any(len(delta.factors) == 3 for delta in deltas)
 
-    def begin(factors: Sequence[torch.Tensor], allocate: Allocate) -> Fill:
+    def begin(factors: Sequence[torch.Tensor], allocate: Allocate) -> FillBlock:
         memory = allocate((block_elements(shape, unit),), wide)
         values = iter([factor.to(wide) for factor in factors])
         prepared = [(delta, [next(values) for _ in delta.factors]) for delta in deltas]

@@ -66,7 +66,7 @@ _LEAST_ADDRESS_SECONDS = 1.0
 """For how long an address of the hub is valid at least: a file that is refused sooner is not asked for again."""
 
 
-class Version(NamedTuple):
+class ObjectVersion(NamedTuple):
     """Tells versions of an object apart."""
 
     nbytes: int
@@ -88,7 +88,7 @@ class RemoteFile:
         OpenError: There is no such object, or it cannot be read.
     """
 
-    def __init__(self, path: str, version: Version | None = None, cache: Cache | None = None) -> None:
+    def __init__(self, path: str, version: ObjectVersion | None = None, cache: Cache | None = None) -> None:
         self.path, self.cache = path, cache
         self._store, self._key = store_of(locate(path))
         self._asked = -_LEAST_ADDRESS_SECONDS
@@ -100,7 +100,7 @@ class RemoteFile:
             self._blocks.append((0, bytes(buffer[: self.read_into([buffer], 0)])))
 
     @property
-    def version(self) -> Version:
+    def version(self) -> ObjectVersion:
         """What the object was at the first reply."""
         assert self._pinned is not None
         return self._pinned
@@ -250,9 +250,9 @@ class RemoteFile:
         self._check_encoding(result)
         meta = result.meta
         modified_ns = int(meta["last_modified"].timestamp()) * 1_000_000_000
-        found = Version(meta["size"], modified_ns, meta["e_tag"] or "")
+        found = ObjectVersion(meta["size"], modified_ns, meta["e_tag"] or "")
         if self.location.scheme == "hf":  # the commit in its name says which version it is, on whatever host
-            found = Version(found.nbytes, 0, "")
+            found = ObjectVersion(found.nbytes, 0, "")
         if self._pinned is None:
             self._pinned = found
         expected = self._pinned

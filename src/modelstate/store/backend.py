@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from modelstate.errors import WriteFailedError
 from modelstate.formats.manifest import digest
-from modelstate.formats.safetensors import Layout, Written, write
+from modelstate.formats.safetensors import FileLayout, Written, write
 from modelstate.formats.sharded import SUFFIX
 from modelstate.io import system
 from modelstate.io.atomic import atomic_file, make_directory, new_file, sync_directory, write_new_file
@@ -74,7 +74,7 @@ class NewFiles(Protocol):
     path: str
     """The directory of the checkpoint while it is written."""
 
-    def write_tensors(self, key: str, planned: Layout) -> tuple[str, Written, FileRecord]:
+    def write_tensors(self, key: str, planned: FileLayout) -> tuple[str, Written, FileRecord]:
         """Writes a file of tensors of an object. Returns its name, which has a digest of its content."""
 
     def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
@@ -339,7 +339,7 @@ class _NewDirectory:
                 mode = os.stat(replaced.path).st_mode & 0o777 | stat.S_IRWXU  # it may have been made read-only
         system.mkdir(self.path, mode)
 
-    def write_tensors(self, key: str, planned: Layout) -> tuple[str, Written, FileRecord]:
+    def write_tensors(self, key: str, planned: FileLayout) -> tuple[str, Written, FileRecord]:
         self._count += 1
         unnamed = os.path.join(self.path, f".{self._count}{SUFFIX}")  # no object has such a name
         with new_file(unnamed) as output:

@@ -36,7 +36,7 @@ import msgspec
 
 from modelstate.errors import LockedError, ReadFailedError, TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.formats.manifest import digest
-from modelstate.formats.safetensors import Layout, Written, write_in_order
+from modelstate.formats.safetensors import FileLayout, Written, write_in_order
 from modelstate.formats.sharded import INDEX_SUFFIX, SUFFIX
 from modelstate.process import try_start
 from modelstate.remote.location import Location, locate
@@ -274,7 +274,7 @@ class _NewObjects:
         self._written.append(self._bucket.at(name))
         return self._written[-1]
 
-    def write_tensors(self, key: str, planned: Layout) -> tuple[str, Written, FileRecord]:
+    def write_tensors(self, key: str, planned: FileLayout) -> tuple[str, Written, FileRecord]:
         name = ""
 
         def upload(written: Written) -> AbstractContextManager[ObjectWriter]:

@@ -12,7 +12,7 @@ from modelstate.distributed.uploading import CollectiveUploader
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.manifest import digest
-from modelstate.formats.safetensors import Layout, layout, parts_of
+from modelstate.formats.safetensors import FileLayout, layout, parts_of
 from modelstate.formats.sharded import SHARD_METADATA
 from modelstate.io.atomic import Output, new_file
 from modelstate.store.saving import (
@@ -70,7 +70,7 @@ class SpreadWriter:
 
         Raises what `CollectiveWriter.write` raises.
         """
-        layouts: list[Layout] = []
+        layouts: list[FileLayout] = []
         files: list[SpreadFile] = []
         paths: list[str] = []
         split: Split[Any] = splitter(shard_bytes)

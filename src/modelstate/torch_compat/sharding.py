@@ -17,7 +17,7 @@ from modelstate.process import check_stopped
 from modelstate.spec import contiguous_stride
 
 
-class Split(NamedTuple):
+class DimensionSplit(NamedTuple):
     """The split of a tensor dimension over a mesh dimension, as one rank sees it."""
 
     placement: Any
@@ -36,7 +36,7 @@ def is_split(placement: Any) -> bool:
     return isinstance(placement, Shard | _StridedShard)
 
 
-def split_indices(size: int, splits: Sequence[Split]) -> list[range]:
+def split_indices(size: int, splits: Sequence[DimensionSplit]) -> list[range]:
     """Returns the indices of a dimension that one rank holds: runs, in the order in which they lie in its local tensor.
 
     Torch itself splits a tensor of indices, so the result is right for every placement that torch can split by.
