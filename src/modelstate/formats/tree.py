@@ -386,7 +386,7 @@ def same_value(first: Any, second: Any, depth: int = 0) -> bool:
     """Whether two values are equal; NaN equals NaN. False if they are nested too deeply, or cannot be compared.
 
     Arrays of NumPy are equal if their dtypes and shapes are, too: none is broadcast to the shape of the other. Objects
-    that do not compare as equal are so if they are saved as the same, such as random generators in one state.
+    that do not compare as equal are so if they are saved as the same, such as dataclasses of arrays.
     """
     if first is second:
         return True
@@ -424,7 +424,7 @@ _COMPARED = (str, bytes, bytearray, bool, int, float, complex, type(None))
 
 
 def _same_encoding(first: object, second: object, depth: int) -> bool:
-    """Whether two values are saved as the same: random generators, or objects that hold arrays or NaN, for example."""
+    """Whether two values are saved as the same: objects that hold arrays or NaN, for example."""
     from modelstate.codec.codec import encode
 
     try:
