@@ -49,7 +49,7 @@ def test_commands_on_each_kind_of_location(base: str) -> None:
             assert (code, "step 1" in out) == (0, True), err
         assert run("store", "ls", f"{base}/{name}")[0] == 0
         code, _, err = run("inspect", f"{base}/{name}")
-        assert (code, "it is a store" in err) == (1, True), err
+        assert (code, "modelstate store restore" in err) == (1, True), err
 
 
 def test_a_store_command_on_another_location(base: str) -> None:
