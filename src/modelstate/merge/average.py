@@ -19,7 +19,7 @@ from modelstate.formats.tree import FlatTree
 from modelstate.planning.quantized import stored_quantized
 from modelstate.problems import ProblemKind, join_remedies, remedies_for
 from modelstate.rules.joining import SCALABLE
-from modelstate.spec import Allocate, Blocks, Combined, Fill, Stored, bytes_key
+from modelstate.spec import Allocate, Blocks, Combined, FillBlock, Stored, bytes_key
 from modelstate.text_format import count, listed
 from modelstate.torch_compat.plain import same_values
 
@@ -160,7 +160,7 @@ class Average(Combination):
         compute, wide = (_average, dtype) if by_differences else (_sum, _COMPUTED_IN[dtype])
         chunk = min(_CHUNK_BYTES // wide.itemsize, math.prod(shape))
 
-        def begin(_: Sequence[torch.Tensor], allocate: Allocate) -> Fill:
+        def begin(_: Sequence[torch.Tensor], allocate: Allocate) -> FillBlock:
             scratch = allocate((2, chunk), wide)
 
             def fill(out: torch.Tensor, blocks: Sequence[torch.Tensor], _: int) -> None:
