@@ -148,6 +148,11 @@ def folded(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(without_numbers(name).replace("#", "*") for name in names))
 
 
+def folded_label(names: Sequence[str]) -> str:
+    """The name in a row that stands for names that differ in numbers only: "layers.*.weight (12 ×)"."""
+    return names[0] if len(names) == 1 else f"{folded(names[:1])[0]} ({len(names):,} ×)"
+
+
 _WIDEST = 300
 """No column is wider: a hostile file may have a name of megabytes, which would add as many blanks to each row."""
 

@@ -34,8 +34,8 @@ def test_text_of_a_training_checkpoint(training: dict[str, Any]) -> None:
     assert "28 tensors" in lines[1]
     assert "285 elements" in lines[1]
     assert lines[2] == "dtypes: float32 (27), int64 (1)"
-    assert any(line.split() == ["layer.0", "…", "layer.11", "(12", "×)", "960", "B"] for line in lines)
-    assert any(line.split() == ["weight", "[4,", "4]", "float32", "64", "B"] for line in lines)
+    row = ["model.layer.*.weight", "(12", "×)", "[4,", "4]", "float32", "768", "B"]
+    assert any(line.split() == row for line in lines)
     assert any(line.endswith("= model.embed.weight") and "head.weight" in line for line in lines)
     assert "  model.embed.weight = model.head.weight" in lines
     assert any(line.split() == ["step", "int", "1000"] for line in lines)
@@ -73,9 +73,9 @@ def test_the_state_of_an_optimizer_takes_few_lines() -> None:
 
     steps = {140178894849152 + 72 * i: state(7) for i in range(20)} | {140178894999999: state(8)}
     lines = str(ms.inspect({"state": steps})).splitlines()
-    assert any(line.split() == ["state.140178894849152.step", "…", "(20", "×)", "int", "7"] for line in lines)
+    assert any(line.split() == ["state.*.step", "(20", "×)", "int", "7"] for line in lines)
     assert any(line.split() == ["state.140178894999999.step", "int", "8"] for line in lines)
-    assert any(line.split() == ["state.140178894849152", "…", "(21", "×)", "336", "B"] for line in lines)
+    assert any(line.split() == ["state.*.exp_avg", "(21", "×)", "[4]", "float32", "336", "B"] for line in lines)
     assert len(lines) < 12
 
 

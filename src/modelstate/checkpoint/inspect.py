@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -24,7 +24,7 @@ from modelstate.process import progress_bar
 from modelstate.remote.cache import Cache
 from modelstate.spec import Refused, StoredTensor
 from modelstate.tensor_spec import TensorSpec
-from modelstate.text_format import columns, count, printable, safe_repr, seconds, shorten, size
+from modelstate.text_format import columns, count, folded, folded_label, printable, safe_repr, seconds, shorten, size
 from modelstate.torch_compat.values import is_tensor, is_uninitialised
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class InspectedValue(msgspec.Struct, frozen=True):
 class Inspection(Shown):
     """The names, shapes, sizes and values of a checkpoint. Returned by `modelstate.inspect`.
 
-    `print` shows the tree of the names with shapes, dtypes and sizes, the tied tensors, and the other values.
+    `print` shows the names with shapes, dtypes and sizes, the tied tensors, and the other values.
     """
 
     source: str
@@ -183,7 +183,7 @@ class Inspection(Shown):
         """Returns what `print` shows.
 
         Args:
-            fold: Whether the tensors are a tree in which similar modules share a row; otherwise each has a row.
+            fold: Whether similar tensors whose names differ in numbers only share a row.
 
         Examples:
             >>> print(modelstate.inspect("model.safetensors").text(fold=False))
@@ -271,7 +271,7 @@ def inspect(
         cache: Where what is read of remote files is kept, a `Cache`.
 
     Returns:
-        The description; `print` shows it as a tree, and `to_json` returns it for other programs.
+        The description; `print` shows it, and `to_json` returns it for other programs.
 
     Raises:
         OpenError: The source cannot be opened.
@@ -339,19 +339,17 @@ def _tensors(inspection: Inspection, fold: bool) -> str:
     if not inspection.tensors:
         return ""
     tied_to = {name: group[0] for group in inspection.aliases for name in group[1:]}
+    groups: dict[object, list[TensorSpec]] = {}
+    for spec in inspection.tensors:
+        pattern = folded([spec.name])[0] if fold else spec.name
+        groups.setdefault((pattern, spec.shape, spec.dtype_name, spec.kind, spec.name in tied_to), []).append(spec)
     lines = [("name", "shape", "dtype", "size", "")]
-    specs = {spec.name: spec for spec in inspection.tensors}
-    each = (Row(0, spec.name, spec, spec.nbytes, 1) for spec in inspection.tensors)
-    for row in rows(build(specs, frozenset(tied_to))) if fold else each:
-        label = "  " * row.depth + row.label
-        spec = row.spec
-        if spec is None:
-            lines.append((label, "", "", size(row.nbytes), ""))
-            continue
+    for group in groups.values():
+        spec, nbytes = group[0], sum(spec.nbytes for spec in group)
         notes = [spec.kind] if spec.kind != "strided" else []
-        if spec.name in tied_to:
-            notes.append(f"= {tied_to[spec.name]}")
-        lines.append((label, str(list(spec.shape)), spec.dtype_name, size(spec.nbytes * row.times), ", ".join(notes)))
+        notes += [f"= {tied_to[spec.name]}"] if spec.name in tied_to else []
+        label = folded_label([spec.name for spec in group])
+        lines.append((label, str(list(spec.shape)), spec.dtype_name, size(nbytes), ", ".join(notes)))
     return columns(lines, right=(3,))
 
 
@@ -371,14 +369,11 @@ def _values(inspection: Inspection) -> str:
         return ""
     similar: dict[tuple[str, str, str], list[str]] = {}
     for entry in inspection.values:
-        pattern = ".".join("*" if _is_number(part) else part for part in entry.path.split("."))
+        pattern = folded([entry.path])[0]
         is_text = isinstance(entry.value, str) and entry.kind != "str"
         text = str(entry.value) if is_text else repr(entry.value)
         similar.setdefault((pattern, entry.kind, shorten(text, _VALUE_WIDTH)), []).append(entry.path)
-    table = []
-    for (_, kind, text), paths in similar.items():
-        folded = [f"{paths[0]} … ({len(paths)} ×)"] if len(paths) > _MAX_RUNS else paths
-        table += [(f"  {path}", kind, text) for path in folded]
+    table = [(f"  {folded_label(paths)}", kind, text) for (_, kind, text), paths in similar.items()]
     return f"values that are not tensors ({len(inspection.values):,}):\n{columns(table)}"
 
 
@@ -425,122 +420,3 @@ def plain_value(value: object, levels: int = _MOST_LEVELS) -> object:
     if isinstance(value, Sequence | set | frozenset) and not is_whole:
         return [plain_value(item, levels - 1) for item in value]
     return shorten(safe_repr(value), 1000)
-
-
-# The tree of the names.
-
-_MAX_DEPTH = 60
-"""The parts of a name that become levels of the tree; the rest of a longer name is one level."""
-_MAX_RUNS = 8
-"""The most runs of consecutive, similar children that are shown separately. Where there are more, all similar children
-are folded into one row: the state of an optimizer, whose numbers are those of parameters, or layers of two kinds."""
-
-
-class Node(msgspec.Struct):
-    """A module, a tensor, or (where a name is also a prefix) both."""
-
-    name: str
-    children: dict[str, Node] = msgspec.field(default_factory=dict)
-    spec: TensorSpec | None = None
-    nbytes: int = 0
-    """Bytes of everything below, without tied tensors, which count elsewhere."""
-    shape: int = 0
-    """Equal for similar nodes: the same names, shapes, dtypes and kinds below."""
-
-
-class Row(msgspec.Struct, frozen=True):
-    """A row of the tree."""
-
-    depth: int
-    label: str
-    spec: TensorSpec | None
-    nbytes: int
-    """Bytes of everything that the row stands for."""
-    times: int
-    """The number of similar siblings that the row stands for."""
-
-
-def build(specs: Mapping[str, TensorSpec], tied: frozenset[str] = frozenset()) -> Node:
-    """Builds the tree of the names. Names in `tied` share the bytes of others: they count nothing, and are not folded
-    with names that count."""
-    root = Node("")
-    for name, spec in specs.items():
-        node = root
-        for part in name.split(".", _MAX_DEPTH):
-            node = node.children.setdefault(part, Node(part))
-        node.spec = spec
-    _measure(root, {}, tied)
-    return root
-
-
-def _measure(node: Node, known: dict[object, int], tied: frozenset[str]) -> None:
-    own: object = None
-    if node.spec is not None:
-        spec = node.spec
-        own = (spec.shape, spec.dtype_name, spec.kind, spec.name in tied)
-        node.nbytes = 0 if spec.name in tied else spec.nbytes
-    for child in node.children.values():
-        _measure(child, known, tied)
-        node.nbytes += child.nbytes
-    below = frozenset((name, child.shape) for name, child in node.children.items())
-    node.shape = known.setdefault((own, below), len(known))
-
-
-def rows(node: Node, depth: int = 0) -> Iterator[Row]:
-    """The rows below a node, from top to bottom."""
-    for alike in _runs(node):
-        prefix, group = _follow(alike)
-        first, last = group[0], group[-1]
-        label = prefix + first.name
-        if len(group) > 1:
-            is_consecutive = int(last.name) - int(first.name) == len(group) - 1
-            to = f"{prefix[prefix[:-1].rfind('.') + 1 :]}{last.name} " if is_consecutive else ""
-            label += f" … {to}({len(group)} ×)"
-        yield Row(depth, label, first.spec, sum(child.nbytes for child in group), len(group))
-        yield from rows(first, depth + 1)
-
-
-def _follow(group: list[Node]) -> tuple[str, list[Node]]:
-    """Descends while there is only one group below, so that a chain of modules takes one row."""
-    prefix = ""
-    while len(group) == 1 and group[0].spec is None and len(below := _runs(group[0])) == 1:
-        prefix += group[0].name + "."
-        group = below[0]
-    return prefix, group
-
-
-def _runs(node: Node) -> list[list[Node]]:
-    """The children in groups: similar ones with consecutive numbers form one group. Numbers are in numeric order."""
-    numbered = sorted((int(name), child) for name, child in node.children.items() if _is_number(name))
-    groups: list[list[Node]] = []
-    for name, child in node.children.items():
-        if not _is_number(name):
-            groups.append([child])
-        elif numbered:
-            runs = list(_numbered_runs(numbered))
-            if len(runs) > _MAX_RUNS:  # one group for all that are similar, in the order of their first members
-                similar: dict[int, list[Node]] = {}
-                for run in runs:
-                    similar.setdefault(run[0].shape, []).extend(run)
-                runs = [*similar.values()]
-            groups += runs
-            numbered = []
-    return groups
-
-
-def _numbered_runs(numbered: list[tuple[int, Node]]) -> Iterator[list[Node]]:
-    run: list[Node] = []
-    previous = -1
-    for number, child in numbered:
-        if run and (number != previous + 1 or child.shape != run[0].shape):
-            yield run
-            run = []
-        run.append(child)
-        previous = number
-    if run:
-        yield run
-
-
-def _is_number(name: str) -> bool:
-    """Whether a part of a name is a number, such as the index of a layer."""
-    return name.isascii() and name.isdigit() and len(name) <= 18 and (name == "0" or name[0] != "0")

@@ -33,7 +33,7 @@ from modelstate.checkpoint.reduction import (
 )
 from modelstate.html.page import ColumnKind, Page, Shown
 from modelstate.spec import Stored, bytes_key
-from modelstate.text_format import columns, count, folded, printable, seconds, size
+from modelstate.text_format import columns, count, folded, folded_label, printable, seconds, size
 from modelstate.torch_compat.dtypes import short
 
 _TINY = 1e-20
@@ -338,7 +338,7 @@ def _row(group: list[TensorStatistics]) -> tuple[str, ...]:
     shares = [each.zeros for each in found if each.zeros is not None]
     counts = (sum(each.nan or 0 for each in found), sum(each.infinite or 0 for each in found))
     return (
-        f"{folded([first.name])[0]} ({len(group)} ×)" if len(group) > 1 else first.name,
+        folded_label([entry.name for entry in group]),
         str(list(first.shape)),
         short(first.dtype),
         size(sum(entry.bytes for entry in group)),

@@ -14,7 +14,18 @@ from modelstate.arguments import check_integer
 from modelstate.comparison.difference import Difference
 from modelstate.html.page import ColumnKind, Page, Shown
 from modelstate.tensor_spec import TensorSpec
-from modelstate.text_format import as_given, columns, count, folded, listed, printable, seconds, shorten, size
+from modelstate.text_format import (
+    as_given,
+    columns,
+    count,
+    folded,
+    folded_label,
+    listed,
+    printable,
+    seconds,
+    shorten,
+    size,
+)
 from modelstate.torch_compat.dtypes import short
 
 _TEXT_WIDTH = 72
@@ -247,12 +258,8 @@ def _names(what: str, specs: Sequence[TensorSpec]) -> str:
     groups: dict[tuple[str, str, str], list[str]] = {}
     for spec in specs:
         groups.setdefault((folded([spec.name])[0], str(list(spec.shape)), short(spec.dtype)), []).append(spec.name)
-    rows = [(f"  {_times(names)}", shape, dtype) for (_, shape, dtype), names in groups.items()]
+    rows = [(f"  {folded_label(names)}", shape, dtype) for (_, shape, dtype), names in groups.items()]
     return _section(f"{what} ({len(specs):,}):", rows) if rows else ""
-
-
-def _times(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{folded(names[:1])[0]} ({len(names)} ×)"
 
 
 def _values(values: Sequence[ValueDiff]) -> str:
@@ -296,7 +303,7 @@ def _row(group: Sequence[TensorDiff]) -> tuple[str, ...]:
     found = [tensor.difference for tensor in group if tensor.difference is not None]
     shares = [difference.changed for difference in found if difference.changed is not None]
     return (
-        _times([tensor.name for tensor in group]) + (f", {first.part}" if first.part else ""),
+        folded_label([tensor.name for tensor in group]) + (f", {first.part}" if first.part else ""),
         _both(first.shapes, lambda shape: str(list(shape))),
         _both(first.dtypes, short),
         f"{100 * math.fsum(shares) / len(shares):.3g}%" if shares else "",
