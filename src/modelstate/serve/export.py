@@ -120,7 +120,7 @@ def export(
     files, inputs = (None, None) if kind == "exported" else _compiled(program, model, options or {})
     extra = names.extra if names is not None else ()
     tensors = _tensors(model, trial.mutable)
-    manifest = Manifest(kind, tensors, names, reason, extra, torch.__version__, inputs)
+    manifest = Manifest(kind, tensors, names, reason, extra, str(torch.__version__), inputs)
     with atomic_file(where, overwrite=overwrite) as output:
         _write(output, program, files, manifest, where)
         trial.verify(target_factory(output.path, None, training))

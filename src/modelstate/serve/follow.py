@@ -3,6 +3,7 @@
 import inspect
 import math
 import os
+import random
 import threading
 import time
 import warnings
@@ -99,7 +100,7 @@ def follow(
         store: a `Store`, whose cache is used, or its directory, which need not exist yet.
         select: "latest", the checkpoint that was saved last; "best:METRIC", the lowest; "best:METRIC:max", the highest.
         object: the object of a checkpoint that has the weights.
-        poll_seconds: seconds between two polls.
+        poll_seconds: seconds between two polls, up to a tenth more or less.
         on_error: called with each error: a `SkippedCheckpointError`, with its cause, for each bad checkpoint. Any other
             error is retried, and reported once until a poll succeeds. An exception of the callback becomes an event.
             Without a callback, a `FollowWarning` reports the errors.
@@ -330,7 +331,8 @@ class Following:
             with stopped_by(lambda: task.is_cancelled):
                 while not task.is_cancelled:
                     self.poll()
-                    task.sleep(self._poll_seconds)
+                    # The polls of programs that follow one store spread over time.
+                    task.sleep(self._poll_seconds * random.uniform(0.9, 1.1))
         except Stopped:
             pass
         except BaseException as error:

@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Literal, Self
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import msgspec
 import torch
@@ -21,7 +21,6 @@ from modelstate.errors import (
     ChecksumError,
     DamagedFileError,
     LiveTargetError,
-    NameMapError,
     NewerManifestError,
 )
 from modelstate.formats.manifest import check_size
@@ -41,21 +40,29 @@ _VERSION = 1
 Kind = Literal["exported", "aoti"]
 
 
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+
+
 class ProgramTensor(msgspec.Struct, frozen=True):
     """A tensor of a program, as the manifest describes it."""
 
-    name: str
+    name: _Text
     """The path in the module tree that runs."""
-    shape: tuple[int, ...]
-    dtype: str
-    stride: tuple[int, ...]
+    shape: tuple[_Size, ...]
+    dtype: _Text
+    stride: tuple[_Size, ...]
     """In elements."""
     role: Literal["parameter", "buffer", "hidden"]
     """ "hidden" is a buffer that is not in the state dict."""
     mutable: bool
     """Whether requests change it, as far as the inputs of the export show."""
-    alias: str
+    alias: _Text
     """The first name of the tensor; it differs from `name` where the tensor is tied."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype) or len(self.shape) != len(self.stride):
+            raise ValueError(f"{self.name}: {self.dtype}, shape {self.shape}, stride {self.stride}")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -86,9 +93,18 @@ class Manifest(msgspec.Struct, frozen=True):
     """The reason why there is no map; empty where there is one."""
     extra_state: tuple[str, ...]
     """Names of extra state in the state dict, which a program does not have."""
-    torch_version: str
+    torch_version: str = msgspec.field(name="torch")
     inputs: Mapping[str, Any] | None = None
     """The description of a package's inputs; None for an exported program, which contains it."""
+
+    def __post_init__(self) -> None:
+        by_name = {tensor.name: tensor for tensor in self.tensors}
+        for tensor in self.tensors:
+            first = by_name.get(tensor.alias)
+            if first is None or (first.shape, first.dtype, first.stride) != (tensor.shape, tensor.dtype, tensor.stride):
+                raise ValueError(f"{tensor.name} is tied to {tensor.alias}, whose shape, dtype or stride differs")
+        if len(by_name) != len(self.tensors):
+            raise ValueError("a name twice")
 
     def __str__(self) -> str:
         weights = {tensor.alias: tensor for tensor in self.tensors if tensor.role != "hidden"}
@@ -107,21 +123,8 @@ class Manifest(msgspec.Struct, frozen=True):
             >>> modelstate.serve.Manifest.from_json(manifest.to_json(), "program.pt2") == manifest
             True
         """
-        return json.dumps(
-            {
-                "format": _FORMAT,
-                "version": _VERSION,
-                "modelstate": __version__,
-                "torch": self.torch_version,
-                "kind": self.kind,
-                "tensors": [msgspec.structs.asdict(tensor) for tensor in self.tensors],
-                "names": None if self.names is None else json.loads(self.names.to_json()),
-                "names_reason": self.names_reason,
-                "extra_state": list(self.extra_state),
-                "inputs": self.inputs,
-            },
-            indent=1,
-        )
+        head = {"format": _FORMAT, "version": _VERSION, "modelstate": __version__}
+        return msgspec.json.format(msgspec.json.encode(head | msgspec.to_builtins(self)), indent=1).decode()
 
     @classmethod
     def from_json(cls, text: str, where: str) -> "Manifest":
@@ -143,77 +146,30 @@ class Manifest(msgspec.Struct, frozen=True):
         """
         try:
             check_size(text)
-            fields = json.loads(text)
-            if fields["format"] != _FORMAT:
-                raise ValueError(f"format {fields['format']!r}")
-            if type(fields["version"]) is not int or fields["version"] > _VERSION:
+            head = msgspec.json.decode(text, type=_Head)
+            if head.version > _VERSION:
                 raise NewerManifestError(
                     "the program was written by a newer modelstate",
                     where=where,
                     expected=f"version {_VERSION} or before",
-                    found=f"version {fields['version']!r}, of modelstate {fields.get('modelstate')!r}",
+                    found=f"version {head.version}, of modelstate {head.modelstate!r}",
                 )
-            if fields["kind"] not in ("exported", "aoti"):
-                raise ValueError(f"kind {fields['kind']!r}")
-            names = fields["names"]
-            return cls(
-                fields["kind"],
-                _tensors_from_json(fields["tensors"]),
-                None if names is None else NameMap.from_json(json.dumps(names)),
-                str(fields["names_reason"]),
-                tuple(map(str, fields["extra_state"])),
-                str(fields["torch"]),
-                fields["inputs"],
-            )
-        except NewerManifestError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            what = error.what if isinstance(error, NameMapError) else f"{type(error).__name__}: {error}"
+            return msgspec.json.decode(text, type=cls)
+        except (ValueError, msgspec.DecodeError, RecursionError) as error:
+            if isinstance(error, NewerManifestError):
+                raise
             raise DamagedFileError(
                 "the description of the weights in the file is damaged",
                 where=where,
-                found=what,
+                found=error,
                 remedy="export the program again, or get another copy of the file",
             ) from error
 
 
-def _tensors_from_json(items: list[dict[str, Any]]) -> tuple[ProgramTensor, ...]:
-    tensors = tuple(
-        ProgramTensor(
-            name=_text(item["name"]),
-            shape=_numbers(item["shape"]),
-            dtype=_text(item["dtype"]),
-            stride=_numbers(item["stride"]),
-            role=item["role"],
-            mutable=bool(item["mutable"]),
-            alias=_text(item["alias"]),
-        )
-        for item in items
-    )
-    by_name = {tensor.name: tensor for tensor in tensors}
-    for tensor in tensors:
-        first = by_name[tensor.alias]
-        if not isinstance(getattr(torch, tensor.dtype), torch.dtype) or len(tensor.shape) != len(tensor.stride):
-            raise ValueError(f"{tensor.name}: {tensor.dtype}, shape {tensor.shape}, stride {tensor.stride}")
-        if tensor.role not in ("parameter", "buffer", "hidden"):
-            raise ValueError(f"{tensor.name}: {tensor.role!r}")
-        if (first.shape, first.dtype, first.stride) != (tensor.shape, tensor.dtype, tensor.stride):
-            raise ValueError(f"{tensor.name} is tied to {tensor.alias}, whose shape, dtype or stride differs")
-    if len(by_name) != len(tensors):
-        raise ValueError("a name twice")
-    return tensors
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{value!r} instead of a name")
-    return value
-
-
-def _numbers(value: list[int]) -> tuple[int, ...]:
-    if not all(type(number) is int and 0 <= number < 2**48 for number in value):
-        raise ValueError(f"{value!r} instead of sizes")
-    return tuple(value)
+class _Head(msgspec.Struct):
+    format: Literal["modelstate-program"]
+    version: int
+    modelstate: str = ""
 
 
 _REMEDY = "give a .pt2 that modelstate.export, torch.export.save or AOTInductor has written"

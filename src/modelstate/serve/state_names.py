@@ -3,13 +3,11 @@
 The two differ where state-dict hooks rename, split or fuse tensors. An exported program has the names of the tree.
 """
 
-import json
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import chain
-from types import MappingProxyType
-from typing import TypeVar
+from typing import Literal, TypeVar
 
+import msgspec
 import torch
 from torch import nn
 
@@ -33,12 +31,10 @@ def names_by_tensor(state: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
 
 
 _V = TypeVar("_V")
-_FORMAT = "modelstate-name-map"
 _LISTED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class NameMap:
+class NameMap(msgspec.Struct, frozen=True):
     """A map between the names of `module.state_dict()` and the runtime names: those of a program exported from it.
 
     The names differ where a state-dict hook renames. `NameMap.of(module)` captures them when the program is exported;
@@ -51,29 +47,29 @@ class NameMap:
         >>> live.swap("checkpoint.pt")
     """
 
-    runtime: Mapping[str, str]
+    runtime: dict[str, str]
     """The runtime name for each name of the state dict."""
-    eager: Mapping[str, str]
+    eager: dict[str, str]
     """A name of the state dict for each runtime name. Several runtime names of a tied tensor may have the same one."""
     extra: tuple[str, ...] = ()
     """Names of extra state in the state dict, which a program cannot take."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Groups of runtime names of one tensor. A checkpoint needs one name of each group."""
-    _crossed: frozenset[str] = field(init=False, repr=False, compare=False)
-    """Names that the state dict and the runtime state have for different tensors."""
 
     def __post_init__(self) -> None:
-        set_field = object.__setattr__
-        set_field(self, "runtime", MappingProxyType(dict(self.runtime)))
-        set_field(self, "eager", MappingProxyType(dict(self.eager)))
-        crossed = (name for name, runtime in self.runtime.items() if name != runtime and name in self.eager)
-        set_field(self, "_crossed", frozenset(crossed))
+        has_counterparts = set(self.runtime.values()) <= set(self.eager) and set(self.eager.values()) <= set(
+            self.runtime
+        )
+        if not has_counterparts or not {*chain(*self.ties)} <= set(self.eager):
+            raise ValueError("names without a counterpart")
+
+    @property
+    def _crossed(self) -> set[str]:
+        """Names that the state dict and the runtime state have for different tensors."""
+        return {name for name, runtime in self.runtime.items() if name != runtime and name in self.eager}
 
     def __hash__(self) -> int:
         return hash((*self.runtime.items(), *self.eager.items(), *self.extra))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return NameMap, (dict(self.runtime), dict(self.eager), self.extra, self.ties)
 
     def __repr__(self) -> str:
         renamed = sum(name != runtime for name, runtime in self.runtime.items())
@@ -167,17 +163,8 @@ class NameMap:
         Examples:
             >>> Path("names.json").write_text(names.to_json())
         """
-        return json.dumps(
-            {
-                "format": _FORMAT,
-                "version": 1,
-                "runtime": dict(self.runtime),
-                "eager": dict(self.eager),
-                "extra": list(self.extra),
-                "ties": list(map(list, self.ties)),
-            },
-            indent=1,
-        )
+        head = {"format": "modelstate-name-map", "version": 1}
+        return msgspec.json.format(msgspec.json.encode(head | msgspec.to_builtins(self)), indent=1).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "NameMap":
@@ -196,27 +183,14 @@ class NameMap:
             >>> names = modelstate.serve.NameMap.from_json(Path("names.json").read_text())
         """
         try:
-            fields = json.loads(text)
-            if fields["format"] != _FORMAT or fields["version"] != 1:
-                raise ValueError(f"{fields['format']!r}, version {fields['version']!r}")
-            runtime, eager, extra = fields["runtime"], fields["eager"], fields["extra"]
-            ties = tuple(map(tuple, fields["ties"]))
-            names = [*runtime, *runtime.values(), *eager, *eager.values(), *extra]
-            if not all(isinstance(name, str) for name in names):
-                raise ValueError("a name that is no text")
-            if not (
-                set(runtime.values()) <= set(eager)
-                and set(eager.values()) <= set(runtime)
-                and {*chain(*ties)} <= set(eager)
-            ):
-                raise ValueError("names without a counterpart")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            msgspec.json.decode(text, type=_Head)
+            return msgspec.json.decode(text, type=cls)
+        except (ValueError, TypeError, msgspec.DecodeError, RecursionError) as error:
             raise NameMapError(
                 "this is not a map of names",
                 expected="the text of NameMap.to_json()",
                 found=f"{type(error).__name__}: {error}",
             ) from error
-        return cls(runtime, eager, tuple(extra), ties)
 
     # As a rule.
 
@@ -305,6 +279,11 @@ class NameMap:
             remedy="correct the names, or take the state dict of the module that was exported",
             names=(*unknown, *missing),
         )
+
+
+class _Head(msgspec.Struct):
+    format: Literal["modelstate-name-map"]
+    version: Literal[1]
 
 
 class _Groups:
