@@ -134,21 +134,11 @@ class LoRA(Combination):
             raise CombineError("there is no adapter", where=base.source, expected="a base, and one adapter or more")
         problems: list[str] = []
         deltas: dict[str, list[Delta]] = {}
-        replaced: dict[str, tuple[int, Stored]] = {}
+        replaced: dict[str, tuple[str, Stored]] = {}
         for index, adapter in enumerate(sources[1:], 1):
             at = label(sources, index)
             _check_adapter(adapter, at)
-            reader = _AdapterReader(base, adapter, at, adapter_configs(adapter, at), self)
-            reader.read()
-            problems += reader.problems
-            for name, stored in reader.replaced.items():
-                if name in replaced:
-                    problems.append(f"{name!r} is replaced by {at} and by [{replaced[name][0]}]")
-                if name in deltas:
-                    problems.append(f"{name!r} is replaced by {at}, after something is added to it")
-                replaced[name] = index, stored
-            for name, delta in reader.deltas:
-                deltas.setdefault(name, []).append(delta)
+            _AdapterReader(base, adapter, at, adapter_configs(adapter, at), self, problems, deltas, replaced).read()
         if problems:
             raise CombineError(
                 f"tensors of adapters that do not fit the base ({len(problems):,})",
@@ -226,13 +216,22 @@ class _AdapterReader:
     """Matches an adapter's tensors with those of the base, and gathers the problems."""
 
     def __init__(
-        self, base: Checkpoint, adapter: Checkpoint, at: str, configs: Mapping[str, AdapterConfig], options: LoRA
+        self,
+        base: Checkpoint,
+        adapter: Checkpoint,
+        at: str,
+        configs: Mapping[str, AdapterConfig],
+        options: LoRA,
+        problems: list[str],
+        deltas: dict[str, list[Delta]],
+        replaced: dict[str, tuple[str, Stored]],
     ) -> None:
         self.base, self.adapter, self.label, self.configs, self.options = base, adapter, at, configs, options
-        self.problems: list[str] = []
-        self.deltas: list[tuple[str, Delta]] = []
-        self.replaced: dict[str, Stored] = {}
-        """The tensors that replace those of the base, by their names in the base."""
+        self.problems = problems
+        self.deltas = deltas
+        """What all adapters so far add to the tensors of the base, by their names."""
+        self.replaced = replaced
+        """The tensors that replace those of the base, by their names in the base, each with its adapter."""
         self._by_spelling: dict[str, list[str]] = {}
         """The modules of the base with a weight, by their paths with underscores, if the adapter has such names."""
         if any(name.startswith(KOHYA_PREFIXES) for name in adapter):
@@ -260,7 +259,7 @@ class _AdapterReader:
             if (other := by_text.setdefault(text, {}).setdefault(kind, full)) != full:
                 self._add_problem(full, f"is another matrix for the same as {other!r}")
         if len(adapters) > 1:
-            self.problems = [f"{self.label} holds several adapters: {listed(sorted(adapters))}"]
+            self.problems.append(f"{self.label} holds several adapters: {listed(sorted(adapters))}")
             return
         by_module: dict[str, dict[str, dict[str, str]]] = {}
         for text, kinds in by_text.items():
@@ -433,7 +432,7 @@ class _AdapterReader:
         for full, tensor in ((name, self.base.stored(name)), *zip(factors, stored, strict=True)):
             if not (tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and kind_of(tensor) == "strided"):
                 raise _MisfitError(full, f"is {tensor.dtype}, to which nothing can be added")
-        self.deltas.append((name, msgspec.structs.replace(delta, factors=stored)))
+        self.deltas.setdefault(name, []).append(msgspec.structs.replace(delta, factors=stored))
 
     def _read_replacement(self, full: str, name: str) -> None:
         """Records a tensor that replaces one of the base."""
@@ -443,13 +442,17 @@ class _AdapterReader:
         if plain != {name}:
             # The same tensor may be there by its plain name too.
             name = next((candidate for candidate in sorted(plain) if candidate in self.base), _SAVED.sub("", name))
-            if PEFT_PREFIX + name in self.adapter or name in self.replaced:
+            if PEFT_PREFIX + name in self.adapter or self.replaced.get(name, ("",))[0] == self.label:
                 return
         module = f".{name.rpartition('.')[0]}."
         saved = [of for config in self.configs.values() for of in config.modules_to_save or ()]
         if not any(f".{of}." in module for of in saved):
             self._check_name(name, full)
-        self.replaced[name] = self.adapter.stored(full)
+        if name in self.replaced:
+            raise _MisfitError(full, f"replaces {name!r}, and so does {self.replaced[name][0]}")
+        if name in self.deltas:
+            raise _MisfitError(full, f"replaces {name!r}, after something is added to it")
+        self.replaced[name] = self.label, self.adapter.stored(full)
 
     def _check_name(self, name: str, full: str) -> str:
         """Returns the name if the base has it."""
