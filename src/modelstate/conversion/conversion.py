@@ -101,7 +101,6 @@ class Conversion:
         self.peak_bytes = 0
         """The most memory that the conversion takes at any time, on top of the module's own."""
         self._max_memory_bytes = max_memory_bytes
-        self._recorded: list[tuple[Slot, Apply | None]] = []
         self._seen: set[int] = set()
         self._sources: dict[int, str] = {}
         self._returned: list[torch.Tensor] = []
@@ -135,24 +134,24 @@ class Conversion:
         """Makes and checks every new tensor; with `recurse` off, only those of the root itself."""
         try:
             with _running.replaced(self), torch.inference_mode(False), torch.no_grad():
-                if recurse and not self.runs_own_apply:
-                    self._recorded = [(slot, None) for slot in self.slots.tensors]
-                elif recurse:
-                    self._visit(self.root, None)
+                if not recurse:
+                    slots = self._collected(self.root, None, False)
+                elif self.runs_own_apply:
+                    slots = self._visited(self.root, None)
                 else:
-                    self._collect(self.root, None, False)
-                self._make_all(self.casts)
+                    slots = [(slot, None) for slot in self.slots.tensors]
+                self._make_all(slots, self.casts)
             self._check(self.changes, self.casts.slots)
         finally:
             self._returned.clear()  # a traceback must not keep objects alive that are to be dropped
 
-    def _visit(self, module: nn.Module, fn: Apply | None) -> None:
-        """Collects the slots of a module, by its own `_apply` if it has one."""
-        if has_custom_apply(module):
-            with self.transaction.model_code():
-                call_apply(module, fn or self._apply_target)
-        else:
-            self._collect(module, fn, True)
+    def _visited(self, module: nn.Module, fn: Apply | None) -> list[tuple[Slot, Apply | None]]:
+        """Returns the slots of a module. An `_apply` of its own is called, and converts its slots itself."""
+        if not has_custom_apply(module):
+            return self._collected(module, fn, True)
+        with self.transaction.model_code():
+            call_apply(module, fn or self._apply_target)
+        return []
 
     def _apply_target(self, tensor: torch.Tensor) -> torch.Tensor:
         """The function that a module with an `_apply` of its own applies to tensors outside of its slots."""
@@ -160,24 +159,27 @@ class Conversion:
         return self.target.make(slot.name if slot else "", tensor)
 
     def apply_stock_part(self, module: nn.Module, fn: Apply, recurse: bool) -> None:
-        """Replaces torch's `_apply` when a module's own `_apply` calls it: the tensors are converted afterwards."""
+        """Replaces torch's `_apply` when a module's own `_apply` calls it."""
         with self.transaction.library_code(), torch.inference_mode(False), torch.no_grad():
-            first, pending = len(self.changes), self._recorded
-            self._recorded = []
-            self._collect(module, None if fn == self._apply_target else fn, recurse)
-            self._make_all()
-            self._recorded = pending
+            slots = self._collected(module, None if fn == self._apply_target else fn, recurse)
+            first = len(self.changes)
+            self._make_all(slots)
             changes = self.changes[first:]
             if changes and shards_in_use(module):
-                raise _sharded(module, changes)
+                raise PlacementError(
+                    "FSDP has recorded the parameters, and would keep using the old ones; nothing has been changed",
+                    where=listed((change.name for change in changes), 4),
+                    found=type(module).__name__,
+                    remedy="convert before fully_shard, or before the first forward pass; for a dtype to compute in, "
+                    "use its MixedPrecisionPolicy",
+                )
             self._check(changes)
             self._run(changes)
 
-    def _collect(self, module: nn.Module, fn: Apply | None, recurse: bool) -> None:
-        """Records the slots of a module, after those of its submodules."""
-        if recurse:
-            for child in module.children():
-                self._visit(child, fn)
+    def _collected(self, module: nn.Module, fn: Apply | None, recurse: bool) -> list[tuple[Slot, Apply | None]]:
+        """Returns the slots of a module, after those of its submodules, each with its function."""
+        children = module.children() if recurse else ()
+        slots = [slot for child in children for slot in self._visited(child, fn)]
         for kind, tensors in ((PARAMETER, own_parameters(module)), (BUFFER, own_buffers(module))):
             for name, tensor in tensors.items():
                 if tensor is not None and id(tensor) not in self._seen:
@@ -186,19 +188,14 @@ class Conversion:
                     if slot is None:  # the module's own code has registered it since
                         slot = Slot((self._prefixes.get(id(module), "") + name,), kind, tensor)
                         self._slot_of[id(tensor)] = slot
-                    self._recorded.append((slot, fn))
+                    slots.append((slot, fn))
+        return slots
 
-    def _make_all(self, casts: Casts | None = None) -> None:
-        """Makes the new tensors of all recorded slots, except those that `casts` takes."""
-        plain: list[Slot] = []
-        others: list[tuple[Slot, Apply | None]] = []
-        for recorded in self._recorded:
-            slot, fn = recorded
-            tensor = slot.tensor
-            if fn is None and is_plain(tensor) and not tensor.is_nested:
-                plain.append(slot)
-            else:
-                others.append(recorded)
+    def _make_all(self, slots: Sequence[tuple[Slot, Apply | None]], casts: Casts | None = None) -> None:
+        """Makes the new tensors of slots, except those that `casts` makes at the commit."""
+        is_simple = [fn is None and is_plain(slot.tensor) and not slot.tensor.is_nested for slot, fn in slots]
+        plain = [slot for (slot, _), simple in zip(slots, is_simple, strict=True) if simple]
+        others = [row for row, simple in zip(slots, is_simple, strict=True) if not simple]
         if not self.target.is_user_function:
             groups = sharing(plain, [slot.tensor for slot in plain])
             for group in groups:
@@ -481,16 +478,6 @@ def _covers(tensor: torch.Tensor, start: int, end: int) -> bool:
     return begin <= start and end <= begin + storage.nbytes() and not (start - begin) % tensor.itemsize
 
 
-def _sharded(module: nn.Module, changes: Sequence[Change]) -> PlacementError:
-    return PlacementError(
-        "FSDP has recorded the parameters, and would keep using the old ones; nothing has been changed",
-        where=listed((change.name for change in changes), 4),
-        found=type(module).__name__,
-        remedy="convert before fully_shard, or before the first forward pass; for a dtype to compute in, use its "
-        "MixedPrecisionPolicy",
-    )
-
-
 def _registered(modules: Iterable[nn.Module]) -> list[torch.Tensor | None]:
     return [
         tensor for module in modules for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
@@ -516,4 +503,6 @@ def apply_in_conversion(module: nn.Module, fn: Apply, recurse: bool) -> nn.Modul
 def running_conversion(module: nn.Module) -> Conversion | None:
     """Returns the conversion of this thread that a module belongs to."""
     conversion = _running.value
-    return conversion if conversion is not None and id(module) in conversion.module_ids else None
+    if conversion is None or conversion.transaction.ended:  # an interrupt may have left one behind
+        return None
+    return conversion if id(module) in conversion.module_ids else None

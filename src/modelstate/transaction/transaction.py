@@ -92,7 +92,8 @@ class Transaction:
         """Whether model code may have run, so that `ObjectSnapshot` has recorded the objects."""
         self._lock: exclusive | None = None
         """The lock that this thread has acquired last and not released."""
-        self._ended = False
+        self.ended = False
+        """Whether it has been committed or undone."""
         self._without_modes = ExitStack()
         """Ends with the transaction; from the commit on, it keeps the modes of torch out."""
         self._grad_enabled = torch.is_grad_enabled()
@@ -163,7 +164,7 @@ class Transaction:
 
         Raises `RollbackError` when steps of the undo raise; all other steps have run.
         """
-        if self._ended:
+        if self.ended:
             self._without_modes.close()
             return
         failures: list[Exception] = []
@@ -206,7 +207,7 @@ class Transaction:
 
     def _end(self) -> None:
         """Drops all references, so that no cycle keeps staged values until the next garbage collection."""
-        self._ended = True
+        self.ended = True
         waiting = self.writes, self._replacing, self._waiting
         for collection in (*waiting, self._undo, self._last, self._to_protect, self._saved):
             collection.clear()
