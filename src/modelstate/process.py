@@ -41,8 +41,9 @@ class ThreadValue(threading.local, Generic[_Item]):
     @contextmanager
     def replaced(self, value: _Item) -> Iterator[None]:
         """Within the block, this thread has another value."""
-        before, self.value = self.value, value
+        before = self.value
         try:
+            self.value = value  # within the `try`, so that an interrupt does not leave it
             yield
         finally:
             self.value = before
