@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections import Counter, OrderedDict, defaultdict
+from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from modelstate.errors import (
     UnsavableError,
 )
 from modelstate.formats.manifest import BLOCK_BYTES
-from tests.faults import faulty_reads
 from tests.formats.dcp_files import halves
 from tests.formats.dcp_files import write as write_dcp
 from tests.formats.files import same
@@ -119,18 +118,6 @@ def test_a_cast_is_that_of_torch(tmp_path: Path) -> None:
     for name, tensor in state.items():
         assert same(found[name], tensor.bfloat16() if tensor.is_floating_point() else tensor), name
     assert ms.open(tmp_path / "a.safetensors").verify() == sum(tensor.nbytes for tensor in found.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["safetensors", "torch"])
-def test_small_tensors_are_read_together(tmp_path: Path, format: str) -> None:
-    state = {f"t{index}": torch.full((3,), index / 2, dtype=DTYPES[index % 3]) for index in range(400)}
-    save_file({**state, "large": torch.ones(BLOCK_BYTES)}, tmp_path / "a.safetensors")
-    with faulty_reads() as faults:
-        ms.convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "b", dtype=torch.bfloat16, format=format)
-    assert 0 < sum(request.call == "preadv" for request in faults.requests) < 40
-    found = ms.open(tmp_path / "b")
-    assert all(same(found.tensor(name), tensor.bfloat16()) for name, tensor in state.items())
 
 
 @pytest.mark.slow
@@ -228,14 +215,6 @@ def test_parts_and_other_sources(training: Path, tmp_path: Path) -> None:
     live = {"a": torch.arange(4.0), "b": torch.arange(3)}
     ms.convert_checkpoint(live, tmp_path / "live.safetensors", dtype=torch.bfloat16)
     assert same(load_file(tmp_path / "live.safetensors")["a"], live["a"].bfloat16())
-
-
-def test_containers_of_other_classes(tmp_path: Path) -> None:
-    state = {"state": defaultdict(dict, {0: {"m": torch.ones(2)}}), "n": OrderedDict(a=1), "c": Counter("aab")}
-    ms.convert_checkpoint(state, tmp_path / "b.safetensors", dtype=torch.float16)
-    found = ms.open(tmp_path / "b.safetensors")
-    assert same(found.tensor("state.0.m"), torch.ones(2).half())
-    assert [type(found.extra[name]) for name in "nc"] == [OrderedDict, Counter]
 
 
 @pytest.mark.parametrize("options", [{}, {"format": "torch"}, {"rules": [ms.rules.Prefix(add="net.")]}])

@@ -37,27 +37,6 @@ def test_values_are_those_of_torch(dtype: torch.dtype) -> None:
         assert torch.equal(one.double(), other.double())
 
 
-def test_everything_that_hangs_on_a_tensor_stays() -> None:
-    module = network()
-    module(torch.randn(5, 3)).pow(2).sum().backward()
-    weight: Any = module[0].weight
-    grad, seen = weight.grad, []
-    weight.tag = "kept"
-    weight.register_hook(lambda _: seen.append("hook"))
-    weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
-    module[2].bias.requires_grad_(False)
-    weak = weakref.ref(weight)
-    ms.convert(module, torch.float64)
-    assert weight is module[0].weight is weak()
-    assert weight.grad is grad
-    assert grad.dtype is torch.float64
-    assert weight.tag == "kept"
-    assert not module[2].bias.requires_grad
-    assert module[1].num_batches_tracked.dtype is torch.int64
-    module(torch.randn(5, 3).double()).sum().backward()
-    assert seen == ["hook", "accumulated"]
-
-
 def test_common_memory_of_several_dtypes_is_refused() -> None:
     module = nn.Module()
     module.register_buffer("floats", torch.ones(2))

@@ -87,17 +87,6 @@ def test_from_meta_to_memory_and_back() -> None:
     assert {p.device.type for p in module.parameters()} == {"cpu"}
 
 
-def test_gradients_are_converted_too() -> None:
-    module = network()
-    module(torch.randn(4, 3)).pow(2).sum().backward()
-    grad = module[0].weight.grad
-    with ms.reference_keeping():
-        module.double()
-    assert module[0].weight.grad is grad
-    assert grad is not None
-    assert grad.dtype is torch.float64
-
-
 def test_an_error_half_way_changes_nothing() -> None:
     module = network()
     before, calls = whole(module), []
@@ -187,38 +176,6 @@ def test_threads() -> None:
     assert {p.dtype for module in modules for p in module.parameters()} == {torch.float32}
 
 
-def test_one_switch_can_be_used_again() -> None:
-    switch = ms.reference_keeping()
-    module = network()
-    buffer = module[1].running_mean
-    for _ in range(2):
-        with switch, switch:
-            module.double()
-            module.float()
-    assert nn.Module._apply is STOCK
-    assert module[1].running_mean is buffer
-
-
-@pytest.mark.parametrize("first_to_leave", [0, 1])
-def test_blocks_of_several_threads_that_overlap(first_to_leave: int) -> None:
-    inside, leave = ([threading.Event() for _ in range(2)] for _ in range(2))
-
-    def work(number: int) -> None:
-        with ms.reference_keeping():
-            inside[number].set()
-            leave[number].wait(60)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for number, thread in enumerate(threads):
-        thread.start()
-        inside[number].wait(60)
-    for number in (first_to_leave, 1 - first_to_leave):
-        assert nn.Module._apply is not STOCK
-        leave[number].set()
-        threads[number].join()
-    assert nn.Module._apply is STOCK
-
-
 def with_gradients(other_dtype: bool = False) -> nn.Module:
     module = network()
     module(torch.ones(4, 3) * torch.arange(4.0)[:, None]).pow(2).sum().backward()
@@ -267,18 +224,6 @@ def test_convert_casts_a_gradient_of_another_dtype(dtype: torch.dtype) -> None:
     assert {grad.dtype for grad in gradients(module)} == {dtype}
     assert all(one is other for one, other in zip(gradients(module), before, strict=True))
     assert len(report.steps) == (0 if dtype is torch.float32 else 6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_another_dtype_are_what_they_were_after_an_error(dtype: torch.dtype) -> None:
-    module: Any = nn.Sequential(with_gradients(other_dtype=True), FailsLate())
-    module[1].fails = True
-    before, kept = whole(module), gradients(module)
-    for convert in (lambda: ms.convert(module, dtype), lambda: module.to(dtype)):
-        with ms.reference_keeping(), pytest.raises((ArithmeticError, errors.ModelCodeError)):
-            convert()
-        assert whole(module) == before
-        assert all(one is other for one, other in zip(gradients(module), kept, strict=True))
 
 
 class FailsLate(nn.Module):

@@ -14,9 +14,8 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import OptionError, RuleError
 from modelstate.problems import Problem, ProblemKind
-from modelstate.rules.joining import Concat, Split
-from modelstate.rules.names import Copy, Fill, Ignore, Prefix, Rename, Same
-from modelstate.rules.rule import Entry, Rule, Template
+from modelstate.rules import Concat, Copy, Fill, Ignore, Prefix, Rename, Rule, Same, Split
+from modelstate.rules.rule import Entry, Template
 from modelstate.rules.schema import apply_rules, check_rules, in_memory, renaming
 from tests.rules.naming import applied, renamed
 
