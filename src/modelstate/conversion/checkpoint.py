@@ -71,20 +71,20 @@ def convert_checkpoint(
     Subclasses are not cast, which the notes of the report say; for quantized ones, `dtype=` is refused.
 
     Args:
-        source: what `modelstate.open` opens, or a `Checkpoint`.
-        path: the path to write to; it may be the source.
-        key: the part of the source to convert ("model_state").
-        rules: changes of names and tensors, or a `Schema`. The names that are written are flat then.
-        model: the model that the result is for; it may be a skeleton, and is not changed. A `Fill` among the rules
+        source: What `modelstate.open` opens, or a `Checkpoint`.
+        path: The path to write to; it may be the source.
+        key: The part of the source to convert ("model_state").
+        rules: Changes of names and tensors, or a `Schema`. The names that are written are flat then.
+        model: The model that the result is for; it may be a skeleton, and is not changed. A `Fill` among the rules
             needs it, for the missing names, their shapes and dtypes, and their initialisation. Tensors that the model
             initialises are in memory from the beginning.
-        dtype: casts floating-point tensors, including those of an optimizer: `key=` leaves these out.
-        format, shard_size_bytes, overwrite, lock_timeout_seconds: as in `modelstate.save`; the suffix of the path says
+        dtype: Casts floating-point tensors, including those of an optimizer: `key=` leaves these out.
+        format, shard_size_bytes, overwrite, lock_timeout_seconds: As in `modelstate.save`; the suffix of the path says
             the format. For a file of `torch.save` the tensors are put into a file beside the path first, which takes
             as much room on the disk again.
-        max_memory_bytes: the most memory that tensors may take at once. If it is small, fewer threads work.
-        progress: whether to show a progress bar. None shows one on a terminal after half a second.
-        cache: where what is read of remote files is kept, a `Cache`.
+        max_memory_bytes: The most memory that tensors may take at once. If it is small, fewer threads work.
+        progress: Whether to show a progress bar. None shows one on a terminal after half a second.
+        cache: Where what is read of remote files is kept, a `Cache`.
 
     Returns:
         A report of what was written.
@@ -135,11 +135,11 @@ def _changed_by_rules(
     checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype | None, model: nn.Module | None
 ) -> StateToWrite:
     """Returns the result of the rules on a checkpoint, by name."""
-    wanted = None
+    model_tensors = None
     if model is not None:
         model = unwrapped(check_model(model))
-        wanted = ModelSchemaView(model, slots_of(model)).before
-    applied = apply_rules(rules, entries_of(checkpoint), checkpoint.read, wanted)
+        model_tensors = ModelSchemaView(model, slots_of(model)).before
+    applied = apply_rules(rules, entries_of(checkpoint), checkpoint.read, model_tensors)
     applied.check("the rules cannot be applied; nothing has been written", where=checkpoint.source)
     if dtype is not None:
         tensors = {name: entry.tensor for name, entry in applied.entries.items() if entry.tensor is not None}

@@ -45,18 +45,18 @@ def convert(
     put in place; on any error the model is bit for bit as before.
 
     Args:
-        model: the model; with everything below it.
-        dtype: for floating-point tensors. Integers and booleans keep their dtype, and so do complex numbers unless the
+        model: The model; with everything below it.
+        dtype: For floating-point tensors. Integers and booleans keep their dtype, and so do complex numbers unless the
             dtype is complex.
-        device: for all tensors. From meta, which has no values, only with `empty`.
-        transform: called with the name of each tensor and the tensor; returns a new tensor of the same shape, of any
+        device: For all tensors. From meta, which has no values, only with `empty`.
+        transform: Called with the name of each tensor and the tensor; returns a new tensor of the same shape, of any
             dtype or tensor subclass, or `modelstate.conversion.UNCHANGED`. It is called once for a tied tensor, with
             its first name. `dtype` and `device` apply to its result.
-        optimizers: their state follows the parameters in dtype and device; step counters stay where the optimizer
+        optimizers: Their state follows the parameters in dtype and device; step counters stay where the optimizer
             wants them, and `param_groups` is not touched. The report names the optimizers that have state and were
             not passed.
-        empty: gives memory without values, as `to_empty` does.
-        max_memory_bytes: the most memory to use on top of the model's own. Casts on the CPU free the old tensors one
+        empty: Gives memory without values, as `to_empty` does.
+        max_memory_bytes: The most memory to use on top of the model's own. Casts on the CPU free the old tensors one
             by one as they go; for a device or a function, all new tensors are made beside the old ones.
 
     Returns:

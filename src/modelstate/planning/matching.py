@@ -27,7 +27,7 @@ from modelstate.planning.recorder import outermost, own_names
 from modelstate.problems import Problem, ProblemKind, option
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, to_be_computed
-from modelstate.rules.rule import Entries, Entry, Rule, Value, Wanted, describe
+from modelstate.rules.rule import Entries, Entry, ModelTensors, Rule, Value, describe
 from modelstate.rules.schema import Applied, Schema, apply_rules, renaming, way_back
 from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
 from modelstate.spec import Stored, StoredTensor, StoredTensors
@@ -55,7 +55,7 @@ class ModelSchemaView(msgspec.Struct, eq=False, dict=True):
         """What initialises the tensors of the model."""
         return Initialisers(self.model)
 
-    def before(self, rules: Iterable[Rule]) -> Wanted:
+    def before(self, rules: Iterable[Rule]) -> ModelTensors:
         """Returns the slots by the names that they have before these rules."""
         renamed_back = renaming(way_back(rules))
         wanted = [slot.name for slot in self.slots.tensors if slot.kind != HIDDEN]

@@ -106,7 +106,7 @@ class Derived(msgspec.Struct, frozen=True, eq=False):
         """Returns a region of the tensor, which reads as little as the operations permit.
 
         Args:
-            slices: a slice with a step of 1 for each dimension; later dimensions without a slice are whole.
+            slices: A slice with a step of 1 for each dimension; later dimensions without a slice are whole.
         """
         box = box_of(self.shape, slices)
         if tuple(map(len, box)) == self.shape:
@@ -124,8 +124,8 @@ def region(source: Source, slices: Sequence[slice]) -> Source:
     """Returns a region of any source: `read(region(source, slices))` equals `read(source)[slices]`.
 
     Args:
-        source: a stored tensor, a tensor in memory, or an expression.
-        slices: a slice with a step of 1 for each dimension; later dimensions without a slice are whole.
+        source: A stored tensor, a tensor in memory, or an expression.
+        slices: A slice with a step of 1 for each dimension; later dimensions without a slice are whole.
 
     Raises `ValueError` for too many slices, and for steps other than 1.
     """
@@ -158,9 +158,9 @@ def values_of(source: Source, read: Read, on_cast: OnCast | None = None) -> torc
     """Computes the values of a source.
 
     Args:
-        source: a stored tensor or an expression.
-        read: returns the values of a tensor of the checkpoint.
-        on_cast: called with the values before and after each step that changes the dtype of one tensor.
+        source: A stored tensor or an expression.
+        read: Returns the values of a tensor of the checkpoint.
+        on_cast: Called with the values before and after each step that changes the dtype of one tensor.
     """
     if not isinstance(source, Derived):
         return read(source)
@@ -348,11 +348,11 @@ class Concatenation(Operation, frozen=True):
         return torch.cat(values, self.dim)
 
     def region(self, parts: tuple[Source, ...], box: Box) -> Source:
-        wanted, slices, start = box[self.dim], list(slices_of(box)), 0
+        indices, slices, start = box[self.dim], list(slices_of(box)), 0
         regions = []
         for part in parts:
             size = part.shape[self.dim]
-            first, end = max(wanted.start - start, 0), min(wanted.stop - start, size)
+            first, end = max(indices.start - start, 0), min(indices.stop - start, size)
             if first < end:
                 slices[self.dim] = slice(first, end)
                 regions.append(region(part, slices))

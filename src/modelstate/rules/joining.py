@@ -33,10 +33,10 @@ class Split(PatternRule, msgspec.Struct, frozen=True):
     """Cuts a tensor into several along one dimension: a fused QKV into three. Reads only the parts that are used.
 
     Args:
-        pattern: a name in which each `*` matches any run of characters.
-        into: the names of the parts, each with as many `*`.
-        dim: the dimension to cut.
-        sizes: the sizes of the parts in that dimension; equal by default.
+        pattern: A name in which each `*` matches any run of characters.
+        into: The names of the parts, each with as many `*`.
+        dim: The dimension to cut.
+        sizes: The sizes of the parts in that dimension; equal by default.
 
     Raises:
         RuleError: The names have different numbers of `*`, or there are more or fewer sizes than parts.
@@ -166,10 +166,10 @@ class Concat(_JoiningRule, msgspec.Struct, frozen=True):
     """Joins several tensors into one along one dimension: separate Q, K and V into a fused QKV.
 
     Args:
-        patterns: the names of the parts, in which each `*` matches any run of characters.
-        into: the name of the result, with as many `*`.
-        dim: the dimension to join.
-        sizes: the sizes of the parts in that dimension, which are checked; equal by default.
+        patterns: The names of the parts, in which each `*` matches any run of characters.
+        into: The name of the result, with as many `*`.
+        dim: The dimension to join.
+        sizes: The sizes of the parts in that dimension, which are checked; equal by default.
 
     Raises:
         RuleError: The names have different numbers of `*`, or there are more or fewer sizes than parts.
@@ -227,8 +227,8 @@ class Multiply(_FoldingRule, msgspec.Struct, frozen=True):
     The result is that of `torch.nn.utils.prune.remove`, bit for bit.
 
     Args:
-        patterns: the names of the tensor and of the factor, in which each `*` matches any run of characters.
-        into: the name of the result, with as many `*`.
+        patterns: The names of the tensor and of the factor, in which each `*` matches any run of characters.
+        into: The name of the result, with as many `*`.
 
     Raises:
         RuleError: The names have different numbers of `*`, or they are not two.
@@ -255,8 +255,8 @@ class WeightNorm(_FoldingRule, msgspec.Struct, frozen=True):
     dimension has a norm for each index.
 
     Args:
-        patterns: the names of the magnitude and of the direction, in which each `*` matches any run of characters.
-        into: the name of the weight, with as many `*`.
+        patterns: The names of the magnitude and of the direction, in which each `*` matches any run of characters.
+        into: The name of the weight, with as many `*`.
 
     Raises:
         RuleError: The names have different numbers of `*`, or they are not two.
@@ -295,12 +295,12 @@ class Dequantize(_JoiningRule, msgspec.Struct, frozen=True):
     The result is float32, computed in float32. A load casts it to the dtype of the model.
 
     Args:
-        pattern: the names of the weights, in which each `*` matches any run of characters. A weight without a scale in
+        pattern: The names of the weights, in which each `*` matches any run of characters. A weight without a scale in
             the checkpoint, such as that of a norm, stays as it is.
-        scale: the names of the scales, with as many `*`. A scale is a number for the whole weight, or a tensor with the
+        scale: The names of the scales, with as many `*`. A scale is a number for the whole weight, or a tensor with the
             dimensions of the weight, each of size 1 or of the size of the weight. Dimensions that it lacks at the end
             have size 1: a vector has a scale for each row. A scale that is used is left out of the result.
-        block: the sizes of the blocks in the last dimensions that have one scale each. Blocks at the end of a dimension
+        block: The sizes of the blocks in the last dimensions that have one scale each. Blocks at the end of a dimension
             may be smaller.
 
     The rule cannot be reversed.

@@ -20,7 +20,7 @@ def unwrapped(wrappers: Collection[str] = WRAPPERS) -> Rules:
     """Removes what wrappers have added to names, in any place of a name.
 
     Args:
-        wrappers: the parts of names to remove.
+        wrappers: The parts of names to remove.
 
     The rules have no reverse.
 
@@ -35,8 +35,8 @@ def weight_norm(owner: str = "*", name: str = "weight") -> Rules:
     """From `torch.nn.utils.weight_norm` to `torch.nn.utils.parametrizations.weight_norm`.
 
     Args:
-        owner: the modules. The old `spectral_norm` has a `weight_v` too: in a model with both, name the modules.
-        name: the name of the parameter.
+        owner: The modules. The old `spectral_norm` has a `weight_v` too: in a model with both, name the modules.
+        name: The name of the parameter.
 
     Examples:
         >>> ms.load(model, "old.pt", rules=ms.rules.known.weight_norm("encoder.conv*"))
@@ -49,8 +49,8 @@ def spectral_norm(owner: str = "*", name: str = "weight") -> Rules:
     """From `torch.nn.utils.spectral_norm` to `torch.nn.utils.parametrizations.spectral_norm`.
 
     Args:
-        owner: the modules.
-        name: the name of the parameter.
+        owner: The modules.
+        name: The name of the parameter.
 
     Examples:
         >>> ms.load(model, "old.pt", rules=ms.rules.known.spectral_norm())
@@ -73,11 +73,11 @@ def separate_qkv_by_head(fused: str, parts: Sequence[str], heads: int, head_size
     """From a fused projection whose rows are grouped by head, as in GPT-NeoX and BLOOM, to separate ones.
 
     Args:
-        fused: the path of the fused projection, or a pattern.
-        parts: the paths of query, key and value, with as many `*`.
-        heads: the number of heads.
-        head_size: the rows of one head in one part.
-        bias: whether the projections have a bias.
+        fused: The path of the fused projection, or a pattern.
+        parts: The paths of query, key and value, with as many `*`.
+        heads: The number of heads.
+        head_size: The rows of one head in one part.
+        bias: Whether the projections have a bias.
 
     Examples:
         >>> parts = ["h.*.q", "h.*.k", "h.*.v"]

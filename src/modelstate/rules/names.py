@@ -11,10 +11,10 @@ from modelstate.problems import Problem, ProblemKind
 from modelstate.rules.expression import Derived, constant
 from modelstate.rules.rule import (
     CodeRepr,
+    ModelTensors,
     PatternRule,
     RuleContext,
     Template,
-    Wanted,
     irreversible,
     matching,
     same_stars,
@@ -28,8 +28,8 @@ class Prefix(CodeRepr, msgspec.Struct, frozen=True):
     """Removes a prefix from the names of a checkpoint, adds one, or both.
 
     Args:
-        strip: the prefix to remove. The rule applies to the names that begin with it.
-        add: the prefix to add. Without `strip`, the rule applies to all names.
+        strip: The prefix to remove. The rule applies to the names that begin with it.
+        add: The prefix to add. Without `strip`, the rule applies to all names.
 
     Raises:
         RuleError: Both are empty, or one is not text.
@@ -60,9 +60,9 @@ class Rename(PatternRule, msgspec.Struct, frozen=True):
     """Renames what matches `pattern` to `replacement`.
 
     Args:
-        pattern: a name in which each `*` matches any run of characters, as short as possible; or a compiled regular
+        pattern: A name in which each `*` matches any run of characters, as short as possible; or a compiled regular
             expression, each match of which in a name is replaced as `re.sub` does.
-        replacement: the new name. Each `*` stands for what the `*` of the pattern at the same position matches. For a
+        replacement: The new name. Each `*` stands for what the `*` of the pattern at the same position matches. For a
             regular expression, the replacement of `re.sub`.
 
     A rule with a text pattern can be reversed; one with a regular expression cannot.
@@ -116,7 +116,7 @@ class Ignore(PatternRule, msgspec.Struct, frozen=True):
     """Leaves out the entries of the checkpoint whose names match `pattern`.
 
     Args:
-        pattern: a name in which each `*` matches any run of characters.
+        pattern: A name in which each `*` matches any run of characters.
 
     Raises:
         RuleError: The pattern is empty, or not text.
@@ -148,8 +148,8 @@ class Copy(PatternRule, msgspec.Struct, frozen=True):
     """Gives the entries that match `pattern` a second name: the weight of an embedding that a head was tied to.
 
     Args:
-        pattern: a name in which each `*` matches any run of characters.
-        to: the second name, with as many `*`.
+        pattern: A name in which each `*` matches any run of characters.
+        to: The second name, with as many `*`.
 
     Raises:
         RuleError: The two names have different numbers of `*`.
@@ -181,8 +181,8 @@ class Same(PatternRule, msgspec.Struct, frozen=True):
     """Leaves out the entries that match `other`, which must be equal to those that match `pattern`, bit for bit.
 
     Args:
-        pattern: the name that stays, in which each `*` matches any run of characters.
-        other: the second name of the same values, with as many `*`.
+        pattern: The name that stays, in which each `*` matches any run of characters.
+        other: The second name of the same values, with as many `*`.
 
     Raises:
         RuleError: The two names have different numbers of `*`.
@@ -225,10 +225,10 @@ class Fill(PatternRule, msgspec.Struct, frozen=True, eq=False):
     """Gives a value to what the model has and the checkpoint lacks.
 
     Args:
-        pattern: the names to fill, in which each `*` matches any run of characters. They are the names that the
+        pattern: The names to fill, in which each `*` matches any run of characters. They are the names that the
             entries have at this place among the rules.
-        value: a number, or a tensor of the right shape. By default, the model's own initialisation makes the value,
-            as its constructor does: the `reset_parameters` of the module that owns the tensor, and the
+        value: A number, or a tensor of the right shape. By default, the model's own initialisation makes the value,
+            as its constructor does: The `reset_parameters` of the module that owns the tensor, and the
             `_init_weights` of a Hugging Face model, called on a copy.
 
     Shapes and dtypes are those of the model. Without a model, as in `Rules.apply`, only a tensor under a name without
@@ -261,23 +261,23 @@ class Fill(PatternRule, msgspec.Struct, frozen=True, eq=False):
             return context.fail(self.pattern, "the checkpoint has it already")
         if isinstance(self.value, torch.Tensor) and not template.stars:
             return context.make(self.pattern, self.value.detach(), [])
-        wanted = context.wanted
-        if wanted is None:
+        model_tensors = context.model_tensors
+        if model_tensors is None:
             context.mark_used()
             context.problems.append(Problem(ProblemKind.NEEDS_MODEL, self.pattern, found=repr(self)))
             return None
         if not template.stars:
-            names = [self.pattern] if self.pattern in wanted else []
+            names = [self.pattern] if self.pattern in model_tensors else []
         else:
-            names = [name for name in wanted.lacking(context.entries) if template.match(name) is not None]
+            names = [name for name in model_tensors.lacking(context.entries) if template.match(name) is not None]
         for name in names:
-            self._fill(context, wanted, name)
+            self._fill(context, model_tensors, name)
         return None
 
-    def _fill(self, context: RuleContext, wanted: Wanted, name: str) -> None:
+    def _fill(self, context: RuleContext, model_tensors: ModelTensors, name: str) -> None:
         if isinstance(self.value, torch.Tensor):
             return context.make(name, self.value.detach(), [])
-        shape_and_dtype = wanted.shape_and_dtype(name)
+        shape_and_dtype = model_tensors.shape_and_dtype(name)
         if shape_and_dtype is None:
             return context.fail(name, "the model has no tensor of this name")
         shape, dtype = shape_and_dtype
@@ -285,7 +285,7 @@ class Fill(PatternRule, msgspec.Struct, frozen=True, eq=False):
             if not _is_representable(self.value, dtype):
                 return context.fail(name, f"{self.value} is not a value of {short(dtype)}")
             return context.make(name, constant(dtype, shape, self.value), [])
-        initialiser = wanted.initialiser(name)
+        initialiser = model_tensors.initialiser(name)
         if initialiser is None:
             return context.fail(name, "no reset_parameters or _init_weights of the model makes it: give a value")
         return context.make(name, Derived(dtype, shape, (), initialiser, is_certain=False), [])

@@ -37,7 +37,7 @@ class Rule(Protocol):
         """Returns the name in the model for a name in the checkpoint.
 
         Args:
-            name: the name in the checkpoint, after the rules before this one.
+            name: The name in the checkpoint, after the rules before this one.
 
         Returns:
             The name in the model; None if the rule does not apply to it.
@@ -84,7 +84,7 @@ Entries = Mapping[str, Entry]
 NamedEntry = tuple[str, Entry]
 
 
-class Wanted(Protocol):
+class ModelTensors(Protocol):
     """The tensors of the model, under the names that they have at the place of the current rule."""
 
     def lacking(self, entries: Entries) -> Iterator[str]:
@@ -106,7 +106,7 @@ class RuleContext:
     def __init__(self, entries: Entries, read: Read) -> None:
         self.entries = entries
         """The entries that the current rule is applied to."""
-        self.find_wanted: Callable[[], Wanted] | None = None
+        self.find_model_tensors: Callable[[], ModelTensors] | None = None
         """Returns the tensors of the model by the names of the current rule; None without a model."""
         self.problems: list[Problem] = []
         self.idle: list[str] = []
@@ -170,8 +170,8 @@ class RuleContext:
         return self._text
 
     @property
-    def wanted(self) -> Wanted | None:
-        return None if self.find_wanted is None else self.find_wanted()
+    def model_tensors(self) -> ModelTensors | None:
+        return None if self.find_model_tensors is None else self.find_model_tensors()
 
     def keep(self, name: str, entry: Entry) -> None:
         """Puts an entry into the result as it is; records a problem if there is another of this name."""
@@ -232,8 +232,8 @@ class RuleContext:
         cut = len(prefix)
         inside = {name[cut:]: entry for name, entry in self.entries.items() if name.startswith(prefix)}
         part = RuleContext(inside, self._read)
-        if wanted := self.wanted:
-            part.find_wanted = lambda: _WantedBelow(wanted, prefix)
+        if model_tensors := self.model_tensors:
+            part.find_model_tensors = lambda: _ModelTensorsBelow(model_tensors, prefix)
         part.run(rule)
         for name, entry in self.entries.items():
             if not name.startswith(prefix):
@@ -310,7 +310,7 @@ class Guess(msgspec.Struct, frozen=True):
     """A rule that `modelstate.suggest` cannot be sure of. Nothing is loaded with it until its rule is taken out of it.
 
     Args:
-        rule: the rule.
+        rule: The rule.
 
     Examples:
         >>> suggestion = ms.suggest(model, path)
@@ -334,25 +334,25 @@ class Guess(msgspec.Struct, frozen=True):
             rename_all(self, context)
 
 
-class _WantedBelow(msgspec.Struct, frozen=True):
+class _ModelTensorsBelow(msgspec.Struct, frozen=True):
     """The tensors of the model below a prefix, without that prefix."""
 
-    wanted: Wanted
+    model_tensors: ModelTensors
     prefix: str
 
     def lacking(self, entries: Entries) -> Iterator[str]:
         prefixed = {self.prefix + name: entry for name, entry in entries.items()}
         cut = len(self.prefix)
-        return (name[cut:] for name in self.wanted.lacking(prefixed) if name.startswith(self.prefix))
+        return (name[cut:] for name in self.model_tensors.lacking(prefixed) if name.startswith(self.prefix))
 
     def __contains__(self, name: object) -> bool:
-        return f"{self.prefix}{name}" in self.wanted
+        return f"{self.prefix}{name}" in self.model_tensors
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        return self.wanted.shape_and_dtype(self.prefix + name)
+        return self.model_tensors.shape_and_dtype(self.prefix + name)
 
     def initialiser(self, name: str) -> Callable[[], torch.Tensor] | None:
-        return self.wanted.initialiser(self.prefix + name)
+        return self.model_tensors.initialiser(self.prefix + name)
 
 
 def unscoped(rule: Rule) -> Rule:

@@ -19,10 +19,10 @@ from modelstate.rules.rule import (
     CodeRepr,
     Entries,
     Entry,
+    ModelTensors,
     Rule,
     RuleContext,
     Value,
-    Wanted,
     describe,
     irreversible,
     literal_names,
@@ -37,7 +37,7 @@ class Rules(tuple[Rule, ...]):
     """Rules that are applied in order, each to the result of the rules before it.
 
     Args:
-        rules: rules, or nested lists of rules.
+        rules: Rules, or nested lists of rules.
 
     Raises:
         OptionError: An item is not a rule.
@@ -86,7 +86,7 @@ class Rules(tuple[Rule, ...]):
         """Applies the rules to a state dict.
 
         Args:
-            state: names to tensors or other values. It is not changed.
+            state: Names to tensors or other values. It is not changed.
 
         Returns:
             A new dict. Tensors that are parts or views of tensors of `state` share their memory.
@@ -144,31 +144,29 @@ def apply_rules(
     rules: Iterable[Rule],
     entries: Entries,
     read: Callable[[Stored], torch.Tensor],
-    wanted: Callable[[Iterable[Rule]], Wanted] | None = None,
+    model_tensors: Callable[[Iterable[Rule]], ModelTensors] | None = None,
 ) -> Applied:
     """Applies rules in order, each to the result of the rules before it.
 
     Args:
-        rules: the rules.
-        entries: the entries of the checkpoint.
-        read: returns the values of a stored tensor, for rules that need values.
-        wanted: returns the tensors of the model, by the names that they have before the rules that it gets.
+        rules: The rules.
+        entries: The entries of the checkpoint.
+        read: Returns the values of a stored tensor, for rules that need values.
+        model_tensors: Returns the tensors of the model, by the names that they have before the rules that it gets.
     """
     rules = tuple(rules)
     context = RuleContext(entries, read)
     applied = 0
     for (is_literal, _), group in groupby(rules, lambda rule: (_is_literal(rule), isinstance(rule, Fill))):
-        if is_literal:
-            together = list(group)
-            applied += len(together)
-            # A Fill renames nothing: what the model wants after the last one of a group is the same before each one.
-            context.find_wanted = None if wanted is None else cache(partial(wanted, rules[applied:]))
-            context.run_in_place(together)
-            continue
-        for rule in group:
-            applied += 1
-            context.find_wanted = None if wanted is None else partial(wanted, rules[applied:])
-            context.run(rule)
+        # A Fill renames nothing: the model has the same names after the last one of a group and before each one.
+        for batch in [list(group)] if is_literal else [[rule] for rule in group]:
+            applied += len(batch)
+            if model_tensors is not None:
+                context.find_model_tensors = cache(partial(model_tensors, rules[applied:]))
+            if is_literal:
+                context.run_in_place(batch)
+            else:
+                context.run(batch[0])
     return Applied(context.entries, tuple(context.idle), tuple(context.problems))
 
 
@@ -257,8 +255,8 @@ class Migration(CodeRepr, msgspec.Struct, frozen=True):
     """The rules from the previous version to `version`.
 
     Args:
-        version: the version that the rules lead to.
-        rules: rules, in order.
+        version: The version that the rules lead to.
+        rules: Rules, in order.
 
     Raises:
         OptionError: The version is not text, or an item is not a rule.
@@ -299,9 +297,9 @@ class Schema:
     predicates of `recognise` decide. To choose it yourself, pass `rules=schema.rules("1.0")`.
 
     Args:
-        first: the oldest version.
-        migrations: the later versions, each with the rules that lead to it.
-        recognise: a predicate by version. It gets a mapping from name to `TensorSpec` with the part of the checkpoint
+        first: The oldest version.
+        migrations: The later versions, each with the rules that lead to it.
+        recognise: A predicate by version. It gets a mapping from name to `TensorSpec` with the part of the checkpoint
             that is loaded, and nothing else of the file.
 
     Raises:
@@ -343,8 +341,8 @@ class Schema:
         """Returns the rules from one version to another.
 
         Args:
-            since: the version to begin with.
-            to: the version to end with, by default the current one. For an older version, the rules are reversed.
+            since: The version to begin with.
+            to: The version to end with, by default the current one. For an older version, the rules are reversed.
 
         Returns:
             The rules, in order.
@@ -371,7 +369,7 @@ class Schema:
         """Returns the rules from the version of a checkpoint to the current one.
 
         Args:
-            checkpoint: one state dict; of a file with several, the part that is loaded.
+            checkpoint: One state dict; of a file with several, the part that is loaded.
 
         Returns:
             The rules, in order; none for a checkpoint of the current version.
@@ -389,7 +387,7 @@ class Schema:
         """Returns the version of a checkpoint.
 
         Args:
-            checkpoint: one state dict; of a file with several, the part that is loaded.
+            checkpoint: One state dict; of a file with several, the part that is loaded.
 
         Returns:
             The version that is noted in the checkpoint, or else the one whose predicate recognises it.
@@ -412,8 +410,8 @@ class Schema:
         """Returns the version of a state whose names alone are known, such as an optimizer's.
 
         Args:
-            names: the names of the state.
-            where: the text that says in errors which state it is.
+            names: The names of the state.
+            where: The text that says in errors which state it is.
 
         Returns:
             The version whose predicate recognises the names.
@@ -432,7 +430,7 @@ class Schema:
         """Returns the ways in which the names of a checkpoint may have changed.
 
         Args:
-            checkpoint: one state dict; of a file with several, the part that is loaded.
+            checkpoint: One state dict; of a file with several, the part that is loaded.
 
         Returns:
             For each version that the checkpoint may have, a function from its names to the current names.

@@ -68,7 +68,7 @@ class Transpose(_TensorRule, msgspec.Struct, frozen=True):
     """Exchanges two dimensions: the weight of a Conv1D becomes that of a Linear.
 
     Args:
-        pattern: a name in which each `*` matches any run of characters.
+        pattern: A name in which each `*` matches any run of characters.
         dim0: the first dimension.
         dim1: the second dimension.
 
@@ -91,9 +91,9 @@ class Reshape(_TensorRule, msgspec.Struct, frozen=True):
     """Gives tensors another shape, with their elements in the same order.
 
     Args:
-        pattern: a name in which each `*` matches any run of characters.
-        shape: the new shape; one size can be -1.
-        before: the shape before, which is checked. A rule without it cannot be reversed.
+        pattern: A name in which each `*` matches any run of characters.
+        shape: The new shape; one size can be -1.
+        before: The shape before, which is checked. A rule without it cannot be reversed.
 
     Raises:
         RuleError: `shape` or `before` is not a sequence of sizes.
@@ -128,9 +128,9 @@ class Cast(_TensorRule, msgspec.Struct, frozen=True):
     """Casts tensors to a dtype, including one that loses values.
 
     Args:
-        pattern: a name in which each `*` matches any run of characters.
-        dtype: a dtype of torch, or its name: `torch.bfloat16`, "bfloat16" or "bf16".
-        before: the dtype before, which is checked. A rule without it, or one that loses values, cannot be reversed.
+        pattern: A name in which each `*` matches any run of characters.
+        dtype: A dtype of torch, or its name: `torch.bfloat16`, "bfloat16" or "bf16".
+        before: The dtype before, which is checked. A rule without it, or one that loses values, cannot be reversed.
 
     Raises:
         RuleError: `dtype` or `before` is not a dtype.
@@ -169,12 +169,12 @@ class Apply(_TensorRule, msgspec.Struct, frozen=True):
     """Replaces what matches `pattern` by the result of a function, for changes that no other rule makes.
 
     Args:
-        pattern: a name in which each `*` matches any run of characters.
-        fn: called with a tensor on the meta device first, to learn shape and dtype of its result; if it raises, with
+        pattern: A name in which each `*` matches any run of characters.
+        fn: Called with a tensor on the meta device first, to learn shape and dtype of its result; if it raises, with
             the values, which are then read twice. Later it is called with the values, as a copy that it may change.
             For extra state it is called with a copy of the value.
-        inverse: the function of the way back. A rule without it cannot be reversed.
-        moves: declares that `fn` only moves elements, so that the per-element state of an optimizer can be moved in
+        inverse: The function of the way back. A rule without it cannot be reversed.
+        moves: Declares that `fn` only moves elements, so that the per-element state of an optimizer can be moved in
             the same way.
 
     Raises:

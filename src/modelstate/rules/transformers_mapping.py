@@ -52,7 +52,7 @@ def from_transformers(model: nn.Module) -> Rules:
     themselves if a file fits only with them, so they are needed only together with other rules.
 
     Args:
-        model: a `transformers.PreTrainedModel`, with memory or on the meta device.
+        model: A `transformers.PreTrainedModel`, with memory or on the meta device.
 
     Returns:
         Rules for `rules=`. They work in one direction, and can be applied any number of times.
