@@ -124,10 +124,7 @@ class RuleContext:
         """Applies one rule to all entries."""
         self.rule, self._text, self._results, self._hits = rule, "", {}, 0
         earlier = len(self.problems)
-        if hasattr(rule, "apply"):
-            rule.apply(self)
-        else:
-            rename_all(rule, self)
+        apply_rule(rule, self)
         # After a rule that needs a model, later rules may lack its results, so they are not reported as idle.
         self._needs_model |= any(problem.kind is ProblemKind.NEEDS_MODEL for problem in self.problems[earlier:])
         if not self._hits and not self._needs_model:
@@ -251,24 +248,27 @@ def new_name(rule: Rule, name: str) -> str | None:
     """
     try:
         renamed: object = rule.rename(name)
+        if renamed is None or isinstance(renamed, str):
+            return renamed
+        raise TypeError(f"it returned a {type(renamed).__name__}")
     except ModelStateError:
         raise
     except Exception as error:
         raise RuleError(
-            "rename() of a rule raised; nothing has been changed",
+            "rename() of a rule does not return a name; nothing has been changed",
             where=f"{type(rule).__name__}, {name}",
-            found=f"{type(error).__name__}: {error}",
-            remedy="see the traceback of the cause",
+            expected="a str, or None where the rule does not apply",
+            found=describe(error),
+            remedy="correct the rule: see the traceback of the cause",
         ) from error
-    if renamed is None or isinstance(renamed, str):
-        return renamed
-    raise RuleError(
-        "rename() of a rule returned something else than a name; nothing has been changed",
-        where=f"{type(rule).__name__}, {name}",
-        expected="a str, or None where the rule does not apply",
-        found=f"a {type(renamed).__name__}",
-        remedy="correct the rule",
-    )
+
+
+def apply_rule(rule: Rule, context: "RuleContext") -> None:
+    """Applies a rule by its method `apply` if it has one; otherwise changes names by `rename`."""
+    if hasattr(rule, "apply"):
+        rule.apply(context)
+    else:
+        rename_all(rule, context)
 
 
 def rename_all(rule: Rule, context: RuleContext) -> None:
@@ -328,10 +328,7 @@ class Guess(msgspec.Struct, frozen=True):
 
     def apply(self, context: RuleContext) -> None:
         context.problems.append(Problem(ProblemKind.GUESSED_RULE, repr(self.rule)))
-        if hasattr(self.rule, "apply"):
-            self.rule.apply(context)
-        else:
-            rename_all(self, context)
+        apply_rule(self.rule, context)
 
 
 class _ModelTensorsBelow(msgspec.Struct, frozen=True):
