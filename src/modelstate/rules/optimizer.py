@@ -1,6 +1,7 @@
 """Applies rules for parameters to the state of an optimizer, which has values for each element of a parameter."""
 
 from collections.abc import Iterable, Mapping
+from typing import TypeGuard
 
 import torch
 
@@ -53,8 +54,17 @@ def apply_to_optimizer(
 
     moved: dict[tuple[str, Path], torch.Tensor] = {}
     sources: dict[str, tuple[str, ...]] = {}
-    several = _several_shapes(state)
-    for path, entries in _elementwise_entries(state).items():
+    elementwise: dict[Path, dict[str, Entry]] = {}
+    shapes: dict[str, set[tuple[int, ...]]] = {name: set() for name in state}
+    for name, values in state.items():
+        for path, leaf in _leaves(values):
+            if _is_elementwise(leaf):
+                elementwise.setdefault(path, {})[name] = Entry(leaf.detach(), (name,))
+                shapes[name].add(tuple(leaf.shape))
+    # An optimizer with several shapes for a parameter keeps sums over rows or columns, or products of them: only names
+    # can be changed. All parameters count, since a factor has the shape of its parameter where that is square.
+    several = {name: sorted(of_param) for name, of_param in shapes.items() if len(of_param) > 1}
+    for path, entries in elementwise.items():
         for name, entry in apply(entries).items():
             if several and not all(map(_is_of_names, entry.rules)):
                 source = next((source for source in entry.sources if source in several), next(iter(several)))
@@ -63,8 +73,8 @@ def apply_to_optimizer(
             if entry.tensor is not None:
                 moved[name, path] = values_of(entry.tensor, in_memory)
             sources[name] = entry.sources
-    bare = [name for name, values in state.items() if not any(_is_elementwise(leaf) for _, leaf in _leaves(values))]
-    for name, entry in apply({name: Entry(Value(None), (name,)) for name in bare}).items():
+    bare = {name: Entry(Value(None), (name,)) for name, of_param in shapes.items() if not of_param}
+    for name, entry in apply(bare).items():
         sources[name] = entry.sources
     result: dict[str, dict[str, object]] = {}
     for name, origins in sources.items():
@@ -75,7 +85,7 @@ def apply_to_optimizer(
         if differs:
             why = f"it differs between {', '.join(origins)}"
             problems.append(Problem(ProblemKind.BAD_RULE, name, found=str(differs[0]), why=why))
-        result[name] = _with_elements(first, name, moved)
+        result[name] = map_leaves(first, lambda path, leaf: moved.get((name, path)) if leaf is _ELEMENTS else leaf)  # noqa: B023
     if problems:
         raise rule_error("the rules cannot be applied to the optimizer; nothing has been changed", problems)
     return result, sources
@@ -122,42 +132,9 @@ def _without_elements(values: Mapping[str, object]) -> dict[str, object]:
     return without
 
 
-def _with_elements(
-    without: dict[str, object], name: str, moved: Mapping[tuple[str, Path], torch.Tensor]
-) -> dict[str, object]:
-    """Returns a copy of the result of `_without_elements` with the elementwise tensors of the parameter `name`."""
-    values: dict[str, object] = map_leaves(
-        without, lambda path, leaf: moved.get((name, path)) if leaf is _ELEMENTS else leaf
-    )
-    return values
-
-
-def _elementwise_entries(state: State) -> dict[Path, dict[str, Entry]]:
-    """Returns the elementwise tensors as entries, by path and by the name of the parameter."""
-    entries: dict[Path, dict[str, Entry]] = {}
-    for name, values in state.items():
-        for path, leaf in _leaves(values):
-            if isinstance(leaf, torch.Tensor) and _is_elementwise(leaf):
-                entries.setdefault(path, {})[name] = Entry(leaf.detach(), (name,))
-    return entries
-
-
-def _is_elementwise(value: object) -> bool:
+def _is_elementwise(value: object) -> TypeGuard[torch.Tensor]:
     """Whether this has values for the elements of a parameter, and not one value for the whole parameter."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _several_shapes(state: State) -> dict[str, list[tuple[int, ...]]]:
-    """Returns the shapes of the elementwise tensors of each parameter that has several.
-
-    Such an optimizer keeps sums over rows or columns, or products of them: only names can be changed. All parameters
-    count, since a factor has the shape of its parameter where that is square.
-    """
-    shapes = {
-        name: {tuple(leaf.shape) for _, leaf in _leaves(values) if isinstance(leaf, torch.Tensor) and leaf.dim()}
-        for name, values in state.items()
-    }
-    return {name: sorted(of_param) for name, of_param in shapes.items() if len(of_param) > 1}
 
 
 def _is_of_names(rule: str) -> bool:
