@@ -322,7 +322,7 @@ def test_every_misfit_in_one_error() -> None:
             {"rank_pattern": {"x": 0}},
         ),
         *({"modules_to_save": "head"}, {"use_rslora": "yes"}, {"lora_alpha": 10**400}, {"kasa_config": {"beta": 1}}),
-        *({"alpha_pattern": {"lin": None}}, {"rank_pattern": {"lin": None}}),
+        *({"alpha_pattern": {"lin": None}}, {"rank_pattern": {"lin": None}}, '{"lin.lora_alpha": 1}'),
         *(
             {"init_lora_weights": init}
             for init in ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga", "loftq", "mica")

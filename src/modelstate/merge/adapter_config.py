@@ -59,7 +59,8 @@ def adapter_configs(adapter: Checkpoint, where: str) -> dict[str, AdapterConfig]
     path = os.path.join(os.path.dirname(adapter.files[0]), "adapter_config.json") if adapter.files else ""
     try:
         if path:
-            return {"": _decoded(read_whole(path, _MAX_BYTES, "the adapter's configuration"), path)[""]}
+            configs = _decoded(read_whole(path, _MAX_BYTES, "the adapter's configuration"), path)
+            return {"": configs.get("", AdapterConfig())}
     except (OpenError, ReadFailedError) as error:
         if isinstance(error, CombineError):
             raise
@@ -92,7 +93,7 @@ def _decoded(text: bytes | str, where: str) -> dict[str, AdapterConfig]:
         ) from error
     for of_part in parts.values():
         _check_kind(of_part, where)
-    return configs or {"": AdapterConfig()}
+    return configs
 
 
 def _check_kind(settings: Mapping[str, object], where: str) -> None:

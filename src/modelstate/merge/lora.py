@@ -212,34 +212,27 @@ class _Pair(msgspec.Struct, frozen=True):
     """Whether the weight has its inputs first; None if its shape allows both."""
 
 
-class _AdapterReader:
+class _AdapterReader(msgspec.Struct):
     """Matches an adapter's tensors with those of the base, and gathers the problems."""
 
-    def __init__(
-        self,
-        base: Checkpoint,
-        adapter: Checkpoint,
-        at: str,
-        configs: Mapping[str, AdapterConfig],
-        options: LoRA,
-        problems: list[str],
-        deltas: dict[str, list[Delta]],
-        replaced: dict[str, tuple[str, Stored]],
-    ) -> None:
-        self.base, self.adapter, self.label, self.configs, self.options = base, adapter, at, configs, options
-        self.problems = problems
-        self.deltas = deltas
-        """What all adapters so far add to the tensors of the base, by their names."""
-        self.replaced = replaced
-        """The tensors that replace those of the base, by their names in the base, each with its adapter."""
-        self._by_spelling: dict[str, list[str]] = {}
-        """The modules of the base with a weight, by their paths with underscores, if the adapter has such names."""
-        if any(name.startswith(KOHYA_PREFIXES) for name in adapter):
-            for path in (name.removesuffix(".weight") for name in base if name.endswith(".weight")):
-                self._by_spelling.setdefault(path.replace(".", "_"), []).append(path)
+    base: Checkpoint
+    adapter: Checkpoint
+    label: str
+    configs: Mapping[str, AdapterConfig]
+    options: LoRA
+    problems: list[str]
+    deltas: dict[str, list[Delta]]
+    """What all adapters so far add to the tensors of the base, by their names."""
+    replaced: dict[str, tuple[str, Stored]]
+    """The tensors that replace those of the base, by their names in the base, each with its adapter."""
+    by_spelling: dict[str, list[str]] = {}
+    """The modules of the base with a weight, by their paths with underscores, if the adapter has such names."""
 
     def read(self) -> None:
         """Fills `deltas`, `replaced` and `problems`."""
+        if any(name.startswith(KOHYA_PREFIXES) for name in self.adapter):
+            for path in (name.removesuffix(".weight") for name in self.base if name.endswith(".weight")):
+                self.by_spelling.setdefault(path.replace(".", "_"), []).append(path)
         by_text: dict[str, dict[str, str]] = {}
         adapters: set[str] = set()
         for full in self.adapter:
@@ -301,7 +294,7 @@ class _AdapterReader:
         component, _, rest = flat.partition("_")
         paths = _COMPONENTS.get(component, ())
         spellings = {flat, *([rest] if paths else []), *(f"{path.replace('.', '_')}_{rest}" for path in paths)}
-        modules = sorted(module for spelling in spellings for module in self._by_spelling.get(spelling, ()))
+        modules = sorted(module for spelling in spellings for module in self.by_spelling.get(spelling, ()))
         if len(modules) == 1:
             return modules[0]
         if modules:
