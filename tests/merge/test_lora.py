@@ -287,6 +287,8 @@ def test_a_square_weight_that_could_be_either() -> None:
             "fit",
         ),
         (matrices("lin", name="a") | matrices("lin", name="b"), "several adapters"),
+        (matrices("lin") | {"base_model.model.lin.lora_embedding_A": torch.ones(2, 3)}, "counterpart"),
+        (matrices("lin") | {"base_model.model.lin.weight": torch.ones(5, 3)}, "replaces by another shape"),
         (matrices("lin") | {"lin.lora_A.weight": torch.ones(2, 3)}, "another matrix for the same"),
         (matrices("lin") | {"base_model.model.lin.lora_magnitude_vector": torch.ones(3)}, "magnitude_vector' of"),
         (matrices("lin") | {"base_model.model.lin.lora_B.bias": torch.ones(3)}, "lora_B.bias"),

@@ -280,8 +280,8 @@ class _AdapterReader(msgspec.Struct):
         Files of diffusers put the part of the pipeline before it. Those of kohya's tools write it with underscores.
         """
         full = next(iter(kinds.values()))
-        matrices = {kind.removeprefix("embedding_") for kind in kinds} - {"alpha", "magnitude_vector"}
-        if not {"A", "B"} <= matrices <= {"A", "B", "B.bias"} or len(matrices & kinds.keys()) == 1:
+        matrices = kinds.keys() - {"alpha", "magnitude_vector"}
+        if matrices != {"embedding_A", "embedding_B"} and not {"A", "B"} <= matrices <= {"A", "B", "B.bias"}:
             there = ", ".join(sorted(matrices)) or "no matrices of this module"
             raise _MisfitError(full, f"lacks its counterpart: there are {there}")
         component, _, rest = text.partition(".")
@@ -422,6 +422,8 @@ class _AdapterReader(msgspec.Struct):
 
     def _add(self, name: str, factors: Sequence[str], delta: Delta) -> None:
         stored = tuple(self.adapter.stored(factor) for factor in factors)
+        if name in self.replaced and tuple(self.replaced[name][1].shape) != self.base[name].shape:
+            raise _MisfitError(factors[0], f"is for {name!r}, which the adapter replaces by another shape")
         for full, tensor in ((name, self.base.stored(name)), *zip(factors, stored, strict=True)):
             if not (tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and kind_of(tensor) == "strided"):
                 raise _MisfitError(full, f"is {tensor.dtype}, to which nothing can be added")
