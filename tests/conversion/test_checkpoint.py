@@ -27,7 +27,6 @@ from modelstate.errors import (
     TargetExistsError,
     UnsavableError,
 )
-from modelstate.formats.manifest import BLOCK_BYTES
 from tests.formats.dcp_files import halves
 from tests.formats.dcp_files import write as write_dcp
 from tests.formats.files import same
@@ -110,7 +109,7 @@ def test_there_and_back_again(training: Path, tmp_path: Path) -> None:
 
 
 def test_a_cast_is_that_of_torch(tmp_path: Path) -> None:
-    count = BLOCK_BYTES // 2 + 3  # of bfloat16: a block, and some elements of the next
+    count = (4 << 20) // 2 + 3  # of bfloat16: a block that is written at once, and some elements of the next
     state = {"a": torch.randn(count), "b": torch.randn(7, 3).t(), "n": torch.arange(5), "s": torch.tensor(0.3)}
     torch.save(state, tmp_path / "a.pt")
     ms.convert_checkpoint(tmp_path / "a.pt", tmp_path / "a.safetensors", dtype=torch.bfloat16)
