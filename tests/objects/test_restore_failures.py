@@ -181,7 +181,7 @@ def test_an_interrupt_at_any_line_leaves_all_of_the_old_or_all_of_the_new() -> N
     assert state_of(run.objects) == new
     assert lines > 1000
     kinds = set()
-    for line in spread(range(1, lines), 75):
+    for line in spread(range(1, lines), 25):
         restore_objects(run.objects, old)
         was = everything(run.objects)
         assert was["state"] != new

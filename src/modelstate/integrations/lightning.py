@@ -13,6 +13,7 @@ from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import SaveOptions, StateToWrite, write_state
 from modelstate.errors import CodecError, OpenError, OptionError, PackageError, ReadFailedError
 from modelstate.formats.recognise import Format, recognise
+from modelstate.formats.tree import map_leaves
 from modelstate.io import system
 from modelstate.io.atomic import make_directory, sync_directory, write_errors
 from modelstate.io.files import SourceFile, local_path
@@ -101,8 +102,16 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
         checkpoint = open_checkpoint(where)
         if self._verify and checkpoint.checksums:
             checkpoint.verify()
-        state: dict[str, object] = checkpoint.value()
-        _placed(state, _placement(map_location), {})
+        place, placed = _placement(map_location), dict[int, torch.Tensor]()
+
+        def move(_: object, leaf: object) -> object:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in placed:  # a tensor in several places stays one
+                placed[id(leaf)] = place(leaf)
+            return placed[id(leaf)]
+
+        state: dict[str, object] = map_leaves(checkpoint.value(), move)
         return state
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -143,19 +152,3 @@ def _placement(map_location: object) -> Callable[[torch.Tensor], torch.Tensor]:
         return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     return place
-
-
-def _placed(node: object, place: Callable[[torch.Tensor], torch.Tensor], placed: dict[int, torch.Tensor]) -> object:
-    """Places the tensors in nested containers, which are changed in place. A tensor in several places stays one."""
-    if isinstance(node, torch.Tensor):
-        if id(node) not in placed:
-            placed[id(node)] = place(node)
-        return placed[id(node)]
-    if isinstance(node, dict):
-        for key, value in node.items():
-            node[key] = _placed(value, place, placed)
-        return node
-    if isinstance(node, list):
-        node[:] = [_placed(value, place, placed) for value in node]
-        return node
-    return tuple(_placed(value, place, placed) for value in node) if type(node) is tuple else node

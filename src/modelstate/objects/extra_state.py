@@ -23,7 +23,7 @@ from torch import nn
 
 from modelstate.codec.codec import decode, encode
 from modelstate.errors import ExtraStateError, ModelStateError, OptionError, keep_interrupt
-from modelstate.formats.tree import EXTRA_STATE, map_leaves
+from modelstate.formats.tree import EXTRA_STATE, map_leaves, same_value
 from modelstate.planning.preparation import CHECK_EXTRA_STATE
 from modelstate.planning.recorder import KEEPS_NAMES, device_after, recording_of
 from modelstate.process import ThreadValue
@@ -250,8 +250,7 @@ class Declaration(msgspec.Struct, frozen=True, eq=False):
         return (
             (self.names, self.optional, self.version) == (other.names, other.optional, other.version)
             and code(self.upgrade) == code(other.upgrade)
-            and self.defaults.keys() == other.defaults.keys()
-            and all(_equal(self.defaults[name], other.defaults[name]) for name in self.defaults)
+            and same_value(self.defaults, other.defaults)
         )
 
 
@@ -505,16 +504,6 @@ def _handing_over(layer: Layer, module: nn.Module, value: object, key: str) -> I
         raise
     with _handed.replaced((module, value, layer, prepared)):
         yield
-
-
-def _equal(a: object, b: object) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    try:
-        return type(a) is type(b) and bool(a == b)
-    except Exception as error:  # arrays, whose comparison is not one truth value
-        keep_interrupt(error)
-        return False
 
 
 def _check_upgrade(function: object, option: str) -> None:

@@ -143,8 +143,6 @@ class Resumable:
         """The ranks that step, save and stop together."""
         self._is_first = True
         """Whether no step has been yielded yet."""
-        self._is_metric_missed = False
-        """Whether it has been logged that the metric of `Keep(best=...)` is not in the metrics."""
         self._saver = LoopSaver(store, deadline, saved_step=self.start if restored is not None else -1)
         self._checked_at = 0.0
         """When this loop last checked its deadline."""
@@ -193,8 +191,9 @@ class Resumable:
             _loops.last_stop = now_seconds()
         self._save(background=False)
         self.store.wait()
-        if not self.stopped and self._is_metric_missed and self.store.keep is not None:
-            check_metric(self.store.infos(), self.store.keep)
+        keep = self.store.keep
+        if not self.stopped and keep is not None and keep.metric is not None and keep.metric not in self.metrics:
+            check_metric(self.store.infos(), keep)
 
     def _check_is_newest(self) -> None:
         """Raises `OptionError` where a later loop uses the same store, and may have saved to it."""
@@ -228,20 +227,8 @@ class Resumable:
     def _save(self, *, background: bool) -> None:
         if self._saver.is_saved(self.done):
             return
-        self._log_missing_metric()
         # Where training went back to an earlier checkpoint, the later ones are replaced.
         self._saver.save(self.done, self._objects, metrics=dict(self.metrics), overwrite=True, background=background)
-
-    def _log_missing_metric(self) -> None:
-        """Logs once that the metric of `Keep(best=...)` is not among the metrics."""
-        keep = self.store.keep
-        if keep is None or keep.metric is None or keep.metric in self.metrics or self._is_metric_missed:
-            return
-        self._is_metric_missed = True
-        _logger.warning(
-            "step %s is saved without the metric of Keep(best=%s, metric=%r): loop.metrics has %s",
-            *(self.done, keep.best, keep.metric, ", ".join(map(repr, self.metrics)) or "nothing"),
-        )
 
 
 class _Loops(threading.local):

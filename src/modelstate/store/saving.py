@@ -530,14 +530,6 @@ class Linkable(msgspec.Struct, frozen=True):
     digests: Mapping[str, str]
     """The digest of each tensor."""
 
-    def unchanged(self, digests: Mapping[str, str]) -> set[str]:
-        """Returns the names of the tensors that have these digests, of tensors that are alike."""
-        return {name for name, digest in digests.items() if self.digests.get(name) == digest}
-
-    def is_alike(self, name: str, tensor: torch.Tensor | LazyTensor) -> bool:
-        """Whether there is a tensor of this name, dtype and shape."""
-        return self.layouts.get(name) == dtype_and_shape(tensor)
-
 
 def _linkable(entry: ObjectEntry | None, directory: str, index: StepIndex) -> Linkable | None:
     """Returns the files of an object in the checkpoint before, which are in a directory.
@@ -575,9 +567,11 @@ def _link_unchanged(new: NewFiles, files: _Files, unwritten: dict[str, torch.Ten
 
     Returns the names of the other tensors that have not changed.
     """
-    comparable = {name: tensor for name, tensor in unwritten.items() if before.is_alike(name, tensor)}
+    comparable = {
+        name: tensor for name, tensor in unwritten.items() if before.layouts.get(name) == dtype_and_shape(tensor)
+    }
     digests = dict(zip(comparable, write_blocks(None, 0, list(comparable.values())), strict=True))
-    unchanged = before.unchanged(digests)
+    unchanged = {name for name, digest in digests.items() if before.digests.get(name) == digest}
     for path, names in before.files.items():
         if not unchanged.issuperset(names):
             continue
