@@ -357,19 +357,6 @@ def test_a_load_in_inference_mode(ranks: Ranks, kind: str, tmp_path: Path) -> No
     assert ranks.values(loads_in_inference_mode, kind, str(tmp_path / "model.pt")) == [[]] * 4
 
 
-def loads_conjugates() -> bool:
-    net = nn.Linear(4, 4, dtype=torch.complex64)
-    fully_shard(net, mesh=models.mesh(4))
-    values = torch.randn(4, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
-    ms.load(net, {"weight": values.conj(), "bias": values[0].conj()})
-    weight: Any = net.weight
-    return torch.equal(weight.full_tensor(), values.conj())
-
-
-def test_views_of_conjugates_in_a_mapping(ranks: Ranks) -> None:
-    assert ranks.values(loads_conjugates) == [True] * 4
-
-
 def state_dicts(kind: str, assign: bool) -> list[str]:
     """What differs between ours and torch's `load_state_dict`, for state dicts of shards and of whole tensors."""
     wrong = []

@@ -26,7 +26,6 @@ from modelstate.store.saving import NewStep
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
 from tests.objects.test_whole_optimizers import Lookahead
-from tests.sweeps import EXHAUSTIVE
 
 pytestmark = pytest.mark.slow
 
@@ -637,27 +636,6 @@ def test_two_runs_on_one_store(ranks: Ranks, tmp_path: Path) -> None:
         for kind, text in ranks.values(save_in_a_locked_store, tmp_path):
             assert kind == "LockedError", text
     check_store(tmp_path, 1)
-
-
-SAVES = 200 if EXHAUSTIVE else 6
-
-
-def many_saves(folder: Path) -> tuple[int, int]:
-    """The descriptors that saves in the background add, and the growth of the staging memory after the second."""
-    objects = sharded_objects("fsdp", seed=1)
-    with ms.Store(folder / "store", keep=2) as store:
-        pending = [store.save(step, objects, background=True) for step in range(2)]
-        store.wait()
-        before = len(os.listdir("/proc/self/fd"))
-        pending += [store.save(step, objects, background=True) for step in range(2, SAVES)]
-        store.wait()
-        found = [save.staging_bytes for save in pending if save is not None]
-        return len(os.listdir("/proc/self/fd")) - before, found[-1] - found[1]
-
-
-def test_saves_take_no_more_descriptors_and_memory(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.values(many_saves, tmp_path) == [(0, 0)] * 4
-    assert ms.Store(tmp_path / "store").steps() == (SAVES - 2, SAVES - 1)
 
 
 def saves_with_few_changes(folder: Path) -> list[set[str]]:
