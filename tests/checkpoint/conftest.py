@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import open as open_checkpoint
+import modelstate as ms
+from modelstate import Checkpoint
 from tests.formats.torch_files import saved, training
 
 
@@ -16,4 +16,4 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 def checkpoint(path: str) -> Checkpoint:
-    return open_checkpoint(path)
+    return ms.open(path)

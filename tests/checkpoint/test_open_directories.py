@@ -14,7 +14,6 @@ from safetensors.torch import save, save_file
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import (
     AmbiguousCheckpointError,
     DamagedFileError,
@@ -38,12 +37,12 @@ def test_a_directory_with_one_file(tmp_path: Path) -> None:
     (tmp_path / "data.npz").write_bytes(arrays(np.savez))
     WRITERS["torch legacy"](tmp_path / "epoch=3-step=400.ckpt")
     assert_opens(tmp_path)
-    assert open_checkpoint(tmp_path).source == str(tmp_path)
+    assert ms.open(tmp_path).source == str(tmp_path)
 
 
 def test_a_directory_of_hugging_face(real_file: Callable[[str], Path]) -> None:
     path = real_file("minilm")
-    assert open_checkpoint(path.parent).files == (str(path),)
+    assert ms.open(path.parent).files == (str(path),)
 
 
 def test_a_directory_with_an_index(tmp_path: Path) -> None:
@@ -93,7 +92,7 @@ def test_nothing_is_taken_in_place_of_a_damaged_model(content: bytes, tmp_path: 
     other_state(tmp_path / "pytorch_model.bin")
     other_state(tmp_path / "optimizer.pt")
     with pytest.raises(OpenError) as raised:
-        open_checkpoint(tmp_path)
+        ms.open(tmp_path)
     assert raised.value.where == str(tmp_path / "model.safetensors")
 
 
@@ -101,21 +100,21 @@ def test_nothing_is_taken_in_place_of_a_model_that_is_a_link_to_nothing(tmp_path
     (tmp_path / "model.safetensors").symlink_to("blob")
     other_state(tmp_path / "optimizer.pt")
     with pytest.raises(SourceNotFoundError, match="symbolic link"):
-        open_checkpoint(tmp_path)
+        ms.open(tmp_path)
 
 
 def test_the_only_file_that_could_be_meant_is_diagnosed(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").write_bytes(LFS)
     (tmp_path / "config.yaml").write_text("a: 1\n")
     with pytest.raises(UnknownFormatError):
-        open_checkpoint(tmp_path)
+        ms.open(tmp_path)
 
 
 def test_several_checkpoints(tmp_path: Path) -> None:
     for name in ("last.ckpt", "epoch=1.ckpt", "epoch=2.ckpt"):
         other_state(tmp_path / name)
     with pytest.raises(AmbiguousCheckpointError) as raised:
-        open_checkpoint(tmp_path)
+        ms.open(tmp_path)
     assert raised.value.found == "epoch=1.ckpt, epoch=2.ckpt, last.ckpt"
     assert raised.value.remedy.endswith(f"such as {tmp_path / 'epoch=1.ckpt'}")
 
@@ -123,18 +122,18 @@ def test_several_checkpoints(tmp_path: Path) -> None:
 def test_a_model_in_one_file_and_in_shards(tmp_path: Path) -> None:
     save_sharded(tmp_path)
     save_file(STATE, tmp_path / "model.safetensors")
-    assert open_checkpoint(tmp_path).files == (str(tmp_path / "model.safetensors"),)
+    assert ms.open(tmp_path).files == (str(tmp_path / "model.safetensors"),)
 
 
 def test_shards_without_their_index(tmp_path: Path) -> None:
     save_sharded(tmp_path).unlink()
     with pytest.raises(DamagedFileError, match="not the index") as raised:
-        open_checkpoint(tmp_path)
+        ms.open(tmp_path)
     assert "model-00001-of-00002.safetensors" in raised.value.found
     for number in range(2, 7):
         save_file(STATE, tmp_path / f"model-{number:05}-of-00009.safetensors")
     with pytest.raises(DamagedFileError) as raised:
-        open_checkpoint(tmp_path)
+        ms.open(tmp_path)
     assert raised.value.found.endswith(", and 3 more")
 
 
@@ -142,28 +141,28 @@ def test_a_directory_that_lacks_a_shard(tmp_path: Path) -> None:
     save_sharded(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(SourceNotFoundError):
-        open_checkpoint(tmp_path)
+        ms.open(tmp_path)
 
 
 def test_a_directory_with_a_damaged_index(tmp_path: Path) -> None:
     save_sharded(tmp_path).write_text('{"weight_map": {"a": ')
     with pytest.raises(DamagedFileError):
-        open_checkpoint(tmp_path)
+        ms.open(tmp_path)
 
 
 def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(SourceNotFoundError, match="an empty directory"):
-        open_checkpoint(tmp_path)
+        ms.open(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "checkpoint-500").mkdir()
     with pytest.raises(SourceNotFoundError) as raised:
-        open_checkpoint(tmp_path)
+        ms.open(tmp_path)
     assert raised.value.found == "checkpoint-500/, config.json"
     assert raised.value.remedy.endswith("give one of checkpoint-500")
     for number in range(7):
         (tmp_path / f"checkpoint-{number}").mkdir()
     with pytest.raises(SourceNotFoundError, match=r"give one of .*, and 2 more"):
-        open_checkpoint(tmp_path)
+        ms.open(tmp_path)
     assert isinstance(raised.value, FileNotFoundError)
 
 
@@ -180,7 +179,7 @@ def test_directories_of_other_tools(names: tuple[str, ...], tool: str, tmp_path:
     for name in names:
         other_state(tmp_path / name)
     with pytest.raises(UnknownFormatError, match=tool) as raised:
-        open_checkpoint(tmp_path)
+        ms.open(tmp_path)
     assert raised.value.remedy
 
 
@@ -212,9 +211,9 @@ def foreign_zips() -> dict[str, Callable[[Path], None]]:
 def test_what_is_no_checkpoint_is_no_candidate(kind: str, name: str, tmp_path: Path) -> None:
     foreign_zips()[kind](tmp_path / name)
     with pytest.raises(OpenError):
-        open_checkpoint(tmp_path / name)
+        ms.open(tmp_path / name)
     with pytest.raises((SourceNotFoundError, UnknownFormatError)):
-        open_checkpoint(tmp_path)
+        ms.open(tmp_path)
     WRITERS["torch zip"](tmp_path / "weights.pt")
     assert_opens(tmp_path)
     save_file(STATE, tmp_path / "weights.safetensors")
@@ -224,7 +223,7 @@ def test_what_is_no_checkpoint_is_no_candidate(kind: str, name: str, tmp_path: P
 def test_the_directory_of_a_published_model_in_two_forms(real_file: Callable[[str], Path]) -> None:
     path = real_file("silero-vad")
     assert real_file("silero-vad-jit").parent == path.parent
-    assert open_checkpoint(path.parent).files == (str(path),)
+    assert ms.open(path.parent).files == (str(path),)
 
 
 def test_special_files_in_a_directory_are_passed_over(tmp_path: Path) -> None:
