@@ -282,16 +282,6 @@ def test_the_model_initialises_what_the_file_lacks() -> None:
         assert "initialised by Linear.reset_parameters: 0.weight" in done.output
 
 
-def test_a_factory_that_reads_values() -> None:
-    save_file(nn.Linear(4, 3).state_dict(), "linear.safetensors")
-    for command in ("plan", "load"):
-        done = run(command, "FACTORIES:looks", "linear.safetensors")
-        assert done.exit_code == 1
-        assert "--no-skeleton" in done.stderr
-        assert "without arguments" not in done.stderr
-        assert run(command, "FACTORIES:looks", "linear.safetensors", "--no-skeleton").exit_code == 0
-
-
 def test_a_hook_that_raises() -> None:
     for command in ("plan", "load"):
         done = run(command, "FACTORIES:hooked", "tiny.safetensors")

@@ -10,7 +10,7 @@ import click
 
 import modelstate as ms
 from modelstate.cli import options
-from modelstate.cli.common import PROBLEMS, Comparison, show, terminal_width, user_code
+from modelstate.cli.common import PROBLEMS, Comparison, show, terminal_width, user_code, write_page
 
 if TYPE_CHECKING:
     from modelstate.comparison.result import Diff
@@ -81,6 +81,7 @@ def _remedies(a: str, keys: Sequence[str]) -> Iterator[None]:
 
 def show_differences(result: Diff, as_json: bool, top: int | None, fold: bool, html: str | None) -> None:
     """Prints the differences, writes their page, and exits with 1 if there are any."""
-    show(result, as_json, html, result.text(top=top, fold=fold, width=terminal_width()))
+    show(result, as_json, text=result.text(top=top, fold=fold, width=terminal_width()))
+    write_page(html, result)
     if not result.is_equal:
         raise click.exceptions.Exit(PROBLEMS)
