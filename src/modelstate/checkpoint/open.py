@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from functools import partial
@@ -36,10 +35,6 @@ from modelstate.text_format import short_repr
 
 if TYPE_CHECKING:
     from modelstate.checkpoint.combine import Combination, CombineFunction
-
-if "torch" in sys.modules:
-    # A program that has torch may open torch's formats, and does not wait for these readers in its first load.
-    from modelstate.formats import dcp, torch_legacy, torch_zip  # noqa: F401
 
 Source = str | os.PathLike[str] | Mapping[Any, Any]
 """What `modelstate.open` accepts besides a sequence of sources."""

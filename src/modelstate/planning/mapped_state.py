@@ -3,7 +3,7 @@
 from collections.abc import Iterator, KeysView, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -12,7 +12,6 @@ from modelstate.formats.tree import is_container, paths_of_containers
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import same_bytes
 from modelstate.planning.differences import prefixes
-from modelstate.planning.initialise import Initialiser
 from modelstate.planning.matching import MatchedCheckpoint, StoredEntries
 from modelstate.planning.recorder import NestedValue
 from modelstate.rules.expression import Derived, Source, Unchanged, values_of
@@ -21,6 +20,9 @@ from modelstate.spec import Assemble, StoredComposite, StoredTensor
 from modelstate.torch_compat.plain import is_quantized, same_place, same_values
 from modelstate.torch_compat.private import storage_id
 from modelstate.transaction.transaction import Transaction, Write
+
+if TYPE_CHECKING:
+    from modelstate.planning.initialise import Initialiser
 
 
 class DeferredValue(Write):
@@ -173,7 +175,7 @@ class MappedState(Mapping[str, Any]):
         self._deferred[id(value)] = deferred
         return value
 
-    def initialised(self, name: str, param: torch.Tensor, initialiser: Initialiser) -> torch.Tensor:
+    def initialised(self, name: str, param: torch.Tensor, initialiser: "Initialiser") -> torch.Tensor:
         """Returns a deferred initial value for a missing tensor, which the model's own code computes."""
         stored = Derived(param.dtype, tuple(param.shape), (), initialiser.make, is_certain=False)
         self._initialised[name] = Entry(stored, (), (initialiser.how,))

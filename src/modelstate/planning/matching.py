@@ -3,11 +3,12 @@
 `differences.py` says how the names of both sides differ.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -18,10 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import AmbiguousCheckpointError, CodecError, keep_interrupt
-from modelstate.formats.construct import refusal
 from modelstate.formats.tree import refused_in
 from modelstate.planning.differences import Rewrapped, prefixes, without_wrappers, wrapper_rule
-from modelstate.planning.initialise import Initialisers
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.recorder import outermost, own_names
 from modelstate.problems import Problem, ProblemKind, option
@@ -29,11 +28,13 @@ from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, to_be_computed
 from modelstate.rules.rule import Entries, Entry, ModelTensors, Rule, Value, describe
 from modelstate.rules.schema import Applied, Schema, apply_rules, renaming, way_back
-from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
 from modelstate.spec import Stored, StoredTensor, StoredTensors
 from modelstate.text_format import count
 from modelstate.torch_compat.modules import has_own_load, has_own_state_dict
 from modelstate.transaction.slots import HIDDEN, Slots
+
+if TYPE_CHECKING:
+    from modelstate.planning.initialise import Initialisers
 
 
 class ModelSchemaView(msgspec.Struct, eq=False, dict=True):
@@ -51,8 +52,10 @@ class ModelSchemaView(msgspec.Struct, eq=False, dict=True):
         return names
 
     @cached_attribute
-    def initialisers(self) -> Initialisers:
+    def initialisers(self) -> "Initialisers":
         """What initialises the tensors of the model."""
+        from modelstate.planning.initialise import Initialisers
+
         return Initialisers(self.model)
 
     def before(self, rules: Iterable[Rule]) -> ModelTensors:
@@ -122,6 +125,8 @@ def entries_of(checkpoint: Checkpoint) -> Entries:
         try:
             value = Value(checkpoint.extra[name])
             if found := refused_in(value.value, f"{checkpoint.key}.{name}" if checkpoint.key else name):
+                from modelstate.formats.construct import refusal
+
                 value = replace(value, error=refusal(found, checkpoint.source))
         except CodecError as error:
             value = Value(None, error)
@@ -213,10 +218,12 @@ def match(checkpoint: Checkpoint, options: LoadOptions, view: ModelSchemaView) -
         applied = apply_rules(rules, applied.entries, part.read, view.before)
     elif applied.entries.keys() == names:
         return MatchedCheckpoint(options, part, (), applied, {}, part.versions, tuple(notes), fits_in_part)
-    elif is_transformers_model(view.model):
+    elif "transformers" in sys.modules:
         applied, rules, note, fits_in_part = _applied_mapping(part, applied, options, view)
         notes += [note] if note else []
     if rules:
+        from modelstate.rules.transformers_mapping import notes_of
+
         notes += notes_of(rules, applied)
     all_rules: tuple[Rule, ...] = rules
     before_wrappers: dict[str, str] = {}
@@ -239,12 +246,14 @@ def match(checkpoint: Checkpoint, options: LoadOptions, view: ModelSchemaView) -
 def _applied_mapping(
     part: Checkpoint, own: Applied, options: LoadOptions, view: ModelSchemaView
 ) -> tuple[Applied, tuple[Rule, ...], str, bool]:
-    """Applies transformers' conversion mapping where more names of the model then match.
+    """Applies the conversion mapping of transformers to its models, where more names of the model then match.
 
     Returns the entries, their rules, a note, and whether the names fit only in part.
     """
+    from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model
+
     slots = view.slots
-    if fits(slots, own.entries, options):
+    if not is_transformers_model(view.model) or fits(slots, own.entries, options):
         return own, (), "", False
     try:
         rules = from_transformers(view.model)
