@@ -60,7 +60,7 @@ class Classifier(nn.Module):
         self.prototypes = self.body(points[chosen]).detach()
 
 
-@ms.extra_state("epoch", "order", "optimizer_state")
+@ms.extra_state("epoch", "order_state", "optimizer_state")
 class Training(nn.Module):
     """Everything that the training depends on. It is saved as one module."""
 
@@ -80,6 +80,14 @@ class Training(nn.Module):
     @optimizer_state.setter
     def optimizer_state(self, state: dict[str, Any]) -> None:
         ms.load_optimizer_state(self.model, self.optimizer, state)
+
+    @property
+    def order_state(self) -> torch.Tensor:
+        return self.order.get_state()
+
+    @order_state.setter
+    def order_state(self, state: torch.Tensor) -> None:
+        self.order.set_state(state.cpu())
 
     def run_epoch(self, points: torch.Tensor, labels: torch.Tensor) -> None:
         if self.epoch >= CHOOSING and self.model.prototypes is None:

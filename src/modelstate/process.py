@@ -464,7 +464,9 @@ _torch_threads_lock = fork_safe_lock()
 
 # The garbage collector.
 
-_pausing_thread: int | None = None
+_pauses: list[int] = []
+"""The thread of each active pause: several threads may load at once."""
+_collector_lock = fork_safe_lock()
 
 
 @contextmanager
@@ -474,25 +476,30 @@ def gc_paused() -> Iterator[None]:
     Tables of tensors contain no garbage, and with torch imported each pass over all objects of the process costs more
     than the table.
     """
-    global _pausing_thread
-    if not gc.isenabled():
-        yield
-        return
+    thread = threading.get_ident()
+    with _collector_lock:
+        is_pause = gc.isenabled() or bool(_pauses)
+        if is_pause:
+            gc.disable()
+            _pauses.append(thread)
     try:
-        gc.disable()
-        _pausing_thread = threading.get_ident()
         yield
     finally:
+        if is_pause:
+            with _collector_lock:
+                _pauses.remove(thread)
+                if not _pauses:
+                    gc.enable()
+
+
+def _end_pauses_of_others() -> None:
+    here = threading.get_ident()
+    if _pauses and here not in _pauses:
         gc.enable()
-        _pausing_thread = None
+    _pauses[:] = [thread for thread in _pauses if thread == here]
 
 
-def _enable_collector_in_child() -> None:
-    if _pausing_thread not in (None, threading.get_ident()):
-        gc.enable()
-
-
-at_fork(in_child=_enable_collector_in_child)
+at_fork(in_child=_end_pauses_of_others)
 
 
 # Signals.

@@ -22,11 +22,10 @@ def test_the_page_shows_what_is_seen(at: int, what: tuple[str, str]) -> None:
     if "not run: needs" in now[2] or "not run: needs" in then:
         pytest.skip(now[2])
     assert len(now) == len(HEAD)
-    assert cells(now).rsplit(" | ", 1)[0] == then.rsplit(" | ", 1)[0], "python -m bench.suggest_pairs --write"
+    assert cells(now) == then, "python -m bench.suggest_pairs --write"
 
 
-def test_nothing_is_wrong_or_slow() -> None:
+def test_nothing_is_wrong() -> None:
     for line in TABLE.written():
-        *_, loaded, milliseconds = line.removesuffix(" |").split(" | ")
+        *_, loaded = line.removesuffix(" |").split(" | ")
         assert loaded.startswith(("same ", "loads", "not loaded")), line
-        assert not milliseconds or int(milliseconds) < 2000, line

@@ -197,33 +197,6 @@ def test_a_model_that_two_threads_load_from_two_files(tmp_path: Path) -> None:
         assert len({one.flatten()[0].item() for one in module.parameters()}) == 1
 
 
-@pytest.mark.slow
-def test_a_swap_in_place_waits_for_a_load() -> None:
-    """The module that is served first is the one that was given."""
-    module = nn.Linear(2, 2).eval().requires_grad_(False)
-    live = ms.Live(module)
-    inside, swapped, order = threading.Event(), threading.Event(), []
-
-    def hook(*_: Any) -> None:
-        if threading.current_thread().name == "load":
-            inside.set()
-            swapped.wait(0.5)
-            order.append("load")
-
-    module.register_load_state_dict_post_hook(hook)
-    one = run(CHANGES["load"], module, name="load")
-    assert inside.wait(60)
-
-    def swap() -> None:
-        live.swap(filled(7, module), mode="in_place")
-        order.append("swap")
-        swapped.set()
-
-    assert finish(one, run(swap, name="swap")) == []
-    assert order == ["load", "swap"]
-    assert torch.equal(module.weight, torch.full((2, 2), 7.0))
-
-
 FORK = """
 import os, sys, threading
 import torch

@@ -188,8 +188,20 @@ def _array(tree: Tree, decoder: Decoder) -> object:
     return decoder.array(data, (dtype, sizes, order), filled)
 
 
+_EMPTY = {"<U0": np.str_(""), "|S0": np.bytes_(b"")}
+"""The scalars whose dtypes have no bytes, by their dtypes."""
+
+
+def _encode_scalar(value: np.generic, encoder: Encoder) -> Tree:
+    if value.dtype.str in _EMPTY:
+        return [value.dtype.str, ""]
+    return [_encode_dtype(value.dtype, encoder), base64.b64encode(value.tobytes()).decode()]
+
+
 def _scalar(tree: Tree, decoder: Decoder) -> object:
     text, encoded = decoder.expect(tree, list)
+    if isinstance(text, str) and text in _EMPTY and not encoded:
+        return _EMPTY[text]
     dtype, raw = _dtype(text, decoder), _bytes(encoded, decoder)
     if len(raw) != dtype.itemsize:
         raise decoder.fail("the bytes of a scalar are not as many as its dtype needs", found=len(raw))
@@ -505,11 +517,7 @@ KINDS: dict[type, ValueKind] = {
 RULES: tuple[tuple[Callable[[type], bool], ValueKind], ...] = (
     (
         lambda cls: issubclass(cls, np.generic),
-        ValueKind(
-            "numpy.scalar",
-            lambda value, encoder: [_encode_dtype(value.dtype, encoder), base64.b64encode(value.tobytes()).decode()],
-            _scalar,
-        ),
+        ValueKind("numpy.scalar", _encode_scalar, _scalar),
     ),
     (lambda cls: issubclass(cls, np.dtype), ValueKind("numpy.dtype", _encode_dtype, _dtype)),
     (_is_enum, ValueKind("enum", _encode_enum, _enum)),
