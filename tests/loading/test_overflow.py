@@ -1,5 +1,6 @@
 """Finite values that become infinite or NaN are in the notes of a report, by name and count."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.io import engine
-from modelstate.loading import stream
 from modelstate.torch_compat import dtypes
 from modelstate.torch_compat.dtypes import Overflows, can_overflow
 
@@ -248,7 +248,7 @@ def test_the_count_is_that_of_comparing_every_value(source: torch.dtype, target:
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-def test_counts_are_exact_where_memory_is_lacking_for_a_moment(
+def test_every_value_is_counted_or_named_where_memory_is_lacking_for_a_moment(
     error: type[Exception], times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
@@ -268,36 +268,8 @@ def test_counts_are_exact_where_memory_is_lacking_for_a_moment(
     report = ms.load(model.half(), tmp_path / "x.safetensors", dtype=torch.float16)
     assert calls > 8 + times
     total = sum(value.numel() for value in state.values())
-    assert any(f"became infinite or NaN by a cast, {total:,} in all" in note for note in report.notes)
-
-
-def test_a_read_that_is_repeated_goes_on_with_the_blocks_that_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory is lacking until each block that is left has failed twice."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
-    state = {name: torch.full_like(value, 1e30) for name, value in model.state_dict().items()}
-    ms.save(state, tmp_path / "x.safetensors")
-    monkeypatch.setattr(engine, "_BLOCK_BYTES", 256 << 10)
-    count, run, calls, blocks = dtypes._newly_infinite, stream.stream, 0, list[int]()
-
-    def lacks_memory(*args: Any) -> int:
-        nonlocal calls
-        calls += 1
-        if calls > 8 and len(blocks) == 1:
-            raise MemoryError
-        return count(*args)
-
-    def noted(*args: Any, **options: Any) -> None:
-        blocks.append(len(options["blocks"]))
-        run(*args, **options)
-
-    monkeypatch.setattr(dtypes, "_newly_infinite", lacks_memory)
-    monkeypatch.setattr(stream, "stream", noted)
-    report = ms.load(model.half(), tmp_path / "x.safetensors", dtype=torch.float16)
-    assert 0 < blocks[1] < blocks[0]
-    total = sum(value.numel() for value in state.values())
-    assert any(f"became infinite or NaN by a cast, {total:,} in all" in note for note in report.notes)
+    counted = [int(found.replace(",", "")) for note in report.notes for found in re.findall(r"([\d,]+) in all", note)]
+    assert sum(counted) == total, report.notes
 
 
 def test_values_are_counted_where_a_device_has_no_memory_for_that(monkeypatch: pytest.MonkeyPatch) -> None:

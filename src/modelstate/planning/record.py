@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -130,6 +131,8 @@ def bind(preparation: Preparation, plan: LoadPlan, stale_remedy: str) -> None:
     was, now = plan.binding.slots, preparation.signatures
     if was != now:
         _check_same(preparation, was.by_name(), now.by_name(), stale_remedy)
+    if not plan.binding.mapped:
+        preparation.options = replace(preparation.options, map=False)
     preparation.notes += plan.notes  # also those on tables whose values have been read already
     record(preparation)
     if preparation.problems:

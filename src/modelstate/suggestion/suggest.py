@@ -7,6 +7,7 @@ explains, and what stays open.
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -19,6 +20,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import AmbiguousCheckpointError, OptionError
 from modelstate.html.page import Page, Shown
+from modelstate.planning.differences import prefixes
 from modelstate.planning.matching import matching_part
 from modelstate.problems import option
 from modelstate.process import gc_paused
@@ -50,6 +52,7 @@ from modelstate.transaction.slots import HIDDEN, Slots, slots_of
 _INFERRED = "square, so its shape does not show it: transposed because the weights beside it are"
 _BY_SHAPE = "by shape alone: the names have nothing in common"
 _BY_CONVENTION = "gate (w1) and up (w3) told apart by Llama's convention alone"
+_LONGEST_ROW = 10_000
 _LISTED = 12
 """The number of names of a list that are printed."""
 
@@ -324,6 +327,7 @@ class _Findings(msgspec.Struct):
 
 def _find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> _Findings:
     matches, first, second = match(sources, targets)
+    shifted = _take_shifted(matches)
     findings = _Findings(
         {leaf.name: leaf for leaf in sources}, {leaf.name: leaf for leaf in targets}, matches, matches.expected
     )
@@ -331,7 +335,16 @@ def _find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> _Fi
     tied = {name for slot in slots.tensors if matches.settled[1].intersection(slot.names) for name in slot.names}
     open_sources = matches.open(0, straight[0])
     open_targets = [leaf for leaf in matches.open(1, straight[1]) if leaf.name not in tied]
-    findings.ambiguous = _ambiguous(open_sources, open_targets)
+    findings.ambiguous = shifted + _ambiguous(
+        [leaf for leaf in open_sources if all(leaf.name not in group.candidates for group in shifted)],
+        [leaf for leaf in open_targets if all(leaf.name not in group.names for group in shifted)],
+    )
+    if shifted:
+        name, other = shifted[0].candidates[0], _between(shifted[0].candidates[0], shifted[0].names[0])[0]
+        findings.notes.append(
+            f"names that fit as they are may each have moved by one, as from {name} to {other}; then only a Rename "
+            "that is written by hand says so"
+        )
     interleaved = [leaf.name for leaf in open_sources if "interleaved" in of_path(leaf.name.split("."))]
     if interleaved and open_targets:
         names = ", ".join(folded(interleaved))
@@ -353,6 +366,41 @@ def _find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> _Fi
     is_whole = not (open_sources or open_targets)
     findings.guesses |= findings.conventional | guesses(*straight, rows, is_whole=is_whole)
     return findings
+
+
+def _take_shifted(matches: Matches) -> list[Ambiguous]:
+    """Removes pairs that could as well be the ends of a row in which every name is shifted by one, and returns them.
+
+    If layers 0 to 2 match layers 1 to 3, only 0 and 3 are left, but it is more likely that every number is one higher.
+    The same holds if "a.a.w" and "a.w" match "a.w" and "w".
+    """
+    shifted = []
+    for source, target in list(matches.pairs.items()):
+        between = _between(source, target)
+        if between and all(matches.pairs.get(name) == name for name in between):
+            del matches.pairs[source]
+            matches.settled[0].discard(source)
+            matches.settled[1].discard(target)
+            shifted.append(Ambiguous((target,), (source,)))
+    return shifted
+
+
+def _between(source: str, target: str) -> list[str]:
+    """Returns the names between two names that differ in one number, or in repetitions of a prefix."""
+    shorter, longer = sorted((source, target), key=len)
+    if longer.endswith(f".{shorter}"):
+        between = [longer[len(part) :] for part in prefixes(longer) if len(longer) - len(part) > len(shorter)]
+        return between if longer == source else between[::-1]
+    first, second = re.split(r"(\d+)", source), re.split(r"(\d+)", target)
+    differing = [at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b]
+    if len(first) != len(second) or len(differing) != 1 or differing[0] % 2 == 0:
+        return []
+    at = differing[0]
+    low, high = sorted((int(first[at]), int(second[at])))
+    if high - low > _LONGEST_ROW:
+        return []
+    between = ["".join([*first[:at], str(number), *first[at + 1 :]]) for number in range(low + 1, high)]
+    return between if int(first[at]) == low else between[::-1]
 
 
 def _ambiguous(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> list[Ambiguous]:
