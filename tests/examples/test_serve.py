@@ -292,7 +292,7 @@ def no_checkpoint(folder: Path) -> str:
 
 BAD: dict[str, tuple[Callable[[Path], str], int, str]] = {
     "half of the names": (changed(half), 422, "PlanError"),
-    "NaN": (changed(with_nan), 422, "WeightsError"),
+    "NaN": (changed(with_nan), 422, "CanaryError"),
     "another shape": (changed(of_another_shape), 422, "PlanError"),
     "a wrong name": (changed(misspelt), 422, "PlanError"),
     "another dtype": (changed(of_another_dtype), 422, "WeightsError"),

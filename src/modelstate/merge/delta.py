@@ -65,7 +65,7 @@ class Delta(msgspec.Struct, frozen=True):
             original: The rows of the weight before anything was added to it.
             rows: The place of the rows in the weight.
             factors: The values of the factors.
-            memory: Memory for a product.
+            memory: Memory for a product and a copy of the rows in its dtype.
         """
         product = self._product(rows, factors, memory[: block.numel()]).mul_(self.scaling)
         if len(factors) == 3:
@@ -77,7 +77,7 @@ class Delta(msgspec.Struct, frozen=True):
         elif self.is_rounded or block.dtype == product.dtype:
             block += product.to(block.dtype)
         else:  # twice as fast as an addition of two dtypes
-            block.copy_(block.to(product.dtype).add_(product))
+            block.copy_(memory[-block.numel() :].view(block.shape).copy_(block).add_(product))
 
     def _product(self, rows: slice, factors: Sequence[torch.Tensor], memory: torch.Tensor) -> torch.Tensor:
         if self.layout is Layout.BIAS:
@@ -105,7 +105,7 @@ def merged(weight: Stored, dtype: torch.dtype, deltas: Sequence[Delta]) -> Combi
     has_dora = any(len(delta.factors) == 3 for delta in deltas)
 
     def begin(factors: Sequence[torch.Tensor], allocate: Allocate) -> FillBlock:
-        memory = allocate((block_elements(shape, unit),), wide)
+        memory = allocate((2 * block_elements(shape, unit),), wide)
         values = iter([factor.to(wide) for factor in factors])
         prepared = [(delta, [next(values) for _ in delta.factors]) for delta in deltas]
 

@@ -128,8 +128,10 @@ class _JoiningRule(PatternRule):
     def apply(self, context: RuleContext) -> None:
         groups: dict[str, list[NamedEntry | None]] = {}
         target_of: dict[str, str] = {}
+        names = {pattern: (index, self.into) for index, pattern in enumerate(self.patterns)}
+        match_of = self._match if template(self.into).stars else names.get
         for name, entry in context.entries.items():
-            if (match := self._match(name)) is not None:
+            if (match := match_of(name)) is not None:
                 index, target = match
                 group = groups.setdefault(target, [None] * len(self.patterns))
                 if (other := group[index]) is not None:  # two names whose wildcards are filled in to one name
