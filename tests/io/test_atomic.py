@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from modelstate.io.atomic import SUFFIX, atomic_file, make_directory, put_durabl
 from tests.faults import faulty_writes
 from tests.lossy_disk import lossy_disk
 from tests.programs import Program, run_program
-from tests.sweeps import at_instruction, interrupt
 
 OLD = b"the old file"
 
@@ -128,27 +127,6 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert "File too large" in done.stdout
     assert (tmp_path / "x.safetensors").read_bytes() == OLD
     assert names(tmp_path) == ["x.safetensors"]
-
-
-@pytest.mark.slow
-def test_an_interrupt_leaves_the_directory_free_for_the_next_save(tmp_path: Path) -> None:
-    counted = ("locked_directory", "suppress.")
-
-    def count_of(at: int) -> int:
-        with (
-            at_instruction(at, lambda code: code.co_qualname.startswith(counted), interrupt, as_signal=True) as found,
-            suppress(KeyboardInterrupt),
-        ):
-            put(tmp_path / "x", b"interrupted")
-        with atomic_file(str(tmp_path / "x"), overwrite=True, lock_timeout_seconds=0) as file:
-            file.append(b"next")
-        assert names(tmp_path) == ["x"]
-        return found.count
-
-    places = count_of(0)
-    assert places > 20
-    for at in range(1, places + 1):
-        count_of(at)
 
 
 def test_places_where_no_file_can_be(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,6 @@ from torch import nn
 import modelstate as ms
 from modelstate.io import lease
 from tests.conftest import Log
-from tests.sweeps import at_instruction, interrupt
 
 SIZE = 1024
 
@@ -426,27 +425,6 @@ def test_no_descriptor_is_left_for_a_lease(folder: Path, monkeypatch: pytest.Mon
     assert model.weight[0, 0].item() == 2
 
 
-def test_no_lease_is_left_by_an_interrupt(folder: Path) -> None:
-    path = saved(folder / "w.safetensors", size=8)
-
-    def count_of(at: int) -> int:
-        descriptor, other = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)
-        mapped = mmap.mmap(other, 0, mmap.MAP_PRIVATE)
-        is_counted = at_instruction(at, lambda code: code.co_filename == lease.__file__, interrupt, as_signal=True)
-        with is_counted as found, suppress(KeyboardInterrupt):
-            assert lease.hold(str(path), descriptor, mapped) == ""
-        del mapped
-        for own in (descriptor, other):
-            os.close(own)
-        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # which raises where it had to wait for a lease
-        return found.count
-
-    places = count_of(0)
-    assert places > 5
-    for at in range(1, places + 1):
-        count_of(at)
-
-
 def test_shared_memory_file_system(folder: Path) -> None:
     """tmpfs has leases on some kernels and none on others; the values are right in either case."""
     shm = Path("/dev/shm")
@@ -523,7 +501,6 @@ def test_the_memory_is_one_region(folder: Path) -> None:
 
 def test_the_kernels_patience_is_not_outlived(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no time left, memory stays the map that it is, and the lease is given back."""
-    from modelstate.io import lease
 
     path = saved(folder / "model.safetensors")
     model = mapped(path)
@@ -535,7 +512,6 @@ def test_the_kernels_patience_is_not_outlived(folder: Path, monkeypatch: pytest.
 
 def test_pages_are_copied_while_others_use_the_map() -> None:
     """The memory of a map that has gone is not written to."""
-    from modelstate.io import lease
 
     shown = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE)
     shown[:3] = b"abc"

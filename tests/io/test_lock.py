@@ -1,6 +1,5 @@
 """The lock of a writer, between processes, within one, across forks and deaths, and where there are no locks."""
 
-import contextlib
 import errno
 import fcntl
 import gc
@@ -12,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,9 +19,7 @@ from typing import Any
 import pytest
 
 from modelstate.errors import LockedError, WriteFailedError
-from modelstate.io import lock
 from modelstate.io.lock import LOCK_FILE, WriterLock
-from tests.sweeps import at_instruction, interrupt
 
 HOLD = """
 import sys
@@ -228,32 +224,6 @@ def test_an_object_that_nobody_has_gives_it_back(directory: Path) -> None:
     del dropped
     gc.collect()
     assert another_process(directory) == "acquired"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["acquire", "release"])
-def test_an_interrupt_leaves_no_lock(directory: Path, call: str) -> None:
-    def count_of(at: int) -> int:
-        counted = (lock.__file__, weakref.__file__, contextlib.__file__)
-        own = WriterLock(directory)
-        if call == "release":
-            own.acquire()
-        is_counted = at_instruction(at, lambda code: code.co_filename in counted, interrupt, as_signal=True)
-        with is_counted as found, suppress(KeyboardInterrupt):
-            getattr(own, call)()
-        if call == "acquire":
-            assert own.held == (not at)
-        own.release()
-        assert not own.held
-        other = WriterLock(directory)
-        other.acquire()  # while the first object is alive
-        other.release()
-        return found.count
-
-    places = count_of(0)
-    assert places > 10
-    for at in range(1, places + 1):
-        count_of(at)
 
 
 @pytest.mark.slow

@@ -468,7 +468,7 @@ class _RankFile:
 @contextmanager
 def _opened(path: str) -> Iterator[Output]:
     """Opens a file that is there, and closes it."""
-    output = Output(Descriptor.of(system.open_to_write, path, os.O_RDWR), path)
+    output = Output(Descriptor(system.open_to_write(path, os.O_RDWR)), path)
     try:
         yield output
     finally:

@@ -106,7 +106,7 @@ def past_page_cache(output: Output, nbytes: int) -> Iterator[Output | Uncached]:
     descriptor = None
     if linux.O_DIRECT and nbytes >= LEAST_BYTES:
         with suppress(OSError):
-            descriptor = Descriptor.of(system.open_to_write, output.path, os.O_WRONLY | linux.O_DIRECT)
+            descriptor = Descriptor(system.open_to_write(output.path, os.O_WRONLY | linux.O_DIRECT))
     if descriptor is None:
         yield output
         return

@@ -29,7 +29,6 @@ from modelstate.errors import (
     TargetExistsError,
     UnsavableError,
     WriteFailedError,
-    is_interrupt,
 )
 from modelstate.io import linux, system
 from modelstate.io.files import Descriptor, mode_of
@@ -164,7 +163,7 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
     bits, and at no time more of them; otherwise it has those of new files.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-    output = Output(Descriptor.of(system.open_to_write, path, flags, 0o666 if mode is None else mode), path)
+    output = Output(Descriptor(system.open_to_write(path, flags, 0o666 if mode is None else mode)), path)
     try:
         try:
             if mode is not None:
@@ -179,7 +178,6 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
                 if not output.is_synced:  # a file that is synced cannot lose data any more
                     raise
     except BaseException:
-        output.descriptor.close()  # an interrupt may have broken off the first attempt
         remove_all([path])
         raise
 
@@ -281,9 +279,6 @@ def _link_again(path: str, other: str) -> str | None:
         if error.errno not in _NO_LINKS:
             raise
         return None
-    except BaseException:
-        remove_all([other])
-        raise
     return other
 
 
@@ -302,7 +297,7 @@ def existing_mode(*paths: str) -> int | None:
 
 def sync_directory(path: str) -> None:
     """Makes the names of files in a directory durable."""
-    descriptor = Descriptor.of(system.open_to_write, path or ".", os.O_RDONLY)
+    descriptor = Descriptor(system.open_to_write(path or ".", os.O_RDONLY))
     try:
         system.fsync(descriptor)
     except OSError as error:
@@ -339,19 +334,10 @@ def _is_empty(path: str) -> bool:
 
 
 def remove_all(paths: Iterable[str]) -> None:
-    """Removes as many of the files as possible; an interrupt is raised after all have been tried."""
-    interrupt: BaseException | None = None
+    """Removes as many of the files as possible."""
     for path in paths:
-        for _ in range(2):
-            try:
-                system.unlink(path)
-            except BaseException as error:
-                if not isinstance(error, OSError) or is_interrupt(error):
-                    interrupt = error
-                    continue
-            break
-    if interrupt is not None:
-        raise interrupt
+        with suppress(OSError):
+            system.unlink(path)
 
 
 @contextmanager
@@ -378,7 +364,7 @@ def locked_directory(directory: str, timeout_seconds: float) -> Iterator[None]:
     Raises `LockedError` where the lock is not free in time: any process that can read the directory can hold
     it.
     """
-    descriptor = Descriptor.of(system.open_to_write, directory or ".", os.O_RDONLY)
+    descriptor = Descriptor(system.open_to_write(directory or ".", os.O_RDONLY))
     try:
         descriptors_to_close.add(descriptor)
         with _ignore_missing_locks():
@@ -386,17 +372,11 @@ def locked_directory(directory: str, timeout_seconds: float) -> Iterator[None]:
         yield
     finally:
         if descriptor in descriptors_to_close:  # a forked child has closed its copy already
-            # No interrupt keeps a step from following the one before: a lock that stays refuses every later save.
-            try:
+            with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
-            except OSError:
-                pass
-            finally:
-                try:
-                    descriptors_to_close.discard(descriptor)
-                finally:
-                    with suppress(OSError):  # no data depends on it
-                        descriptor.close(system.close)
+            descriptors_to_close.discard(descriptor)
+            with suppress(OSError):  # no data depends on it
+                descriptor.close(system.close)
 
 
 def _lock(descriptor: int, directory: str, timeout_seconds: float) -> None:
@@ -470,7 +450,7 @@ def _remove_if_dead(first: str, paths: list[str]) -> None:
     """Removes unfinished files if the lock on the first one is free; the first one is removed last."""
     descriptor = None
     if os.path.isfile(first) and not os.path.islink(first):  # else it is another name of a link, and has no writer
-        descriptor = Descriptor.of(os.open, first, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = Descriptor(os.open(first, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
     try:
         if descriptor is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -355,7 +355,6 @@ def read_ranges(
     batch_bytes: int | None = None,
     gap_bytes: int = GAP_BYTES,
     leased: Mapping[str, RangeFile] | None = None,
-    on_piece: Callable[[int, int], None] | None = None,
 ) -> None:
     """Executes read requests on several threads. No thread writes to memory any more when this returns or raises.
 
@@ -368,8 +367,6 @@ def read_ranges(
             read, as far as all threads have a share.
         gap_bytes: The largest gap between two ranges of one call.
         leased: Files that are read instead of those at the paths (`LeasedFiles`).
-        on_piece: Called by each thread with the address and the length of each contiguous piece that it has read. It
-            may compute with torch.
 
     Raises:
         ReadFailedError: The first I/O error, a short read, or a file that has changed.
@@ -389,7 +386,7 @@ def read_ranges(
         share = sum(request.source.nbytes for request in single) // threads
         if remote:
             batch_bytes = min(max(share, _LEAST_REMOTE_BYTES), _MOST_REMOTE_BYTES)
-        elif on_piece is None:
+        else:
             batch_bytes = min(max(share // _LEAST_BATCHES, BATCH_BYTES), _MOST_BATCH_BYTES)
     batches = coalesce(single, batch_bytes=batch_bytes, gap_bytes=gap_bytes, align_bytes=align_bytes)
     items: list[Batch | Rows] = [*batches, *rows]
@@ -405,10 +402,6 @@ def read_ranges(
         def process(item: Batch | Rows) -> None:
             if isinstance(item, Batch):
                 read_batch(files[item.path], item)
-                if on_piece is not None:
-                    for address, nbytes in item.pieces:
-                        if address is not None:
-                            on_piece(address, nbytes)
             else:
                 _read_rows(files[item.source.path], item, buffer if item.has_small_gaps(gap_bytes) else None)
 
@@ -419,8 +412,7 @@ def read_ranges(
             on_read(item.wanted_bytes)
 
     with open_files(paths, fingerprints, leased) as files:
-        with_torch = bool(span) or on_piece is not None
-        for_each(items, worker, threads, on_done, with_torch=with_torch, takes_part=not remote)
+        for_each(items, worker, threads, on_done, with_torch=bool(span), takes_part=not remote)
 
 
 @contextmanager

@@ -12,9 +12,7 @@ import stat
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import starmap
 from types import TracebackType
-from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from modelstate.errors import (
@@ -194,13 +192,6 @@ def no_access(path: str, error: Exception) -> SourceAccessError:
     )
 
 
-class ClosedDescriptor(int):
-    """The number that a file had while it was open."""
-
-    def close(self, call: Callable[[int], object] = os.close) -> None:
-        """Does nothing."""
-
-
 def mode_of(path: str) -> int:
     """Returns the type and the permissions of what is at a path; 0 where nothing can be found there.
 
@@ -213,24 +204,16 @@ def mode_of(path: str) -> int:
         return 0
 
 
-class Descriptor(ClosedDescriptor):
-    """The descriptor of an open file. The file is closed with this object: at the latest when nothing refers to it.
+class Descriptor(int):
+    """The descriptor of an open file. The file is closed with this object: at the latest when nothing refers to it."""
 
-    An interrupt (Ctrl-C) comes between two instructions of Python, so also between the call that opens a file and the
-    `try` that would close it. Only C code runs between the call and the object that `of` returns.
-    """
-
-    @classmethod
-    def of(cls, call: Callable[..., int], *arguments: Any) -> "Descriptor":
-        """Returns the descriptor that a call, such as `open`, opens with these arguments."""
-        return next(map(cls, starmap(call, (arguments,))))
+    _is_open = True
 
     def close(self, call: Callable[[int], object] = os.close) -> None:
         """Closes the file with a call, which may be `system.close`. Another call of the method does nothing."""
-        # No interrupt comes between the two. An object without `__del__` is freed without running Python code, in which
-        # an interrupt would be lost.
-        self.__class__ = self.__class__.__base__  # type: ignore[assignment]
-        call(self)
+        if self._is_open:
+            self._is_open = False
+            call(self)
 
     def __enter__(self) -> "Descriptor":
         return self
@@ -261,10 +244,10 @@ def open_regular(path: str, flags: int = 0) -> tuple[Descriptor, os.stat_result]
     """
     flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
     try:
-        descriptor = Descriptor.of(system.open, path, flags | os.O_NONBLOCK)
+        descriptor = Descriptor(system.open(path, flags | os.O_NONBLOCK))
     except BlockingIOError:
         # A write lease of another process, which only regular files have.
-        descriptor = Descriptor.of(system.open, path, flags)
+        descriptor = Descriptor(system.open(path, flags))
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a device without a driver
             raise special_file(path, os.stat(path).st_mode) from error

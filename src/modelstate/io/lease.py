@@ -104,14 +104,10 @@ def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
         if failed := _take(descriptor, _watcher):
             return _reason(failed)
         try:
-            lease = Lease(path, Descriptor.of(os.dup, descriptor), mapped)
+            lease = Lease(path, Descriptor(os.dup(descriptor)), mapped)
             _leases[id(lease)] = lease
         except OSError as error:  # no more files can be opened: the caller ends the lease, since it closes its own
             return _reason(error.errno or errno.EMFILE)
-        except BaseException:  # an interrupt, whose traceback may refer to the second descriptor for a while
-            with suppress(OSError):
-                fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-            raise
     return ""
 
 
@@ -316,7 +312,7 @@ def _before_fork() -> None:
     for lease in list(_leases.values()):
         try:
             again = f"/proc/self/fd/{lease.descriptor}"
-            lease.for_child = Descriptor.of(system.open, again, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            lease.for_child = Descriptor(system.open(again, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         except OSError as error:
             _log.warning("%s is not protected against overwriting in a forked process: %s", lease.path, error.strerror)
             continue

@@ -17,7 +17,6 @@ import time
 import weakref
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
 
 from modelstate.errors import LockedError, StoreMovedError, WriteFailedError
 from modelstate.forks import at_fork
@@ -87,7 +86,7 @@ class WriterLock:
         try:
             try:
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-                opened.append(Descriptor.of(os.open, self.directory, flags))
+                opened.append(Descriptor(os.open(self.directory, flags)))
             except OSError as error:
                 raise self._no_access(error) from error
             opened.append(self._lock_file(opened[0]))
@@ -102,12 +101,7 @@ class WriterLock:
     def release(self) -> None:
         """Releases the lock. Does nothing where this object does not hold it."""
         if self._finalizer is not None:
-            try:
-                self._finalizer()
-            except BaseException:
-                _release(self._opened, self._pid)  # an interrupt may have broken off the first attempt
-                self._finalizer = None
-                raise
+            self._finalizer()
 
     def confirm(self) -> None:
         """Checks that this object still holds the lock of the directory at its path.
@@ -142,7 +136,7 @@ class WriterLock:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         for _ in range(_TRIES):
             try:
-                descriptor = Descriptor.of(partial(os.open, dir_fd=directory), LOCK_FILE, flags, 0o666)
+                descriptor = Descriptor(os.open(LOCK_FILE, flags, 0o666, dir_fd=directory))
             except OSError as error:
                 raise (self._not_a_file() if error.errno == errno.ENXIO else self._no_access(error)) from error
             try:
@@ -239,21 +233,16 @@ def _release(opened: list[Descriptor], pid: int) -> None:
     """Unlocks and closes what a lock has opened: the directory, and then the lock file. Another call does nothing."""
     if os.getpid() != pid:
         return  # a forked child has closed its copies already
-    try:
-        if len(opened) > 1:
-            with suppress(OSError):  # a disk that fails
-                os.ftruncate(opened[1], 0)
-    finally:  # also where an interrupt comes meanwhile: nothing else would release the lock
-        try:
-            if len(opened) > 1:
-                with suppress(OSError):
-                    fcntl.flock(opened[1], fcntl.LOCK_UN)
-        finally:
-            while opened:
-                descriptors_to_close.discard(opened[-1])
-                with suppress(OSError):
-                    opened[-1].close()
-                opened.pop()
+    if len(opened) > 1:
+        with suppress(OSError):  # a disk that fails
+            os.ftruncate(opened[1], 0)
+        with suppress(OSError):
+            fcntl.flock(opened[1], fcntl.LOCK_UN)
+    while opened:
+        descriptor = opened.pop()
+        descriptors_to_close.discard(descriptor)
+        with suppress(OSError):
+            descriptor.close()
 
 
 _THIS_PROCESS = "this process"

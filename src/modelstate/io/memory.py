@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import math
 import mmap
-import sys
 import threading
-import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from modelstate.errors import MemoryBudgetError
-from modelstate.process import ThreadValue
 from modelstate.spec import contiguous_stride, span
 
 if TYPE_CHECKING:
@@ -28,8 +22,6 @@ TENSOR_ALIGN_BYTES = 64
 _ARENA_BYTES = 256 << 20
 _LARGE_BYTES = 1 << 20
 """Smaller tensors are not worth system calls of their own."""
-_LEAST_POOLED_BYTES = 1 << 20
-"""Smaller mappings are not kept for later tensors."""
 
 
 @dataclass(eq=False, slots=True)
@@ -89,80 +81,10 @@ def empty_cpu(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), contiguous_stride(shape))
 
 
-class MemoryPool:
-    """Memory of tensors that are gone, for new tensors: the kernel clears each page of new memory when it is touched.
-
-    `fresh_tensors` takes its memory from the pool within `lending()`. A storage refers to the mapping that it lies in.
-    So a mapping to which nothing but the pool refers has no tensor, view or array left, and only such a mapping is
-    lent again. Threads may use the pool at the same time, and an interrupt can at most make it forget a mapping.
-    """
-
-    def __init__(self) -> None:
-        self._kept: deque[mmap.mmap] = deque()
-
-    @property
-    def kept_bytes(self) -> int:
-        """The memory that the pool keeps, whether or not tensors still use it."""
-        return sum(map(len, self._kept.copy()))
-
-    @contextmanager
-    def lending(self) -> Iterator[list[mmap.mmap]]:
-        """In this thread, `fresh_tensors` uses memory of the pool within the block, and new memory for the rest.
-
-        Yields the list of the mappings that it has used, for `keep`.
-        """
-        lender = _Lender(self, [])
-        with _lender.replaced(weakref.ref(lender)):
-            yield lender.lent
-
-    def keep(self, mappings: Iterable[mmap.mmap], most_bytes: int) -> None:
-        """Keeps mappings for later tensors, and releases the oldest ones beyond `most_bytes` in all."""
-        if _COUNTS_REFERENCES:  # else nothing is ever lent
-            self._kept.extend(mappings)
-        while self.kept_bytes > most_bytes:
-            with suppress(IndexError):  # another thread has taken the last one
-                self._kept.popleft()
-
-    def take(self, nbytes: int) -> mmap.mmap | None:
-        """Returns a mapping of about this size that nothing uses any more, with old values in it; None without one."""
-        if not _COUNTS_REFERENCES:
-            return None
-        for _ in range(len(self._kept)):
-            try:
-                mapping, references = _next_of(self._kept)
-            except IndexError:
-                break
-            if nbytes <= len(mapping) <= nbytes + nbytes // 8 and references <= _UNUSED_REFERENCES:
-                return mapping
-            self._kept.append(mapping)
-        return None
-
-
-def _next_of(mappings: deque[mmap.mmap]) -> tuple[mmap.mmap, int]:
-    mapping = mappings.popleft()
-    return mapping, sys.getrefcount(mapping)
-
-
-_UNUSED_REFERENCES = _next_of(deque([mmap.mmap(-1, mmap.PAGESIZE)]))[1]
-"""What `_next_of` counts for a mapping that has no storage."""
-_COUNTS_REFERENCES = getattr(sys, "_is_gil_enabled", lambda: True)()
-"""Without the interpreter lock, Python counts only some of the references to an object."""
-
-
-class _Lender(msgspec.Struct, weakref=True):
-    pool: MemoryPool
-    lent: list[mmap.mmap]
-
-
-_lender = ThreadValue[weakref.ref[_Lender] | None](None)
-"""A weak reference, which an interrupt that keeps it from being reset makes invalid."""
-
-
 def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
     """A new CPU tensor for each shape, stride (None for contiguous) and dtype, in memory that no other tensor uses.
 
-    Small tensors share mappings of up to 256 MB, each with a storage of its own. The memory is untouched, or within
-    `MemoryPool.lending` that of the pool.
+    Small tensors share mappings of up to 256 MB, each with a storage of its own.
 
     Raises `MemoryBudgetError` where the system has no memory.
     """
@@ -189,7 +111,7 @@ def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
                 if left + more > _ARENA_BYTES:
                     break
                 left += more
-            arena = _mapping(left)
+            arena = new_mapping(left)
         flat = torch.frombuffer(arena, dtype=dtype, count=count, offset=free)
         free, left = free + nbytes, left - nbytes
         # Reshaped in place, without another object.
@@ -197,24 +119,12 @@ def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
     return tensors
 
 
-def _mapping(nbytes: int) -> mmap.mmap:
-    """Returns private memory, of the pool that lends to this thread where it has any. Raises `MemoryBudgetError`.
+def new_mapping(nbytes: int) -> mmap.mmap:
+    """Returns new private memory of zeros. Raises `MemoryBudgetError` where the system has none.
 
     In small pages: on a virtual machine whose host has not backed the memory yet, faults of huge pages were measured to
     take two to three times as long as those of small pages, which the kernel takes from memory that was used before.
     """
-    of_block = _lender.value
-    lender = None if of_block is None or nbytes < _LEAST_POOLED_BYTES else of_block()
-    mapping = None if lender is None else lender.pool.take(nbytes)
-    if mapping is None:
-        mapping = new_mapping(nbytes)
-    if lender is not None:
-        lender.lent.append(mapping)
-    return mapping
-
-
-def new_mapping(nbytes: int) -> mmap.mmap:
-    """Returns new private memory of zeros. Raises `MemoryBudgetError` where the system has none."""
     try:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

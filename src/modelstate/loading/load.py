@@ -45,7 +45,7 @@ from modelstate.loading.stage import (
     prefetch_range,
     stage,
 )
-from modelstate.loading.staging import Inspect, Staging
+from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadArguments, LoadOptions, PlanArguments, check_model, checked_options
@@ -246,7 +246,6 @@ def load_then(
     *,
     agreement: Agreement | None = None,
     check: Callable[[Preparation], None] | None = None,
-    inspect: Inspect | None = None,
     runs_code: bool = False,
 ) -> LoadReport:
     """Loads into the root of a transaction that the caller has entered, together with other changes of the caller.
@@ -267,7 +266,6 @@ def load_then(
             *(transaction, checkpoint, options, agreement, time.perf_counter()),
             then=then,
             check=check,
-            inspect=inspect,
             with_tables=not runs_code,
         )
 
@@ -296,7 +294,6 @@ def _execute(
     staged: StagedLoad | None = None,
     then: Callable[[Set[str]], None] | None = None,
     check: Callable[[Preparation], None] | None = None,
-    inspect: Inspect | None = None,
     with_tables: bool = True,
 ) -> LoadReport:
     """Loads into the root of a transaction. `staged` holds values that have been read in the background.
@@ -318,7 +315,6 @@ def _execute(
             staged=staged,
             with_tables=with_tables,
         )
-        staging.inspect = inspect
         if check is not None:
             check(preparation)
         if preparation.problems:

@@ -1,11 +1,9 @@
 """`stage`: reads, casts and transforms values, each into its final memory where possible."""
 
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
-from operator import itemgetter
 from typing import TypeVar
 
 import torch
@@ -19,7 +17,7 @@ from modelstate.io.linux import trim_heap
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.prefetch import LEAST_BYTES, is_cold, read_ahead
 from modelstate.io.tensors import compute, elements
-from modelstate.loading.staging import SMALL_BYTES, Inspect, Staging
+from modelstate.loading.staging import Staging
 from modelstate.loading.stream import Leased, StreamBuffers, streamed_read, table_read
 from modelstate.planning.assignment import (
     BY_TRANSFORM,
@@ -125,7 +123,7 @@ def stage(staging: Staging, planned: Iterable[Planned], progress: Progress) -> N
         staging.held.take(sum(item.nbytes for item in straight if item.placement.name == "copy"))
         memory = fresh_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in straight])
         finals = list(zip(straight, memory, strict=True))
-        _read(staging, finals, progress, inspect=staging.inspect)
+        _read(staging, finals, progress)
         for assignment, final in finals:
             assignment.final = final
     if streamed:
@@ -183,7 +181,7 @@ def read_in_place(staging: Staging, planned: Iterable[Planned], progress: Progre
             _finish_in_place(assignment, _own_value(staging, assignment))
         progress(assignment.nbytes)
     if straight:
-        _read(staging, [(assignment, assignment.param) for assignment in straight], progress, inspect=staging.inspect)
+        _read(staging, [(assignment, assignment.param) for assignment in straight], progress)
         increment_version([assignment.param for assignment in straight])  # autograd has not seen the writes
     for assignment in straight:
         assignment.final = assignment.param
@@ -492,8 +490,6 @@ def _copy_live(staging: Staging, assignments: Sequence[Assignment], progress: Pr
         started = time.perf_counter()
         final.copy_(assignment.value)
         assignment.overflows.check(assignment.name, assignment.value, final)
-        if staging.inspect is not None and final.nbytes >= SMALL_BYTES:  # while the copy is in the processor's cache
-            staging.inspect(assignment.param, final)
         assignment.final = final
         assignment.seconds += time.perf_counter() - started
         progress(assignment.nbytes)
@@ -569,13 +565,12 @@ def _groups(assignments: Iterable[Assignment], scratch_bytes: int) -> Iterator[t
         yield group, total
 
 
-def _read(staging: Staging, pairs: Pairs, progress: Progress, *, inspect: Inspect | None = None) -> None:
+def _read(staging: Staging, pairs: Pairs, progress: Progress) -> None:
     """Reads values that are ranges of files into tensors. Raises `ReadFailedError`."""
     started = time.perf_counter()
     requests = [request for assignment, tensor in pairs for request in assignment.requests(tensor.data_ptr())]
     with staging.held.during(placed_bytes(assignment for assignment, _ in pairs)):
-        slots = [(assignment.param, tensor) for assignment, tensor in pairs]
-        _read_requests(staging, requests, progress, None if inspect is None else _piece_inspector(slots, inspect))
+        _read_requests(staging, requests, progress)
     seconds, total = time.perf_counter() - started, sum(assignment.nbytes for assignment, _ in pairs)
     for assignment, _ in pairs:
         assignment.seconds += seconds * assignment.nbytes / max(total, 1)
@@ -586,22 +581,16 @@ def _read_table(staging: Staging, table: PlainTable, targets: Sequence[torch.Ten
     if table.is_streamed:
         table_read(staging, table, targets, progress)()
         return
-    started, inspect = time.perf_counter(), staging.inspect
-    on_piece = _piece_inspector(zip(table.params, targets, strict=True), inspect) if inspect else None
+    started = time.perf_counter()
     try:
-        _read_requests(staging, _requests(table, targets), progress, on_piece)
+        _read_requests(staging, _requests(table, targets), progress)
     finally:
         if table.placement.direct:
             increment_version(targets)  # autograd has not seen the writes
     table.seconds += time.perf_counter() - started
 
 
-def _read_requests(
-    staging: Staging,
-    requests: Sequence[Request | Rows],
-    progress: Progress,
-    on_piece: Callable[[int, int], None] | None,
-) -> None:
+def _read_requests(staging: Staging, requests: Sequence[Request | Rows], progress: Progress) -> None:
     strategy = staging.strategy
     with staging.held.during(strategy.buffer_bytes):
         read_ranges(
@@ -610,7 +599,6 @@ def _read_requests(
             on_read=progress,
             threads=strategy.threads if strategy.remote else None,
             batch_bytes=strategy.block_bytes if strategy.remote else None,
-            on_piece=on_piece,
         )
 
 
@@ -618,34 +606,6 @@ def _requests(table: PlainTable, targets: Iterable[torch.Tensor]) -> list[Reques
     columns = table.columns
     sources = map(ByteRange, columns.paths, columns.starts, columns.nbytes)
     return [*map(Request, sources, [target.data_ptr() for target in targets])]
-
-
-def _piece_inspector(
-    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], inspect: Inspect
-) -> Callable[[int, int], None] | None:
-    """Returns the function that inspects the whole elements of a piece of memory, by its address and length.
-
-    None where all values are small.
-    """
-    flat = [
-        (tensor.data_ptr(), param, tensor.detach().as_strided((tensor.numel(),), (1,)))
-        for param, tensor in pairs
-        if tensor.nbytes >= SMALL_BYTES
-    ]
-    if not flat:
-        return None
-    flat.sort(key=itemgetter(0))
-    starts = [start for start, _, _ in flat]
-
-    def on_piece(address: int, nbytes: int) -> None:
-        index = bisect_right(starts, address) - 1
-        if index < 0 or address >= starts[index] + flat[index][2].nbytes:
-            return  # of a small value
-        start, param, tensor = flat[index]
-        first = -(-(address - start) // tensor.itemsize)
-        inspect(param, tensor[first : (address - start + nbytes) // tensor.itemsize])
-
-    return on_piece
 
 
 def _split(items: Sequence[_T], goes_first: Callable[[_T], bool]) -> tuple[list[_T], list[_T]]:
