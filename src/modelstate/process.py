@@ -464,8 +464,8 @@ _torch_threads_lock = fork_safe_lock()
 
 # The garbage collector.
 
-_pauses: list[int] = []
-"""The thread of each active pause: several threads may load at once."""
+_pauses: dict[object, int] = {}
+"""The active pauses, each with the number of its thread: several threads may load at once."""
 _collector_lock = fork_safe_lock()
 
 
@@ -476,27 +476,34 @@ def gc_paused() -> Iterator[None]:
     Tables of tensors contain no garbage, and with torch imported each pass over all objects of the process costs more
     than the table.
     """
-    thread = threading.get_ident()
-    with _collector_lock:
-        is_pause = gc.isenabled() or bool(_pauses)
-        if is_pause:
-            gc.disable()
-            _pauses.append(thread)
-    try:
+    token = object()
+    if not (gc.isenabled() or _pauses):
         yield
-    finally:
-        if is_pause:
+        return
+    try:
+        try:
             with _collector_lock:
-                _pauses.remove(thread)
-                if not _pauses:
-                    gc.enable()
+                _pauses[token] = threading.get_ident()
+                gc.disable()
+            yield
+        finally:
+            _end_pause(token)
+    except BaseException:
+        _end_pause(token)  # an interrupt of the first call would leave the collector off for good
+        raise
+
+
+def _end_pause(token: object) -> None:
+    with _collector_lock:
+        _pauses.pop(token, None)
+        if not _pauses:
+            gc.enable()
 
 
 def _end_pauses_of_others() -> None:
-    here = threading.get_ident()
-    if _pauses and here not in _pauses:
+    if _pauses and threading.get_ident() not in _pauses.values():
         gc.enable()
-    _pauses[:] = [thread for thread in _pauses if thread == here]
+        _pauses.clear()
 
 
 at_fork(in_child=_end_pauses_of_others)
