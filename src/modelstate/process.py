@@ -530,10 +530,13 @@ def deferred_signals() -> Iterator[Callable[[], None]]:
     handlers = {number: handler for number in _SIGNALS if callable(handler := _signal.getsignal(number))}
     arrived: list[int] = []
 
+    def handle(number: int) -> None:
+        handlers[number](number, sys._getframe())  # its own frame, as `is_interrupt` expects
+
     def deliver() -> None:
         with ExitStack() as calls:  # each handler, also where another one raises
             for number in reversed(dict.fromkeys(arrived)):
-                calls.callback(handlers[number], number, sys._getframe())
+                calls.callback(handle, number)
             arrived.clear()
 
     def restore() -> None:
