@@ -515,9 +515,14 @@ class exclusive:
             return None
 
     def _ids(self) -> set[int]:
-        while self._shared_ids is None:
-            with suppress(RuntimeError):  # the owner of a dict has changed it meanwhile
-                self._shared_ids = {*map(id, self._models)}.union(*map(_ids_of, self._models))
+        if self._shared_ids is None:
+            ids = set(map(id, self._models))
+            for model in self._models:
+                for _ in range(100):
+                    with suppress(RuntimeError):  # the owner of a dict has changed it meanwhile
+                        ids |= _ids_of(model)
+                        break
+            self._shared_ids = ids
         return self._shared_ids
 
 
