@@ -236,6 +236,7 @@ def _interrupted_at_the_commit(folder: Path) -> tuple[str, bool]:
             ms.load(net, path)
     except KeyboardInterrupt:
         error = "KeyboardInterrupt"
+    dist.barrier()  # an interrupted rank closes its connections, which fails a load that has begun on the others
     loaded = models.sharded("fsdp")
     ms.load(loaded, path)
     pairs = zip(net.parameters(), loaded.parameters(), strict=True)
