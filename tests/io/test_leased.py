@@ -122,6 +122,7 @@ TOO_SHORT = "the kernel lets a writer wait for a shorter time than the read may 
             "the kernel lets a writer wait for a shorter time than the read may take",
         ),
         ((leased, "_BYTES_PER_SECOND", 1.0), TOO_SHORT),
+        ((linux, "_mincore", None), "the page cache has not all of it"),
     ],
 )
 def test_refusals(
@@ -132,13 +133,6 @@ def test_refusals(
         assert files.refusal == refusal
     with path.open("r+b") as file:  # no lease is left
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-
-
-def test_no_lease_where_the_kernel_does_not_say_what_it_has(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_mincore", "_syscall"):
-        monkeypatch.setattr(linux, name, None)
-    with leased_files(whole(path), {}) as files:
-        assert files.refusal == "the page cache has not all of it"
 
 
 def test_a_file_that_has_changed_is_not_leased(path: Path) -> None:
