@@ -6,7 +6,7 @@ import reprlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+_NUMBER = r"(?:(?<=\.)|^)\d+(?=\.|$)"
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
 _MAX_DIRECTORIES = 64
 given_directories: OrderedDict[str, str] = OrderedDict()
@@ -140,7 +140,7 @@ def shorten(text: str, width: int) -> str:
 
 def without_numbers(name: str) -> str:
     """The name of a tensor with # for each part that is a number."""
-    return _NUMBER.sub("#", name)
+    return re.sub(_NUMBER, "#", name)
 
 
 def folded(names: Iterable[str]) -> list[str]:

@@ -36,13 +36,13 @@ from modelstate.remote.location import is_remote
 from modelstate.text_format import listed, printable
 
 MODEL = "model"
-_SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
-_SUFFIX = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)$")
-FOREIGN = re.compile(r"\.(msgpack|h5|hdf5|keras|gguf|onnx|tflite|npz|index)$")
+_SHARD = r"-\d{5}-of-\d{5}\.\w+$"
+_SUFFIX = r"\.(safetensors|bin|pt|pth|ckpt|tar)$"
+FOREIGN = r"\.(msgpack|h5|hdf5|keras|gguf|onnx|tflite|npz|index)$"
 """Weights in formats that modelstate does not read."""
-NAMED = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)(\.index\.json)?$")
+NAMED = r"\.(safetensors|bin|pt|pth|ckpt|tar)(\.index\.json)?$"
 """The names of checkpoints in a bucket: each other name would take a request to look at it."""
-_INDEX = re.compile(r"\.(safetensors|bin)\.index\.json$")
+_INDEX = r"\.(safetensors|bin)\.index\.json$"
 _OTHER_TOOLS = (
     (
         re.compile(r"__\d+\.metadata"),
@@ -81,7 +81,7 @@ class _Candidate(NamedTuple):
     def stem(self) -> str:
         """The name of the checkpoint, which is the same in all formats."""
         stem = self.name.removesuffix(".index.json")
-        return _SUFFIX.sub("", stem).replace("pytorch_model", "model")
+        return re.sub(_SUFFIX, "", stem).replace("pytorch_model", "model")
 
 
 def find_in(directory: str) -> str:
@@ -96,21 +96,21 @@ def find_in(directory: str) -> str:
     """
     entries = _entries(directory)
     files = [name for name, kind in entries.items() if kind is _Kind.FILE]
-    looked_at = [name for name in files if NAMED.search(name)] if is_remote(directory) else files
+    looked_at = [name for name in files if re.search(NAMED, name)] if is_remote(directory) else files
     candidates = [candidate for name in looked_at if (candidate := _candidate(directory, name))]
     if not any(candidate.stem == MODEL for candidate in candidates):
         if DCP_METADATA in files and _is_dcp(directory, files):
             return os.path.join(directory, DCP_METADATA)
         _refuse_other_tools(directory, [*entries])
     if not candidates:
-        by_name = [name for name in files if _SUFFIX.search(name)]
-        by_name = by_name or [name for name in files if FOREIGN.search(name)][:1]
+        by_name = [name for name in files if re.search(_SUFFIX, name)]
+        by_name = by_name or [name for name in files if re.search(FOREIGN, name)][:1]
         if len(by_name) == 1:
             return os.path.join(directory, by_name[0])  # reading it reports what is wrong with it
         raise _nothing(directory, entries)
     indexed = frozenset[str]().union(*(candidate.shards for candidate in candidates))
     candidates = [candidate for candidate in candidates if candidate.shards or candidate.name not in indexed]
-    if candidates and all(_SHARD.search(candidate.name) for candidate in candidates):
+    if candidates and all(re.search(_SHARD, candidate.name) for candidate in candidates):
         raise DamagedFileError(
             "the directory holds shards, and not the index that says what is in them",
             where=directory,
@@ -173,7 +173,7 @@ def _candidate(directory: str, name: str) -> _Candidate | None:
         if is_remote(path) and isinstance(error, SourceAccessError):
             raise  # it is the same for all of them
         return None
-    if format is not Format.INDEX and not _INDEX.search(name):
+    if format is not Format.INDEX and not re.search(_INDEX, name):
         is_known = format in (Format.TORCH_ZIP, Format.TORCH_LEGACY, Format.SAFETENSORS) and not is_foreign
         return _Candidate(name, format is Format.SAFETENSORS) if is_known else None
     try:
@@ -181,7 +181,7 @@ def _candidate(directory: str, name: str) -> _Candidate | None:
     except (OpenError, ChecksumError):
         shards = frozenset()  # the index is damaged, which opening it reports
     in_safetensors = any(shard.endswith(".safetensors") for shard in (*shards, name.removesuffix(".index.json")))
-    return _Candidate(name, in_safetensors, shards) if shards or _INDEX.search(name) else None
+    return _Candidate(name, in_safetensors, shards) if shards or re.search(_INDEX, name) else None
 
 
 def _is_dcp(directory: str, files: list[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
@@ -274,7 +275,7 @@ def _at_no_file(path: str, given: str) -> str:
 def _repository(given: str) -> str | None:
     """The path of the hub that a name without a scheme stands for, at its commit; None for a path of this machine."""
     name = given.partition("@")[0]
-    if any(NAMED.search(text) or FOREIGN.search(text) for text in (given, name)) or not hub.is_bare_name(given):
+    if any(re.search(NAMED, text) or re.search(FOREIGN, text) for text in (given, name)) or not hub.is_bare_name(given):
         return None
     try:
         return hub.at_commit(f"hf://{given}")

@@ -42,7 +42,7 @@ _MAGIC_PICKLE = re.compile(
 """The pickle of `LEGACY_MAGIC` with which such a stream begins, in any protocol. The first byte alone does not
 tell: a safetensors file may begin with \\x80, too, as the first byte of a length."""
 _SAFETENSORS_FIELDS = (b'"dtype"', b'"shape"', b'"data_offsets"', b'"__metadata__"')
-_JSON_OBJECT = re.compile(rb"[ \t\n\r]*\{[ \t\n\r]*[\"}]")
+_JSON_OBJECT = rb"[ \t\n\r]*\{[ \t\n\r]*[\"}]"
 
 
 def recognise(head: bytes, path: str = "") -> Format | None:
@@ -82,7 +82,7 @@ def _is_safetensors(head: bytes) -> bool:
     if len(head) < 8 or (head[:8].isascii() and _has_no_control(head[:8])):
         return False
     text = head[8:]
-    if _JSON_OBJECT.match(text) or any(field in text for field in _SAFETENSORS_FIELDS):
+    if re.match(_JSON_OBJECT, text) or any(field in text for field in _SAFETENSORS_FIELDS):
         return True
     length = int.from_bytes(head[:8], "little")
     return 2 <= length <= safetensors.MAX_HEADER_BYTES and _has_no_control(text[: min(length, 64)])
@@ -133,10 +133,10 @@ _KINDS = (
 """The beginning of files that are not read, as an expression; what they are; and what to do."""
 
 _TF_TABLE_END = bytes.fromhex("57fb808b247547db")
-_TF_DATA = re.compile(r"\.data-\d{5}-of-\d{5}$")
-_LFS = re.compile(rb"version https?://(?:git-lfs|hawser)\S+\r?\n")
-_LFS_SIZE = re.compile(rb"^size (\d{1,18})\s*$", re.MULTILINE)
-_PAGE = re.compile(rb"\s*<(?:!doctype html|html|head|body|\?xml|error|!--)", re.IGNORECASE)
+_TF_DATA = r"\.data-\d{5}-of-\d{5}$"
+_LFS = rb"version https?://(?:git-lfs|hawser)\S+\r?\n"
+_LFS_SIZE = rb"(?m)^size (\d{1,18})\s*$"
+_PAGE = rb"(?i)\s*<(?:!doctype html|html|head|body|\?xml|error|!--)"
 
 
 def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileError:
@@ -144,8 +144,8 @@ def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileE
     if any(beginning.startswith(head) for beginning in _BEGINNINGS):
         return _too_short(path, head)
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if _LFS.match(text):
-        size = _LFS_SIZE.search(text)
+    if re.match(_LFS, text):
+        size = re.search(_LFS_SIZE, text)
         return UnknownFormatError(
             "this is a Git LFS pointer; the file itself was not downloaded",
             where=path,
@@ -153,7 +153,7 @@ def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileE
             found=f"its pointer, of {len(head)} bytes",
             remedy=f"git lfs install && git -C {shlex.quote(os.path.dirname(path) or '.')} lfs pull",
         )
-    if _PAGE.match(text):
+    if re.match(_PAGE, text):
         return UnknownFormatError(
             "this is a web page, or a server's message, saved in place of the file",
             where=path,
@@ -190,7 +190,7 @@ def _by_its_end(path: str) -> UnknownFormatError | None:
     with SourceFile(path) as file:
         end = file.read(max(file.nbytes - 8, 0), min(file.nbytes, 8), "its end")
     of_graph = path.endswith(".meta") and os.path.exists(f"{path.removesuffix('.meta')}.index")
-    if end != _TF_TABLE_END and not _TF_DATA.search(path) and not of_graph:
+    if end != _TF_TABLE_END and not re.search(_TF_DATA, path) and not of_graph:
         return None
     return UnknownFormatError(
         "this is part of a TensorFlow checkpoint, which modelstate does not read",

@@ -275,7 +275,7 @@ def _parse_header(header: bytes, path: str, begin: int, file_bytes: int) -> tupl
     return StoredTensors(rows, columns), metadata
 
 
-_MINUS_ZERO = re.compile(rb"[\[,:]\s*-0")
+_MINUS_ZERO = rb"[\[,:]\s*-0"
 _Texts = tuple[str, ...]
 _Shapes = Sequence[tuple[int, ...]]
 _Numbers = tuple[int, ...]
@@ -308,7 +308,7 @@ def _usual_header(header: bytes) -> tuple[list[str], _Columns, dict[str, str]] |
     parser keeps only the last of equal keys, and passes over keys that an entry must not have. So that neither goes
     unnoticed, the quotation marks are counted: each key and each text has two. It refuses half of a surrogate pair.
     """
-    if b"\\\\" in header or (b"-0" in header and _MINUS_ZERO.search(header)):
+    if b"\\\\" in header or (b"-0" in header and re.search(_MINUS_ZERO, header)):
         return None  # a quotation mark after two backslashes ends a text; -0 is no whole number from 0
     try:
         entries = _entries_of(header)

@@ -56,7 +56,7 @@ MAX_SHARDS = 100_000
 """The most files that one index may name: a hundred times the number of the largest models."""
 WEIGHT_MAP = "weight_map"
 INDEX_SUFFIX = ".index.json"
-_PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+_PLAIN_NAME = r"(?a)\w[\w.-]*"
 _MOST_METADATA = 100
 _MOST_PARTS = MAX_NAMES + manifest.MAX_PARTS
 _MOST_TRIES = 20
@@ -234,7 +234,7 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
 
 def _is_below(shard: str) -> bool:
     """Whether the name is that of a file below its directory, on any operating system."""
-    if _PLAIN_NAME.fullmatch(shard):
+    if re.fullmatch(_PLAIN_NAME, shard):
         return True
     try:
         os.fsencode(shard)
@@ -305,7 +305,7 @@ Kind = TypeVar("Kind", "torch.Tensor", "LazyTensor", "torch.Tensor | LazyTensor"
 SUFFIX = ".safetensors"
 SHARD_METADATA = {"format": "pt"}
 """What the header of each file says, which transformers needs."""
-_ANY = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})(\.\w+)", re.DOTALL)
+_ANY = r"(?s)(.*)-(\d{5,})-of-(\d{5,})(\.\w+)"
 """The shard names of other tools. A file with another name is left alone, even if an index names it."""
 
 
@@ -317,7 +317,7 @@ def other_shards(files: Collection[str]) -> tuple[str, str, tuple[str, ...]] | N
     loaded = {os.path.basename(path) for path in files}
     for path in files:
         directory, shard = os.path.split(path)
-        match = _ANY.fullmatch(shard)
+        match = re.fullmatch(_ANY, shard)
         if match is None:
             continue
         index, names = "", frozenset[str]()
@@ -402,7 +402,7 @@ def old_files(path: str, but: Collection[str] = ()) -> list[str]:
     entries = sorted(os.listdir(directory or "."))
     named = (named_in(os.path.join(directory, index)) if index in entries else None) or frozenset()
     mine = own_shards(path)
-    shards = {entry for entry in entries if mine.fullmatch(entry) or (entry in named and _ANY.fullmatch(entry))}
+    shards = {entry for entry in entries if mine.fullmatch(entry) or (entry in named and re.fullmatch(_ANY, entry))}
     for other in entries if shards else ():
         if other.endswith(INDEX_SUFFIX) and other != index:
             elsewhere = named_in(os.path.join(directory, other))

@@ -39,12 +39,12 @@ _LIMITS = {
 NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """The errors of the operating system that mean that there is no file at a path."""
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_MISSPELT_URL = re.compile(r"(s3|gs|az|https?|hf|file):/?(?=[^/])", re.IGNORECASE)
+_URL = r"[A-Za-z][A-Za-z0-9+.-]+://"
+_MISSPELT_URL = r"(?i)(s3|gs|az|https?|hf|file):/?(?=[^/])"
 """The beginning of a URL with too few slashes."""
-_FILE = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|json)$")
+_FILE = r"\.(safetensors|bin|pt|pth|ckpt|json)$"
 """The end of the name of a file, which no repository has."""
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_REPOSITORY = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _DOWNLOADS = {
     "s3": "aws s3 cp [--recursive] {url} .",
     "gs": "gcloud storage cp [-r] {url} .",
@@ -52,7 +52,7 @@ _DOWNLOADS = {
     "https": "curl -fLO {url}",
 }
 """The command that downloads a URL, by its scheme."""
-_HUB = re.compile(r"hf://(?P<repository>[^/]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?:/(?P<file>.+))?")
+_HUB = r"hf://(?P<repository>[^/]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?:/(?P<file>.+))?"
 
 
 def local_path(path: str) -> str:
@@ -68,12 +68,12 @@ def local_path(path: str) -> str:
         os.fsencode(path)
     except UnicodeEncodeError as error:
         raise SourceTypeError("this can be no path", where=repr(path[:80]), found=error) from error
-    if _URL.match(path):
+    if re.match(_URL, path):
         scheme, _, rest = path.partition("://")
         if scheme.lower() != "file" or rest.partition("/")[0] not in ("", "localhost"):
             shown = redacted_url(path)
             download = _DOWNLOADS.get(scheme.lower(), "").format(url=shlex.quote(shown))
-            if hub := _HUB.fullmatch(path):
+            if hub := re.fullmatch(_HUB, path):
                 words = ["hf", "download", hub["repository"], hub["file"] or ""]
                 words += ["--revision", hub["revision"]] if hub["revision"] else []
                 download = shlex.join(filter(None, words))
@@ -90,7 +90,7 @@ def local_path(path: str) -> str:
         path, given = os.fsdecode(unquote_to_bytes(os.fsencode(urlsplit(path).path))), path
         if "\0" in path or not path:
             raise SourceTypeError("this can be no path", where=given, remedy="write file:///DIRECTORY/FILE")
-    elif (url := _MISSPELT_URL.match(path)) and not os.path.lexists(path.partition("/")[0]):
+    elif (url := re.match(_MISSPELT_URL, path)) and not os.path.lexists(path.partition("/")[0]):
         scheme = url[1].lower()
         right = redacted_url(f"{scheme}://{'/' if scheme == 'file' else ''}{path[url.end() :]}")
         raise SourceTypeError(
@@ -140,7 +140,7 @@ def not_found(path: str, given: str) -> SourceNotFoundError:
     close = [name for name in entries if _is_misspelling(first_missing, name)][:3]
     if close:
         remedy = "did you mean " + " or ".join(os.path.join(parent, name) for name in close) + "?"
-    elif _REPOSITORY.fullmatch(given) and not _FILE.search(given) and not os.path.exists(os.path.dirname(path)):
+    elif re.fullmatch(_REPOSITORY, given) and not re.search(_FILE, given) and not os.path.exists(os.path.dirname(path)):
         remedy = f'if this is a repository of huggingface.co: modelstate.open("hf://{given}")'
     else:
         remedy = "check the path, and the directory that it is relative to"
@@ -148,8 +148,8 @@ def not_found(path: str, given: str) -> SourceNotFoundError:
     return SourceNotFoundError("there is no such file or directory", where=path, found=found, remedy=remedy)
 
 
-_SUFFIXES = re.compile(r"(\.(safetensors|bin|pt|pth|ckpt|tar))+(\.index\.json)?$", re.IGNORECASE)
-_ANY_SUFFIX = re.compile(rf"{_SUFFIXES.pattern}|\.[a-z]+$", re.IGNORECASE)
+_SUFFIXES = r"(?i)(\.(safetensors|bin|pt|pth|ckpt|tar))+(\.index\.json)?$"
+_ANY_SUFFIX = rf"{_SUFFIXES}|\.[a-z]+$"
 _LEAST_LETTERS = 5
 
 
@@ -159,9 +159,9 @@ def _is_misspelling(given: str, name: str) -> bool:
     A slip is a letter that is doubled or left out within the name, or two that are exchanged. Other letters and other
     numbers make the name of another model, such as bert and bart, or 7b and 13b.
     """
-    if _ANY_SUFFIX.search(given) and not _SUFFIXES.search(name):
+    if re.search(_ANY_SUFFIX, given) and not re.search(_SUFFIXES, name):
         return False
-    one, other = (re.sub(r"[\W_]", "", _ANY_SUFFIX.sub("", text)).lower() for text in (given, name))
+    one, other = (re.sub(r"[\W_]", "", re.sub(_ANY_SUFFIX, "", text)).lower() for text in (given, name))
     if one == other or max(len(one), len(other)) < _LEAST_LETTERS:
         return one == other != ""
     if re.findall(r"\d+", one) != re.findall(r"\d+", other):

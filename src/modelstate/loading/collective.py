@@ -25,7 +25,7 @@ from modelstate.torch_compat.plain import is_plain, is_sharded
 PLANNING, READING, SHARING = "planning", "reading", "sending values to replicas"
 LAST_CHECKS, COMMIT = "the last checks", "the commit"
 """The phases of a load. Each phase ends with a vote of all ranks."""
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_ADDRESS = r" at 0x[0-9a-f]+"
 _MOST_SAMPLES = 4096
 """The most tensors without checksums whose bytes are sampled."""
 _SAMPLE_BYTES = 64
@@ -190,7 +190,7 @@ def _options(matched: MatchedCheckpoint) -> Iterator[object]:
 
 def text_of(value: object) -> str:
     """Returns the text of a value without addresses, which differ from process to process."""
-    return _ADDRESS.sub("", repr(value))
+    return re.sub(_ADDRESS, "", repr(value))
 
 
 def _text(matched: MatchedCheckpoint) -> str:
