@@ -859,7 +859,7 @@ NOT_FOLLOWED = {
     "objects/schedulers.py::_refusal": "tests/objects/test_schedulers.py follows it",
     "planning/options.py::_transform": "tests/loading/test_quantize.py follows it",
     "problems.py::": "tests/suggestion has what ms.suggest finds",
-    "remote/location.py::store_of": _OTHER,
+    "remote/client.py::store_of": _OTHER,
     "remote/upload.py::new_object": "needs a server",
     "serve/aoti.py::AotiTarget._fixed_error": _EXPORT,
     "serve/aoti.py::_values": _EXPORT,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from modelstate.remote import location, requests, upload
+from modelstate.remote import client, requests, upload
 from tests.proxy import FaultProxy, fault_proxy
 from tests.remote.servers import file_server, missing, object_store
 
@@ -21,9 +21,9 @@ def _small_and_fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(requests, "RETRIES", 2)
     monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=2))
-    location._store.cache_clear()
+    client._store.cache_clear()
     yield
-    location._store.cache_clear()
+    client._store.cache_clear()
 
 
 @pytest.fixture(scope="session")

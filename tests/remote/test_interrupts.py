@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.remote import location, upload
+from modelstate.remote import client, upload
 from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote.servers import file_server
 from tests.sweeps import EXHAUSTIVE
@@ -29,9 +29,9 @@ AT_ONCE_SECONDS = 20.0
 @pytest.fixture(autouse=True)
 def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(upload, "PARTS_AT_ONCE", 1)
-    location._store.cache_clear()
+    client._store.cache_clear()
     yield
-    location._store.cache_clear()
+    client._store.cache_clear()
 
 
 @contextmanager

@@ -7,7 +7,8 @@ import pytest
 
 import modelstate
 from modelstate.errors import ModelStateError, SourceAccessError, SourceTypeError
-from modelstate.remote.location import beside, is_remote, locate, redacted, store_of
+from modelstate.remote.client import store_of
+from modelstate.remote.location import beside, is_remote, locate, redacted
 
 pytest.importorskip("obstore")
 

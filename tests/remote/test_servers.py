@@ -14,7 +14,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import TargetExistsError, WriteFailedError
-from modelstate.remote import location, upload
+from modelstate.remote import client, location, upload
 from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote import servers
 from tests.sweeps import sample
@@ -40,7 +40,7 @@ class Running:
 
     @property
     def store(self) -> Any:
-        return location.store_of(location.locate(self.url))[0]
+        return client.store_of(location.locate(self.url))[0]
 
     def names(self) -> list[str]:
         return [item["path"] for page in obstore.list(self.store) for item in page]

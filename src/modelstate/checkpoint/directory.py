@@ -31,7 +31,6 @@ from modelstate.errors import (
 from modelstate.formats import sharded
 from modelstate.formats.recognise import DCP_METADATA, Format, recognise
 from modelstate.io.files import SourceFile
-from modelstate.remote.file import listing
 from modelstate.remote.location import is_remote
 from modelstate.text_format import listed, printable
 
@@ -137,6 +136,8 @@ class _Kind(Enum):
 def _entries(directory: str) -> dict[str, _Kind]:
     """What is in a directory, or below the prefix of a bucket, by name and sorted."""
     if is_remote(directory):
+        from modelstate.remote.file import listing
+
         files, below = listing(directory)
         return dict(sorted({**dict.fromkeys(below, _Kind.DIRECTORY), **dict.fromkeys(files, _Kind.FILE)}.items()))
     return {entry.name: _kind_of(entry) for entry in sorted(os.scandir(directory), key=lambda entry: entry.name)}

@@ -27,15 +27,13 @@ from modelstate.formats.tree import Contents
 from modelstate.io import system
 from modelstate.io.files import NOT_FOUND, SourceFile, local_path, mode_of, no_access, not_found, remedy_for_limit
 from modelstate.process import gc_paused
-from modelstate.remote import hub
-from modelstate.remote.cache import Cache, check_cache
-from modelstate.remote.file import listing, opened, opened_once
-from modelstate.remote.location import is_remote, locate
+from modelstate.remote.location import is_remote, is_repository, locate
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import short_repr
 
 if TYPE_CHECKING:
     from modelstate.checkpoint.combine import Combination, CombineFunction
+    from modelstate.remote.cache import Cache
 
 Source = str | os.PathLike[str] | Mapping[Any, Any]
 """What `modelstate.open` accepts besides a sequence of sources."""
@@ -160,6 +158,8 @@ def open_source(
 ) -> Checkpoint:
     """As `open`, for callers that have checked their call and paused the garbage collector."""
     if cache is not None:
+        from modelstate.remote.cache import check_cache
+
         check_cache(cache)
     if isinstance(source, list | tuple):
         from modelstate.checkpoint.combine import combine as combined
@@ -182,6 +182,8 @@ def open_source(
     asked, given = name, repository or name
     if "://" in given and is_remote(given):
         name = locate(given).url
+        from modelstate.remote.file import opened_once
+
         with opened_once(cache):
             contents = read(_remote_file(given))
     else:
@@ -275,8 +277,10 @@ def _at_no_file(path: str, given: str) -> str:
 def _repository(given: str) -> str | None:
     """The path of the hub that a name without a scheme stands for, at its commit; None for a path of this machine."""
     name = given.partition("@")[0]
-    if any(re.search(NAMED, text) or re.search(FOREIGN, text) for text in (given, name)) or not hub.is_bare_name(given):
+    if any(re.search(NAMED, text) or re.search(FOREIGN, text) for text in (given, name)) or not is_repository(given):
         return None
+    from modelstate.remote import hub
+
     try:
         return hub.at_commit(f"hf://{given}")
     except (SourceNotFoundError, ReadFailedError) as error:
@@ -295,6 +299,8 @@ def _remote_file(given: str) -> str:
     path = locate(given).url
     if not path.startswith("hf://"):
         return _object_or_below(path)
+    from modelstate.remote import hub
+
     path = hub.at_commit(path)
     if not is_remote(path):
         path = local_path(path)
@@ -310,6 +316,8 @@ def _remote_file(given: str) -> str:
 
 
 def _object_or_below(path: str) -> str:
+    from modelstate.remote.file import listing, opened
+
     location = locate(path)
     if location.key and not location.key.endswith("/"):
         try:

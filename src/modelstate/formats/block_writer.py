@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -31,10 +32,12 @@ from modelstate.io.engine import for_each, memory_at, read_threads
 from modelstate.io.files import Descriptor
 from modelstate.io.memory import HUGE_PAGE_BYTES, empty_cpu
 from modelstate.io.tensors import ReadAll, elements, read_tensor, runs
-from modelstate.remote.upload import ObjectWriter
 from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, elements_bytes, is_run, own_bytes, pieces
 from modelstate.text_format import size
 from modelstate.torch_compat.plain import in_a_row, is_plain_memory
+
+if TYPE_CHECKING:
+    from modelstate.remote.upload import ObjectWriter
 
 LEAST_BYTES = 64 << 20
 """A smaller file stays in the page cache, where it takes little room."""
@@ -329,7 +332,7 @@ class _LazyJob(msgspec.Struct):
 
 
 def write_blocks(
-    output: Output | Uncached | ObjectWriter | None,
+    output: "Output | Uncached | ObjectWriter | None",
     start: int | Sequence[int],
     tensors: Sequence[torch.Tensor | LazyTensor],
     threads: int | None = None,
@@ -440,7 +443,7 @@ def _jobs(starts: Sequence[int], tensors: Sequence[torch.Tensor | LazyTensor]) -
 
 
 def _write(
-    job: _Job, digests: list[list[str]], output: Output | Uncached | ObjectWriter | None, buffer: Buffer | None
+    job: _Job, digests: list[list[str]], output: "Output | Uncached | ObjectWriter | None", buffer: Buffer | None
 ) -> None:
     at = first = job.start % _ALIGN_BYTES  # so that pages of memory are pages of the file
     for number, which, address, nbytes in job.blocks:

@@ -46,7 +46,6 @@ from modelstate.formats.tree import Contents
 from modelstate.io.atomic import Output
 from modelstate.io.files import SourceFile
 from modelstate.io.memory import TENSOR_ALIGN_BYTES
-from modelstate.remote.upload import ObjectWriter
 from modelstate.spec import StoredTensors, TensorColumns
 from modelstate.text_format import excerpt, is_unicode, listed, printable, quote, short_repr
 
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     import torch
 
     from modelstate.formats.block_writer import LazyTensor
+    from modelstate.remote.upload import ObjectWriter
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format."""

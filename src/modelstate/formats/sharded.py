@@ -39,7 +39,6 @@ from modelstate.formats.safetensors import (
 )
 from modelstate.formats.tree import Contents
 from modelstate.io.files import FileFingerprint, SourceFile
-from modelstate.remote.file import forget, open_all
 from modelstate.remote.location import beside, is_remote
 from modelstate.spec import Described, StoredTensors
 from modelstate.text_format import count, listed, quote
@@ -95,7 +94,10 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
             return _read(index_path, index, read_file, allow)
         except ModelStateError:
             before = index
-            forget(index_path)
+            if is_remote(index_path):
+                from modelstate.remote.file import forget
+
+                forget(index_path)
             with suppress(ModelStateError):
                 index = read_index(index_path)
             if index == before:
@@ -217,6 +219,8 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
             remedy="if you trust the index, put the files or links to them beside it, and their names there into it",
         )
     if is_remote(directory):
+        from modelstate.remote.file import open_all
+
         paths = [beside(index_path, shard) for shard in shards]
         absent = open_all(paths)  # all at the same time
     else:

@@ -59,7 +59,7 @@ class ZipDirectory:
     def __init__(self, file: SourceFile) -> None:
         """Reads the central directory and the local headers of an archive, which is a file or a section of one.
 
-        Raises `TruncatedFileError`, `DamagedFileError`, and `DamagedFileError` for any other damage.
+        Raises `TruncatedFileError`, and `DamagedFileError` for any other damage.
         """
         self.file, self._path, self._start = file, file.path, file.start
         count, start, nbytes = self._end()

@@ -25,8 +25,7 @@ from modelstate.io import system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged, remedy_for_limit
 from modelstate.io.memory import aligned
 from modelstate.process import parallel_for
-from modelstate.remote.cache import BLOCK_BYTES
-from modelstate.remote.file import CONNECTIONS, ObjectVersion, RemoteFile
+from modelstate.remote.location import CACHE_BLOCK_BYTES, CONNECTIONS
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
 
 BATCH_BYTES = 4 << 20
@@ -74,7 +73,7 @@ def threads_for(is_remote: bool) -> int:
 def common_align_bytes(paths: Iterable[str], fingerprints: Mapping[str, FileFingerprint]) -> int:
     """A multiple at which reads end: with a cache two threads would request the block that they share."""
     known = (fingerprints.get(path) for path in paths)
-    return BLOCK_BYTES if any(each is not None and each.cache is not None for each in known) else 1
+    return CACHE_BLOCK_BYTES if any(each is not None and each.cache is not None for each in known) else 1
 
 
 class ReadStrategy(msgspec.Struct, frozen=True):
@@ -226,6 +225,8 @@ def open_files(
         for path in dict.fromkeys(paths):
             known = fingerprints.get(path)
             if known is not None and known.is_remote:
+                from modelstate.remote.file import ObjectVersion, RemoteFile
+
                 version = ObjectVersion(known.nbytes, known.modified_ns, known.tag)
                 files[path] = RemoteFile(path, version, known.cache)
             else:

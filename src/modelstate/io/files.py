@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from modelstate.errors import (
@@ -25,10 +26,12 @@ from modelstate.errors import (
     keep_interrupt,
 )
 from modelstate.io import system
-from modelstate.remote.cache import Cache
-from modelstate.remote.file import RemoteFile, opened
 from modelstate.remote.location import is_remote, redacted_url
 from modelstate.text_format import given_directories, note_given
+
+if TYPE_CHECKING:  # every open of a local file would import what a URL needs
+    from modelstate.remote.cache import Cache
+    from modelstate.remote.file import RemoteFile
 
 _LIMITS = {
     errno.EMFILE: "raise the limit of open files (ulimit -n), or close some",
@@ -305,7 +308,7 @@ class FileFingerprint:
     device: int
     tag: str = ""
     """The ETag of an object outside this machine."""
-    cache: Cache | None = field(default=None, compare=False)
+    cache: "Cache | None" = field(default=None, compare=False)
     """Where what is read of this version is kept: the cache with which the file was opened."""
     is_remote: bool = False
     """Whether the file is outside this machine."""
@@ -314,7 +317,7 @@ class FileFingerprint:
 def current_fingerprints(paths: Iterable[str]) -> dict[str, FileFingerprint]:
     """The fingerprints of files as they are now. Raises `ReadFailedError`."""
     try:
-        return {path: _fingerprint(RemoteFile(path) if is_remote(path) else system.stat(path)) for path in paths}
+        return {path: _current(path) for path in paths}
     except OSError as error:
         raise ReadFailedError("the file is gone", found=error, remedy="open the checkpoint again") from error
 
@@ -390,11 +393,21 @@ def _changed(path: str, expected: FileFingerprint, found: FileFingerprint, what:
     )
 
 
-def _fingerprint(status: os.stat_result | RemoteFile) -> FileFingerprint:
-    if isinstance(status, RemoteFile):
-        nbytes, modified_ns, tag = status.version
-        return FileFingerprint(nbytes, modified_ns, 0, 0, tag, status.cache, True)
+def _current(path: str) -> FileFingerprint:
+    if not is_remote(path):
+        return _fingerprint(system.stat(path))
+    from modelstate.remote.file import RemoteFile
+
+    return _remote_fingerprint(RemoteFile(path))
+
+
+def _fingerprint(status: os.stat_result) -> FileFingerprint:
     return FileFingerprint(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+
+
+def _remote_fingerprint(file: "RemoteFile") -> FileFingerprint:
+    nbytes, modified_ns, tag = file.version
+    return FileFingerprint(nbytes, modified_ns, 0, 0, tag, file.cache, True)
 
 
 HEAD_BYTES = 4096
@@ -427,13 +440,17 @@ class SourceFile(AbstractContextManager["SourceFile"]):
             ReadFailedError: Any other error of the operating system.
             TruncatedFileError: The file has become shorter since.
         """
-        self.path, self._remote = path, opened(path) if "://" in path and is_remote(path) else None
-        status: os.stat_result | RemoteFile
-        if self._remote is not None:
-            status = self._remote
+        self.path = path
+        self._remote: RemoteFile | None = None
+        if "://" in path and is_remote(path):
+            from modelstate.remote.file import opened
+
+            self._remote = opened(path)
+            self.fingerprint = _remote_fingerprint(self._remote)
         else:
             try:
                 self._descriptor, status = open_regular(path)
+                self.fingerprint = _fingerprint(status)
             except PermissionError as error:
                 raise no_access(path, error) from error
             except OSError as error:
@@ -442,7 +459,6 @@ class SourceFile(AbstractContextManager["SourceFile"]):
                         "the file cannot be opened", where=path, found=error, remedy=remedy_for_limit(error)
                     ) from error
                 raise not_found(path, path) from error
-        self.fingerprint = _fingerprint(status)
         self.nbytes = self.fingerprint.nbytes
         try:
             self.head = self.read(0, min(self.nbytes, HEAD_BYTES), "its beginning")

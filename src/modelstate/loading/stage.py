@@ -32,7 +32,7 @@ from modelstate.planning.memory import peak_bytes, placed_bytes, strategy_within
 from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.transforms import Transform
 from modelstate.process import ONE_VARIABLE, prefetch_one, reference_count
-from modelstate.remote.file import CONNECTIONS
+from modelstate.remote.location import CONNECTIONS
 from modelstate.rules.expression import Derived, values_of
 from modelstate.spec import ByteRange, StoredComposite, StoredTensor, contiguous_stride
 from modelstate.text_format import size

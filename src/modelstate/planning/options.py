@@ -11,7 +11,6 @@ from modelstate.arguments import TIMEOUT_SECONDS
 from modelstate.checkpoint.open import check_budget_option, patterns_of
 from modelstate.errors import OptionError, PlacementError
 from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
-from modelstate.remote.cache import Cache
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules
 from modelstate.text_format import short_repr
@@ -22,6 +21,8 @@ from modelstate.torch_compat.private import is_faking, is_transforming
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
+
+    from modelstate.remote.cache import Cache
 
 AnyTransform = Transform | ModuleTransform
 _CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ class PlanArguments(SelectionArguments, total=False):
     in_place: bool | None
     init_missing: bool
     read_once: bool
-    cache: Cache | None
+    cache: "Cache | None"
 
 
 class LoadArguments(PlanArguments, total=False):
@@ -121,7 +122,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     in_place: bool | None = None
     init_missing: bool = False
     read_once: bool = False
-    cache: Cache | None = None
+    cache: "Cache | None" = None
     verify: bool = False
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     progress: bool | None = None

@@ -22,10 +22,9 @@ import xxhash
 
 from modelstate.arguments import check_integer
 from modelstate.errors import CacheWarning, OptionError
+from modelstate.remote.location import CACHE_BLOCK_BYTES as BLOCK_BYTES
 from modelstate.text_format import short_repr
 
-BLOCK_BYTES = 1 << 20
-"""The unit in which files are kept and requested."""
 _LAYOUT = "modelstate-blocks-1"
 """The directory below that of the user: nothing outside it is ever removed."""
 _VERSION_NAME, _BLOCK_NAME = re.compile(r"[0-9a-f]{32}"), re.compile(r"\d+")

@@ -28,28 +28,16 @@ from modelstate.errors import (
 )
 from modelstate.process import cached_attribute, parallel_for
 from modelstate.remote import requests
-from modelstate.remote.cache import BLOCK_BYTES, Cache
+from modelstate.remote.cache import Cache
+from modelstate.remote.client import DOWNLOAD, Cause, Failure, failure_of, hub_store, listed_below, store_of
 from modelstate.remote.hub import files_of
-from modelstate.remote.location import (
-    DOWNLOAD,
-    Cause,
-    Failure,
-    Location,
-    failure_of,
-    hub_store,
-    listed_below,
-    locate,
-    store_of,
-    without_secrets,
-)
+from modelstate.remote.location import CACHE_BLOCK_BYTES, CONNECTIONS, Location, locate, without_secrets
 from modelstate.remote.requests import call, chunks, wait_to_retry
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
     from obstore.store import ObjectStore
 
-CONNECTIONS = 16
-"""Requests at the same time: each waits for the network most of the time."""
 _FIRST_BYTES = 64 << 10
 """What the first request reads: the headers of most files."""
 _LEAST_TAIL_BYTES, _MOST_TAIL_BYTES, _TAIL_SHARE = 64 << 10, 4 << 20, 256
@@ -171,29 +159,33 @@ class RemoteFile:
         """Reads the blocks that are kept from `offset` on; where the first one is not, requests those that are not."""
         done = 0
         while offset + done < end:
-            index, start = divmod(offset + done, BLOCK_BYTES)
-            block = cache.read(version, index, min(BLOCK_BYTES, self.version.nbytes - index * BLOCK_BYTES))
+            index, start = divmod(offset + done, CACHE_BLOCK_BYTES)
+            block = cache.read(version, index, min(CACHE_BLOCK_BYTES, self.version.nbytes - index * CACHE_BLOCK_BYTES))
             if block is None:
                 break
-            part = memoryview(block)[start : end - index * BLOCK_BYTES]
+            part = memoryview(block)[start : end - index * CACHE_BLOCK_BYTES]
             _scatter(buffers, done, part)
             done += len(part)
         if done or offset >= end:
             return done
-        index = offset // BLOCK_BYTES
+        index = offset // CACHE_BLOCK_BYTES
         last = index + 1
-        while last * BLOCK_BYTES < end and not cache.has(version, last):
+        while last * CACHE_BLOCK_BYTES < end and not cache.has(version, last):
             last += 1
-        position, stop, arrived = index * BLOCK_BYTES, min(last * BLOCK_BYTES, self.version.nbytes), bytearray()
+        position, stop, arrived = (
+            index * CACHE_BLOCK_BYTES,
+            min(last * CACHE_BLOCK_BYTES, self.version.nbytes),
+            bytearray(),
+        )
         for chunk in self._received(position, stop):
             view = memoryview(chunk)
             part = view[max(offset - position, 0) : max(end - position, 0)]
             _scatter(buffers, max(position - offset, 0), part)
             position += len(view)
             arrived += view
-            while len(arrived) >= BLOCK_BYTES or (arrived and position == stop):
-                cache.write(version, index, bytes(memoryview(arrived)[:BLOCK_BYTES]))
-                del arrived[:BLOCK_BYTES]
+            while len(arrived) >= CACHE_BLOCK_BYTES or (arrived and position == stop):
+                cache.write(version, index, bytes(memoryview(arrived)[:CACHE_BLOCK_BYTES]))
+                del arrived[:CACHE_BLOCK_BYTES]
                 index += 1
         return min(end, stop) - offset
 

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 from modelstate.errors import (
@@ -25,10 +24,6 @@ from modelstate.remote import requests
 
 _URL = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?(?:/(?P<file>.*))?", re.DOTALL)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_BARE = re.compile(r"(?P<name>\w(?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?)(?:@[^/]+)?", re.ASCII)
-"""The names that huggingface_hub takes: a part begins and ends with a letter, a digit or `_`."""
-
-
 _REPEATED = (429, 500, 502, 503, 504)
 """The statuses after which a request is repeated."""
 _Result = TypeVar("_Result")
@@ -79,15 +74,6 @@ def at_commit(url: str) -> str:
             raise
         return os.path.join(directory, wanted.file).rstrip(os.sep)
     return wanted._replace(revision=commit).url
-
-
-def is_bare_name(text: str) -> bool:
-    """Whether a text is `ORG/NAME[@REVISION]`, nothing is at `ORG` on this machine, and the hub can be asked."""
-    match = _BARE.fullmatch(text)
-    if not match or os.path.lexists(text.partition("/")[0]) or find_spec("huggingface_hub") is None:
-        return False
-    name = match["name"]
-    return len(name) <= 96 and "--" not in name and ".." not in name and not name.endswith(".git")
 
 
 def cached(path: str, others: Iterable[str] = ()) -> str | None:

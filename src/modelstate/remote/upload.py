@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from modelstate.errors import ReadFailedError, TargetExistsError, UnsavableError, WriteFailedError
-from modelstate.remote.location import Cause, Location, ObjectInfo, failure_of, listed_below, store_of
+from modelstate.remote.client import Cause, ObjectInfo, failure_of, listed_below, store_of
+from modelstate.remote.location import Location
 from modelstate.remote.requests import call, cleanup, pause
 
 if TYPE_CHECKING:
