@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 import modelstate as ms
 from modelstate.cli.main import app
+from tests.proxy import Fault, FaultProxy, HttpRequest
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +51,18 @@ def test_commands_on_each_kind_of_location(base: str) -> None:
         assert run("store", "ls", f"{base}/{name}")[0] == 0
         code, _, err = run("inspect", f"{base}/{name}")
         assert (code, "modelstate store restore" in err) == (1, True), err
+
+
+def test_a_server_that_does_not_answer_is_waited_for_once(bucket: str, proxy: FaultProxy) -> None:
+    def refuse(request: HttpRequest) -> Fault:
+        asked.append(request.target)
+        return Fault.UNAVAILABLE
+
+    asked: list[str] = []
+    proxy.fault = refuse
+    code, _, err = run("verify", f"s3://{bucket}/run/model.safetensors")
+    assert (code, "answers with errors" in err) == (1, True), err
+    assert len(set(asked)) == 1
 
 
 def test_a_store_command_on_another_location(base: str) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.io import engine
-from modelstate.remote import file, location, requests
+from modelstate.remote import client, file, requests
 from modelstate.remote import hub as hub_files
 from tests.remote.servers import FileServer, http_server
 
@@ -116,7 +116,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_TOKEN", "hf_token")
-        location.hub_store.cache_clear()
+        client.hub_store.cache_clear()
         hub_files._files.clear()
         yield handler
 
@@ -192,7 +192,7 @@ def test_a_load_that_waits_for_the_hub_is_cancelled(
         answered.append(path)
         return hub_files.address_of(path)
 
-    monkeypatch.setattr(location, "address_of", address_of)
+    monkeypatch.setattr(client, "address_of", address_of)
     handle = ms.load(make_model(width=1024), checkpoint, background=True)
     assert asked.wait(60)
     try:

@@ -41,18 +41,26 @@ def store() -> None:
 
 
 def is_store(path: str) -> bool:
-    """Whether a directory, or a prefix of a bucket, is a store. False also where this cannot be found out."""
+    """Whether a directory, or a prefix of a bucket, is a store. False also where this cannot be found out.
+
+    Raises `ReadFailedError` for a bucket whose server does not answer, so that no command waits for it again.
+    """
     from modelstate.io.files import local_path
     from modelstate.remote.location import is_remote
     from modelstate.store.backend import STORE_FILE
-    from modelstate.store.directory import backend_of
+    from modelstate.store.directory import StepIndex
 
     try:
         if is_remote(path):
-            return _is_in_bucket(path) and bool(backend_of(path).places())
+            return _is_in_bucket(path) and bool(StepIndex(path).places())
         directory = local_path(path)
-        return os.path.isfile(os.path.join(directory, STORE_FILE)) or bool(backend_of(directory).places())
-    except (OSError, ms.ModelStateError):
+        return os.path.isfile(os.path.join(directory, STORE_FILE)) or bool(StepIndex(directory).places())
+    except (OSError, ms.ModelStateError) as error:
+        if is_remote(path) and isinstance(error, ms.errors.ReadFailedError):
+            from modelstate.remote.client import Cause
+
+            if Cause.FAILED.value in error.what:
+                raise
         return False
 
 

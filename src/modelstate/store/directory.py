@@ -243,7 +243,7 @@ class StepIndex:
         `store` is the name of the store, where that is known.
         """
         for _ in range(_MAX_TRIES):
-            places = self._places()
+            places = self.places()
             self._records = {place.path: self._records[place.path] for place in places if place.path in self._records}
             names = [store] if store else []
 
@@ -324,7 +324,7 @@ class StepIndex:
             found += [entry for entry in of_step if entry is chosen or not entry.is_foreign]
         return found
 
-    def _places(self) -> list[Place]:
+    def places(self) -> list[Place]:
         try:
             return self.backend.places()
         except FileNotFoundError:
@@ -665,7 +665,7 @@ class StepIndex:
             return name
         except (SourceNotFoundError, DamagedCheckpointError):
             pass  # it is written below
-        name = self._most_common_name(self._places()) or os.urandom(8).hex()
+        name = self._most_common_name(self.places()) or os.urandom(8).hex()
         text = json.dumps({SEAL: OPEN_SEAL, "format": STORE_FORMAT, "store": name}).encode() + b"\n"
         self.backend.write_name(sealed(text))
         return name
