@@ -14,14 +14,14 @@ import msgspec
 
 from modelstate.errors import SourceTypeError
 
-_REMOTE = re.compile(r"(s3|gs|az|http|https|hf)://")
-_SECRET = re.compile(r"(?<=://)[^/\s]*@|(?<=\?)\S+")
+_REMOTE = r"(s3|gs|az|http|https|hf)://"
+_SECRET = r"(?<=://)[^/\s]*@|(?<=\?)\S+"
 """The user of a URL, and its query, which may be a signature."""
-_SIGNED = re.compile(r"\?.*(?:sig|signature|credential|token)=", re.IGNORECASE)
+_SIGNED = r"(?i)\?.*(?:sig|signature|credential|token)="
 """The query of a signed address, which a name in a bucket lacks."""
-_KEY = re.compile(r"(?!.*(?:^|/)\.{0,2}(?:/|$))[^\0]+", re.DOTALL)
+_KEY = r"(?s)(?!.*(?:^|/)\.{0,2}(?:/|$))[^\0]+"
 """The names that a client takes: without empty parts, `.` and `..`."""
-_REPOSITORY = re.compile(r"(?P<name>\w(?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?)(?:@[^/]+)?", re.ASCII)
+_REPOSITORY = r"(?a)(?P<name>\w(?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?)(?:@[^/]+)?"
 """The names that huggingface_hub takes: a part begins and ends with a letter, a digit or `_`."""
 
 CONNECTIONS = 16
@@ -32,12 +32,12 @@ CACHE_BLOCK_BYTES = 1 << 20
 
 def is_remote(path: object) -> bool:
     """Whether a path is the URL of something outside this machine that modelstate reads."""
-    return isinstance(path, str) and _REMOTE.match(path) is not None
+    return isinstance(path, str) and re.match(_REMOTE, path) is not None
 
 
 def is_repository(text: str) -> bool:
     """Whether a text is `ORG/NAME[@REVISION]`, nothing is at `ORG` on this machine, and the hub can be asked."""
-    match = _REPOSITORY.fullmatch(text)
+    match = re.fullmatch(_REPOSITORY, text)
     if not match or os.path.lexists(text.partition("/")[0]) or find_spec("huggingface_hub") is None:
         return False
     name = match["name"]
@@ -79,9 +79,9 @@ def locate(url: str) -> Location:
     scheme, _, rest = url.partition("://")
     if not scheme.startswith("http"):
         root, _, key = rest.partition("/")
-        if not root or (key.rstrip("/") and not _KEY.fullmatch(key.rstrip("/"))):
+        if not root or (key.rstrip("/") and not re.fullmatch(_KEY, key.rstrip("/"))):
             raise _not_valid(url, f"{scheme}://BUCKET/NAME, and no empty part, `.` or `..` in the name")
-        if "@" in root or (":" in root and "@" in key) or _SIGNED.search(key):
+        if "@" in root or (":" in root and "@" in key) or re.search(_SIGNED, key):
             raise _not_valid(
                 url, f"{scheme}://BUCKET/NAME; the environment has the credentials, and https:// a signature"
             )
@@ -95,7 +95,7 @@ def locate(url: str) -> Location:
         raise _not_valid(url, f"{scheme}://HOST/PATH")
     root, key = parts.netloc.rpartition("@")[2], unquote(parts.path.lstrip("/"))
     # `%2F` divides no directories, and names need not be UTF-8.
-    is_name = not key or (_KEY.fullmatch(key) and "%2f" not in parts.path.lower() and "\ufffd" not in key)
+    is_name = not key or (re.fullmatch(_KEY, key) and "%2f" not in parts.path.lower() and "\ufffd" not in key)
     if is_name and not (parts.query or "@" in parts.netloc):
         return Location(scheme, root, key)
     whole = url.partition("#")[0]
@@ -122,7 +122,7 @@ def beside(url: str, name: str) -> str:
 
 def redacted(text: object) -> str:
     """A text without the users and the queries of the URLs in it."""
-    return _SECRET.sub("...", str(text))
+    return re.sub(_SECRET, "...", str(text))
 
 
 def redacted_url(url: str) -> str:
