@@ -7,7 +7,6 @@ import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,6 @@ _LARGE_BYTES = 1 << 20
 """Smaller tensors are not worth system calls of their own."""
 
 
-@dataclass(eq=False, slots=True)
 class MemoryTracker:
     """Counts the bytes that a load holds beyond the final tensors, and the most that it has held at once.
 
@@ -32,9 +30,9 @@ class MemoryTracker:
     stays, so that very many small ones cost nothing.
     """
 
-    peak_bytes: int = 0
-    _now: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    def __init__(self) -> None:
+        self.peak_bytes = self._now = 0
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> None:
         """Adds to the running total; a negative value releases memory."""

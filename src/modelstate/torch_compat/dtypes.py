@@ -12,7 +12,6 @@ import cmath
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -139,16 +138,16 @@ def can_overflow(source: torch.dtype, target: torch.dtype) -> bool:
         return False
 
 
-@dataclass(eq=False, slots=True)
 class Overflows:
     """Counts, by cause and by the names of tensors, the values that become infinite or NaN in one operation.
 
     Also counts the values that are NaN before a cast that can overflow. Nothing is read for that where all are finite.
     """
 
-    counts: dict[tuple[str, str], int] = field(default_factory=dict)
-    """By cause, as "a cast", and name."""
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, str], int] = {}
+        """By cause, as "a cast", and name."""
+        self._lock = threading.Lock()
 
     def check(self, name: str, source: torch.Tensor, target: torch.Tensor | torch.dtype) -> bool:
         """Counts the elements of `source` that are finite, and infinite or NaN in `target`, which it was cast to.
