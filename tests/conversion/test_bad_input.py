@@ -78,13 +78,6 @@ def test_a_function_that_is_interrupted(interrupt: type[BaseException]) -> None:
         ms.convert(model, transform=on_last(stop), optimizers=[optimizer])
 
 
-@pytest.mark.parametrize("transform", [lambda tensor: tensor.double(), lambda name, tensor, more: tensor])
-def test_a_function_of_other_parameters(transform: Any) -> None:
-    model, optimizer = trained()
-    with unchanged(model, optimizer), pytest.raises(errors.TransformError, match="positional argument"):
-        ms.convert(model, transform=transform)
-
-
 def test_a_function_that_writes_to_its_input() -> None:
     """The bytes are the function's doing, which it is told; all else is what it was."""
     model, optimizer = trained()
@@ -147,20 +140,6 @@ def test_the_memory_of_a_slot_that_stays() -> None:
         ms.convert(module, transform=lambda name, tensor: module.a.detach() if name == "b" else ms.conversion.UNCHANGED)
 
 
-def test_views_of_one_another_are_not_parted_in_silence() -> None:
-    """A function makes each of them anew; if their memory is parted by that, the report says so."""
-    flat = torch.arange(4.0)
-    module = holding(all=flat, first=flat.data[:2])
-    before = ms.identity(module)
-    try:
-        report = ms.convert(module, transform=lambda name, tensor: tensor.double())
-    except ms.ModelStateError:
-        assert before == ms.identity(module)
-    else:
-        lost = before.differences(ms.identity(module))
-        assert not lost or report.references_lost or report.notes
-
-
 def test_a_buffer_does_not_become_a_parameter() -> None:
     """What a function returns decides on dtype, memory and subclass, and not on what the slot is."""
     module = holding(plain=torch.ones(2), sparse=torch.eye(2).to_sparse())
@@ -203,11 +182,6 @@ def test_an_argument_that_means_nothing(case: str) -> None:
     assert words in str(caught.value)
 
 
-def test_no_module() -> None:
-    with pytest.raises(errors.OptionError, match="not a model"):
-        ms.convert(torch.ones(2), torch.float64)  # type: ignore[arg-type]
-
-
 def test_an_optimizer_of_another_model() -> None:
     model, optimizer = trained()
     with unchanged(model, optimizer), pytest.raises(errors.OptionError, match="another model"):
@@ -234,27 +208,6 @@ def test_a_graph_that_waits_for_backward(to: dict[str, Any]) -> None:
     assert "backward" in caught.value.remedy
     cost.backward()
     ms.convert(model, optimizers=[optimizer], **to)
-
-
-@pytest.mark.slow
-def test_a_graph_in_a_list() -> None:
-    model, _ = trained()
-    costs = [model(torch.randn(4, 2)).sum()]
-    with unchanged(model), pytest.raises(errors.PlacementError, match="list `costs` in frame `test_a_graph_in_a_list`"):
-        ms.convert(model, torch.float64)
-    costs.clear()
-    ms.convert(model, torch.float64)
-
-
-@pytest.mark.slow
-def test_a_graph_of_one_tensor_stops_the_others_too() -> None:
-    model, optimizer = trained()
-    product = model[3].weight * 2
-    with unchanged(model, optimizer), pytest.raises(errors.PlacementError) as caught:
-        ms.convert(model, torch.float64, optimizers=[optimizer])
-    assert caught.value.where == "3.weight"
-    assert "`product`" in caught.value.found
-    assert product.shape == (2, 2)
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """`convert`: what the tensors of a module are changes, and who they are stays."""
 
 import gc
+import json
 import resource
-import sys
 import weakref
 from typing import Any
 
@@ -14,7 +14,6 @@ import modelstate as ms
 from modelstate import errors
 from tests.loading.fingerprint import whole
 from tests.pains.quantized import quantized_class
-from tests.programs import run_program
 
 
 def network() -> nn.Module:
@@ -222,28 +221,6 @@ def test_values_that_overflow_are_counted_by_tensor() -> None:
     assert ms.convert(module, torch.float32).notes == ()
 
 
-PEAK = """
-import resource, sys, torch, modelstate as ms
-from torch import nn
-module = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(12)))
-ms.convert(nn.Linear(2, 2), torch.bfloat16)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-report = ms.convert(module, torch.bfloat16)
-grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-print(grown, report.peak_memory_bytes)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
-def test_the_old_memory_goes_as_the_new_comes() -> None:
-    """200 MB of float32 become bfloat16 with one tensor of 8 MB on top, where two phases would need 100."""
-    done = run_program(PEAK)
-    grown, stated = map(int, done.stdout.split())
-    assert stated == 8 << 20
-    assert grown < 40e6
-
-
 def test_a_system_without_memory_changes_nothing() -> None:
     module = nn.Linear(4000, 4000, bias=False)
     before = module.weight.sum().item()
@@ -259,16 +236,19 @@ def test_a_system_without_memory_changes_nothing() -> None:
     assert (module.weight.dtype, module.weight.sum().item()) == (torch.float32, before)
 
 
-def test_parameters_that_become_integers_need_no_gradient_any_more() -> None:
+def test_a_gradient_that_the_new_tensor_cannot_have_is_dropped_and_noted() -> None:
     module = nn.Linear(3, 2)
     module(torch.ones(1, 3)).sum().backward()
     weight, bias = module.weight, module.bias
-    report = ms.convert(module, transform=lambda name, t: t.to(torch.int8) if name == "bias" else t * 2)
+    report = ms.convert(
+        module, transform=lambda name, t: t.to(torch.int8) if name == "bias" else t.detach().to_sparse()
+    )
+    assert module.weight is weight
     assert module.bias is bias
     assert (bias.dtype, bias.requires_grad, bias.grad) == (torch.int8, False, None)
-    assert module.weight is weight
-    assert weight.requires_grad
-    assert any("bias: its gradient is dropped" in note for note in report.notes)
+    assert (weight.is_sparse, weight.requires_grad, weight.grad) == (True, True, None)
+    for name in ("weight", "bias"):
+        assert any(f"{name}: its gradient is dropped" in note for note in report.notes)
 
 
 def test_within_a_transform_of_torch_func_it_is_refused() -> None:
@@ -279,12 +259,6 @@ def test_within_a_transform_of_torch_func_it_is_refused() -> None:
         with pytest.raises(errors.PlacementError, match="transform"):
             torch.func.grad(lambda x, change=change: (change(), x.sum())[1])(torch.randn(2, 3))
     assert whole(module) == before
-
-
-def test_a_function_can_leave_lazy_tensors_alone() -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
-    ms.convert(module, transform=lambda name, t: ms.conversion.UNCHANGED if name.startswith("1") else t.half())
-    assert module[0].weight.dtype is torch.float16
 
 
 def test_a_dtype_that_torch_cannot_copy_to_is_named() -> None:
@@ -312,15 +286,6 @@ def test_a_tensor_subclass_that_raises_is_named() -> None:
     ):
         ms.convert(module, torch.float64)
     assert whole(module) == before
-
-
-def test_a_gradient_of_another_layout_is_dropped_and_noted() -> None:
-    module = nn.Linear(2, 2, bias=False)
-    module(torch.ones(1, 2)).sum().backward()
-    report = ms.convert(module, transform=lambda name, t: t.detach().to_sparse())
-    assert module.weight.is_sparse
-    assert module.weight.grad is None
-    assert any("gradient is dropped" in note for note in report.notes)
 
 
 @pytest.mark.slow
@@ -356,3 +321,71 @@ def test_a_device_without_memory(recurrent: bool, monkeypatch: pytest.MonkeyPatc
             ms.convert(module, device="meta")
     assert len(moved) == 6
     assert whole(module) == before
+
+
+# Optimizers that have state, and were not passed.
+
+
+def trained_with(make: Any, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) if model is None else model
+    optimizer = make(model.parameters())
+    result = model(torch.ones(1, 2))
+    (result[0] if isinstance(result, tuple) else result).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(("make", "name"), [(torch.optim.AdamW, "AdamW"), (momentum, "SGD")])
+def test_the_report_names_an_optimizer_whose_state_did_not_follow(make: Any, name: str) -> None:
+    model, optimizer = trained_with(make)
+    report = ms.convert(model, torch.float64)
+    assert report.left_behind == (f"the state of {name} for 4 of these parameters, which was not passed",)
+    assert "left behind: the state of" in str(report)
+    assert "optimizers=[...]" in str(report)
+    assert "all references kept" not in str(report)
+    assert json.loads(report.to_json())["left_behind"] == list(report.left_behind)
+    assert all(value.dtype is torch.float32 for state in optimizer.state.values() for value in state.values())
+
+
+def test_one_of_two_was_passed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first = torch.optim.Adam(model[0].parameters())
+    second = torch.optim.Adagrad(model[1].parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    first.step()
+    second.step()
+    report = ms.convert(model, torch.float64, optimizers=[first])
+    assert report.left_behind == ("the state of Adagrad for 2 of these parameters, which was not passed",)
+    report = ms.convert(model, torch.float32, optimizers=[first, second])
+    assert report.left_behind == ()
+    assert "all references kept" in str(report)
+
+
+def test_a_report_says_how_many_optimizers_it_does_not_list() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2) for _ in range(10)])
+    optimizers = [trained_with(torch.optim.Adam, layer)[1] for layer in model]
+    report = ms.convert(model, torch.float64)
+    assert len(report.left_behind) == len(optimizers)
+    assert "; and 2 more; pass them with optimizers=[...]" in str(report)
+
+
+def none(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@pytest.mark.parametrize("case", ["no state", "the same dtype", "another model", "passed", "gone"])
+def test_nothing_is_left_behind(case: str) -> None:
+    model, optimizer = trained_with(none if case == "no state" else torch.optim.Adam)
+    target = trained_with(torch.optim.Adam)[0] if case in ("another model", "gone") else model
+    report = ms.convert(
+        target,
+        torch.float32 if case == "the same dtype" else torch.float64,
+        optimizers=[optimizer] if case == "passed" else [],
+    )
+    assert report.left_behind == ()
+    assert "all references kept" in str(report)

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.transaction import references
 from tests.loading.fingerprint import whole
 
 
@@ -43,16 +42,6 @@ def test_a_graph_that_is_used_up_behind_nodes_that_save_nothing(case: str) -> No
     ms.convert(module, torch.float64)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-
-
-def test_a_search_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = nn.Linear(2, 2)
-    held = {"results": [[module(torch.ones(1, 2)).sum()]]}
-    monkeypatch.setattr(references, "_SEARCH_SECONDS", 0.0)
-    with pytest.raises(errors.PlacementError, match="held at an unknown place: the search ended"):
-        ms.convert(module, torch.float64)
-    assert held["results"][0][0].dtype is torch.float32
-    assert module.weight.dtype is torch.float32
 
 
 def test_a_second_result_that_shares_a_used_up_part() -> None:

@@ -12,7 +12,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from tests.loading.fingerprint import described, whole
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,35 +86,6 @@ def test_training_goes_on_with_the_same_tensors(name: str, how: str) -> None:
     assert losses == pytest.approx(expected, rel=1e-2)
 
 
-def test_there_and_back_is_bit_for_bit() -> None:
-    model = Tied()
-    optimizer = OPTIMIZERS["fused"](model.parameters())
-    train(model, optimizer)
-    state, optimized = whole(model)[0], described(optimizer.state_dict())
-    ms.convert(model, device="cuda", optimizers=[optimizer])
-    ms.convert(model, device="cpu", optimizers=[optimizer])
-    assert whole(model)[0] == state
-    assert described(optimizer.state_dict()) == optimized
-
-
-def test_a_cast_on_the_way() -> None:
-    model = Tied()
-    optimizer = OPTIMIZERS["plain"](model.parameters())
-    train(model, optimizer)
-    before = ms.identity(model, [optimizer])
-    expected = model.embed.weight.detach().to(torch.bfloat16)
-    with ms.reference_keeping():
-        model.to("cuda", torch.bfloat16)
-    assert before.differences(ms.identity(model, [optimizer])) == []
-    assert model.embed.weight.is_cuda
-    assert torch.equal(model.embed.weight.cpu(), expected)
-    assert model.body[1].num_batches_tracked.dtype is torch.int64
-    ms.convert(model, torch.float32, device="cpu", optimizers=[optimizer])
-    assert before.differences(ms.identity(model, [optimizer])) == []
-    assert torch.equal(model.embed.weight, expected.float())
-    train(model, optimizer)
-
-
 def test_values_that_overflow_are_counted_on_the_device() -> None:
     model = nn.Linear(8, 8)
     with torch.no_grad():
@@ -162,16 +132,6 @@ def test_recurrent_layers(how: str) -> None:
             torch.testing.assert_close(found.detach().cpu(), expected, atol=1e-3, rtol=1e-3)
             found.sum().backward()
             del found  # its graph holds the parameters
-
-
-def test_a_graph_that_waits_for_backward_is_refused() -> None:
-    model = Tied().cuda()
-    loss = model(torch.arange(8, device="cuda")).sum()
-    before = whole(model)
-    with pytest.raises(errors.PlacementError):
-        ms.convert(model, device="cpu")
-    assert whole(model) == before
-    loss.backward()
 
 
 # A device without memory.

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import modelstate as ms
-from modelstate.transaction import swap_tensors
 from tests.loading.fingerprint import described, interrupted_at, raw, whole
 from tests.pains.quantized import quantized_class
 from tests.sweeps import examples, spread
@@ -275,26 +274,6 @@ def test_what_has_the_dtype_is_left_alone(spec: Spec) -> None:
 
 @pytest.mark.slow
 @given(specs)
-@settings(max_examples=20, deadline=None)
-def test_hooks_are_called_afterwards(spec: Spec) -> None:
-    tree = Tree(spec)
-    expected = []
-    for one in tree.tensors:
-        hooks = {0: len(one._backward_hooks or {}), 1: len(one._post_accumulate_grad_hooks or {})}
-        if one.requires_grad and one.layout is torch.strided and not hasattr(one, "elem"):
-            expected += [("hook", id(one))] * hooks[0] + [("post", id(one))] * hooks[1]
-    tree.convert(torch.float64)
-    for one in tree.tensors:
-        if one.requires_grad and one.layout is torch.strided and not hasattr(one, "elem"):
-            one.grad = None
-            one.abs().sum().backward()
-            assert one.grad is not None
-            assert one.grad.dtype is one.dtype
-    assert tree.called == expected
-
-
-@pytest.mark.slow
-@given(specs)
 @settings(max_examples=30, deadline=None)
 def test_as_torch_converts_it(spec: Spec) -> None:
     """The values are those of `module.to(dtype)`, which loses who they are on the way."""
@@ -381,33 +360,6 @@ TARGETS: dict[str, dict[str, Any]] = {
     "function": {"transform": to_double},
     "meta": {"device": "meta"},
 }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("to", "error"), [("dtype", RuntimeError), ("function", KeyboardInterrupt), ("meta", RuntimeError)]
-)
-def test_a_commit_that_fails_at_each_swap(to: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is put in its place by a swap may fail at the last of them; all of it is undone."""
-    stock, calls, fails_at = swap_tensors.swap_impl, 0, -1
-
-    def swap_impl(*args: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == fails_at:
-            raise error("injected")
-        stock(*args)
-
-    monkeypatch.setattr(swap_tensors, "swap_impl", swap_impl)
-    Tree(FULL).convert(**TARGETS[to])
-    tree, swaps = Tree(FULL), calls
-    before, who = tree.everything(), tree.identity()
-    for fails_at in range(1, swaps + 1):
-        calls = 0
-        with pytest.raises((ms.errors.PlacementError, error)):
-            tree.convert(**TARGETS[to])
-        assert tree.everything() == before, f"call {fails_at}"
-        assert who == tree.identity()
 
 
 class Uncastable(torch.Tensor):

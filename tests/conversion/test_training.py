@@ -62,13 +62,6 @@ class Training:
         params = [p for p in self.model.parameters() if p.dim() == 2 or self.name != "Muon"]
         return CLASSES[self.name](params, **STEADY.get(self.name, {}), **copy.deepcopy(self.options))
 
-    def renew(self, dtype: torch.dtype) -> None:
-        """Another dtype without `convert`: a new optimizer, with the old state cast by hand."""
-        self.model.to(dtype)
-        old, self.optimizer = self.optimizer, self._new_optimizer()
-        for param, state in old.state.items():
-            self.optimizer.state[param] = cast(state, dtype)
-
     def renew_on(self, device: str) -> None:
         """Another device, with a new optimizer, which has no state."""
         self.model.to(device)
@@ -110,14 +103,6 @@ def tensors_in(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...
     elif isinstance(value, list):
         for index, one in enumerate(value):
             yield from tensors_in(one, (*at, index))
-
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dim() else value.clone()
-    if isinstance(value, dict):
-        return {key: cast(one, dtype) for key, one in value.items()}
-    return [cast(one, dtype) for one in value] if isinstance(value, list) else value
 
 
 def works(name: str, options: dict[str, Any]) -> bool:
@@ -204,38 +189,6 @@ def test_what_follows_and_what_stays(variant: str, dtype: torch.dtype) -> None:
     assert len(now) == len(groups)
     assert all(a is b for a, b in zip(now, groups, strict=True))
     assert described(one.optimizer.param_groups[0] | {"params": None}) == contents
-
-
-@pytest.mark.slow_except(8)
-@every_optimizer
-def test_training_while_converted(variant: str) -> None:
-    """It learns what it learns with new optimizers for the cast model, to which everything was carried by hand."""
-    one, other = training(variant).train(), training(variant).train()
-    for dtype in (torch.float64, torch.float32):
-        ms.convert(one.model, dtype, optimizers=[one.optimizer])
-        other.renew(dtype)
-        assert all(param.dtype is dtype for param in one.model.parameters())
-        assert {at: value.dtype for at, value in one.state()} == {at: value.dtype for at, value in other.state()}
-        close(one.train(), other.train())
-
-
-def test_two_optimizers_of_one_model_and_a_parameter_without_state() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    first, second = torch.optim.Adam(model[0].parameters()), torch.optim.SGD([model[1].weight], momentum=0.5)
-    model(torch.ones(1, 2)).sum().backward()
-    first.step()
-    second.step()
-    before = ms.identity(model, [first, second])
-    ms.convert(model, torch.float64, optimizers=[first, second])
-    assert before == ms.identity(model, [first, second])
-    assert first.state[model[0].weight]["exp_avg"].dtype is torch.float64
-    assert first.state[model[0].weight]["step"].dtype is torch.float32
-    assert second.state[model[1].weight]["momentum_buffer"].dtype is torch.float64
-    assert model[1].bias not in second.state
-    model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
-    first.step()
-    second.step()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])

@@ -217,14 +217,6 @@ def test_script_modules() -> None:
     assert module(torch.randn(3, 2).double()).dtype is torch.float64
 
 
-def test_parametrized_modules() -> None:
-    module: Any = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
-    x = torch.ones(1, 3)
-    expected = module(x).detach()
-    ms.convert(module, torch.float64)
-    assert torch.allclose(module(x.double()).float(), expected)
-
-
 def test_one_conversion_within_another() -> None:
     """An `_apply` that converts another module by itself."""
 

@@ -43,8 +43,6 @@ from modelstate.torch_compat.modules import (
 from modelstate.torch_compat.plain import has_its_memory, is_dense, is_fake, is_plain
 from modelstate.torch_compat.private import (
     can_set_data,
-    is_faking,
-    is_transforming,
     shards_in_use,
     stock_apply,
     storage_id,
@@ -67,12 +65,6 @@ class Conversion:
 
     def __init__(self, transaction: Transaction, target: Target, max_memory_bytes: int | None = None) -> None:
         root = transaction.root
-        if is_transforming():
-            raise PlacementError(
-                "within a transform of torch.func a tensor stands for others, and a module cannot be converted",
-                where=type(root).__name__,
-                remedy="convert it before the transform",
-            )
         self.root, self.target = root, target
         self.transaction = transaction
         self.changes: list[Change] = []
@@ -85,14 +77,6 @@ class Conversion:
         """What the commit casts, beside the changes."""
         self.modules = modules_of(root)
         self.slots = slots_of(root)
-        if is_faking() and not all(is_fake(slot.tensor) for slot in self.slots.tensors):
-            raise PlacementError(
-                "within FakeTensorMode a conversion makes tensors without values; nothing has been changed",
-                where=type(root).__name__,
-                expected="tensors with memory, outside of FakeTensorMode; or a module that was made within it",
-                found="a module whose tensors have values",
-                remedy="convert it outside of the mode",
-            )
         self.runs_own_apply = any(map(has_custom_apply, self.modules))
         """Whether a module has an `_apply` of its own."""
         self._may_replace = self.runs_own_apply or target.is_user_function

@@ -15,12 +15,12 @@ from modelstate.conversion.reference_keeping import replaced_apply
 from modelstate.conversion.tensors import ByFunction, CastAndMove, Target
 from modelstate.errors import MemoryBudgetError, OptionError
 from modelstate.loading.report import LoadReport
-from modelstate.planning.options import device_of, is_device
+from modelstate.planning.options import check_model, device_of, is_device
 from modelstate.problems import model_errors
 from modelstate.process import gc_paused
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import dtype_named, floating_dtype
-from modelstate.torch_compat.modules import modules_of, unwrapped
+from modelstate.torch_compat.modules import modules_of
 from modelstate.transaction.optimizers import check_optimizers, following_state, left_behind, other_optimizers, placed
 from modelstate.transaction.transaction import Transaction, exclusive
 
@@ -77,9 +77,7 @@ def convert(
         ()
     """
     started = time.perf_counter()
-    if not isinstance(model, nn.Module):
-        raise OptionError("not a model", expected="torch.nn.Module", found=type(model).__name__)
-    model = unwrapped(model)
+    model = check_model(model)
     check_budget_option(max_memory_bytes)
     checked = check_optimizers(optimizers, model)
     target = _target(dtype, device, transform, empty)

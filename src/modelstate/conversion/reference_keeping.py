@@ -15,7 +15,7 @@ from modelstate.planning.assignment import COPYABLE
 from modelstate.process import gc_paused
 from modelstate.torch_compat.modules import MethodOverride, Overrides, is_cast_of_torch, modules_of, tensors_of
 from modelstate.torch_compat.plain import is_fake
-from modelstate.torch_compat.private import is_faking
+from modelstate.torch_compat.private import is_faking, is_transforming
 from modelstate.transaction.transaction import Transaction, exclusive
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
@@ -88,6 +88,7 @@ def _apply(_stock: Callable[..., nn.Module], self: nn.Module, fn: Apply, recurse
         running_conversion(self) is not None
         or not reference_keeping._is_on()
         or is_faking()  # a traced module, whose tensors stand for others
+        or is_transforming()
         or any(map(is_fake, tensors_of(modules_of(self))))
     ):
         return apply_in_conversion(self, fn, recurse)

@@ -167,7 +167,7 @@ def check_model(model: object) -> nn.Module:
                 "tensors stand for others within FakeTensorMode and torch.func; nothing has been changed",
                 where=type(model).__name__,
                 expected="a call outside of them",
-                remedy="load before the mode or the transform begins, or after it ends",
+                remedy="make the call before the mode or the transform begins, or after it ends",
             )
         return unwrapped(model)
     if isinstance(model, type) and issubclass(model, nn.Module):
