@@ -167,19 +167,3 @@ def test_a_sector_that_goes_bad_within_the_commit_is_named(make: Make, how: ms.m
         ms.load(net, ms.open(paths, combine=how))
     assert "linear.weight" in wrong(net, merged)
     assert same(net.linear.weight[:8].detach(), before[:8])  # the block that could not be read
-
-
-@KINDS
-def test_an_error_before_the_commit_changes_nothing(make: Make, how: ms.merge.LoRA, folder: Path) -> None:
-    paths, _ = make(folder, torch.float32)
-    net = Net()
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-
-    def fail(request: Request) -> None:
-        if request.call == "preadv" and request.path == str(paths[0]):
-            raise OSError(errno.EIO, "bad sector")
-
-    checkpoint = ms.open(paths, combine=how)
-    with faulty_reads(before=fail), pytest.raises(ms.errors.ReadFailedError):
-        ms.load(net, checkpoint, in_place=False)
-    assert wrong(net, before) == []

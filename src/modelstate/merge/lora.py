@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from itertools import permutations
 from typing import ParamSpec, TypeGuard, TypeVar
 
 import msgspec
 
+from modelstate.arguments import check_flag
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.combine import Combination, Merged, label, versions_of
 from modelstate.checkpoint.reduction import kind_of
@@ -71,11 +71,10 @@ class LoRA(Combination):
 
     Args:
         alpha: The factor of the product, before it is divided by the rank.
-        rank: The rank that all matrices must have; None takes it from their shapes.
         rslora: Whether alpha is divided by the square root of the rank instead.
-        fan_in_fan_out: Whether square weights have their inputs first, as in `Conv1D`; or a bool for each glob pattern
-            of modules, the first that matches. Other shapes are unambiguous. None decides for square weights by the
-            other weights and by the adapter's configuration; if these contradict each other, it is required.
+        fan_in_fan_out: Whether square weights have their inputs first, as in `Conv1D`. Other shapes are unambiguous.
+            None decides for square weights by the other weights and by the adapter's configuration; if these contradict
+            each other, it is required.
 
     Raises:
         OptionError: An argument has another type, or is out of range.
@@ -86,25 +85,18 @@ class LoRA(Combination):
     """
 
     alpha: float | None = None
-    rank: int | None = None
     rslora: bool | None = None
-    fan_in_fan_out: bool | Mapping[str, bool] | None = None
+    fan_in_fan_out: bool | None = None
 
     def __post_init__(self) -> None:
-        flips = self.fan_in_fan_out
-        of_modules = list(flips.values()) if isinstance(flips, Mapping) else [bool(flips) if flips is None else flips]
-        for argument, is_valid, expected in (
-            ("alpha", self.alpha is None or _is_finite_number(self.alpha), "a finite number"),
-            ("rank", self.rank is None or (type(self.rank) is int and self.rank > 0), "a positive integer"),
-            ("rslora", isinstance(self.rslora, bool | None), "True or False"),
-            ("fan_in_fan_out", all(isinstance(flip, bool) for flip in of_modules), "a bool, or one for each pattern"),
-        ):
-            if not is_valid:
-                value = getattr(self, argument)
-                is_path = isinstance(value, str | os.PathLike)
-                remedy = "adapters are sources: ms.open([base, adapter], combine=ms.merge.LoRA())" if is_path else ""
-                found = short_repr(value)
-                raise OptionError(f"{argument}= cannot be used", expected=expected, found=found, remedy=remedy)
+        check_flag("rslora", self.rslora, accepts_none=True)
+        check_flag("fan_in_fan_out", self.fan_in_fan_out, accepts_none=True)
+        if self.alpha is not None and not _is_finite_number(self.alpha):
+            is_path = isinstance(self.alpha, str | os.PathLike)
+            remedy = "adapters are sources: ms.open([base, adapter], combine=ms.merge.LoRA())" if is_path else ""
+            raise OptionError(
+                "alpha= cannot be used", expected="a finite number", found=short_repr(self.alpha), remedy=remedy
+            )
 
     def merge(self, sources: Sequence[Checkpoint]) -> Merged:
         """Returns the weights of the base, to which the products of the adapters are added when they are read.
@@ -358,7 +350,7 @@ class _AdapterReader(msgspec.Struct):
         peft knows the class of each module, and its configuration only records that of the last one; so the shapes of
         the other weights count here as well.
         """
-        if isinstance(self.options.fan_in_fan_out, bool):
+        if self.options.fan_in_fan_out is not None:
             return self.options.fan_in_fan_out
         seen = {pair.is_transposed for pair in pairs if pair.layout is layout}
         if layout is Layout.LINEAR:
@@ -367,13 +359,9 @@ class _AdapterReader(msgspec.Struct):
         return True in seen if len(seen) == 1 or (layout is Layout.LINEAR and not seen) else None
 
     def _read_pair(self, pair: _Pair, flips_square: bool | None) -> None:
-        kinds, weight, is_transposed = pair.kinds, pair.weight, pair.is_transposed
+        kinds, weight = pair.kinds, pair.weight
         first, shape = kinds["A"], self.base[weight].shape
-        module = weight.rpartition(".")[0]
-        if is_transposed is None:
-            patterns = self.options.fan_in_fan_out
-            by_pattern = patterns.items() if isinstance(patterns, Mapping) else ()
-            is_transposed = next((flips for of, flips in by_pattern if fnmatchcase(module, of)), flips_square)
+        is_transposed = flips_square if pair.is_transposed is None else pair.is_transposed
         if is_transposed is None:
             what = f"is for the square {weight!r}, which may have its inputs first or last"
             raise _MisfitError(first, f"{what}: give ms.merge.LoRA(fan_in_fan_out=...)")
@@ -383,9 +371,8 @@ class _AdapterReader(msgspec.Struct):
         config = self.configs.get("")
         if (part := path.partition("."))[0] in self.configs:
             config, path = self.configs[part[0]], part[2]
-        for expected in (self.options.rank, None if config is None else config.rank_of(path)):
-            if expected not in (None, rank):
-                raise _MisfitError(first, f"has rank {rank}, and rank {expected} is expected")
+        if config is not None and config.rank_of(path) not in (None, rank):
+            raise _MisfitError(first, f"has rank {rank}, and rank {config.rank_of(path)} is expected")
         alpha = self._alpha(kinds, config, path, rank)
         by_root = config is not None and config.use_rslora if self.options.rslora is None else self.options.rslora
         scaling = alpha / math.sqrt(rank) if by_root else alpha / rank
@@ -399,7 +386,7 @@ class _AdapterReader(msgspec.Struct):
         is_rounded = pair.layout is Layout.EMBEDDING or pair.is_parameter
         self._add(weight, factors, Delta(pair.layout, (), scaling, is_transposed, is_rounded, experts))
         if of_b := kinds.get("B.bias"):
-            bias = self._check_name(f"{module}.bias", of_b)
+            bias = self._check_name(f"{weight.rpartition('.')[0]}.bias", of_b)
             if self.base[bias].shape != self.adapter[of_b].shape:
                 raise _MisfitError(of_b, f"does not fit {bias!r} of shape {self.base[bias].shape}")
             self._add(bias, [of_b], Delta(Layout.BIAS, (), scaling))
