@@ -79,14 +79,6 @@ def test_a_mask_folds_as_torch_removes_it(dtype: torch.dtype, tmp_path: Path) ->
         assert torch.equal(torch.signbit(model[0].weight), torch.signbit(expected))
 
 
-def test_a_region_of_a_product_reads_its_region_alone() -> None:
-    rules = ms.rules.Rules([MASK, ms.rules.Split("a.weight", ["b", "c"])])
-    weight, mask = torch.randn(6, 4), torch.randint(0, 2, (6, 4)).float()
-    result = rules.apply({"a.weight_orig": weight, "a.weight_mask": mask})
-    assert torch.equal(result["b"], (weight * mask)[:3])
-    assert torch.equal(result["c"], (weight * mask)[3:])
-
-
 @pytest.mark.parametrize(
     ("rule", "state", "says"),
     [

@@ -54,39 +54,6 @@ def test_one_owner_and_another_name() -> None:
     assert torch.equal(new["b"].parametrizations.weight_hh_l0.original1, old["b"].weight_hh_l0_v)
 
 
-def test_batch_norm_without_its_counter() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    model[1].num_batches_tracked.fill_(9)
-    state = {name: value for name, value in model.state_dict().items() if "num_batches" not in name}
-    ms.load(model, state, rules=ms.rules.Fill("*.num_batches_tracked", 0))
-    assert model[1].num_batches_tracked.item() == 0
-
-
-class Fused(nn.Module):
-    def __init__(self, rows: int = 12) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(4, rows)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.qkv(x)
-
-
-class Separate(nn.Module):
-    def __init__(self, *rows: int) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(4, count) for count in rows or (4, 4, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.q(x), self.k(x), self.v(x)], -1)
-
-
-def test_fused_and_separate() -> None:
-    x = torch.randn(3, 4)
-    both_ways(Fused(), Separate(), ms.rules.Rules([ms.rules.Split("qkv.*", ["q.*", "k.*", "v.*"])]), x)
-    grouped = ms.rules.Rules([ms.rules.Split("qkv.*", ["q.*", "k.*", "v.*"], 0, [4, 2, 2])])
-    both_ways(Fused(8), Separate(4, 2, 2), grouped, x)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_fused_head_by_head(bias: bool) -> None:
     heads, size = 2, 3
@@ -103,16 +70,6 @@ def test_fused_head_by_head(bias: bool) -> None:
     other = fused()
     ms.load(other, state, rules=known.separate_qkv_by_head("qkv", ["q", "k", "v"], heads, size, bias).reverse())
     assert all(torch.equal(value, one.state_dict()[name]) for name, value in other.state_dict().items())
-
-
-def test_conv1d() -> None:
-    from transformers.pytorch_utils import Conv1D
-
-    both_ways(Conv1D(5, 4), nn.Linear(4, 5), ms.rules.Rules([ms.rules.Transpose("weight")]), torch.randn(2, 4))
-    nested = nn.ModuleDict({"h": nn.ModuleDict({"fc": Conv1D(5, 4)})})
-    wanted = nn.ModuleDict({"h": nn.ModuleDict({"fc": nn.Linear(4, 5)})})
-    ms.load(wanted, nested.state_dict(), rules=ms.rules.Transpose("h.*.weight"))
-    assert torch.equal(wanted["h"]["fc"].weight, nested["h"]["fc"].weight.T)
 
 
 def test_heads_that_were_tied() -> None:

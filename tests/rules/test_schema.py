@@ -81,13 +81,6 @@ def test_back_to_an_older_version() -> None:
     assert SCHEMA.rules("2.0", "2.0") == ()
 
 
-def test_the_rules_of_one_step_are_those_of_its_migration() -> None:
-    first = ms.rules.Migration("2.0", [ms.rules.Rename("fc.*", "head.*")])
-    schema = ms.rules.Schema("1.0", [first, ms.rules.Migration("3.0", [ms.rules.Prefix(add="net.")])])
-    assert schema.rules("1.0", "2.0") == first.rules
-    assert schema.rules("3.0", "2.0") == (ms.rules.Prefix(strip="net."),)
-
-
 def test_a_name_may_come_back_in_a_later_version() -> None:
     """What would be a circle within one migration is none over several."""
     there, back = (
@@ -124,12 +117,6 @@ def test_versions_that_are_none(version: str) -> None:
         SCHEMA.rules("1.0", version)
 
 
-def test_what_cannot_go_back() -> None:
-    schema = ms.rules.Schema("1", [ms.rules.Migration("2", [ms.rules.Ignore("a")])])
-    with pytest.raises(RuleError, match="cannot be reversed"):
-        schema.rules("2", "1")
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -144,11 +131,6 @@ def test_what_cannot_go_back() -> None:
 def test_what_is_no_schema(make: Any, says: str) -> None:
     with pytest.raises(OptionError, match=says):
         make()
-
-
-def test_recognising_a_version_that_is_none() -> None:
-    with pytest.raises(RuleError, match="not a version"):
-        ms.rules.Schema("1", recognise={"2": bool})
 
 
 def test_a_schema_prints_as_code() -> None:

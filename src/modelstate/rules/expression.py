@@ -372,11 +372,6 @@ def concatenated(sources: Sequence[Source], dim: int) -> Source:
     return Derived(sources[0].dtype, tuple(shape), tuple(sources), Concatenation(dim % len(shape)))
 
 
-def multiplied(first: Source, second: Source) -> Source:
-    """Returns the product of two tensors of one shape, in the dtype of the first."""
-    return Derived(first.dtype, tuple(first.shape), (first, second), lambda a, b: b.to(a.dtype) * a)
-
-
 class Constant(Operation, frozen=True):
     """A tensor whose elements are all equal."""
 

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import ClassVar
 
 import msgspec
 import torch
 
 from modelstate.errors import RuleError
-from modelstate.rules.expression import Derived, Scaling, Source, cast, concatenated, multiplied, region, reshaped
+from modelstate.rules.expression import Derived, Scaling, Source, cast, concatenated, region, reshaped
 from modelstate.rules.rule import (
     NamedEntry,
     PatternRule,
@@ -128,10 +129,8 @@ class _JoiningRule(PatternRule):
     def apply(self, context: RuleContext) -> None:
         groups: dict[str, list[NamedEntry | None]] = {}
         target_of: dict[str, str] = {}
-        names = {pattern: (index, self.into) for index, pattern in enumerate(self.patterns)}
-        match_of = self._match if template(self.into).stars else names.get
         for name, entry in context.entries.items():
-            if (match := match_of(name)) is not None:
+            if (match := self._match(name)) is not None:
                 index, target = match
                 group = groups.setdefault(target, [None] * len(self.patterns))
                 if (other := group[index]) is not None:  # two names whose wildcards are filled in to one name
@@ -208,10 +207,12 @@ class Concat(_JoiningRule, msgspec.Struct, frozen=True):
         return Split(self.into, self.patterns, self.dim, self.sizes)
 
 
-class _FoldingRule(_JoiningRule):
+class _FoldingRule(_JoiningRule, msgspec.Struct, frozen=True):
     """A rule that computes one tensor from the values of two."""
 
-    moves = False
+    patterns: tuple[str, ...]
+    into: str
+    moves: ClassVar[bool] = False
     """It does more than moving elements, so it is not applied to the state of an optimizer."""
 
     def __post_init__(self) -> None:
@@ -223,7 +224,7 @@ class _FoldingRule(_JoiningRule):
         raise irreversible(self, "the two tensors cannot be computed from the result")
 
 
-class Multiply(_FoldingRule, msgspec.Struct, frozen=True):
+class Multiply(_FoldingRule, frozen=True):
     """Multiplies two tensors of one shape, element by element, in the dtype of the first: a weight and its mask.
 
     The result is that of `torch.nn.utils.prune.remove`, bit for bit.
@@ -240,17 +241,14 @@ class Multiply(_FoldingRule, msgspec.Struct, frozen=True):
         >>> ms.load(model, "pruned.pt", rules=rule)
     """
 
-    patterns: tuple[str, ...]
-    into: str
-
     def join(self, tensors: Sequence[Source]) -> Source:
         tensor, factor = tensors
         if tuple(tensor.shape) != tuple(factor.shape):
             raise ValueError(f"the shapes {list(tensor.shape)} and {list(factor.shape)} differ")
-        return multiplied(tensor, factor)
+        return Derived(tensor.dtype, tuple(tensor.shape), (tensor, factor), lambda a, b: b.to(a.dtype) * a)
 
 
-class WeightNorm(_FoldingRule, msgspec.Struct, frozen=True):
+class WeightNorm(_FoldingRule, frozen=True):
     """Computes the weight of a module with weight norm from its magnitude and its direction.
 
     The result is that of `torch.nn.utils.remove_weight_norm`, bit for bit. The shape of the magnitude says which
@@ -268,27 +266,17 @@ class WeightNorm(_FoldingRule, msgspec.Struct, frozen=True):
         >>> ms.load(model, "weight_norm.pt", rules=rule)
     """
 
-    patterns: tuple[str, ...]
-    into: str
-
     def join(self, tensors: Sequence[Source]) -> Source:
         magnitude, direction = tensors
-        dim = weight_norm_dim(magnitude.shape, direction.shape)
-        if dim is None:
-            raise ValueError(f"no weight norm has the shapes {list(magnitude.shape)} and {list(direction.shape)}")
+        sizes, shape = tuple(magnitude.shape), tuple(direction.shape)
+        norms = {(): -1} | {
+            (*(1,) * dim, size, *(1,) * (len(shape) - dim - 1)): dim for dim, size in reversed([*enumerate(shape)])
+        }
+        if sizes not in norms:
+            raise ValueError(f"no weight norm has the shapes {list(sizes)} and {list(shape)}")
         if magnitude.dtype != direction.dtype or not direction.dtype.is_floating_point or direction.dtype.itemsize < 2:
             raise ValueError(f"no weight norm has the dtypes {magnitude.dtype} and {direction.dtype}")
-        return Derived(direction.dtype, tuple(direction.shape), (direction, magnitude), partial(weight_norm, dim=dim))
-
-
-def weight_norm_dim(magnitude: Sequence[int], direction: Sequence[int]) -> int | None:
-    """Returns the dimension whose indices have a norm each: -1 for one norm in all, None if the shapes do not fit."""
-    if not magnitude:
-        return -1
-    for dim, size in enumerate(direction):
-        if tuple(magnitude) == (*(1,) * dim, size, *(1,) * (len(direction) - dim - 1)):
-            return dim
-    return None
+        return Derived(direction.dtype, shape, (direction, magnitude), partial(weight_norm, dim=norms[sizes]))
 
 
 class Dequantize(_JoiningRule, msgspec.Struct, frozen=True):

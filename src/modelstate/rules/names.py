@@ -228,7 +228,7 @@ class Fill(PatternRule, msgspec.Struct, frozen=True, eq=False):
         pattern: The names to fill, in which each `*` matches any run of characters. They are the names that the
             entries have at this place among the rules.
         value: A number, or a tensor of the right shape. By default, the model's own initialisation makes the value,
-            as its constructor does: The `reset_parameters` of the module that owns the tensor, and the
+            as its constructor does: the `reset_parameters` of the module that owns the tensor, and the
             `_init_weights` of a Hugging Face model, called on a copy.
 
     Shapes and dtypes are those of the model. Without a model, as in `Rules.apply`, only a tensor under a name without

@@ -132,33 +132,18 @@ class RuleContext:
         self.entries = self._results
 
     def run_in_place(self, rules: Iterable[Rule]) -> None:
-        """Applies rules that have literal names, in time that does not depend on the number of other entries."""
-        entries = dict(self.entries)
-        count = len(entries)
-        # The places sort as `run` would order the entries: a result is behind its input, before earlier results there.
-        places: dict[str, tuple[int, ...]] = {name: (index,) for index, name in enumerate(entries)}
-        for number, rule in enumerate(rules):
-            names = sorted(places.keys() & literal_names(rule), key=places.__getitem__)
-            inputs = {name: (entries.pop(name), places.pop(name)) for name in names}
-            self.entries = {name: entry for name, (entry, _) in inputs.items()}
+        """Applies rules that have literal names, in time that does not depend on the number of other entries.
+
+        The entries that a rule looks at are behind the others afterwards.
+        """
+        others = dict(self.entries)
+        for rule in rules:
+            self.entries = {name: others.pop(name) for name in literal_names(rule) if name in others}
             self.run(rule)
-            last = inputs[names[0]][1] if names else (count + number,)
-            for index, (name, entry) in enumerate(self.entries.items()):
-                before = inputs.get(name)
-                if before is not None and before[0] is entry:
-                    place = last = before[1]
-                else:
-                    place = (*last, -number, index)
-                other_place = places.setdefault(name, place)
-                other = entries.setdefault(name, entry)
-                if other is not entry:  # the first of the two keeps its place
-                    is_first = other_place < place
-                    first, second = (other, entry) if is_first else (entry, other)
-                    entries[name], places[name] = first, min(place, other_place)
-                    self.problems.append(
-                        Problem(ProblemKind.NAME_CLASH, name, others=(*first.sources, *second.sources))
-                    )
-        self.entries = {name: entries[name] for name in sorted(entries, key=places.__getitem__)}
+            results, self._results = self.entries, others
+            for name, entry in results.items():
+                self.keep(name, entry)
+        self.entries = others
 
     @property
     def text(self) -> str:
