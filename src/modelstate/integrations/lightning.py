@@ -37,7 +37,7 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
     Checkpoints that Lightning itself wrote are read by Lightning, so a run can change over at any time.
 
     Args:
-        verify: whether everything is compared with its digests before it is used.
+        verify: Whether everything is compared with its digests before it is used.
 
     Examples:
         >>> trainer = Trainer(max_epochs=3, plugins=[StoreCheckpointIO()])
@@ -54,9 +54,9 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """Saves a checkpoint, and returns when it is durable. On any error the path is as it was.
 
         Args:
-            checkpoint: the dict of the Trainer.
-            path: the file to write; its directory is created.
-            storage_options: must be None, since the file is local.
+            checkpoint: The dict of the Trainer.
+            path: The file to write; its directory is created.
+            storage_options: Must be None, since the file is local.
 
         Raises:
             CodecError: A value has no encoding; the error has the keys that lead to it.
@@ -82,9 +82,9 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """Loads a checkpoint.
 
         Args:
-            path: a file of `save_checkpoint`, or of Lightning's own.
-            map_location: as in `torch.load`; None leaves tensors on the CPU.
-            weights_only: only for files of Lightning's own, as in `torch.load`.
+            path: A file of `save_checkpoint`, or of Lightning's own.
+            map_location: As in `torch.load`; None leaves tensors on the CPU.
+            weights_only: Only for files of Lightning's own, as in `torch.load`.
 
         Returns:
             The checkpoint as it was saved.

@@ -57,10 +57,10 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
     checkpoints. Only one process may train; several raise `OptionError`.
 
     Args:
-        store: the store to save to.
-        deadline: the run is saved and ends when the deadline is reached.
-        objects: further objects, as `Store.save` takes them, to save and restore with the rest: {"loader": ...}.
-        background: as in `Store.save`. With True training goes on while a thread writes; the last save always blocks.
+        store: The store to save to.
+        deadline: The run is saved and ends when the deadline is reached.
+        objects: Further objects, as `Store.save` takes them, to save and restore with the rest: {"loader": ...}.
+        background: As in `Store.save`. With True training goes on while a thread writes; the last save always blocks.
 
     Raises:
         OptionError: `store` is not a `Store`, or `objects` has a name that the callback uses.
@@ -111,9 +111,9 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         is trained or saved.
 
         Args:
-            trainer: the Trainer, which has this callback.
-            step: the step to go on from; "latest" takes the newest one that is whole, None begins anew.
-            options: further arguments of `trainer.train`.
+            trainer: The Trainer, which has this callback.
+            step: The step to go on from; "latest" takes the newest one that is whole, None begins anew.
+            options: Further arguments of `trainer.train`.
 
         Returns:
             The result of `trainer.train`.

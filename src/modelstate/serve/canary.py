@@ -26,15 +26,15 @@ class Canary(msgspec.Struct, frozen=True):
     close to the reference, and text must be equal; other objects are compared by class only.
 
     Args:
-        args: positional inputs of the request.
-        kwargs: inputs by keyword.
-        check: called with the new answer. It refuses the answer by returning False or raising. False includes numpy's,
+        args: Positional inputs of the request.
+        kwargs: Inputs by keyword.
+        check: Called with the new answer. It refuses the answer by returning False or raising. False includes numpy's,
             and a tensor or an array of dtype bool that is not all true; None, 0 and every other value accept.
-        expected: the reference; None asks the version that serves, which must be stateless for that. Where nothing
+        expected: The reference; None asks the version that serves, which must be stateless for that. Where nothing
             serves yet, the answer may be any without NaN.
-        atol: the largest absolute difference of an element, in addition to `rtol`. Without both tolerances, any
+        atol: The largest absolute difference of an element, in addition to `rtol`. Without both tolerances, any
             difference is allowed.
-        rtol: the largest difference of an element, relative to the reference.
+        rtol: The largest difference of an element, relative to the reference.
 
     Raises:
         OptionError: an argument is invalid.

@@ -72,29 +72,29 @@ def export(
     model is not changed. After an error no file is written, and an existing file stays.
 
     Args:
-        model: the model, in eval mode (`model.eval()`), or a wrapper of `torch.compile` or `DataParallel` around it.
-        args: inputs for the export and the verification.
-        path: the path of the file, which ends in `.pt2`. `modelstate.Live(path)` serves it. `torch.export.load` or
+        model: The model, in eval mode (`model.eval()`), or a wrapper of `torch.compile` or `DataParallel` around it.
+        args: Inputs for the export and the verification.
+        path: The path of the file, which ends in `.pt2`. `modelstate.Live(path)` serves it. `torch.export.load` or
             `torch._inductor.aoti_load_package` reads it, too; the latter returns a package without its weights.
-        kwargs: inputs by keyword.
+        kwargs: Inputs by keyword.
         kind: "exported" is a graph that torch runs; "aoti" is compiled by AOTInductor, for the CPU, which needs a C++
             compiler.
-        dynamic_shapes: as for `torch.export.export`.
-        strict: as for `torch.export.export`.
-        options: options of the compiler, in addition to those that keep weights out of the code.
-        overwrite: whether an existing file is replaced.
-        training: accepts a model in training mode; the program then works as in training, too.
+        dynamic_shapes: As for `torch.export.export`.
+        strict: As for `torch.export.export`.
+        options: Options of the compiler, in addition to those that keep weights out of the code.
+        overwrite: Whether an existing file is replaced.
+        training: Accepts a model in training mode; the program then works as in training, too.
 
     Returns:
         The `Manifest` of the file: a description of its tensors.
 
     Raises:
-        ExportError: the model cannot be exported or compiled; or, with "aoti", it is not on the CPU; or the program
+        ExportError: The model cannot be exported or compiled; or, with "aoti", it is not on the CPU; or the program
             does not answer as the model does, or does not follow changes of some weights.
-        LiveTargetError: the model is in training mode, its tensors overlap, or it keeps a view of a weight outside its
+        LiveTargetError: The model is in training mode, its tensors overlap, or it keeps a view of a weight outside its
             state.
-        OptionError: an argument is invalid.
-        UnsavableError: the path cannot be written to; see `modelstate.save`.
+        OptionError: An argument is invalid.
+        UnsavableError: The path cannot be written to; see `modelstate.save`.
 
     Examples:
         >>> manifest = modelstate.export(model.eval(), (x,), "model.pt2")

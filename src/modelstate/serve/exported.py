@@ -26,9 +26,9 @@ class ExportedTarget(Target):
     else, such as the graph. The guards of `torch.export` check the inputs of each call.
 
     Args:
-        program: the exported program.
-        names: a map from the names of eager checkpoints, or the module that was exported.
-        name: the target's name in reports and errors.
+        program: The exported program.
+        names: A map from the names of eager checkpoints, or the module that was exported.
+        name: The target's name in reports and errors.
 
     Raises:
         LiveTargetError: the program has no values, or `names` is of another module.

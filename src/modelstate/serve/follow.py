@@ -95,28 +95,28 @@ def follow(
     checkpoint. Following writes nothing to the store, and does not need its lock.
 
     Args:
-        target: a `Live`, or an object with `swap(path)`, which raises where it does not accept the checkpoint. After
+        target: A `Live`, or an object with `swap(path)`, which raises where it does not accept the checkpoint. After
             `TimeoutError`, `ConnectionError` and `SwapBusyError` the checkpoint is tried again at the next poll.
-        store: a `Store`, whose cache is used, or its directory, which need not exist yet.
+        store: A `Store`, whose cache is used, or its directory, which need not exist yet.
         select: "latest", the checkpoint that was saved last; "best:METRIC", the lowest; "best:METRIC:max", the highest.
-        object: the object of a checkpoint that has the weights.
-        poll_seconds: seconds between two polls, up to a tenth more or less.
-        on_error: called with each error: a `SkippedCheckpointError`, with its cause, for each bad checkpoint. Any other
+        object: The object of a checkpoint that has the weights.
+        poll_seconds: Seconds between two polls, up to a tenth more or less.
+        on_error: Called with each error: a `SkippedCheckpointError`, with its cause, for each bad checkpoint. Any other
             error is retried, and reported once until a poll succeeds. An exception of the callback becomes an event.
             Without a callback, a `FollowWarning` reports the errors.
-        on_swap: called with the event of each checkpoint that is swapped in.
-        background: starts a thread that polls; False leaves that to `Following.poll`.
-        options: options for each swap, such as `canary=` and `rules=` of `Live.swap`. `check_finite=` is True here.
+        on_swap: Called with the event of each checkpoint that is swapped in.
+        background: Starts a thread that polls; False leaves that to `Following.poll`.
+        options: Options for each swap, such as `canary=` and `rules=` of `Live.swap`. `check_finite=` is True here.
 
     Returns:
         A `Following`, which is a context manager that stops its thread.
 
     Raises:
-        OptionError: an argument is invalid.
-        LiveTargetError: the target has no method `swap`.
-        UnsavableError: the path cannot be a store.
-        CanaryError: the version that serves does not answer the inputs of the `Canary`, so no checkpoint could pass it.
-        BackgroundCancelledError: the system starts no more threads.
+        OptionError: An argument is invalid.
+        LiveTargetError: The target has no method `swap`.
+        UnsavableError: The path cannot be a store.
+        CanaryError: The version that serves does not answer the inputs of the `Canary`, so no checkpoint could pass it.
+        BackgroundCancelledError: The system starts no more threads.
 
     Examples:
         >>> with modelstate.follow(live, "runs/checkpoints", select="best:loss") as following:
@@ -238,7 +238,7 @@ class Following:
             The events; none without a new checkpoint.
 
         Raises:
-            OptionError: the target refuses the options of the swap.
+            OptionError: The target refuses the options of the swap.
 
         Examples:
             >>> following = modelstate.follow(live, "runs/checkpoints", background=False)
@@ -263,7 +263,7 @@ class Following:
         A serving app in another process goes on with a swap that it was asked for; its answer is not waited for.
 
         Args:
-            timeout_seconds: seconds to wait for the thread; None waits without limit.
+            timeout_seconds: Seconds to wait for the thread; None waits without limit.
 
         Returns:
             Whether the thread has ended. It has not after a timeout, or where the thread itself calls this.
@@ -282,7 +282,7 @@ class Following:
         """Waits until the thread has ended, by `stop` or by an error.
 
         Args:
-            timeout_seconds: seconds to wait; None waits without limit. The thread itself, in a callback, never waits.
+            timeout_seconds: Seconds to wait; None waits without limit. The thread itself, in a callback, never waits.
 
         Returns:
             Whether the thread has ended.
@@ -305,7 +305,7 @@ class Following:
         """Starts a daemon thread that polls at once, and then every `poll_seconds` seconds, unless one is running.
 
         Raises:
-            BackgroundCancelledError: the system starts no more threads.
+            BackgroundCancelledError: The system starts no more threads.
 
         Examples:
             >>> following = modelstate.follow(live, "runs/checkpoints", background=False)

@@ -97,9 +97,9 @@ class Version:
     """One version for several calls: `with live.version() as v: v(x)`. The block holds the version.
 
     Attributes:
-        id: the id of the version; 0 where nothing serves yet, since the target has weights on meta.
-        source: the source of its weights.
-        time: when the version was made, in seconds since 1970.
+        id: The id of the version; 0 where nothing serves yet, since the target has weights on meta.
+        source: The source of its weights.
+        time: When the version was made, in seconds since 1970.
 
     Examples:
         >>> with live.version() as v:
@@ -136,16 +136,16 @@ class Version:
         module runs as it was written, without compilation.
 
         Args:
-            name: a method that the module's own class defines, or a submodule.
+            name: A method that the module's own class defines, or a submodule.
 
         Returns:
             The method.
 
         Raises:
-            VersionGoneError: the block has ended.
-            AttributeError: the module has no such method.
-            OptionError: every `nn.Module` has the method; it changes the module or exposes its weights.
-            LiveTargetError: the target is an exported program or a compiled package.
+            VersionGoneError: The block has ended.
+            AttributeError: The module has no such method.
+            OptionError: Every `nn.Module` has the method; it changes the module or exposes its weights.
+            LiveTargetError: The target is an exported program or a compiled package.
 
         Examples:
             >>> with live.version() as v:
@@ -345,16 +345,16 @@ class Live:
     After any failure the old version continues to serve. Every method may be called from any thread.
 
     Args:
-        target: a module, the result of `torch.compile`, a `torch.export.ExportedProgram`, or the path of a `.pt2`,
+        target: A module, the result of `torch.compile`, a `torch.export.ExportedProgram`, or the path of a `.pt2`,
             which is an exported program or a package of AOTInductor. The target itself, with its memory, is version 1,
             and should not be changed by other code. A module with weights on meta, as `modelstate.skeleton` makes it,
             serves nothing until the first swap: every request raises `VersionGoneError`, and the id of the version
             is 0. Opening a `.pt2` runs code from it.
-        names: for an exported program: a `NameMap`, or the module that was exported. Checkpoints with the names of the
+        names: For an exported program: a `NameMap`, or the module that was exported. Checkpoints with the names of the
             module's `state_dict()` are accepted then, besides those with the program's own names. A file written by
             `modelstate.export` contains a map.
-        keep_versions: the number of versions before the current one that stay in memory for a rollback.
-        training: accepts a module in training mode, or a program that was exported in it. By default such a target is
+        keep_versions: The number of versions before the current one that stay in memory for a rollback.
+        training: Accepts a module in training mode, or a program that was exported in it. By default such a target is
             refused where a part of it computes something else in training mode, such as dropout.
 
     Raises:
@@ -412,8 +412,8 @@ class Live:
         """Answers a request with the current version.
 
         Raises:
-            VersionGoneError: nothing serves yet, since the target has weights on meta.
-            Exception: what the program raises.
+            VersionGoneError: Nothing serves yet, since the target has weights on meta.
+            Exception: What the program raises.
         """
         return self._versions[-1].call(*args, **named)
 
@@ -421,14 +421,14 @@ class Live:
         """Answers a request, and returns the result with the id of the version that gave it.
 
         Args:
-            args: positional inputs of the request.
-            named: inputs by keyword.
+            args: Positional inputs of the request.
+            named: Inputs by keyword.
 
         Returns:
             An `Answer` with the fields `value` and `version`.
 
         Raises:
-            Exception: what a call of the `Live` raises.
+            Exception: What a call of the `Live` raises.
 
         Examples:
             >>> value, version = live.answer(x)
@@ -443,15 +443,15 @@ class Live:
         block of one version, write `v.generate(ids)`.
 
         Args:
-            name: a method that the module's own class defines, or a submodule.
+            name: A method that the module's own class defines, or a submodule.
 
         Returns:
             A callable for any number of threads. Each call uses the version that is current at that time.
 
         Raises:
-            AttributeError: the module has no such method.
-            OptionError: every `nn.Module` has the method; it changes the module or exposes its weights.
-            LiveTargetError: the target is an exported program or a compiled package.
+            AttributeError: The module has no such method.
+            OptionError: Every `nn.Module` has the method; it changes the module or exposes its weights.
+            LiveTargetError: The target is an exported program or a compiled package.
 
         Examples:
             >>> generate = live.method("generate")
@@ -536,34 +536,34 @@ class Live:
         `modelstate.load`, and have memory of their own elsewhere.
 
         Args:
-            source: any source of `modelstate.open`: a path, a directory, a state dict, a `Checkpoint`.
-            key: as for `modelstate.load`, like `rules`, `allow_missing` and `allow_unexpected`.
-            rules: changes of the checkpoint's names and tensors.
-            allow_missing: glob patterns of names that may be missing from the checkpoint. The new version has copies of
+            source: Any source of `modelstate.open`: a path, a directory, a state dict, a `Checkpoint`.
+            key: As for `modelstate.load`, like `rules`, `allow_missing` and `allow_unexpected`.
+            rules: Changes of the checkpoint's names and tensors.
+            allow_missing: Glob patterns of names that may be missing from the checkpoint. The new version has copies of
                 their values in the version that serves.
-            allow_unexpected: glob patterns of names that may be missing from the program.
-            canary: tries the new version before it serves: a `Canary`, or a function that is called with the version
+            allow_unexpected: Glob patterns of names that may be missing from the program.
+            canary: Tries the new version before it serves: a `Canary`, or a function that is called with the version
                 and refuses it by returning False or raising.
             buffers: "carry" takes over the buffers that requests have changed, with their values at the flip. "reset"
                 takes the values of the checkpoint, and for other buffers those of the original target.
-            timeout_seconds: seconds to wait for other swaps; None waits without limit.
-            when_busy: what to do while another swap is under way: "wait" for it, or "skip" this one and return None.
-            exact: requires the program's dtypes; False converts them without loss, as `modelstate.load` does.
-            check_finite: refuses weights with NaN or infinity where those that serve have none. All of them are read
+            timeout_seconds: Seconds to wait for other swaps; None waits without limit.
+            when_busy: What to do while another swap is under way: "wait" for it, or "skip" this one and return None.
+            exact: Requires the program's dtypes; False converts them without loss, as `modelstate.load` does.
+            check_finite: Refuses weights with NaN or infinity where those that serve have none. All of them are read
                 for that. A `Canary` refuses answers with NaN.
-            verify: compares the file with the checksums that it contains.
+            verify: Compares the file with the checksums that it contains.
 
         Returns:
             A `SwapReport`: the ids of both versions, sizes, and times; None where the swap was skipped.
 
         Raises:
-            OpenError: the source cannot be opened; see `modelstate.open`.
-            PlanError: the source does not fit; see `modelstate.load`.
-            WeightsError: the program cannot take the weights.
-            CanaryError: the canary refuses the new version.
-            SwapBusyError: other swaps did not end in time; a swap calls this, by its canary or by code of the model; or
+            OpenError: The source cannot be opened; see `modelstate.open`.
+            PlanError: The source does not fit; see `modelstate.load`.
+            WeightsError: The program cannot take the weights.
+            CanaryError: The canary refuses the new version.
+            SwapBusyError: Other swaps did not end in time; a swap calls this, by its canary or by code of the model; or
                 the version was rolled back meanwhile.
-            OptionError: an argument is invalid.
+            OptionError: An argument is invalid.
 
         Examples:
             >>> report = live.swap("step-2000.safetensors", canary=modelstate.Canary((x,)))
@@ -671,14 +671,14 @@ class Live:
         yet, while it reads or runs its canary; that swap raises `SwapBusyError`.
 
         Args:
-            timeout_seconds: how long to wait for the flip of a swap; None waits without limit.
+            timeout_seconds: How long to wait for the flip of a swap; None waits without limit.
 
         Returns:
             The id of the version that serves now.
 
         Raises:
-            VersionGoneError: no previous version is kept.
-            SwapBusyError: a flip did not end in time, or a swap calls this, by its canary or by code of the model.
+            VersionGoneError: No previous version is kept.
+            SwapBusyError: A flip did not end in time, or a swap calls this, by its canary or by code of the model.
 
         Examples:
             >>> live.swap("step-2000.safetensors").version

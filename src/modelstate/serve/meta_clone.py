@@ -48,7 +48,7 @@ def meta_clone(module: nn.Module) -> nn.Module:
     are not persistent: no checkpoint has their values.
 
     Raises:
-        LiveTargetError: the module cannot be copied, or its tensors overlap without being tied, which a copy would not
+        LiveTargetError: The module cannot be copied, or its tensors overlap without being tied, which a copy would not
             preserve.
     """
     modules = modules_of(module)
@@ -130,9 +130,9 @@ def state_module(state: Mapping[str, torch.Tensor], *, meta: bool = True, hidden
     """Returns a bare module with the tensors of a state under their names.
 
     Args:
-        state: tensors by dotted name; a tensor under several names stays tied.
-        meta: puts plain tensors on the meta device; False registers the tensors themselves.
-        hidden: the names of buffers that are not persistent.
+        state: Tensors by dotted name; a tensor under several names stays tied.
+        meta: Puts plain tensors on the meta device; False registers the tensors themselves.
+        hidden: The names of buffers that are not persistent.
     """
     root, registered = nn.Module(), dict[int, torch.Tensor]()
     for name, tensor in state.items():
@@ -167,16 +167,16 @@ def runtime_state(
     `state_dict()` gets the names of the exported program, also where hooks split or fuse tensors.
 
     Args:
-        model: the model, or a wrapper of `torch.compile` or `DataParallel` around it.
-        source: as for `modelstate.load`; None for the present state.
-        rules: as for `modelstate.load`.
+        model: The model, or a wrapper of `torch.compile` or `DataParallel` around it.
+        source: As for `modelstate.load`; None for the present state.
+        rules: As for `modelstate.load`.
 
     Returns:
         The tensors by name. Without a source they are the model's own.
 
     Raises:
-        PlanError: the source does not fit; `modelstate.load` lists its other errors.
-        LiveTargetError: with a source, the model cannot be copied.
+        PlanError: The source does not fit; `modelstate.load` lists its other errors.
+        LiveTargetError: With a source, the model cannot be copied.
 
     Examples:
         >>> state = modelstate.serve.runtime_state(model)

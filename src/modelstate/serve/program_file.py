@@ -131,15 +131,15 @@ class Manifest(msgspec.Struct, frozen=True):
         """Reads the text that `to_json` returns.
 
         Args:
-            text: the manifest.
-            where: the path of the file, for errors.
+            text: The manifest.
+            where: The path of the file, for errors.
 
         Returns:
             The manifest.
 
         Raises:
-            DamagedFileError: the text is damaged.
-            NewerManifestError: a newer version of modelstate wrote it.
+            DamagedFileError: The text is damaged.
+            NewerManifestError: A newer version of modelstate wrote it.
 
         Examples:
             >>> manifest = modelstate.serve.Manifest.from_json(text, "program.pt2")
@@ -183,7 +183,7 @@ class ProgramFile:
     machine code may do anything.
 
     Args:
-        path: the path of the file.
+        path: The path of the file.
 
     Raises:
         LiveTargetError: the file is not a program, or its form is not supported.

@@ -80,15 +80,15 @@ class NameMap(msgspec.Struct, frozen=True):
         """Captures the names of a module by the identity of its tensors.
 
         Args:
-            module: the module that is, or will be, exported.
+            module: The module that is, or will be, exported.
 
         Returns:
             The map.
 
         Raises:
-            NameMapError: a hook splits, fuses, computes or leaves out tensors, which a map of names cannot express.
+            NameMapError: A hook splits, fuses, computes or leaves out tensors, which a map of names cannot express.
                 `modelstate.serve.runtime_state(module, checkpoint)` follows such hooks.
-            ModelCodeError: a hook raises.
+            ModelCodeError: A hook raises.
 
         Examples:
             >>> names = modelstate.serve.NameMap.of(module)
@@ -109,13 +109,13 @@ class NameMap(msgspec.Struct, frozen=True):
         """Renames a state dict, or another mapping with its names, to the runtime names.
 
         Args:
-            state: values by names of the state dict or by runtime names. Extra state is left out.
+            state: Values by names of the state dict or by runtime names. Extra state is left out.
 
         Returns:
             A value for every runtime name.
 
         Raises:
-            NameMapError: names are unknown or missing, or two names of one tensor have different values.
+            NameMapError: Names are unknown or missing, or two names of one tensor have different values.
 
         Examples:
             >>> names.to_runtime(module.state_dict()).keys() == names.eager.keys()
@@ -140,13 +140,13 @@ class NameMap(msgspec.Struct, frozen=True):
         """Renames a mapping with names of either kind to the names of the state dict.
 
         Args:
-            state: values by names of the state dict or by runtime names.
+            state: Values by names of the state dict or by runtime names.
 
         Returns:
             A value for every name of the state dict, without extra state.
 
         Raises:
-            NameMapError: names are unknown or missing, or two names of one tensor have different values.
+            NameMapError: Names are unknown or missing, or two names of one tensor have different values.
 
         Examples:
             >>> module.load_state_dict(names.to_eager(program.state_dict))
@@ -171,13 +171,13 @@ class NameMap(msgspec.Struct, frozen=True):
         """Reads the text that `to_json` returns.
 
         Args:
-            text: the map as JSON.
+            text: The map as JSON.
 
         Returns:
             The map.
 
         Raises:
-            NameMapError: the text is not a map.
+            NameMapError: The text is not a map.
 
         Examples:
             >>> names = modelstate.serve.NameMap.from_json(Path("names.json").read_text())
@@ -198,7 +198,7 @@ class NameMap(msgspec.Struct, frozen=True):
         """Returns the runtime name for a name of the state dict.
 
         Args:
-            name: a name in a checkpoint.
+            name: A name in a checkpoint.
 
         Returns:
             None where the name does not change or is ambiguous.
@@ -214,7 +214,7 @@ class NameMap(msgspec.Struct, frozen=True):
         """Renames all entries, with names of either kind, to the runtime names.
 
         Args:
-            context: the entries of a checkpoint, and the problems that have been found.
+            context: The entries of a checkpoint, and the problems that have been found.
 
         Raises:
             NameMapError: nothing tells which kind of names the entries have.

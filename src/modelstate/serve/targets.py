@@ -34,9 +34,9 @@ class Program:
     """One version of a target: the callable that answers requests, and the module tree that has its tensors.
 
     Args:
-        module: the weights and all buffers, under their runtime names.
-        call: answers a request. It keeps the tensors of the version alive.
-        has_methods: whether requests may call methods of the module.
+        module: The weights and all buffers, under their runtime names.
+        call: Answers a request. It keeps the tensors of the version alive.
+        has_methods: Whether requests may call methods of the module.
     """
 
     __slots__ = ("__weakref__", "call", "has_methods", "module")
@@ -69,9 +69,9 @@ class Target(ABC):
     """A kind of program that can be served. Requests call programs, and nothing of the target.
 
     Args:
-        name: the name in reports and errors: a class, or the path of a file.
-        skeleton: a module without memory that has the weights and buffers of a version under their runtime names.
-        names: which other names checkpoints may have: those of a map, or those that a module without memory saves. Its
+        name: The name in reports and errors: a class, or the path of a file.
+        skeleton: A module without memory that has the weights and buffers of a version under their runtime names.
+        names: Which other names checkpoints may have: those of a map, or those that a module without memory saves. Its
             loading code then reads the checkpoint. For a module that is served this is the skeleton itself.
     """
 
@@ -121,9 +121,9 @@ class Target(ABC):
         """Returns memory that no version uses, for tensors of a skeleton by name.
 
         Args:
-            skeleton: the module that will be filled.
-            retired: plain CPU tensors of the version that was retired last.
-            has_file: whether the weights come from a file, which is mapped where that is safe.
+            skeleton: The module that will be filled.
+            retired: Plain CPU tensors of the version that was retired last.
+            has_file: Whether the weights come from a file, which is mapped where that is safe.
         """
         free: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
         for tensor in () if has_file else retired:
