@@ -110,7 +110,6 @@ SETUPS = {
     "RNG.load_state_dict": "state = ms.RNG().state_dict()\n",
     "Live": LIVE,
     "Live.history": f"{LIVE}live.swap('step-2000.safetensors')\n",
-    "Live.method": WRITER,
     "Live.version": WRITER,
     "Canary": LIVE,
     "Store": STORE,

@@ -873,7 +873,6 @@ NOT_FOLLOWED = {
     "serve/program_file.py::_unsupported": _EXPORT,
     "serve/state_names.py::_Groups.check": _PLACEHOLDERS,
     "serve/targets.py::_check_servable": _OTHER,
-    "serve/live.py::_method_of": _PLACEHOLDERS,
     "serve/live.py::_serve_nothing": _PLACEHOLDERS,
 }
 """The places of remedies with code that no scenario follows, each with the reason."""

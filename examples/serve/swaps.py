@@ -36,16 +36,12 @@ class Swaps:
         with self._one_at_a_time(), ms.open(path) as checkpoint:
             for file in checkpoint.files:  # again: a link may have been replaced since
                 self._check_inside(os.path.realpath(file))
-            report = self._live.swap(
+            return self._live.swap(
                 checkpoint,
                 rules=rules_for(checkpoint),
                 canary=ms.Canary(sample()),
                 verify=bool(checkpoint.checksums),
-                when_busy="skip",
             )
-        if report is None:
-            raise SwapBusyError("another swap is running", remedy="try again later")
-        return report
 
     def rollback(self) -> int:
         """Serves the previous version again, and returns its number. Raises `VersionGoneError`, `SwapBusyError`."""

@@ -31,10 +31,6 @@ class Net(nn.Module):
         y: torch.Tensor = self.linear(x) * self.scale + self.shift
         return y
 
-    def twice(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self(self(x))
-        return y
-
 
 def skeleton() -> Net:
     """Has all parameters on meta, and real buffers."""
@@ -64,12 +60,9 @@ every_module = pytest.mark.parametrize("make", [skeleton, partly, without_scale]
 @every_module
 def test_no_request_is_answered_before_the_first_weights(kind: str, make: Callable[[], nn.Module]) -> None:
     live = ms.Live(target_of(kind, make(), X))
-    twice = live.method("twice")
     requests: list[Callable[[], object]] = [
         lambda: live(X),
         lambda: live.answer(X),
-        lambda: twice(X),
-        lambda: twice.answer(X),
         lambda: live.version().__enter__(),
         live.rollback,
     ]
@@ -83,7 +76,6 @@ def test_no_request_is_answered_before_the_first_weights(kind: str, make: Callab
     report = live.swap(Net(2).state_dict())
     assert (report.version, report.previous, live.version().id) == (1, 0, 1)
     assert torch.equal(live(X), Net(2)(X))
-    assert torch.equal(twice(X), Net(2).twice(X))
     with live.version() as version:
         assert torch.equal(version(X), Net(2)(X))
     with pytest.raises(VersionGoneError, match="no version to roll back to"):

@@ -81,10 +81,10 @@ def test_options_are_those_of_the_swap(tmp_path: Path) -> None:
     assert (serves(live), len(tried), log) == (1, 1, [])
 
 
-def test_a_checkpoint_is_tried_again_after_a_skipped_swap(tmp_path: Path) -> None:
+def test_a_checkpoint_is_tried_again_after_a_swap_that_was_busy(tmp_path: Path) -> None:
     store, live = ms.Store(tmp_path), ms.Live(linear(0))
     save(store, 1)
-    following, log = by_hand(live, store, when_busy="skip")
+    following, log = by_hand(live, store, timeout_seconds=0)
     inside, may_end = threading.Event(), threading.Event()
 
     def slow(_: Any) -> bool:

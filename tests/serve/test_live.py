@@ -171,7 +171,7 @@ def test_a_cache_that_grows_is_carried_over_or_reset() -> None:
 
 
 @pytest.mark.slow
-def test_a_second_swap_waits_or_is_skipped() -> None:
+def test_a_second_swap_waits_or_is_refused() -> None:
     live = ms.Live(linear(1))
     inside, may_end = threading.Event(), threading.Event()
 
@@ -182,10 +182,9 @@ def test_a_second_swap_waits_or_is_skipped() -> None:
     thread = threading.Thread(target=lambda: live.swap(linear(2).state_dict(), canary=slow))
     thread.start()
     inside.wait(60)
-    assert live.swap(linear(3).state_dict(), when_busy="skip") is None
-    assert [event.action for event in live.history()] == ["started"]
-    with pytest.raises(SwapBusyError, match="another swap"):
-        live.swap(linear(3).state_dict(), timeout_seconds=0.05)
+    for seconds in (0, 0.05):
+        with pytest.raises(SwapBusyError, match="another swap"):
+            live.swap(linear(3).state_dict(), timeout_seconds=seconds)
     threading.Timer(0.1, may_end.set).start()
     assert live.swap(linear(3).state_dict()).version == 3
     thread.join()
@@ -331,7 +330,6 @@ def test_copies_keep_what_modules_share_and_how_a_class_copies_itself() -> None:
     "options",
     [
         {"buffers": "keep"},
-        {"when_busy": "refuse"},
         {"timeout_seconds": -1},
         {"timeout_seconds": "soon"},
         {"timeout_seconds": True},

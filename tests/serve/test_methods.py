@@ -5,7 +5,7 @@ import gc
 import threading
 import types
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import LiveTargetError, OptionError, VersionGoneError
+from modelstate.errors import LiveTargetError, VersionGoneError
 from tests.serve.targets import buffer_of, module_of, target_of
 
 X = torch.ones(1, 4)
@@ -57,18 +57,6 @@ class Net(nn.Module):
             yield self.value()
             await asyncio.sleep(0)
 
-    async def conversation(self) -> AsyncGenerator[float, float]:
-        """Answers the sum of the weights and of what it is sent; a `ValueError` counts as 0."""
-        sent = 0.0
-        while True:
-            await asyncio.sleep(0)
-            try:
-                sent = (yield self.value() + sent) or 0.0
-            except ValueError:
-                sent = 0.0
-            except KeyError:
-                return
-
     def fail(self) -> None:
         raise ZeroDivisionError("of the method")
 
@@ -84,26 +72,17 @@ def weights(k: float) -> dict[str, torch.Tensor]:
     return Net(k).state_dict()
 
 
-def test_a_method_is_called_with_the_version_that_serves() -> None:
-    live = served()
-    value = live.method("value")
-    assert (value(), value(times=3)) == (1, 3)
-    live.swap(weights(2))
-    assert value() == 2
-    assert live.method("value").answer(times=2) == (4, 2)
-    with live.version() as v:
-        live.swap(weights(3))
-        assert (v.id, v.value(), v.value(times=2), v.method("value")()) == (2, 2, 4, 2)
-        assert value() == 3
-    live.rollback()
-    assert value.answer() == (2, 2)
-
-
-def test_a_method_has_one_version_from_begin_to_end() -> None:
+def test_a_method_has_the_version_of_its_block_from_begin_to_end() -> None:
     live, loads = served(), iter([2.0, 3.0])
     swap = lambda: live.swap(weights(next(loads)), timeout_seconds=0)  # noqa: E731
-    assert live.method("between")(swap, then=swap) == (1, 1)
-    assert live.version().id == 3
+    with live.version() as v:
+        assert (v.value(), v.value(times=3)) == (1, 3)
+        assert v.between(swap, then=swap) == (1, 1)
+        assert (v.id, v.value()) == (1, 1)
+    with live.version() as v:
+        assert (v.id, v.value()) == (3, 3)
+    live.rollback()
+    assert live.version().value() == 2
 
 
 @pytest.mark.slow
@@ -117,7 +96,7 @@ def test_an_old_version_goes_with_its_last_method_call() -> None:
         entered.set()
 
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(live.method("between"), enter, then=lambda: leave.wait(60))
+        answer = pool.submit(lambda: live.version().between(enter, then=lambda: leave.wait(60)))
         assert entered.wait(60)
         live.swap(weights(3))
         assert held[0]() is not None
@@ -129,22 +108,10 @@ def test_an_old_version_goes_with_its_last_method_call() -> None:
     live.swap(weights(4), timeout_seconds=0)
 
 
-def test_an_error_of_a_method_comes_through_and_leaves_no_version_in_use() -> None:
-    live = served()
-    with pytest.raises(ZeroDivisionError, match="of the method") as caught:
-        live.method("fail")()
-    with live.version() as v, pytest.raises(ZeroDivisionError) as again:
-        v.fail()
-    # The tracebacks are still there.
-    live.swap(weights(2), timeout_seconds=0)
-    assert caught.tb is not None
-    assert again.tb is not None
-
-
 @pytest.mark.parametrize("ends", ["exhausted", "closed", "dropped", "raised"])
 def test_a_generator_has_its_version_until_it_ends(ends: str) -> None:
     live = served()
-    stream = live.method("stream")(3)
+    stream = live.version().stream(3)
     assert next(stream) == 1
     live.swap(weights(2))
     assert next(stream) == 1
@@ -158,7 +125,7 @@ def test_a_generator_has_its_version_until_it_ends(ends: str) -> None:
         with pytest.raises(KeyError):
             stream.throw(KeyError())
     live.swap(weights(3), timeout_seconds=0)
-    assert list(live.method("stream")(2)) == [3, 3]
+    assert list(live.version().stream(2)) == [3, 3]
 
 
 def test_coroutines_and_async_generators_have_one_version() -> None:
@@ -166,55 +133,30 @@ def test_coroutines_and_async_generators_have_one_version() -> None:
 
     async def all_of_it() -> None:
         swap = lambda: live.swap(weights(2), timeout_seconds=0)  # noqa: E731
-        assert await live.method("later")(swap) == 1
+        assert await live.version().later(swap) == 1
         assert live.version().id == 2
         found = []
-        async for value in live.method("later_stream")(3):
+        async for value in live.version().later_stream(3):
             found.append(value)
             if len(found) == 1:
                 live.swap(weights(3))
         assert found == [2, 2, 2]
-        live.swap(weights(4), timeout_seconds=0)
 
     asyncio.run(all_of_it())
-
-
-def test_an_async_generator_gets_what_it_is_sent() -> None:
-    live = served()
-
-    async def all_of_it() -> None:
-        talk = live.method("conversation")()
-        assert await anext(talk) == 1.0
-        live.swap(weights(2), timeout_seconds=0)
-        assert await talk.asend(10.0) == 11.0
-        assert await talk.athrow(ValueError()) == 1.0
-        assert await anext(talk) == 1.0
-        with pytest.raises(StopAsyncIteration):
-            await talk.athrow(KeyError())
-        failing = live.method("conversation")()
-        assert await anext(failing) == 2.0
-        with pytest.raises(ZeroDivisionError):
-            await failing.athrow(ZeroDivisionError())
-        closed = live.method("conversation")()
-        assert await anext(closed) == 2.0
-        await closed.aclose()
-
-    asyncio.run(all_of_it())
-    live.swap(weights(3), timeout_seconds=5)
 
 
 def test_what_is_no_method_of_the_module() -> None:
     live = served()
-    with pytest.raises(AttributeError, match="nothing_like_it"):
-        live.method("nothing_like_it")
-    with pytest.raises(AttributeError, match=r"Net.size is not a method, it is of type int"):
-        live.method("size")
-    for name in ("to", "load_state_dict", "train", "forward", "_apply", ""):
-        with pytest.raises(OptionError, match="not a method that requests can call"):
-            live.method(name)
     with live.version() as v:
-        assert hasattr(v, "value")
-        assert not any(hasattr(v, name) for name in ("nothing_like_it", "size", "to", "_apply", "__array__"))
+        with pytest.raises(AttributeError, match="nothing_like_it"):
+            v.nothing_like_it()
+        with pytest.raises(AttributeError, match=r"Net.size is not a method, it is of type int"):
+            v.size()
+        with pytest.raises(AttributeError, match="requests cannot call 'to'"):
+            v.to("meta")
+        with pytest.raises(ZeroDivisionError, match="of the method"):
+            v.fail()
+        assert not any(hasattr(v, name) for name in ("load_state_dict", "train", "forward", "_apply", "__array__"))
         assert v.layer(X).shape == (1, 4)
         late = v.value
     assert late() == 1  # a method keeps its version
@@ -224,11 +166,11 @@ def test_what_is_no_method_of_the_module() -> None:
 
 def test_programs_have_no_methods_and_compiled_modules_have_their_own() -> None:
     exported = ms.Live(target_of("exported", Net(1).eval(), X))
-    with pytest.raises(LiveTargetError, match="no methods, only its call"):
-        exported.method("value")
+    with pytest.raises(AttributeError, match="has only its call"):
+        exported.version().value()
     compiled = ms.Live(target_of("compiled", Net(1).eval(), X))
     compiled.swap(weights(2))
-    assert compiled.method("value")() == 2
+    assert compiled.version().value() == 2
 
 
 # Text generation, with a cache of keys and values that belongs to the weights that made it.
@@ -269,12 +211,10 @@ def test_generation_has_one_version_while_weights_are_swapped(tmp_path: Path) ->
     swapping = threading.Thread(target=swaps)
     swapping.start()
     try:
-        generate, seen = live.method("generate"), set[int]()
+        seen = set[int]()
         while len(seen) < 6 and not errors:
-            text, version = generate.answer(IDS, **HOW)
-            assert torch.equal(text, texts[(version - 1) % 3])
-            seen.add(version)
             with live.version() as v:  # by hand, a token at a time
+                seen.add(v.id)
                 logits = v(IDS, use_cache=True)
                 ids, cache = IDS, logits.past_key_values
                 for _ in range(HOW["max_new_tokens"]):
@@ -289,18 +229,6 @@ def test_generation_has_one_version_while_weights_are_swapped(tmp_path: Path) ->
     assert not errors
     del logits, cache
     live.swap(sources[0], timeout_seconds=60)
-
-
-@pytest.mark.slow
-def test_an_error_in_generation_keeps_no_version() -> None:
-    live, other = ms.Live(language_model(0), keep_versions=0), language_model(1).state_dict()
-
-    def stop(_: int, scores: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        live.method("generate")(IDS, logits_processor=[stop], **HOW)
-    live.swap(other, timeout_seconds=0)
 
 
 # Training mode.

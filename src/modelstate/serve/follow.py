@@ -385,8 +385,6 @@ class Following:
                 # A `Live` reads exactly the files that were verified. Other targets get a path.
                 source = checkpoint if isinstance(self._target, Live) else checkpoint.source
                 report = self._target.swap(source, **self._options)
-            if report is None and isinstance(self._target, Live):
-                raise SwapBusyError("another swap is under way", remedy="nothing; follow tries again at the next poll")
         except OptionError:
             raise
         except Exception as error:

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from modelstate.serve.meta_clone import runtime_state
 from modelstate.serve.state_names import NameMap
 from modelstate.serve.swap import Buffers, SwapOptions, SwapReport, stage
 from modelstate.serve.targets import ModuleTarget, Program, Target, check_graph_mode
-from modelstate.text_format import listed, short_repr
+from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import default_modes, payload_of, require_aoti
 
@@ -129,37 +129,28 @@ class Version:
         """Answers a request with this version. Raises `VersionGoneError` after the block."""
         return self._in_use().call(*args, **named)
 
-    def method(self, name: str) -> Callable[..., Any]:
-        """Returns a method of the version's module: `v.method("generate")(...)` is `v.generate(...)`.
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Returns a public method that the class of the version's module defines: `v.generate(...)`.
 
         The method keeps the version in use, as does a generator or a coroutine that it returns. A method of a compiled
-        module runs as it was written, without compilation.
-
-        Args:
-            name: A method that the module's own class defines, or a submodule.
-
-        Returns:
-            The method.
-
-        Raises:
-            VersionGoneError: The block has ended.
-            AttributeError: The module has no such method.
-            OptionError: Every `nn.Module` has the method; it changes the module or exposes its weights.
-            LiveTargetError: The target is an exported program or a compiled package.
-
-        Examples:
-            >>> with live.version() as v:
-            ...     ids = v.method("generate")(prompt)
+        module runs as it was written, without compilation. Raises `VersionGoneError` after the block.
         """
-        return _method_of(self._in_use().program, name)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):  # protocols such as copying look for these
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        try:
-            return self.method(name)
-        except (OptionError, LiveTargetError) as error:
-            raise AttributeError(str(error)) from error
+        program = self._in_use().program
+        if hasattr(nn.Module, name):
+            raise AttributeError(
+                f"requests cannot call {name!r}: methods of nn.Module change the module; call the version for forward()"
+            )
+        if not program.has_methods:
+            raise AttributeError(
+                f"no method {name!r}: an exported or compiled program has only its call; serve the module to have them"
+            )
+        method = getattr(program.module, name)
+        if not callable(method):
+            kind = type(method).__name__
+            raise AttributeError(f"{type(program.module).__name__}.{name} is not a method, it is of type {kind}")
+        return method  # type: ignore[no-any-return]
 
     def _in_use(self) -> _Served:
         if self._served is None:
@@ -169,51 +160,6 @@ class Version:
                 remedy="call within the block of `with live.version() as v:`",
             )
         return self._served
-
-
-class Method:
-    """A method of the module that serves: the value of `Live.method`. Each call uses one version from start to end.
-
-    Examples:
-        >>> generate = live.method("generate")
-        >>> ids = generate(prompt)
-    """
-
-    __slots__ = ("_live", "_name")
-
-    def __init__(self, live: "Live", name: str) -> None:
-        self._live, self._name = live, name
-
-    def __call__(self, *args: object, **named: object) -> Any:
-        """Calls the method of the current version, and raises what that method raises."""
-        return self.answer(*args, **named).value
-
-    def answer(self, *args: object, **named: object) -> Answer:
-        """Calls the method, and returns its result with the id of the version that gave it."""
-        with self._live.version() as version:
-            return Answer(version.method(self._name)(*args, **named), version.id)
-
-
-def _method_of(program: Program, name: str) -> Callable[..., Any]:
-    """Returns a method of a program's module. Raises as `Version.method` does."""
-    if not isinstance(name, str) or not name.isidentifier() or name[0] == "_" or hasattr(nn.Module, name):
-        raise OptionError(
-            "this is not a method that requests can call",
-            expected="a public method that the module's own class defines",
-            found=short_repr(name),
-            remedy="call the version itself for forward(); methods of nn.Module change the module",
-        )
-    if not program.has_methods:
-        raise LiveTargetError(
-            "an exported or compiled program has no methods, only its call",
-            found=short_repr(name),
-            remedy="serve the module: modelstate.Live(module)",
-        )
-    method = getattr(program.module, name)
-    if not callable(method):
-        kind = type(method).__name__
-        raise AttributeError(f"{type(program.module).__name__}.{name} is not a method, it is of type {kind}")
-    return method  # type: ignore[no-any-return]
 
 
 class _Turn:
@@ -240,26 +186,20 @@ class _TurnQueue:
             )
 
     @contextmanager
-    def turn(self, timeout_seconds: float | None, *, waits: bool = True) -> Iterator[bool]:
-        """A context in which no other thread has a turn. It yields False where that is not so and `waits` is false.
-
-        Raises `SwapBusyError`.
-        """
+    def turn(self, timeout_seconds: float | None) -> Iterator[None]:
+        """A context in which no other thread has a turn. Raises `SwapBusyError`."""
         self.check_not_nested()
         turn, began = _Turn(), time.monotonic()
         reference = weakref.ref(turn)
         self._turns.append(reference)
         try:
             while self._present()[0] is not turn:
-                if not waits:
-                    yield False
-                    return
                 if timeout_seconds is not None and time.monotonic() - began >= timeout_seconds:
                     raise SwapBusyError(
                         "another swap did not end in time", remedy="give more time with timeout_seconds="
                     )
                 time.sleep(0.001)
-            yield True
+            yield
         finally:
             turn.has_ended = True
             self._turns.remove(reference)
@@ -320,21 +260,6 @@ FOREIGN = {
     "dtype": "leave it out: weights have the dtypes of the program. To cast them: rules=[ms.rules.Cast(name, dtype)]",
 }
 """Arguments of torch's and other loads that a swap does not have, each with what replaces it."""
-
-
-class SwapArguments(TypedDict, total=False):
-    """The keyword arguments of `Live.swap`, but for `when_busy`, which decides what it returns."""
-
-    key: str | None
-    rules: Rule | Iterable[Rule] | Schema
-    allow_missing: Iterable[str]
-    allow_unexpected: Iterable[str]
-    canary: AnyCanary | None
-    buffers: Buffers
-    timeout_seconds: float | None
-    exact: bool
-    check_finite: bool
-    verify: bool
 
 
 class Live:
@@ -436,35 +361,11 @@ class Live:
         served = self._current
         return Answer(served.call(*args, **named), served.id)
 
-    def method(self, name: str) -> Method:
-        """Returns a method of the module that serves: `live.method("generate")(ids)`.
-
-        Each call uses one version. `live.method("generate").answer(ids)` returns the version's id as well. Within a
-        block of one version, write `v.generate(ids)`.
-
-        Args:
-            name: A method that the module's own class defines, or a submodule.
-
-        Returns:
-            A callable for any number of threads. Each call uses the version that is current at that time.
-
-        Raises:
-            AttributeError: The module has no such method.
-            OptionError: Every `nn.Module` has the method; it changes the module or exposes its weights.
-            LiveTargetError: The target is an exported program or a compiled package.
-
-        Examples:
-            >>> generate = live.method("generate")
-            >>> ids = generate(prompt)
-        """
-        _method_of(self._current.program, name)
-        return Method(self, name)
-
     def version(self) -> Version:
         """Returns the current version. As a context it holds that version for several calls.
 
         Returns:
-            The version. It is called as the `Live` is.
+            The version. It is called as the `Live` is, and has the methods of the module: `v.generate(...)`.
 
         Examples:
             >>> live.version().id
@@ -505,14 +406,6 @@ class Live:
 
     # Changing.
 
-    @overload
-    def swap(
-        self, source: Source, *, when_busy: Literal["wait"] = ..., **arguments: Unpack[SwapArguments]
-    ) -> SwapReport: ...
-    @overload
-    def swap(
-        self, source: Source, *, when_busy: Literal["wait", "skip"], **arguments: Unpack[SwapArguments]
-    ) -> SwapReport | None: ...
     @checked_call("live.swap", is_method=True, foreign=FOREIGN)
     def swap(
         self,
@@ -525,11 +418,10 @@ class Live:
         canary: AnyCanary | None = None,
         buffers: Buffers = "carry",
         timeout_seconds: float | None = 60.0,
-        when_busy: Literal["wait", "skip"] = "wait",
         exact: bool = True,
         check_finite: bool = False,
         verify: bool = False,
-    ) -> SwapReport | None:
+    ) -> SwapReport:
         """Puts new weights into service, all or nothing. After any failure the old version continues to serve.
 
         Requests do not wait. The weights of a version are maps of the file where that is safe, as for
@@ -547,14 +439,13 @@ class Live:
             buffers: "carry" takes over the buffers that requests have changed, with their values at the flip. "reset"
                 takes the values of the checkpoint, and for other buffers those of the original target.
             timeout_seconds: Seconds to wait for other swaps; None waits without limit.
-            when_busy: What to do while another swap is under way: "wait" for it, or "skip" this one and return None.
             exact: Requires the program's dtypes; False converts them without loss, as `modelstate.load` does.
             check_finite: Refuses weights with NaN or infinity where those that serve have none. All of them are read
                 for that. A `Canary` refuses answers with NaN.
             verify: Compares the file with the checksums that it contains.
 
         Returns:
-            A `SwapReport`: the ids of both versions, sizes, and times; None where the swap was skipped.
+            A `SwapReport`: the ids of both versions, sizes, and times.
 
         Raises:
             OpenError: The source cannot be opened; see `modelstate.open`.
@@ -571,7 +462,6 @@ class Live:
             2
         """
         check_choice("buffers", buffers, ("carry", "reset"))
-        check_choice("when_busy", when_busy, ("wait", "skip"))
         if canary is not None and not callable(canary) and not isinstance(canary, Canary):
             raise OptionError(
                 "canary= must be a Canary or a function",
@@ -582,8 +472,8 @@ class Live:
         options = SwapOptions(key, rules, allow_missing, allow_unexpected, exact, check_finite, verify)
         times, new = [time.perf_counter()], list[_Served]()
         try:
-            with self._swaps.turn(timeout_seconds, waits=when_busy == "wait") as has_turn:
-                report = self._swap(source, options, canary, buffers, times, new) if has_turn else None
+            with self._swaps.turn(timeout_seconds):
+                report = self._swap(source, options, canary, buffers, times, new)
                 self._free_retired()
                 return report
         except BaseException as error:
