@@ -137,8 +137,6 @@ SETUPS = {
     "serve.NameMap": SERVED_NAMES,
     "serve.NameMap.rename": NAMES,
     "serve.NameMap.apply": f"{SERVED_NAMES}names = ms.serve.NameMap.of(module)\n",
-    "serve.NameMap.to_runtime": f"{SERVED_NAMES}names = ms.serve.NameMap.of(module)\n",
-    "serve.NameMap.to_eager": f"{SERVED_NAMES}names = ms.serve.NameMap.of(module)\n",
     "loading.LoadHandle": "class Tokenizer:\n    from_file = staticmethod(open)\nPath('tokenizer.json').touch()\n",
     "loading.Quantize": (
         'model = nn.ModuleList([nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(10, 10)})})])\n'

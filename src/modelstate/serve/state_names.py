@@ -3,17 +3,15 @@
 The two differ where state-dict hooks rename, split or fuse tensors. An exported program has the names of the tree.
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 import torch
 from torch import nn
 
 from modelstate.errors import NameMapError
-from modelstate.formats.tree import same_value
-from modelstate.planning.differences import nearest
 from modelstate.problems import Problem, ProblemKind
 from modelstate.rules.rule import Entry, RuleContext
 from modelstate.serve.meta_clone import runtime_state
@@ -30,7 +28,6 @@ def names_by_tensor(state: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
     return list(map(tuple, names.values()))
 
 
-_V = TypeVar("_V")
 _LISTED = 8
 
 
@@ -104,55 +101,6 @@ class NameMap(msgspec.Struct, frozen=True):
         runtime, eager = groups.pairs()
         order = {name: runtime[name] for name in saved if name in runtime}
         return cls(order, {name: eager[name] for name in state}, tuple(extra), groups.ties())
-
-    def to_runtime(self, state: Mapping[str, _V]) -> dict[str, _V]:
-        """Renames a state dict, or another mapping with its names, to the runtime names.
-
-        Args:
-            state: Values by names of the state dict or by runtime names. Extra state is left out.
-
-        Returns:
-            A value for every runtime name.
-
-        Raises:
-            NameMapError: Names are unknown or missing, or two names of one tensor have different values.
-
-        Examples:
-            >>> names.to_runtime(module.state_dict()).keys() == names.eager.keys()
-            True
-        """
-        kept = self._crossed if self._has_runtime_names(state) else ()
-        renamed: dict[str, _V] = {}
-        for name, value in state.items():
-            runtime = name if name in kept else self.runtime.get(name, name)
-            if name not in self.extra and not same_value(renamed.setdefault(runtime, value), value):
-                raise NameMapError(
-                    "two names of one tensor, with different values",
-                    where=runtime,
-                    found=f"{name!r}, and another spelling of it",
-                    remedy="leave one of them out",
-                    names=(name, runtime),
-                )
-        self._check_complete(renamed)
-        return {name: renamed[name if name in renamed else self._tied_name(name, renamed)] for name in self.eager}
-
-    def to_eager(self, state: Mapping[str, _V]) -> dict[str, _V]:
-        """Renames a mapping with names of either kind to the names of the state dict.
-
-        Args:
-            state: Values by names of the state dict or by runtime names.
-
-        Returns:
-            A value for every name of the state dict, without extra state.
-
-        Raises:
-            NameMapError: Names are unknown or missing, or two names of one tensor have different values.
-
-        Examples:
-            >>> module.load_state_dict(names.to_eager(program.state_dict))
-        """
-        renamed = self.to_runtime(state)
-        return {name: renamed[runtime] for name, runtime in self.runtime.items()}
 
     def to_json(self) -> str:
         """Returns the map as JSON, for a file beside the program.
@@ -254,31 +202,6 @@ class NameMap(msgspec.Struct, frozen=True):
                 names=crossed,
             )
         return runtime > eager
-
-    def _tied_name(self, name: str, names: Container[str]) -> str:
-        """Another runtime name of the same tensor that is in `names`; the name itself where there is none."""
-        return next((other for tie in self.ties if name in tie for other in tie if other in names), name)
-
-    def _check_complete(self, state: Mapping[str, object]) -> None:
-        """Raises `NameMapError` unless a state has all runtime names, up to ties, and no others."""
-        unknown = [name for name in state if name not in self.eager]
-        missing = [name for name in self.eager if name not in state and self._tied_name(name, state) not in state]
-        if not unknown and not missing:
-            return
-        known = [*self.eager, *(name for name in self.runtime if name not in self.eager)]
-        lines = []
-        for name in unknown[:_LISTED]:
-            near = nearest(name, known)
-            lines.append(f"{name!r} is unknown" + (f" (did you mean {near!r}?)" if near else ""))
-        lines += [f"{name!r} is missing" for name in missing[:_LISTED]]
-        more = len(unknown) + len(missing) - len(lines)
-        raise NameMapError(
-            f"names that are not those of the program: {len(unknown)} too many, {len(missing)} missing",
-            expected=f"the {len(self.eager)} runtime names, or those of the state dict",
-            found="; ".join(lines) + (f"; and {more} more" if more else ""),
-            remedy="correct the names, or take the state dict of the module that was exported",
-            names=(*unknown, *missing),
-        )
 
 
 class _Head(msgspec.Struct):
