@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.export import Dim
 
@@ -32,7 +30,6 @@ from modelstate.errors import (
 from modelstate.formats import torch_zip
 from modelstate.io import system
 from modelstate.serve import export as exporting
-from modelstate.serve.export import perturbed_values
 from modelstate.serve.program_file import NAME
 from tests.serve.models import Decoder, Everything, Fused, Nested, Small, randomised
 from tests.serve.packages import linear_package, needs_aoti, package_of, package_of_torch
@@ -332,32 +329,6 @@ def test_an_exported_program_of_others(path: Path) -> None:
     assert torch.allclose(live(X), trained(X))
     with pytest.raises(ms.PlanError):
         ms.Live(path).swap(trained.state_dict())
-
-
-@pytest.mark.slow
-@given(
-    st.sampled_from(
-        [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
-    ),
-    st.lists(st.integers(0, 3), max_size=3),
-    st.integers(0, 9),
-)
-def test_other_values_are_others_of_the_same_kind(dtype: torch.dtype, shape: list[int], seed: int) -> None:
-    tensor = torch.randint(0, 2 if dtype == torch.bool else 5, shape).to(dtype)
-    found = list(perturbed_values(tensor, seed))
-    assert bool(found) == bool(tensor.numel())
-    for one in found:
-        assert (one.shape, one.dtype, one.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
-        assert not torch.equal(one, tensor)
-        if dtype.is_floating_point:
-            assert bool((one > 0).all())
-
-
-def test_signs_and_what_is_not_finite_stay() -> None:
-    tensor = torch.tensor([-1.0, 2.0, float("-inf"), 0.0])
-    for one in perturbed_values(tensor, 1):
-        assert one.sign().tolist() == [-1.0, 1.0, -1.0, 1.0]
-        assert one.isinf().tolist() == [False, False, True, False]
 
 
 def test_the_proof_looks_at_buffers_that_are_written(path: Path) -> None:

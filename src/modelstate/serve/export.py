@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -253,14 +253,12 @@ def _first_lines(error: Exception) -> str:
 
 State = dict[str, torch.Tensor]
 
-_OFFSETS = (0.0, 1.0, 8.0)
-"""Distances by which values are moved away from zero, after scaling. The first one that changes the answer suffices."""
+_OFFSETS = (0.0, 1.0)
+"""Distances by which values are moved away from zero, after scaling: a small change need not show in an answer."""
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 """The largest difference of an element, relative to the largest element."""
 _LOW_PRECISION_TOLERANCE = 2e-2
 """The tolerance for shorter dtypes."""
-_VISIBLE = 10.0
-"""The number of tolerances from which a change counts as visible."""
 
 _REMEDIES = {
     "exported": "take the values from the tensors in forward(), also while it is exported",
@@ -309,7 +307,7 @@ class _Trial:
     def verify(self, target: Target) -> None:
         """Compares the answers: with the original weights, and with all of them changed, each in its own way.
 
-        Only where these differ is each tensor changed alone, to name those that the program does not follow.
+        Where these differ, each tensor is changed alone, to name those that the program does not follow.
 
         Raises:
             ExportError: The answers of the program differ, or do not follow a change of some weights.
@@ -317,42 +315,39 @@ class _Trial:
         difference = _difference(self._of_program(target, self._state), self._first)
         if difference:
             raise _answer_error(self._where, difference, "the weights that it was made with")
-        groups = names_by_tensor(self._state)
-        for number in range(len(_OFFSETS)):
-            changed = dict(self._state)
-            for seed, group in enumerate(groups):
-                values = [*perturbed_values(self._state[group[0]], seed)]
-                if values:
-                    changed.update(dict.fromkeys(group, values[min(number, len(values) - 1)]))
-            expected = self._of_module_or_none(changed)
-            if expected is None or not _is_visible(self._first, expected):
+        for offset in _OFFSETS:
+            changes = self._changes(offset)
+            difference = self._difference_with(
+                target, {name: value for each in changes for name, value in each.items()}
+            )
+            if not difference:
                 continue
-            difference = _difference(self._of_program(target, changed), expected)
-            if difference:
-                wrong = self._not_followed(target, groups)
-                if not wrong:
-                    raise _answer_error(self._where, difference, "random weights")
-                raise ExportError(
-                    "the program does not follow changes of its weights: they were compiled into it",
-                    where=self._where,
-                    expected="the answer of the module with the changed tensor",
-                    found=listed((f"{name}: {each}" for name, each in wrong.items()), 8, "; "),
-                    remedy=_REMEDIES[target.kind],
-                    names=list(wrong),
-                )
+            each_alone = {next(iter(change)): self._difference_with(target, change) for change in changes}
+            wrong = {name: each for name, each in each_alone.items() if each}
+            if not wrong:
+                raise _answer_error(self._where, difference, "random weights")
+            raise ExportError(
+                "the program does not follow changes of its weights: they were compiled into it",
+                where=self._where,
+                expected="the answer of the module with the changed tensor",
+                found=listed((f"{name}: {each}" for name, each in wrong.items()), 8, "; "),
+                remedy=_REMEDIES[target.kind],
+                names=list(wrong),
+            )
 
-    def _not_followed(self, target: Target, groups: list[tuple[str, ...]]) -> dict[str, str]:
-        """Returns the tensors whose change alone makes the answers differ, each with the difference."""
-        wrong: dict[str, str] = {}
-        for seed, group in enumerate(groups):
-            for value in perturbed_values(self._state[group[0]], seed):
-                perturbed = self._state | dict.fromkeys(group, value)
-                expected = self._of_module_or_none(perturbed)
-                if expected is not None and _is_visible(self._first, expected):
-                    if difference := _difference(self._of_program(target, perturbed), expected):
-                        wrong[group[0]] = difference
-                    break
-        return wrong
+    def _changes(self, offset: float) -> list[State]:
+        """Returns other values for each tensor, under all of its names."""
+        groups = enumerate(names_by_tensor(self._state))
+        return [dict.fromkeys(names, _perturbed(self._state[names[0]], offset, seed)) for seed, names in groups]
+
+    def _difference_with(self, target: Target, changed: State) -> str:
+        """Describes how the answers differ with other weights. Empty where the module cannot be called with them."""
+        state = self._state | changed
+        try:
+            expected = self._of_module(state)
+        except Exception:
+            return ""
+        return _difference(self._of_program(target, state), expected)
 
     def _of_module(self, state: State, seed: int = 0) -> _Answer:
         """Returns the answer of the module with these weights. Raises what the module raises."""
@@ -372,13 +367,6 @@ class _Trial:
             if other is None or value.shape != other.shape or not torch.equal(value, other):
                 self.mutable |= {name}
         return answer
-
-    def _of_module_or_none(self, state: State) -> _Answer | None:
-        """Returns the answer of the module; None where it cannot be called with these weights."""
-        try:
-            return self._of_module(state)
-        except Exception:
-            return None
 
     def _of_program(self, target: Target, state: State) -> _Answer:
         """Returns the answer of a version of the program. Raises `ExportError` where the program raises."""
@@ -404,28 +392,19 @@ class _Trial:
         return _Answer(values | {f"buffer {name}": value for name, value in buffers().items()}, spec)
 
 
-def perturbed_values(tensor: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
-    """Yields tensors with other values, each farther from the original; none for a tensor without elements.
+def _perturbed(tensor: torch.Tensor, offset: float, seed: int) -> torch.Tensor:
+    """Returns a tensor with other values.
 
     Signs are preserved, since variances have to be positive. Integers are permuted, since they may be indices; where
-    all are equal they are incremented and decremented.
+    all are equal they are incremented, or decremented with an offset.
     """
-    if not tensor.numel():
-        return
     tensor = tensor.detach()
     if tensor.dtype == torch.bool:
-        yield ~tensor
-    elif tensor.is_floating_point() or tensor.is_complex():
-        generator = torch.Generator().manual_seed(seed)
-        for offset in _OFFSETS:
-            yield _scaled(tensor, offset, generator)
-    else:
-        permuted = tensor.reshape(-1).roll(1).reshape(tensor.shape)
-        if not torch.equal(permuted, tensor):
-            yield _like(tensor, permuted)
-        else:
-            yield _like(tensor, tensor + 1)
-            yield _like(tensor, tensor - 1)
+        return ~tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        return _scaled(tensor, offset, torch.Generator().manual_seed(seed))
+    permuted = tensor.reshape(-1).roll(1).reshape(tensor.shape)
+    return _like(tensor, tensor + (-1 if offset else 1) if torch.equal(permuted, tensor) else permuted)
 
 
 def _scaled(tensor: torch.Tensor, offset: float, generator: torch.Generator) -> torch.Tensor:
@@ -488,17 +467,6 @@ def _difference(answer: _Answer, expected: _Answer) -> str:
         if not distance <= 1:
             return f"{name} differs by {distance:.3g} times the tolerance of its dtype"
     return ""
-
-
-def _is_visible(first: _Answer, changed: _Answer) -> bool:
-    """Whether two answers of the module differ by more than `_VISIBLE` tolerances."""
-    for name, value in first.values.items():
-        other = changed.values.get(name)
-        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
-            continue
-        if value.shape != other.shape or not _distance(value, other) <= _VISIBLE:
-            return True
-    return False
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
