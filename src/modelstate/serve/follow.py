@@ -8,8 +8,8 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
@@ -202,14 +202,16 @@ class Following:
     ) -> None:
         self._target, self._store, self._selection, self._object = target, store, selection, object
         self._poll_seconds, self._options = poll_seconds, options
-        self._log = EventLog(on_error, on_swap)
+        self._on_error, self._on_swap = on_error, on_swap
+        self._events: deque[FollowEvent] = deque(maxlen=_MAX_EVENTS)
+        self._events_of_poll: list[FollowEvent] = []
         self._taken: Candidate | None = None
         self._refused: dict[tuple[str, float], int] = {}
         """The number of tries of each failed checkpoint, by path and time; none follows after `_MAX_TRIES`."""
         self._reported: set[tuple[str, int | None]] = set()
         """Errors, by class and step, that have been reported since the last successful poll."""
         self._pid, self._is_polling = os.getpid(), False
-        self._poll_lock, self._start_lock = threading.RLock(), threading.RLock()
+        self._lock = threading.RLock()
         self._task: BackgroundTask[None] | None = None
 
     def __repr__(self) -> str:
@@ -224,7 +226,7 @@ class Following:
     @property
     def events(self) -> tuple[FollowEvent, ...]:
         """The last thousand events, the oldest first."""
-        return tuple(self._log.events.copy())  # a copy is made in one step, and the thread appends events
+        return tuple(self._events.copy())  # a copy is made in one step, and the thread appends events
 
     @property
     def is_running(self) -> bool:
@@ -245,17 +247,15 @@ class Following:
             >>> [event.action for event in following.poll()]
             ['swapped']
         """
-        self._renew_locks()
-        with self._poll_lock:
+        with self._locked():
             if self._is_polling:
                 return ()  # a callback has called this
-            self._is_polling = True
+            self._is_polling, self._events_of_poll = True, []
             try:
-                with self._log.collected() as events:
-                    self._try_candidates()
+                self._try_candidates()
             finally:
                 self._is_polling = False
-            return tuple(events)
+            return tuple(self._events_of_poll)
 
     def stop(self, timeout_seconds: float | None = None) -> bool:
         """Stops the thread. A checkpoint that is still being read is given up; a swap ends where it has read it.
@@ -311,8 +311,7 @@ class Following:
             >>> following = modelstate.follow(live, "runs/checkpoints", background=False)
             >>> following.start()
         """
-        self._renew_locks()
-        with self._start_lock:
+        with self._locked():
             if self.is_running:
                 return
             self._task = BackgroundTask(
@@ -320,11 +319,11 @@ class Following:
             )
             self._task.start()
 
-    def _renew_locks(self) -> None:
-        """Replaces the locks in a forked child, which lacks the threads that may hold them."""
+    def _locked(self) -> threading.RLock:
+        """Returns the lock of polls, which is a new one in a forked child: it lacks the thread that may hold it."""
         if self._pid != os.getpid():
-            self._pid, self._is_polling = os.getpid(), False
-            self._poll_lock, self._start_lock = threading.RLock(), threading.RLock()
+            self._pid, self._is_polling, self._lock = os.getpid(), False, threading.RLock()
+        return self._lock
 
     def _poll_until_cancelled(self, task: BackgroundTask[None]) -> None:
         try:
@@ -336,7 +335,7 @@ class Following:
         except Stopped:
             pass
         except BaseException as error:
-            self._log.error("ended", None, self._store.directory, error)
+            self._report("ended", None, self._store.directory, error)
 
     # A poll.
 
@@ -391,9 +390,10 @@ class Following:
             return self._failed(candidate, error, time.perf_counter() - started)
         self._taken = candidate
         version = getattr(report, "version", None)
-        self._log.swapped(
-            info.step, info.path, time.perf_counter() - started, version if type(version) is int else None
-        )
+        seconds, version = time.perf_counter() - started, version if type(version) is int else None
+        event = self._add(FollowEvent("swapped", info.step, info.path, time.time(), seconds, version))
+        if self._on_swap is not None:
+            self._call(self._on_swap, event)
         return "taken"
 
     def _failed(self, candidate: "Candidate", error: Exception, seconds: float) -> Outcome:
@@ -422,7 +422,7 @@ class Following:
             step=info.step,
         )
         skipped.__cause__ = error
-        self._log.error("skipped", info.step, info.path, skipped, seconds)
+        self._report("skipped", info.step, info.path, skipped, seconds)
         return "skipped"
 
     def _wait_for(self, error: Exception, step: int | None, source: str) -> None:
@@ -430,7 +430,29 @@ class Following:
         key = type(error).__name__, step
         if key not in self._reported:
             self._reported.add(key)
-            self._log.error("waiting", step, source, error)
+            self._report("waiting", step, source, error)
+
+    # Events and callbacks.
+
+    def _report(self, action: str, step: int | None, source: str, error: BaseException, seconds: float = 0.0) -> None:
+        self._add(FollowEvent(action, step, source, time.time(), seconds, None, _text(error)))
+        if self._on_error is not None and isinstance(error, Exception):
+            self._call(self._on_error, error)
+        else:
+            _warn(_text(error))
+
+    def _add(self, event: FollowEvent) -> FollowEvent:
+        # An event has only the text of an error: the traceback would keep the refused weights alive.
+        self._events.append(event)
+        self._events_of_poll.append(event)
+        return event
+
+    def _call(self, callback: Callable[[_T], object], argument: _T) -> None:
+        try:
+            callback(argument)
+        except Exception as failure:
+            self._add(FollowEvent("callback", None, "", time.time(), 0.0, None, _text(failure)))
+            _warn(f"a callback raised {_text(failure)}")
 
 
 def _key(candidate: "Candidate") -> tuple[str, float]:
@@ -497,54 +519,6 @@ def selection(text: object) -> Selection:
         expected='"latest", "best:METRIC" for the lowest, or "best:METRIC:max" for the highest',
         found=short_repr(text),
     )
-
-
-class EventLog:
-    """Keeps events and calls callbacks. An exception of a callback becomes an event."""
-
-    def __init__(
-        self, on_error: Callable[[Exception], object] | None, on_swap: Callable[[FollowEvent], object] | None
-    ) -> None:
-        self._on_error, self._on_swap = on_error, on_swap
-        self.events: deque[FollowEvent] = deque(maxlen=_MAX_EVENTS)
-        self._collected: list[FollowEvent] = []
-
-    @contextmanager
-    def collected(self) -> Iterator[list[FollowEvent]]:
-        """Yields a list that gets the events of the block."""
-        events: list[FollowEvent] = []
-        self._collected = events
-        try:
-            yield events
-        finally:
-            self._collected = []
-
-    def swapped(self, step: int, source: str, seconds: float, version: int | None) -> None:
-        """Records a checkpoint that serves."""
-        event = self._add(FollowEvent("swapped", step, source, time.time(), seconds, version))
-        if self._on_swap is not None:
-            self._call(self._on_swap, event)
-
-    def error(self, action: str, step: int | None, source: str, error: BaseException, seconds: float = 0.0) -> None:
-        """Records an error, and the action that follows."""
-        self._add(FollowEvent(action, step, source, time.time(), seconds, None, _text(error)))
-        if self._on_error is not None and isinstance(error, Exception):
-            self._call(self._on_error, error)
-        else:
-            _warn(_text(error))
-
-    def _add(self, event: FollowEvent) -> FollowEvent:
-        # An event has only the text of an error: the traceback would keep the refused weights alive.
-        self.events.append(event)
-        self._collected.append(event)
-        return event
-
-    def _call(self, callback: Callable[[_T], object], argument: _T) -> None:
-        try:
-            callback(argument)
-        except Exception as failure:
-            self._add(FollowEvent("callback", None, "", time.time(), 0.0, None, _text(failure)))
-            _warn(f"a callback raised {_text(failure)}")
 
 
 def _text(error: BaseException) -> str:
