@@ -1,6 +1,7 @@
 """Loading onto a CUDA device."""
 
-import os
+import copy
+import errno
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
+from tests.faults import faulty_reads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,6 +106,39 @@ def test_onto_a_device(target: str, dtype: torch.dtype | None, tmp_path: Path) -
     expected = state["layer.weight"].to(dtype or torch.float32)
     assert torch.equal(module.layer.weight.cpu(), expected)
     module(torch.ones(2, 64, device="cuda", dtype=dtype)).sum().backward()
+
+
+def test_what_is_only_moved_to_a_device_is_not_counted_as_loaded() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = {name: value for name, value in module.state_dict().items() if name.startswith("0.")}
+    plan = ms.plan(module, state, allow_missing=["1.*"], device="cuda:0")
+    assert plan.coverage == 0.5
+    assert [step.name for step in plan.steps] == ["0.weight", "0.bias"]
+    assert "2 only moved to cuda:0: 1.bias, 1.weight" in plan.notes
+    assert not any("own loading code" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("in_place", [None, False], ids=["default", "staged"])
+def test_each_read_that_fails_changes_nothing(in_place: bool | None, tmp_path: Path) -> None:
+    source, failed = nn.Sequential(nn.Linear(900, 1100), nn.LayerNorm(3000), nn.Linear(1100, 900)), 0
+    ms.save(source, tmp_path / "x.safetensors")
+    with faulty_reads() as clean:
+        ms.load(copy.deepcopy(source).cuda().bfloat16(), tmp_path / "x.safetensors", dtype="bf16", in_place=in_place)
+    for number in range(1, len(clean.requests) + 1):
+        module = copy.deepcopy(source).cuda().bfloat16()
+        with torch.no_grad():
+            for param in module.parameters():
+                param.zero_()
+        with faulty_reads(at=number, error=OSError(errno.EIO, "bad sector")):
+            try:
+                ms.load(module, tmp_path / "x.safetensors", dtype="bf16", in_place=in_place)
+                is_loaded = True
+            except ms.ModelStateError:
+                is_loaded, failed = False, failed + 1
+        for name, value in values_of(module).items():
+            expected = source.state_dict()[name].bfloat16()
+            assert torch.equal(value, expected if is_loaded else torch.zeros_like(expected)), name
+    assert failed > 1
 
 
 def test_into_a_model_that_is_there() -> None:
@@ -235,11 +270,6 @@ store.save(1, {{"model": model}}, background=True).result()
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stderr == ""
-
-
-def memory_of_process() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 @ANY_WAY

@@ -11,9 +11,8 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import PlacementError, PlanError, ReadFailedError
-from modelstate.problems import Problem, ProblemKind
 
-freed = pytest.mark.parametrize("nbytes", [0, 40, 16 * 16 * 4 - 1])
+freed = pytest.mark.parametrize("nbytes", [0, 16 * 16 * 4 - 1])
 
 
 def cut(nbytes: int) -> nn.Linear:
@@ -40,7 +39,13 @@ def test_nothing_is_written_to_where_the_memory_was(nbytes: int, options: dict[s
     model = cut(nbytes)
     with pytest.raises(PlanError) as caught:
         ms.load(model, path, **options)
-    assert caught.value.problems == (Problem(ProblemKind.FREED_MEMORY, "weight", 16 * 16 * 4, nbytes),)
+    (problem,) = caught.value.problems
+    assert (problem.kind.name, problem.name, problem.expected, problem.found) == (
+        "FREED_MEMORY",
+        "weight",
+        16 * 16 * 4,
+        nbytes,
+    )
     assert model.weight.untyped_storage().nbytes() == nbytes
     assert model.bias.eq(0).all()
 
@@ -83,16 +88,13 @@ def test_a_source_whose_memory_was_freed_has_no_values(nbytes: int, options: dic
     state = {"weight": cut(nbytes).weight.detach(), "bias": torch.ones(16)}
     with ms.skeleton() if on_meta else nullcontext():
         model = nn.Linear(16, 16)
-    with pytest.raises(PlanError) as caught:
-        ms.load(model, state, **options)
-    assert caught.value.problems == (Problem(ProblemKind.NO_VALUES, "weight"),)
-    with pytest.raises(PlanError) as caught:
-        ms.load(model, {"w": state["weight"], "bias": state["bias"]}, rules=[ms.rules.Rename("w", "weight")], **options)
-    assert caught.value.problems == (Problem(ProblemKind.NO_VALUES, "weight"),)
     combined = ms.open([state, state], combine=ms.merge.Average())
-    with pytest.raises(PlanError) as caught:
-        ms.load(model, combined, **options)
-    assert caught.value.problems == (Problem(ProblemKind.NO_VALUES, "weight"),)
+    renamed = {"w": state["weight"], "bias": state["bias"]}
+    sources: list[Any] = [(state, options), (renamed, {**options, "rules": [ms.rules.Rename("w", "weight")]})]
+    for source, arguments in (*sources, (combined, options)):
+        with pytest.raises(PlanError) as caught:
+            ms.load(model, source, **arguments)
+        assert [(problem.kind.name, problem.name) for problem in caught.value.problems] == [("NO_VALUES", "weight")]
     with pytest.raises(ReadFailedError, match="freed"):
         combined.tensor("weight")
     with pytest.raises(RuntimeError, match="memory of the value has been freed"):

@@ -18,7 +18,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.problems import CHANGES_KIND, LOSES_VALUES, ProblemKind
 from tests.loading.fingerprint import described_module, whole
 from tests.programs import run_program
 
@@ -286,8 +285,8 @@ def test_lossy_and_kind_changing_casts_are_problems(
     with pytest.raises(ms.PlanError) as caught:
         ms.load(module, {"x": torch.ones(2, dtype=file_dtype)})
     (problem,) = caught.value.problems
-    assert problem.kind is ProblemKind.WRONG_DTYPE
-    assert problem.why == {"lossy": LOSES_VALUES, "kind": CHANGES_KIND}[how]
+    assert problem.kind.name == "WRONG_DTYPE"
+    assert {"lossy": "loses values", "kind": "changes their kind"}[how] in problem.why
     assert whole(module) == before
 
 
@@ -353,7 +352,7 @@ def test_conflicting_values_for_a_tie_are_a_problem() -> None:
     with pytest.raises(ms.PlanError) as caught:
         ms.load(module, state)
     (problem,) = caught.value.problems
-    assert problem.kind is ProblemKind.TIE_CONFLICT
+    assert problem.kind.name == "TIE_CONFLICT"
     assert {problem.name, *problem.others} == {"head.weight", "embed.weight"}
     assert whole(module) == before
 
@@ -383,7 +382,7 @@ def test_a_hidden_buffer_is_passed_over_when_equal_filled_on_meta_and_refused_wh
     before = whole(module)
     with pytest.raises(ms.PlanError) as caught:
         ms.load(module, {**equal, "position_ids": torch.zeros(4, dtype=torch.int64)})
-    assert caught.value.problems[0].kind is ProblemKind.BUFFER_CONFLICT
+    assert caught.value.problems[0].kind.name == "BUFFER_CONFLICT"
     assert whole(module) == before
     ms.load(module, {**equal, "position_ids": torch.zeros(4)}, allow_unexpected=["position_ids"])
 
@@ -394,7 +393,7 @@ def test_what_nothing_fills_is_named_with_the_remedy() -> None:
     with pytest.raises(ms.PlanError) as caught:
         ms.load(module, {"weight": torch.ones(2)})
     (problem,) = caught.value.problems
-    assert problem.kind is ProblemKind.UNINITIALISED
+    assert problem.kind.name == "UNINITIALISED"
     assert problem.name == "position_ids"
     assert "skeleton()" in str(caught.value)
     assert module.weight.is_meta
@@ -405,7 +404,7 @@ def test_a_parameter_may_not_stay_on_meta_even_if_it_may_be_missing() -> None:
         module = nn.Linear(2, 2)
     with pytest.raises(ms.PlanError) as caught:
         ms.load(module, {"weight": torch.ones(2, 2)}, allow_missing=["bias"])
-    assert caught.value.problems[0].kind is ProblemKind.UNINITIALISED
+    assert caught.value.problems[0].kind.name == "UNINITIALISED"
 
 
 def test_extra_state_is_loaded_and_is_a_copy(tmp_path: Path) -> None:

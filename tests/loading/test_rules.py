@@ -11,7 +11,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import PlanError
-from modelstate.problems import ProblemKind
 from tests.loading.fingerprint import whole
 
 
@@ -154,20 +153,20 @@ def test_tied_slots_that_get_computed_values() -> None:
 @pytest.mark.parametrize(
     ("rules", "problem"),
     [
-        ([ms.rules.Split("qkv.*", ["q.*", "k.*", "v.*"], sizes=[5, 4, 4])], ProblemKind.BAD_RULE),
-        ([ms.rules.Split("qkv.*", ["q.*", "q.x*", "v.*"])], ProblemKind.MISSING),
-        ([ms.rules.Split("qkv.*", ["q.*", "k.*", "norm.*"])], ProblemKind.NAME_CLASH),
-        ([ms.rules.Split("qkv.*", PARTS), ms.rules.Rename("nothing", "else")], ProblemKind.IDLE_PATTERN),
-        ([ms.rules.Rename("qkv.*", "x.*"), ms.rules.Rename("x.*", "qkv.*")], ProblemKind.CYCLIC_RULES),
-        ([ms.rules.Apply("qkv.*", lambda t: 1 / 0)], ProblemKind.BAD_RULE),
+        ([ms.rules.Split("qkv.*", ["q.*", "k.*", "v.*"], sizes=[5, 4, 4])], "BAD_RULE"),
+        ([ms.rules.Split("qkv.*", ["q.*", "q.x*", "v.*"])], "MISSING"),
+        ([ms.rules.Split("qkv.*", ["q.*", "k.*", "norm.*"])], "NAME_CLASH"),
+        ([ms.rules.Split("qkv.*", PARTS), ms.rules.Rename("nothing", "else")], "IDLE_PATTERN"),
+        ([ms.rules.Rename("qkv.*", "x.*"), ms.rules.Rename("x.*", "qkv.*")], "CYCLIC_RULES"),
+        ([ms.rules.Apply("qkv.*", lambda t: 1 / 0)], "BAD_RULE"),
     ],
 )
-def test_rules_that_do_not_fit_are_problems(rules: list[Any], problem: ProblemKind) -> None:
+def test_rules_that_do_not_fit_are_problems(rules: list[Any], problem: str) -> None:
     model = Attention()
     before = whole(model)
     state = Fused().state_dict()
     plan = ms.plan(model, state, rules=rules)
-    assert problem in [found.kind for found in plan.problems]
+    assert problem in [found.kind.name for found in plan.problems]
     with pytest.raises(PlanError) as caught:
         ms.load(model, state, rules=rules)
     assert caught.value.problems == plan.problems

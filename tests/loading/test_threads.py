@@ -1,5 +1,6 @@
-"""Several threads that change one module, or modules that share something: one after the other."""
+"""Several threads: changes of one module, or of modules that share something, come one after the other."""
 
+import multiprocessing
 import sys
 import threading
 import time
@@ -234,3 +235,49 @@ def test_the_child_of_a_fork_does_not_wait_for_threads_of_its_parent() -> None:
     done = run_program(FORK)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "7\n"
+
+
+@pytest.mark.slow
+def test_loads_at_once_leave_torchs_number_of_threads_alone(tmp_path: Path) -> None:
+    save_file({f"{index}.weight": torch.ones(512, 512) for index in range(8)}, tmp_path / "x.safetensors")
+    before, seen = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
+
+    def load() -> None:
+        with ms.skeleton():
+            model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+        ms.load(model, tmp_path / "x.safetensors", dtype=torch.bfloat16)
+        seen.append(torch.get_num_threads())
+
+    try:
+        for _ in range(5):
+            threads = [threading.Thread(target=load) for _ in range(6)]
+            for one in threads:
+                one.start()
+            for one in threads:
+                one.join()
+        assert set(seen) == {3}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def _load_in_child(path: Path) -> None:
+    torch.set_num_threads(1)  # without it torch itself hangs, as every worker of a DataLoader would
+    module = nn.Linear(300, 4000)
+    ms.load(module, path, dtype=torch.bfloat16)
+    assert module.weight.eq(1).all()
+
+
+def test_a_cast_in_a_forked_process(tmp_path: Path) -> None:
+    """The threads that torch used in the parent do not exist in the child."""
+    module, path = nn.Linear(300, 4000), tmp_path / "x.safetensors"
+    save_file({"weight": torch.ones(4000, 300), "bias": torch.ones(4000)}, path)
+    ms.load(module, path, dtype=torch.bfloat16)
+    module(torch.ones(64, 300, dtype=torch.bfloat16))
+    child = multiprocessing.get_context("fork").Process(target=_load_in_child, args=(path,))
+    child.start()
+    child.join(60)
+    if child.is_alive():
+        child.kill()
+    assert child.exitcode == 0

@@ -1,4 +1,4 @@
-"""`PlainTable`: which values are planned together, and what a report says about them."""
+"""Plain values in every way into a model: steps, casts, views, and bytes that several names share."""
 
 import pickle
 import weakref
@@ -11,16 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.checkpoint.mapped import Maps
-from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.planning.options import LoadOptions
-from modelstate.planning.plain_table import PlainTable, plain_tables
-from modelstate.spec import StoredTensors
-from modelstate.transaction.slots import slots_of
 
 
 class Mixed(nn.Module):
-    """Four plain slots, two of them in one storage, and one of each kind that needs an assignment of its own."""
+    """Four plain slots, two of them in one storage, and one of each kind that is loaded in a way of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,46 +43,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "mixed.safetensors"
 
 
-def tables_of(model: nn.Module, path: Path, options: LoadOptions | None = None) -> list[PlainTable]:
-    checkpoint = open_checkpoint(path)
-    tensors = checkpoint.flat.tensors
-    assert isinstance(tensors, StoredTensors)
-    return plain_tables(
-        slots_of(model).tensors, tensors, options or LoadOptions(in_place=False), lambda: Maps(checkpoint.fingerprints)
-    )
-
-
-def test_only_plain_slots_of_their_own_memory_are_copied(path: Path) -> None:
-    copies, cast = tables_of(Mixed(), path)
-    assert [slot.name for slot in copies.slots] == ["plain", "first_half", "plain_buffer", "second_half"]
-    assert [slot.name for slot in cast.slots] == ["other_dtype"]
-    assert copies.nbytes == 3 * 4 * 4 + 3 * 4
-
-
-def test_other_shapes_and_inference_tensors_are_not_copied(path: Path) -> None:
-    model = Mixed()
-    model.plain = nn.Parameter(torch.zeros(4))
-    with torch.inference_mode():
-        model.plain_buffer = torch.zeros(3)
-    halves, cast = tables_of(model, path)
-    assert [slot.name for slot in halves.slots] == ["first_half", "second_half"]
-    assert [slot.name for slot in cast.slots] == ["other_dtype"]
-
-
-def test_adjoining_values_are_one_range(tmp_path: Path) -> None:
-    path = tmp_path / "three.safetensors"
-    save_file({name: torch.randn(4) for name in "abc"}, path)
-    model = nn.Module()
-    model.register_buffer("a", torch.zeros(4))
-    model.register_buffer("c", torch.zeros(4))
-    (apart,) = tables_of(model, path)
-    model.register_buffer("b", torch.zeros(4))
-    (together,) = tables_of(model, path)
-    assert len(apart.extents) == 2
-    (extent,) = together.extents
-    assert extent.nbytes == together.nbytes == 48
-
-
 @pytest.mark.parametrize("in_place", [None, True, False])
 def test_the_steps_are_those_of_the_plan_in_its_order(path: Path, in_place: bool | None) -> None:
     model = Mixed()
@@ -110,19 +64,6 @@ def test_a_report_holds_no_tensor_before_its_steps_are_used(path: Path) -> None:
     assert all(reference() is None for reference in references)
     assert pickle.loads(pickle.dumps(report)) == report
     assert {step.name for step in report.steps} >= {"plain", "tied"}
-
-
-def test_slots_on_meta_are_maps_or_get_memory(path: Path) -> None:
-    with ms.skeleton():
-        model = Mixed()
-    for may_map in (None, False):
-        copied, cast, on_meta = sorted(
-            tables_of(model, path, LoadOptions(map=may_map)), key=lambda table: (table.placement.name, table.casts)
-        )
-        assert cast.casts
-        assert [slot.name for slot in copied.slots] == ["first_half", "plain_buffer", "second_half"]  # have values
-        assert [slot.name for slot in on_meta.slots] == ["plain"]
-        assert on_meta.placement.mapped == (may_map is None)
 
 
 def test_another_name_of_mapped_bytes_gets_memory_of_its_own(tmp_path: Path) -> None:
@@ -200,7 +141,7 @@ def test_casts_of_many_slots_are_those_of_torch(tmp_path: Path, in_place: bool |
 
 
 @pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"epoch": 3, "model": state}])
-def test_a_file_of_torch_save_has_a_table(tmp_path: Path, path: Path, wrap: Any) -> None:
+def test_a_file_of_torch_save_is_loaded_as_safetensors_are(tmp_path: Path, path: Path, wrap: Any) -> None:
     state = load_file(path)
     torch.save(wrap(state), tmp_path / "mixed.pt")
     model, same = Mixed(), Mixed()
@@ -208,10 +149,6 @@ def test_a_file_of_torch_save_has_a_table(tmp_path: Path, path: Path, wrap: Any)
     assert [step.name for step in of_torch.steps] == [step.name for step in of_safetensors.steps]
     assert model.state_dict().keys() == same.state_dict().keys()
     assert all(torch.equal(value, same.state_dict()[name]) for name, value in model.state_dict().items())
-    checkpoint = open_checkpoint(tmp_path / "mixed.pt", key="model" if "model" in wrap(state) else None)
-    tensors = StoredTensors.of(checkpoint.flat.tensors)
-    assert tensors is not None
-    assert {name: tensors[name] for name in tensors} == dict(checkpoint.flat.tensors)
 
 
 @pytest.mark.parametrize(
@@ -237,3 +174,20 @@ def test_slots_whose_tensors_share_bytes_in_the_file_share_none(tmp_path: Path, 
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
     model.get_buffer("a").zero_()
     assert torch.equal(model.get_buffer("b"), state["b"])
+
+
+def test_a_step_says_the_route(tmp_path: Path) -> None:
+    path = tmp_path / "linear.safetensors"
+    save_file({"weight": torch.randn(4000, 300), "bias": torch.randn(4000)}, path)
+
+    def routes(**options: Any) -> dict[str, str]:
+        with ms.skeleton():
+            module = nn.Linear(300, 4000)
+        found = {step.name: step.route for step in ms.plan(module, path, **options).steps}
+        assert found == {step.name: step.route for step in ms.load(module, path, **options).steps}
+        return found
+
+    assert routes() == {"weight": "mapped", "bias": "mapped"}
+    assert routes(map=False) == {"weight": "direct", "bias": "direct"}
+    assert routes(dtype=torch.float16) == {"weight": "streamed", "bias": "streamed"}
+    assert routes(transform={"bias": lambda name, tensor: tensor + 1}) == {"weight": "mapped", "bias": "whole"}
