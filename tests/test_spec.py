@@ -4,7 +4,6 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,11 @@ from modelstate.tensor_spec import specs_of
 def test_the_short_way_to_a_whole_tensor_gives_the_same(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> None:
     storage = ByteRange("file", start, math.prod(shape) * dtype.itemsize)
     stride = contiguous_stride(shape)
-    full = StoredTensor(dtype, shape, stride, storage)
+    full = StoredTensor.view(dtype, shape, stride, storage)
     by_name = StoredTensor.whole(full.dtype_name, shape, storage)
     assert by_name == full
     assert hash(copy.deepcopy(by_name)) == hash(pickle.loads(pickle.dumps(by_name))) == hash(full)
-    short = StoredTensor.whole(dtype, shape, storage)
-    for field in fields(StoredTensor):
-        if field.name != "extent" or full.nbytes:  # where there are no bytes, it does not matter where they would lie
-            assert getattr(short, field.name) == getattr(full, field.name), field.name
+    assert (by_name.dtype, by_name.stride) == (dtype, stride)
 
 
 @pytest.mark.slow

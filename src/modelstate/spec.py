@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeGuard
 
 import msgspec
 from msgspec.structs import replace
@@ -71,41 +70,58 @@ def overlapping(first: ByteRange, second: ByteRange) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(msgspec.Struct, frozen=True):
     """A strided tensor as a file describes it: a view of a storage.
 
-    The constructor raises `DamagedFileError` where the view leaves its storage, or the size of the tensor is
-    impossible, so every `StoredTensor` is safe to map.
+    Created by `view`, which checks that the elements lie within the storage, and by `whole`. So every `StoredTensor` is
+    safe to map.
     """
 
-    dtype: torch.dtype
-    """Looked up by its name at the first access, where a file states it by name: reading a header needs no torch."""
+    dtype_name: str
+    """The name that torch has for the dtype: "float32". Reading a header needs no torch."""
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    """In elements, one for each dimension; a contiguous tensor has the stride that torch gives it."""
     storage: ByteRange
     """The whole storage, which several tensors may share."""
+    extent: ByteRange
+    """The bytes of the file from the first element to the end of the last; empty for an empty tensor."""
+    nbytes: int
+    """The number of elements times their size: the size of a contiguous copy."""
+    is_contiguous: bool = True
+    """Whether the elements lie in the file in their logical order, without gaps."""
+    own_stride: tuple[int, ...] | None = None
+    """The stride; None for that of a contiguous tensor."""
     offset: int = 0
     """Elements from the beginning of the storage to the first element."""
     requires_grad: bool = False
     is_parameter: bool = False
-    attributes: Mapping[str, object] | None = field(default=None, repr=False, compare=False)
+    attributes: Mapping[str, object] | None = None
     """The Python attributes of the tensor, where the file stores them."""
 
-    dtype_name: str = field(init=False, repr=False, compare=False)
-    """The name that torch has for the dtype: "float32"."""
-    nbytes: int = field(init=False, repr=False, compare=False)
-    """The number of elements times their size: the size of a contiguous copy."""
-    extent: ByteRange = field(init=False, repr=False, compare=False)
-    """The bytes of the file from the first element to the end of the last; empty for an empty tensor."""
-    is_contiguous: bool = field(init=False, repr=False, compare=False)
-    """Whether the elements lie in the file in their logical order, without gaps."""
+    @classmethod
+    def view(
+        cls,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        storage: ByteRange,
+        offset: int = 0,
+        requires_grad: bool = False,
+    ) -> StoredTensor:
+        """A view of a storage.
 
-    def __post_init__(self) -> None:
-        storage, itemsize = self.storage, self.dtype.itemsize
-        numel, last, in_order, possible = 1, 0, True, len(self.shape) == len(self.stride) and self.offset >= 0
-        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=False):
+        Args:
+            dtype: The dtype.
+            shape: The sizes.
+            stride: The steps in elements, one for each dimension.
+            storage: The bytes of the whole storage.
+            offset: Elements from the beginning of the storage to the first element.
+            requires_grad: Whether the tensor requires a gradient.
+
+        Raises:
+            DamagedFileError: The view leaves its storage, or the size of the tensor is impossible.
+        """
+        numel, last, in_order, possible = 1, 0, True, len(shape) == len(stride) and offset >= 0
+        for size, step in zip(reversed(shape), reversed(stride), strict=False):
             possible = possible and size >= 0 and step >= 0
             in_order = in_order and (size == 1 or step == numel)
             last += (size - 1) * step
@@ -115,70 +131,55 @@ class StoredTensor:
                 "a tensor has an impossible layout",
                 where=storage.path,
                 expected="as many strides as dimensions, none of the numbers negative",
-                found=f"shape {self.shape}, stride {self.stride}, offset {self.offset}",
+                found=f"shape {shape}, stride {stride}, offset {offset}",
             )
-        nbytes, start = numel * itemsize, self.offset * itemsize
-        extent_bytes = (last + 1) * itemsize if nbytes else 0
+        nbytes, start = numel * dtype.itemsize, offset * dtype.itemsize
+        extent_bytes = (last + 1) * dtype.itemsize if nbytes else 0
         if nbytes >= 2**63 or extent_bytes >= 2**63:
             raise DamagedFileError(
                 "a tensor has more bytes than any memory",
                 where=storage.path,
                 expected="fewer than 2**63 bytes",
-                found=f"shape {self.shape} of {self.dtype}",
+                found=f"shape {shape} of {dtype}",
             )
         if extent_bytes and start + extent_bytes > storage.nbytes:
             raise DamagedFileError(
                 "a tensor leaves its storage",
                 where=storage.path,
                 expected=f"an end within {storage.nbytes} bytes",
-                found=f"shape {self.shape}, stride {self.stride} from element {self.offset} of {self.dtype}",
+                found=f"shape {shape}, stride {stride} from element {offset} of {dtype}",
             )
         is_whole = not start and extent_bytes == storage.nbytes
-        extent = storage if is_whole else ByteRange(storage.path, storage.start + start, extent_bytes)
-        object.__setattr__(self, "nbytes", nbytes)
-        object.__setattr__(self, "extent", extent)
-        object.__setattr__(self, "is_contiguous", in_order or nbytes == 0)
-
-    def __getattr__(self, name: str) -> Any:
-        """Derives what `whole` has not set. Called for a slot that is not set."""
-        if name == "dtype":
-            import torch
-
-            value: Any = getattr(torch, self.dtype_name)
-            DTYPES[self.dtype_name] = value
-        elif name == "dtype_name":
-            value = str(self.dtype).removeprefix("torch.")
-        elif name == "stride":
-            value = contiguous_stride(self.shape)
-        else:
-            raise AttributeError(f"'StoredTensor' object has no attribute {name!r}", name=name, obj=self)
-        object.__setattr__(self, name, value)
-        return value
+        return cls(
+            str(dtype).removeprefix("torch."),
+            shape,
+            storage,
+            storage if is_whole else ByteRange(storage.path, storage.start + start, extent_bytes),
+            nbytes,
+            is_contiguous=in_order or nbytes == 0,
+            own_stride=None if stride == contiguous_stride(shape) else stride,
+            offset=offset,
+            requires_grad=requires_grad,
+        )
 
     @classmethod
-    def whole(cls, dtype: torch.dtype | str, shape: tuple[int, ...], storage: ByteRange) -> StoredTensor:
-        """A contiguous tensor that fills a storage. The caller guarantees that it does; nothing is checked.
+    def whole(cls, dtype_name: str, shape: tuple[int, ...], storage: ByteRange) -> StoredTensor:
+        """A contiguous tensor that fills a storage. The caller guarantees that it does; nothing is checked."""
+        return cls(dtype_name, shape, storage, storage, storage.nbytes)
 
-        Args:
-            dtype: The dtype, or the name that torch has for it.
-            shape: The sizes.
-            storage: The bytes of the elements.
-        """
-        tensor: Any = _Unfrozen()
-        if type(dtype) is str:
-            tensor.dtype_name = dtype
-            if (known := DTYPES.get(dtype)) is not None:
-                tensor.dtype = known
-        else:
-            tensor.dtype = dtype
-        tensor.shape = shape
-        tensor.storage = tensor.extent = storage
-        tensor.nbytes, tensor.offset, tensor.is_contiguous = storage.nbytes, 0, True
-        tensor.is_parameter = tensor.requires_grad = False
-        tensor.attributes = None
-        tensor.__class__ = cls
-        frozen: StoredTensor = tensor
-        return frozen
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype, which needs torch."""
+        if (dtype := DTYPES.get(self.dtype_name)) is None:
+            import torch
+
+            dtype = DTYPES[self.dtype_name] = getattr(torch, self.dtype_name)
+        return dtype
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """In elements, one for each dimension; a contiguous tensor has the stride that torch gives it."""
+        return contiguous_stride(self.shape) if self.own_stride is None else self.own_stride
 
     @property
     def numel(self) -> int:
@@ -200,7 +201,7 @@ class StoredTensor:
         if shape == self.shape:
             return self
         first = sum(indices.start * step for indices, step in zip(box, self.stride, strict=True)) if all(shape) else 0
-        return StoredTensor(self.dtype, shape, self.stride, self.storage, self.offset + first)
+        return StoredTensor.view(self.dtype, shape, self.stride, self.storage, self.offset + first)
 
     def runs(self) -> Runs:
         """Returns the runs of bytes that are read for the values."""
@@ -250,12 +251,6 @@ def is_run(stored: object) -> TypeGuard[StoredTensor]:
     return isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes > 0
 
 
-class _Unfrozen:
-    """Becomes a `StoredTensor`: setting the attributes of a frozen object takes five times as long."""
-
-    __slots__ = StoredTensor.__slots__
-
-
 DTYPES: dict[str, torch.dtype] = {}
 """The dtypes of torch by their names, as far as they have been looked up."""
 
@@ -277,8 +272,7 @@ class Assemble(msgspec.Struct, frozen=True):
         return whole
 
 
-@dataclass(frozen=True, slots=True)
-class StoredComposite:
+class StoredComposite(msgspec.Struct, frozen=True, eq=False):
     """A tensor that consists of others: a sparse layout, a wrapper subclass."""
 
     kind: str
@@ -286,12 +280,12 @@ class StoredComposite:
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[StoredTensor, ...]
-    build: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(compare=False)
+    build: Callable[[Sequence[torch.Tensor]], torch.Tensor]
     """Creates the tensor from its parts, in their order; it is no parameter and requires no gradient. Runs only code
     that was allowed when the file was opened."""
     is_parameter: bool = False
     requires_grad: bool = False
-    part_names: tuple[str, ...] = field(default=(), compare=False)
+    part_names: tuple[str, ...] = ()
     """What each part is, such as "qdata" and "scale"; empty where the file does not say."""
 
     @property

@@ -173,7 +173,7 @@ def test_all_ranks_together_hold_every_element_as_often_as_it_is_replicated(
 
 
 def test_a_shard_reads_its_bytes_only() -> None:
-    stored = StoredTensor(torch.float32, (64, 16), (16, 1), ByteRange("file", 0, 64 * 16 * 4))
+    stored = StoredTensor.view(torch.float32, (64, 16), (16, 1), ByteRange("file", 0, 64 * 16 * 4))
     rows = local_shard((64, 16), [Shard(0)], (8,), (3,)).of(stored)
     assert isinstance(rows, StoredTensor)
     assert rows.extent == ByteRange("file", 24 * 16 * 4, 8 * 16 * 4)

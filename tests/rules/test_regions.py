@@ -37,7 +37,7 @@ class File:
         self.content += bytes(stored.reshape(-1).view(torch.uint8).tolist())
         view = stored.permute([dims.index(dim) for dim in range(values.dim())])
         storage = ByteRange("file", start, stored.nbytes)
-        return StoredTensor(values.dtype, tuple(view.shape), tuple(view.stride()), storage)
+        return StoredTensor.view(values.dtype, tuple(view.shape), tuple(view.stride()), storage)
 
     def read(self, stored: Stored) -> torch.Tensor:
         return read_tensor(stored, self.read_all)

@@ -2,11 +2,11 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from modelstate.errors import DamagedFileError, ForbiddenGlobalError, ModelStateError, OpenError, UnsupportedTensorError
 from modelstate.formats.torch_globals import TorchGlobals, is_never, set_state, unsupported
@@ -348,7 +348,7 @@ class _Constructor:
             if node.dtype in QUANTIZED:
                 what, remedy = f"a quantized storage ({node.dtype})", "save the dequantize()d form of its tensor"
                 return unsupported(what, remedy)
-            return StoredTensor(node.dtype, (node.numel,), (1,), node.region, node.offset)
+            return StoredTensor.view(node.dtype, (node.numel,), (1,), node.region, node.offset)
         if kind is StoredTensor:
             return replace(node, attributes=self.make(node.attributes, path))
         if kind is Refused:
@@ -484,7 +484,7 @@ class _Constructor:
 
         kind = type(node)
         if kind is Storage:
-            node = StoredTensor(node.dtype, (node.numel,), (1,), node.region, node.offset)
+            node = StoredTensor.view(node.dtype, (node.numel,), (1,), node.region, node.offset)
             self.audit.keep.append(node)
             kind = StoredTensor
         if kind is StoredTensor:

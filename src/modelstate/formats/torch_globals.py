@@ -13,11 +13,11 @@ import math
 import pkgutil
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
+from msgspec.structs import replace
 
 from modelstate.errors import (
     DamagedFileError,
@@ -353,7 +353,7 @@ def _strided(
         grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
         if grad and not (dtype.is_floating_point or dtype.is_complex):
             raise DamagedFileError("a tensor of integers that requires a gradient", found=str(dtype))
-        stored = StoredTensor(dtype, shape, steps, storage.region, storage.offset + first, grad)
+        stored = StoredTensor.view(dtype, shape, steps, storage.region, storage.offset + first, grad)
     except OpenError as error:
         return invalid(error)
     return _with_bits(stored, metadata) if metadata else stored

@@ -15,7 +15,6 @@ import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -102,8 +101,7 @@ class DeferredCall(msgspec.Struct, eq=False):
         return self.args, self.kwargs, self.states, self.appended, self.inserted
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DeferredTensor:
+class DeferredTensor(msgspec.Struct, frozen=True, eq=False):
     """The description of a tensor that consists of others; becomes a `StoredComposite`."""
 
     kind: str

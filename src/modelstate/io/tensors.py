@@ -76,7 +76,7 @@ def elements(stored: StoredTensor, start: int, count: int, read_all: ReadAll) ->
     """
     itemsize, extent = stored.dtype.itemsize, stored.extent
     source = ByteRange(extent.path, extent.start + start * itemsize, count * itemsize)
-    return _read_strided(StoredTensor.whole(stored.dtype, (count,), source), read_all)
+    return _read_strided(StoredTensor.whole(stored.dtype_name, (count,), source), read_all)
 
 
 def runs(tensors: Sequence[StoredTensor], read_all: ReadAll) -> list[torch.Tensor]:
@@ -100,7 +100,7 @@ def same_bytes(first: ByteRange, second: ByteRange, read_all: ReadAll) -> bool:
     """Whether two ranges hold the same bytes. Reads a piece of each at a time."""
     if first.nbytes != second.nbytes:
         return False
-    a, b = (StoredTensor.whole(torch.uint8, (extent.nbytes,), extent) for extent in (first, second))
+    a, b = (StoredTensor.whole("uint8", (extent.nbytes,), extent) for extent in (first, second))
     for start in range(0, first.nbytes, AT_ONCE_BYTES):
         count = min(AT_ONCE_BYTES, first.nbytes - start)
         if not torch.equal(elements(a, start, count, read_all), elements(b, start, count, read_all)):

@@ -546,7 +546,9 @@ def meta_like(source: Source) -> torch.Tensor:
 def _view(stored: StoredTensor, view: torch.Tensor) -> StoredTensor:
     """Returns the stored tensor that `view` shows of the meta tensor of another one."""
     offset = int(view.storage_offset()) if view.numel() else 0
-    return StoredTensor(stored.dtype, tuple(view.shape), tuple(view.stride()), stored.storage, stored.offset + offset)
+    return StoredTensor.view(
+        stored.dtype, tuple(view.shape), tuple(view.stride()), stored.storage, stored.offset + offset
+    )
 
 
 def why_not_plain(source: Source) -> str:
