@@ -701,11 +701,12 @@ def nothing_under_a_path(tmp_path: Path) -> Scenario:
     return Scenario(partial(ms.open(saved(tmp_path)).value, "nothing"), names={"source": tmp_path / "x.safetensors"})
 
 
-@scenario("codec/walk.py::Encoder._container")
+@scenario("codec/walk.py::")
 def save_of_a_description(tmp_path: Path) -> Scenario:
     checkpoint, path = ms.open(saved(tmp_path)), tmp_path / "y.safetensors"
     spec = checkpoint["0.weight"]
-    return Scenario(partial(ms.save, {"w": spec}, path), names={"checkpoint": checkpoint, "path": path})
+    names = {"checkpoint": checkpoint, "name": spec.name, "path": path}
+    return Scenario(partial(ms.save, {"w": spec}, path), names=names)
 
 
 def command(*arguments: str) -> None:

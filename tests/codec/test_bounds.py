@@ -43,7 +43,6 @@ def test_large_ints_of_other_values() -> None:
     large = encode(1 << 4_000_000)
     for tree in (
         {"$timedelta": [0, 0, large]},
-        {"$deque": {"maxlen": large, "items": []}},
         {"$torch.Size": [large]},
         {"$datetime": ["2020-01-01T00:00:00", 1 << 4_000_000, None]},
     ):
@@ -147,8 +146,6 @@ def test_arrays_that_differ_are_not_of_one_tensor() -> None:
 
 def test_views_of_one_memory_are_bounded() -> None:
     base = torch.zeros(1_000_000)
-    with pytest.raises(CodecError, match="over and over"):
-        decode([base[n:] for n in range(500)])
     with pytest.raises(CodecError, match="over and over"):
         decode(torch.zeros(1000).expand(10**12, 1000))
     assert len(decode([base[n : n + 1000] for n in range(0, 1_000_000, 1000)])) == 1000

@@ -12,6 +12,7 @@ from safetensors import safe_open
 import modelstate as ms
 from modelstate.errors import CodecError, OptionError, UnknownClassError
 from tests.codec.values import Point
+from tests.programs import run_program
 
 
 class Meter:
@@ -163,6 +164,25 @@ def test_an_own_encoding_comes_before_that_of_dataclasses(written: Callable[[Any
     cls = type("OwnPoint", (Point,), {"__module__": __name__})
     ms.register_codec(cls, lambda point: [point.x, point.y], lambda value: cls(*value), "point")
     assert written(cls(1, 2)) == {"$object": {"codec": "point", "value": [1, 2]}}
+
+
+def test_a_deque_has_the_encoding_that_its_error_names(tmp_path: Path) -> None:
+    """In a process of its own, since a registered class stays registered."""
+    code = """
+import collections
+import modelstate as ms
+
+state = {"_extra_state": collections.deque([1, 2], 3)}
+try:
+    ms.save(state, "x.safetensors")
+except ms.errors.CodecError as error:
+    eval(error.remedy)
+ms.save(state, "x.safetensors")
+value = ms.open("x.safetensors").extra["_extra_state"]
+assert (value, value.maxlen) == (collections.deque([1, 2]), 3)
+"""
+    done = run_program(code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def local() -> type[Meter]:

@@ -5,7 +5,7 @@ import enum
 import math
 import random
 import struct
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from datetime import UTC, date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,9 +102,8 @@ def same(a: Any, b: Any) -> bool:
         )
     if isinstance(a, set | frozenset):
         return a == b and all(any(same(x, y) for y in b) for x in a)
-    if isinstance(a, list | tuple | deque):
-        alike = getattr(a, "maxlen", 0) == getattr(b, "maxlen", 0) and len(a) == len(b)
-        return alike and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if dataclasses.is_dataclass(a):
         names = {f.name for f in dataclasses.fields(a)} | set(getattr(a, "__dict__", {}))
         return all(same(getattr(a, name), getattr(b, name)) for name in names)
@@ -155,7 +154,6 @@ EXAMPLES: dict[str, Any] = {
     "state dict": _versioned(),
     "default": [defaultdict(list, {"a": [1]}), defaultdict(None, {1: 2}), defaultdict(int)],
     "counter": [Counter("abca"), Counter({1: -2, "1": 0})],
-    "deque": [deque(), deque([1, 2], 2), deque(maxlen=0)],
     "enums": [Color.RED, Color.CRIMSON, Color.GREEN, Level.HIGH, Word.YES, Config.Inner.X],
     "flags": [Access.READ, Bits.A],
     "dataclasses": [Config("a", [Config((1,))]), Point(1, (2,)), Frozen({"a": Point(0)})],
@@ -304,7 +302,6 @@ def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         | pairs
         | pairs.map(OrderedDict)
         | pairs.map(lambda made: defaultdict(list, made))
-        | st.builds(deque, lists, st.none() | st.integers(3, 5))
         | st.builds(Point, inner, inner)
         | st.builds(Config, inner, inner)
         | st.builds(Pair, inner, inner)

@@ -14,6 +14,8 @@ import modelstate as ms
 from modelstate.errors import ModelStateError, OptimizerStateError, PlacementError, RuleError
 from tests.loading.fingerprint import described
 
+ms.register_codec(deque, lambda queue: [list(queue), queue.maxlen], lambda saved: deque(*saved))
+
 
 class Nesting(torch.optim.Optimizer):
     """Keeps its state in containers within containers, as Distributed Shampoo does."""

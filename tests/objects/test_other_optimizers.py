@@ -20,6 +20,7 @@ import modelstate as ms
 
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 pytestmark = pytest.mark.filterwarnings("ignore")
+ms.register_codec(deque, lambda queue: [list(queue), queue.maxlen], lambda saved: deque(*saved))
 Build = Callable[[nn.Module], torch.optim.Optimizer]
 _VERSION = importlib.metadata.version("pytorch_optimizer")
 _TORCH = ".".join(torch.__version__.split(".")[:2])

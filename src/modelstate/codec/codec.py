@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from modelstate.codec import values
-from modelstate.codec.walk import FIELD, Decoder, Encoder, Leaf, Tree, ValueKind, ValueKinds
+from modelstate.codec.walk import FIELD, Decoder, Encoder, Leaf, Tree, ValueKind, ValueKinds, Walk
 from modelstate.errors import (
     CodecError,
     ModelStateError,
@@ -25,30 +25,24 @@ class Codec(msgspec.Struct, frozen=True):
     decode: Callable[[Any], Any]
 
 
-_BY_CLASS: dict[type, Codec] = {}
-_BY_NAME: dict[str, Codec] = {}
+_CODECS: dict[str, Codec] = {}
+"""By name."""
 
 
-def _encode(value: Any, encoder: Encoder) -> Tree:
-    codec = _BY_CLASS.get(type(value))
-    if codec is None:
-        raise encoder.fail(
-            f"there is no encoding for values of {type(value).__qualname__}: another class has taken its name",
-            remedy="save an object of the class that was registered last",
-        )
-    try:
-        encoded = codec.encode(value)
-    except ModelStateError:
-        raise
-    except Exception as error:
-        what = f"the function that encodes {codec.name} raised {type(error).__name__}"
-        raise encoder.fail(what, found=error) from error
+def _codec_of(cls: type) -> Codec | None:
+    return next((codec for codec in [*_CODECS.values()] if codec.cls is cls), None)
+
+
+def _encode(value: object, encoder: Encoder) -> Tree:
+    codec = _codec_of(type(value))
+    assert codec is not None
+    encoded = _called(codec.encode, value, f"encodes {codec.name}", encoder)
     return {"codec": codec.name, "value": encoder.child(encoded, (FIELD, "encoded"))}
 
 
-def _decode(tree: Tree, decoder: Decoder) -> Any:
+def _decode(tree: Tree, decoder: Decoder) -> object:
     name, inner = decoder.fields(tree, "codec", "value")
-    codec = _BY_NAME.get(decoder.expect(name, str))
+    codec = _CODECS.get(decoder.expect(name, str))
     if codec is None:
         raise UnknownClassError(
             f"nothing is registered under {name[:200]!r}",
@@ -56,14 +50,7 @@ def _decode(tree: Tree, decoder: Decoder) -> Any:
             remedy="import what calls ms.register_codec for it, and read it again",
         )
     value = decoder.child(inner, (FIELD, "encoded"))
-    try:
-        result = codec.decode(value)
-    except ModelStateError:
-        raise
-    except Exception as error:
-        raise decoder.fail(
-            f"the function that decodes {codec.name} raised {type(error).__name__}", found=error
-        ) from error
+    result = _called(codec.decode, value, f"decodes {codec.name}", decoder)
     if not isinstance(result, codec.cls):
         raise decoder.fail(
             f"the function that decodes {codec.name} returned something else",
@@ -73,9 +60,18 @@ def _decode(tree: Tree, decoder: Decoder) -> Any:
     return result
 
 
+def _called(function: Callable[[Any], object], value: object, what: str, walk: Walk) -> object:
+    try:
+        return function(value)
+    except ModelStateError:
+        raise
+    except Exception as error:
+        raise walk.fail(f"the function that {what} raised {type(error).__name__}", found=error) from error
+
+
 T = TypeVar("T")
 
-_RULES = ((lambda cls: cls in _BY_CLASS, ValueKind("object", _encode, _decode)), *values.RULES)
+_RULES = ((lambda cls: _codec_of(cls) is not None, ValueKind("object", _encode, _decode)), *values.RULES)
 _ALL = (*values.KINDS.values(), *(kind for _, kind in _RULES))
 KINDS = ValueKinds(values.KINDS, {kind.tag: kind for kind in _ALL}, _RULES)
 
@@ -102,11 +98,7 @@ def encode(value: object, where: str = "", *, leaf: Leaf | None = None) -> Tree:
         >>> encode({"shape": (2, 3)})
         {'shape': {'$tuple': [2, 3]}}
     """
-    encoder = Encoder(KINDS, where, leaf)
-    try:
-        return encoder.value(value)
-    except RecursionError as error:
-        raise CodecError("this is nested too deeply for the stack that is left", where=where) from error
+    return _walked(Encoder(KINDS, where, leaf), value)
 
 
 def decode(tree: Tree, where: str = "", *, leaf: Leaf | None = None) -> Any:
@@ -129,11 +121,14 @@ def decode(tree: Tree, where: str = "", *, leaf: Leaf | None = None) -> Any:
         >>> decode({"shape": {"$tuple": [2, 3]}})
         {'shape': (2, 3)}
     """
-    decoder = Decoder(KINDS, where, leaf)
+    return _walked(Decoder(KINDS, where, leaf), tree)
+
+
+def _walked(walk: Walk, value: object) -> Any:
     try:
-        return decoder.value(tree)
+        return walk.value(value)
     except RecursionError as error:
-        raise CodecError("this is nested too deeply for the stack that is left", where=where) from error
+        raise CodecError("this is nested too deeply for the stack that is left", where=walk.where) from error
 
 
 def register_codec(
@@ -172,7 +167,7 @@ def register_codec(
     name = f"{cls.__module__}:{cls.__qualname__}" if name is None else name
     if not isinstance(name, str) or not name:
         raise OptionError("name= is the text that files have for the class", found=short_repr(name))
-    other = _BY_NAME.get(name)
+    other = _CODECS.get(name)
     # A class of the same name is the same class after its module, or a cell of a notebook, has run again.
     names = [f"{named.__module__}:{named.__qualname__}" for named in (other.cls if other else cls, cls)]
     if names[0] != names[1]:
@@ -183,11 +178,8 @@ def register_codec(
             found=names[1],
             remedy="give it a name of its own with name=",
         )
-    replaced = [codec for codec in (_BY_CLASS.get(cls), other) if codec is not None]
-    # Before the others are removed: a background save always finds an encoding.
-    _BY_CLASS[cls] = _BY_NAME[name] = Codec(cls, name, encode, decode)
-    for old in replaced:
-        if old.cls is not cls:
-            _BY_CLASS.pop(old.cls, None)
-        if old.name != name:
-            _BY_NAME.pop(old.name, None)
+    before = _codec_of(cls)
+    # Before the old name is removed: a background save always finds an encoding.
+    _CODECS[name] = Codec(cls, name, encode, decode)
+    if before is not None and before.name != name:
+        del _CODECS[before.name]

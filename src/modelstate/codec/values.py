@@ -10,20 +10,21 @@ import json
 import math
 import struct
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import date, datetime, timedelta, timezone
 from enum import Enum
 from functools import partial
+from inspect import getattr_static
 from pathlib import Path
-from types import MemberDescriptorType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from types import MemberDescriptorType
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
-from modelstate.codec.walk import REGISTER, Collisions, Decoder, Encoder, Tree, ValueKind, Walk
+from modelstate.codec.walk import REGISTER, Decoder, Encoder, Tree, ValueKind, Walk
 from modelstate.errors import UnknownClassError
 from modelstate.torch_compat.plain import byte_tensor
 from modelstate.torch_compat.values import set_version_metadata
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 FACTORIES: dict[str, type] = {
     cls.__name__: cls
-    for cls in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, OrderedDict, Counter, deque)
+    for cls in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, OrderedDict, Counter)
 }
 """The factories that a `defaultdict` may have."""
 
@@ -41,44 +42,18 @@ FACTORIES: dict[str, type] = {
 # Python.
 
 
-def _int(tree: Tree, decoder: Decoder) -> int:
-    text = decoder.expect(tree, str)
-    value = int(text, 16)
-    if hex(value) != text:
-        raise ValueError("not as hex() writes it")
-    return value
-
-
 def _bytes(tree: Tree, decoder: Decoder) -> bytes:
     return base64.b64decode(decoder.expect(tree, str), validate=True)
 
 
-def _complex(tree: Tree, decoder: Decoder) -> complex:
-    real, imag = (decoder.expect(part, float) for part in decoder.children(tree))
-    return complex(real, imag)
-
-
 def _encode_set(value: set[object] | frozenset[object], encoder: Encoder) -> list[Tree]:
     """Encodes the members of a set, in an order that does not depend on their hashes where that is possible."""
-    trees, collisions = [], Collisions(len(value), encoder.fail)
-    for member in value:
-        trees.append(encoder.key(member))
-        collisions.add(member)
+    encoder.check_hashes(value)
+    trees = [encoder.key(member, member) for member in value]
     try:
         return sorted(trees, key=json.dumps)
     except TypeError:
         return trees
-
-
-def _set(tree: Tree, decoder: Decoder) -> set[object]:
-    members = [decoder.key(member) for member in decoder.expect(tree, list)]
-    collisions = Collisions(len(members), decoder.fail)
-    for member in members:
-        collisions.add(member)
-    value = set(members)
-    if len(value) != len(members):
-        raise decoder.fail("a member of a set stands twice")
-    return value
 
 
 def _encode_ordered(value: OrderedDict[object, object], encoder: Encoder) -> Tree:
@@ -120,22 +95,10 @@ def _default(tree: Tree, decoder: Decoder) -> defaultdict[object, object]:
     return decoder.pairs(items, value)  # type: ignore[no-any-return]
 
 
-def _deque(tree: Tree, decoder: Decoder) -> deque[object]:
-    maxlen, items = decoder.fields(tree, "maxlen", "items")
-    values = decoder.children(items)
-    if maxlen is not None and (type(maxlen) is not int or len(values) > maxlen):
-        raise decoder.fail("a deque with more items than it can have, or an impossible maxlen", found=maxlen)
-    return deque(values, maxlen)
-
-
-def _integers(tree: Tree, decoder: Decoder) -> list[int]:
-    return [decoder.expect(number, int) for number in decoder.children(tree)]
-
-
 def _datetime(tree: Tree, decoder: Decoder) -> datetime:
     text, fold, zone = decoder.expect(tree, list)
     value = datetime.fromisoformat(decoder.expect(text, str))
-    tzinfo = None if zone is None else decoder.expect(decoder.children([zone])[0], timezone)
+    tzinfo = None if zone is None else decoder.items([zone], timezone)[0]
     return value.replace(fold=decoder.expect(fold, int), tzinfo=tzinfo)
 
 
@@ -214,7 +177,7 @@ def _scalar(tree: Tree, decoder: Decoder) -> object:
 
 
 def _torch_size(tree: Tree, decoder: Decoder) -> torch.Size:
-    sizes = _integers(tree, decoder)
+    sizes = decoder.items(tree, int)
     if not all(abs(size) <= _MAX_SIZE for size in sizes):
         raise decoder.fail("a size of more than 64 bits")  # torch takes it, and fails where it is used
     return torch.Size(sizes)
@@ -243,30 +206,13 @@ def _uninitialised(tree: Tree, decoder: Decoder, cls: Callable[..., torch.Tensor
 # Enums, dataclasses and namedtuples.
 
 
-def _attribute(cls: type, name: str) -> Any:
-    """The attribute of a class or its bases, without running a descriptor or a metaclass; None if there is none."""
-    return next((vars(base)[name] for base in _mro(cls) if name in vars(base)), None)
-
-
-def _mro(cls: type) -> tuple[type, ...]:
-    mro: tuple[type, ...] = type.__dict__["__mro__"].__get__(cls)
-    return mro
-
-
 def find(text: str) -> type | None:
     """The class named `module:qualname`, if its module has been imported and contains it."""
-    module_name, _, qualname = text.partition(":")
-    module = sys.modules.get(module_name)
-    if not isinstance(module, ModuleType):
-        return None
-    names = object.__getattribute__(module, "__dict__")
-    value: object = None
+    module, _, qualname = text.partition(":")
+    value: object = sys.modules.get(module)
     for part in qualname.split("."):
-        value = names.get(part)
-        if not issubclass(type(value), type):
-            return None
-        names = vars(value)
-    return value if isinstance(value, type) else None
+        value = getattr_static(value, part, None)
+    return value if issubclass(type(value), type) else None  # type: ignore[return-value]
 
 
 def _is_enum(cls: type) -> bool:
@@ -274,12 +220,12 @@ def _is_enum(cls: type) -> bool:
 
 
 def _is_namedtuple(cls: type) -> bool:
-    fields = _attribute(cls, "_fields")
-    return tuple in _mro(cls) and type(fields) is tuple and all(type(name) is str for name in fields)
+    fields = getattr_static(cls, "_fields", None)
+    return tuple in cls.__mro__ and type(fields) is tuple and all(type(name) is str for name in fields)
 
 
 def _is_dataclass(cls: type) -> bool:
-    return type(_attribute(cls, "__dataclass_fields__")) is dict and not _is_enum(cls)
+    return type(getattr_static(cls, "__dataclass_fields__", None)) is dict and not _is_enum(cls)
 
 
 def _class_text(value: object, encoder: Encoder) -> str:
@@ -312,10 +258,10 @@ def _class(tree: Tree, decoder: Decoder, what: str, applies: Callable[[type], bo
 
 def _check_class(cls: type, walk: Walk) -> None:
     """Refuses a class with `__del__`, and counts a class with its own `__hash__`: both would run without a call."""
-    if _attribute(cls, "__del__") is not None:
+    if getattr_static(cls, "__del__", None) is not None:
         raise walk.fail("a class with a __del__, which would run", found=cls.__qualname__, remedy=REGISTER)
     for name in ("__hash__", "__eq__"):
-        method = _attribute(cls, name)
+        method = getattr_static(cls, name)
         code = getattr(method, "__code__", None)
         # Code of Python itself, and code that `dataclasses` has generated, may run.
         is_generated = code is not None and code.co_filename == "<string>" and _is_dataclass(cls)
@@ -342,7 +288,7 @@ def _enum(tree: Tree, decoder: Decoder) -> object:
 
 def _encode_namedtuple(value: tuple[object, ...], encoder: Encoder) -> Tree:
     text = _class_text(value, encoder)
-    names = _attribute(type(value), "_fields")
+    names = type(value)._fields  # type: ignore[attr-defined]
     if getattr(value, "__dict__", None) or len(names) != len(value):
         raise encoder.fail("a namedtuple with more than its fields", found=text, remedy=REGISTER)
     return {"class": text, "fields": encoder.named(dict(zip(names, value, strict=True)))}
@@ -352,7 +298,7 @@ def _namedtuple(tree: Tree, decoder: Decoder) -> object:
     text, fields = decoder.fields(tree, "class", "fields")
     cls = _class(text, decoder, "namedtuple", _is_namedtuple)
     values = decoder.named(fields)
-    names = _attribute(cls, "_fields")
+    names: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]
     _check_fields(names, values, text, decoder)
     return tuple.__new__(cls, [values[name] for name in names])
 
@@ -360,7 +306,7 @@ def _namedtuple(tree: Tree, decoder: Decoder) -> object:
 def _slots(cls: type) -> dict[str, MemberDescriptorType]:
     """The slots of a class by name."""
     slots: dict[str, MemberDescriptorType] = {}
-    for base in reversed(_mro(cls)):
+    for base in reversed(cls.__mro__):
         slots |= {name: slot for name, slot in vars(base).items() if type(slot) is MemberDescriptorType}
     return slots
 
@@ -372,7 +318,7 @@ def _encode_dataclass(value: "DataclassInstance", encoder: Encoder) -> Tree:
     state = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
     names = [field.name for field in dataclasses.fields(cls)]
     for name in names:
-        if name not in slots and hasattr(type(_attribute(cls, name)), "__set__"):
+        if name not in slots and hasattr(type(getattr_static(cls, name, None)), "__set__"):
             raise encoder.fail(f"a dataclass whose field {name!r} is a property", found=text, remedy=REGISTER)
         if not hasattr(value, name):
             raise encoder.fail(f"a dataclass whose field {name!r} has not been set", found=text, remedy=REGISTER)
@@ -423,36 +369,41 @@ def _check_fields(names: Collection[str], values: Collection[str], text: str, de
 # The kinds.
 
 
-def _never(value: object, encoder: Encoder) -> Tree:
-    raise AssertionError("the encoder itself encodes values of this type")
+def _items(value: Iterable[object], encoder: Encoder) -> list[Tree]:
+    return encoder.children(value)
+
+
+def _pairs(value: Mapping[object, object], encoder: Encoder) -> list[list[Tree]]:
+    return encoder.pairs(value)
+
+
+def _in_value(value: object, encoder: Encoder) -> Tree:
+    raise AssertionError("Encoder.value encodes values of this type")
 
 
 KINDS: dict[type, ValueKind] = {
-    str: ValueKind("str", _never, lambda tree, decoder: _bytes(tree, decoder).decode("utf-8", "surrogatepass")),
-    int: ValueKind("int", _never, _int),
+    str: ValueKind("str", _in_value, lambda tree, decoder: _bytes(tree, decoder).decode("utf-8", "surrogatepass")),
+    int: ValueKind("int", _in_value, lambda tree, decoder: int(decoder.expect(tree, str), 16)),
     float: ValueKind(
-        "float", _never, lambda tree, decoder: struct.unpack(">d", bytes.fromhex(decoder.expect(tree, str)))[0]
+        "float", _in_value, lambda tree, decoder: struct.unpack(">d", bytes.fromhex(decoder.expect(tree, str)))[0]
     ),
-    complex: ValueKind("complex", lambda value, encoder: encoder.children([value.real, value.imag]), _complex),
+    complex: ValueKind(
+        "complex",
+        lambda value, encoder: encoder.children([value.real, value.imag]),
+        lambda tree, decoder: complex(*decoder.items(tree, float)),
+    ),
     bytes: ValueKind("bytes", lambda value, encoder: base64.b64encode(value).decode(), _bytes),
-    tuple: ValueKind(
-        "tuple", lambda value, encoder: encoder.children(value), lambda tree, decoder: tuple(decoder.children(tree))
-    ),
-    set: ValueKind("set", _encode_set, _set),
-    frozenset: ValueKind("frozenset", _encode_set, lambda tree, decoder: frozenset(_set(tree, decoder))),
-    dict: ValueKind("dict", lambda value, encoder: encoder.pairs(value), lambda tree, decoder: decoder.pairs(tree, {})),
+    tuple: ValueKind("tuple", _items, lambda tree, decoder: tuple(decoder.items(tree))),
+    set: ValueKind("set", _encode_set, lambda tree, decoder: set(decoder.keys(tree))),
+    frozenset: ValueKind("frozenset", _encode_set, lambda tree, decoder: frozenset(decoder.keys(tree))),
+    dict: ValueKind("dict", _pairs, lambda tree, decoder: decoder.pairs(tree, {})),
     OrderedDict: ValueKind("OrderedDict", _encode_ordered, _ordered),
     defaultdict: ValueKind("defaultdict", _encode_default, _default),
-    Counter: ValueKind(
-        "Counter", lambda value, encoder: encoder.pairs(value), lambda tree, decoder: decoder.pairs(tree, Counter())
-    ),
-    deque: ValueKind(
-        "deque", lambda value, encoder: {"maxlen": value.maxlen, "items": encoder.children(value)}, _deque
-    ),
+    Counter: ValueKind("Counter", _pairs, lambda tree, decoder: decoder.pairs(tree, Counter())),
     range: ValueKind(
         "range",
         lambda value, encoder: encoder.children((value.start, value.stop, value.step)),
-        lambda tree, decoder: range(*_integers(tree, decoder)),
+        lambda tree, decoder: range(*decoder.items(tree, int)),
     ),
     datetime: ValueKind(
         "datetime",
@@ -471,12 +422,12 @@ KINDS: dict[type, ValueKind] = {
     timedelta: ValueKind(
         "timedelta",
         lambda value, encoder: encoder.children((value.days, value.seconds, value.microseconds)),
-        lambda tree, decoder: timedelta(*_integers(tree, decoder)),
+        lambda tree, decoder: timedelta(*decoder.items(tree, int)),
     ),
     timezone: ValueKind(
         "timezone",
         lambda value, encoder: encoder.children(value.__getinitargs__()),
-        lambda tree, decoder: timezone(*decoder.children(tree)),
+        lambda tree, decoder: timezone(*decoder.items(tree)),
     ),
     type(Path()): ValueKind(
         "Path",
@@ -502,11 +453,7 @@ KINDS: dict[type, ValueKind] = {
         )
         for cls in (nn.UninitializedParameter, nn.UninitializedBuffer)
     },
-    torch.Size: ValueKind(
-        "torch.Size",
-        lambda value, encoder: encoder.children(value),
-        _torch_size,
-    ),
+    torch.Size: ValueKind("torch.Size", _items, _torch_size),
     torch.dtype: ValueKind("torch.dtype", lambda value, encoder: str(value).removeprefix("torch."), _torch_dtype),
     torch.device: ValueKind(
         "torch.device", lambda value, encoder: str(value), lambda tree, decoder: torch.device(decoder.expect(tree, str))
@@ -515,10 +462,7 @@ KINDS: dict[type, ValueKind] = {
 """By exact class."""
 
 RULES: tuple[tuple[Callable[[type], bool], ValueKind], ...] = (
-    (
-        lambda cls: issubclass(cls, np.generic),
-        ValueKind("numpy.scalar", _encode_scalar, _scalar),
-    ),
+    (lambda cls: issubclass(cls, np.generic), ValueKind("numpy.scalar", _encode_scalar, _scalar)),
     (lambda cls: issubclass(cls, np.dtype), ValueKind("numpy.dtype", _encode_dtype, _dtype)),
     (_is_enum, ValueKind("enum", _encode_enum, _enum)),
     (_is_namedtuple, ValueKind("namedtuple", _encode_namedtuple, _namedtuple)),

@@ -10,60 +10,18 @@ from __future__ import annotations
 import math
 import struct
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from modelstate.errors import CodecError, ModelStateError
-from modelstate.spec import Refused
-from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import is_unicode, printable
 from modelstate.torch_compat.values import is_tensor
 
 if TYPE_CHECKING:
     import torch
-
-COMPARISONS_A_KEY = 20
-FREE_COMPARISONS = 1000
-MAX_DRAWN = 8
-"""How many times the memory of a stored tensor may be copied. A saved tensor has memory of its own."""
-FREE_DRAWN_BYTES = 1024
-
-Fail = Callable[..., Exception]
-"""Creates an error with the current place."""
-
-
-class Collisions:
-    """Limits the comparisons that it takes to put keys into a dict or a set: each key is compared to equal hashes.
-
-    The writer of a file can choose keys with equal hashes, since the hashes of numbers are predictable.
-    """
-
-    def __init__(self, keys: int, fail: Fail) -> None:
-        self._most = FREE_COMPARISONS + COMPARISONS_A_KEY * keys
-        self._matters = keys * (keys - 1) // 2 > self._most
-        self._fail = fail
-        self._seen: dict[int, int] = {}
-        self._comparisons = 0
-
-    def add(self, key: object) -> None:
-        """Counts a key. Raises where the keys so far take too many comparisons."""
-        if not self._matters:
-            return
-        hashed = hash(key)
-        before = self._seen.get(hashed, 0)
-        self._seen[hashed] = before + 1
-        self._comparisons += before
-        if self._comparisons > self._most:
-            raise self._fail(
-                "too many keys, or members of a set, have the same hash",
-                expected=f"at most {COMPARISONS_A_KEY} comparisons a key",
-                found=f"{before + 1:,} of one hash",
-                remedy="save them as a list, or as one tensor or array",
-            )
-
 
 MAX_DEPTH = 100
 """Levels of containers. JSON needs up to four levels for one of these, and stays below Python's recursion limit."""
@@ -71,6 +29,10 @@ MAX_NODES = 5_000_000
 """The limit of values: a few lists that contain each other many times can stand for more values than fit in memory."""
 MAX_PLAIN_INT = 2**53
 """Other readers of JSON round larger integers."""
+MAX_SAME_HASH = 64
+"""A dict and a set compare a member with all others of the same hash. The hashes of numbers are easy to choose."""
+MAX_EXPANDED = 8
+"""How many times the memory of a stored tensor its elements may be. A saved tensor has memory of its own."""
 
 Tree = Any
 """JSON types and tensors."""
@@ -81,15 +43,20 @@ back; raises `LookupError`."""
 ITEM, FIELD, KEY = "[{}]", ".{}", "[key {}]"
 Step = tuple[str, object]
 """One step of a path: its format, and the key, index or name."""
-_SHOWN_KEYS = (str, int, float, bool, bytes, tuple, type(None))
+_SHOWN = (str, int, float, bool, bytes, tuple, list, type(None))
 REGISTER = "give its class an encoding with ms.register_codec, or save something else in its place"
-STATEFUL = "save its state_dict() in its place; ms.save does so itself for the values of dicts, not for items of lists"
-_GENERATORS = {
-    "torch._C.Generator": "save its get_state(), and call set_state() at the load; or save it with ms.RNG",
-    "numpy.random._generator.Generator": "save its bit_generator.state, and set it at the load; or save it with ms.RNG",
-    "numpy.random.mtrand.RandomState": "save its get_state(), and call set_state() at the load; or save it with ms.RNG",
+_GENERATOR = "save its {}, and set it at the load; or save it with ms.RNG"
+_REMEDIES = {
+    "torch._C.Generator": _GENERATOR.format("get_state()"),
+    "numpy.random._generator.Generator": _GENERATOR.format("bit_generator.state"),
+    "numpy.random.mtrand.RandomState": _GENERATOR.format("get_state()"),
+    "collections.deque": "ms.register_codec(collections.deque, lambda queue: [list(queue), queue.maxlen], "
+    "lambda saved: collections.deque(*saved))",
+    "modelstate.spec.Refused": "the value was not read from its file: open the file with allow=, or leave it out",
+    "modelstate.tensor_spec.TensorSpec": "it describes a stored tensor and has no values: save "
+    "checkpoint.tensor(name), or the whole checkpoint: ms.save(checkpoint, path)",
 }
-"""What to do with random generators, which have no encoding."""
+"""What to do with values that have no encoding, by class."""
 
 
 class ValueKind(msgspec.Struct, frozen=True):
@@ -100,19 +67,14 @@ class ValueKind(msgspec.Struct, frozen=True):
     decode: Callable[[Any, Decoder], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ValueKinds:
+class ValueKinds(msgspec.Struct, frozen=True):
     """All known kinds."""
 
     by_type: dict[type, ValueKind]
     """By exact class; derived classes do not match."""
-    by_tag: dict[str, ValueKind] = field(repr=False)
+    by_tag: dict[str, ValueKind]
     by_rule: tuple[tuple[Callable[[type], bool], ValueKind], ...]
     """For classes that are not listed. The first rule that applies wins."""
-
-    def of(self, cls: type) -> ValueKind | None:
-        kind = self.by_type.get(cls)
-        return kind or next((kind for applies, kind in self.by_rule if applies(cls)), None)
 
 
 class Walk:
@@ -133,10 +95,10 @@ class Walk:
         """Converts a value, or a tree, that is one step from the current place."""
         self._path.append(step)
         self._nodes += 1
-        deep = len(self._path) > MAX_DEPTH
-        if deep or self._nodes > MAX_NODES:
+        is_deep = len(self._path) > MAX_DEPTH
+        if is_deep or self._nodes > MAX_NODES:
             raise self.fail(
-                "this is nested too deeply" if deep else "these are too many values",
+                "this is nested too deeply" if is_deep else "these are too many values",
                 expected=f"at most {MAX_DEPTH} levels and {MAX_NODES:,} values",
                 remedy="save it flatter, or as one tensor or array",
             )
@@ -144,16 +106,39 @@ class Walk:
         self._path.pop()  # not after an error, whose text has the place
         return result
 
-    def check_key(self, key: object, own_hashes: int) -> None:
-        """Raises for a key that must not be hashed and compared, given the count from before the key."""
+    def children(self, values: Iterable[Any]) -> list[Any]:
+        """Converts the items of a sequence."""
+        return [self.child(value, (ITEM, index)) for index, value in enumerate(values)]
+
+    def named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Converts the fields of an object by name."""
+        return {name: self.child(value, (FIELD, name)) for name, value in values.items()}
+
+    def key(self, key: Any, place: object) -> Any:
+        """Converts a key or a member of a set, which is hashed when it is decoded."""
+        own_hashes = self.own_hashes
+        result = self.child(key, (KEY, place))
         if self.own_hashes != own_hashes:
             raise self.fail(
                 "a key, or a member of a set, whose class has a __hash__ of its own: it would run at every load",
-                found=_shown(key),
+                found=_shown(place),
                 remedy=REGISTER,
+            )
+        return result
+
+    def check_hashes(self, members: Iterable[object]) -> None:
+        """Raises where so many members of a set, or keys of a dict, have one hash that comparing them takes long."""
+        most = max(Counter(map(hash, members)).values(), default=0)
+        if most > MAX_SAME_HASH:
+            raise self.fail(
+                "too many keys, or members of a set, have the same hash",
+                expected=f"at most {MAX_SAME_HASH}",
+                found=f"{most:,}",
+                remedy="save them as a list, or as one tensor or array",
             )
 
     def fail(self, what: str, *, expected: object = "", found: object = "", remedy: object = "") -> CodecError:
+        """Creates an error with the current place."""
         return CodecError(what, where=self.place, expected=expected, found=found, remedy=remedy)
 
     @property
@@ -174,64 +159,31 @@ class Encoder(Walk):
         self._snapshots: dict[int, tuple[torch.Tensor, Tree]] = {}
         self._arrays: dict[int, tuple[object, torch.Tensor]] = {}
 
-    def children(self, values: Iterable[object]) -> list[Tree]:
-        trees = []
-        for index, value in enumerate(values):
-            trees.append(self.child(value, (ITEM, index)))
-        return trees
-
-    def named(self, values: Mapping[str, object]) -> dict[str, Tree]:
-        """Encodes the fields of an object by name."""
-        trees = {}
-        for name, value in values.items():
-            trees[name] = self.child(value, (FIELD, name))
-        return trees
-
     def pairs(self, mapping: Mapping[Any, object]) -> list[list[Tree]]:
-        trees, collisions = [], Collisions(len(mapping), self.fail)
-        for key, value in mapping.items():
-            tree = self.key(key)
-            collisions.add(key)
-            trees.append([tree, self.child(value, (ITEM, key))])
-        return trees
-
-    def key(self, key: object) -> Tree:
-        """Encodes a key, which is hashed when it is decoded."""
-        before = self.own_hashes
-        tree = self.child(key, (KEY, key))
-        self.check_key(key, before)
-        return tree
+        """Encodes a dict with any keys."""
+        self.check_hashes(mapping)
+        return [[self.key(key, key), self.child(value, (ITEM, key))] for key, value in mapping.items()]
 
     def tensor(self, tensor: torch.Tensor) -> Tree:
         """Encodes a tensor as a copy of the elements that it shows; the same tensor becomes the same tree."""
         from modelstate.torch_compat.plain import own_copy, why_not_plain
 
-        entry = self._snapshots.get(id(tensor))
-        if entry is None:
+        if id(tensor) not in self._snapshots:
             if problem := why_not_plain(tensor):
                 raise self.fail(problem, remedy="save its parts, or tensor.dense() or the like; " + REGISTER)
-            tree: Tree
-            if self.leaf is None:
-                try:
-                    tree = own_copy(tensor)
-                except RuntimeError as error:
-                    what = f"torch cannot copy a tensor of {tensor.dtype}"
-                    raise self.fail(what, found=error, remedy=REGISTER) from error
-            else:
-                try:
-                    tree = {"$tensor": self.leaf(tensor.detach())}
-                except ValueError as error:
-                    what = f"a tensor that cannot be stored: {error}"
-                    raise self.fail(what, remedy="convert it; " + REGISTER) from error
-            entry = self._snapshots[id(tensor)] = tensor, tree
-        return entry[1]
+            try:
+                tree = own_copy(tensor) if self.leaf is None else {"$tensor": self.leaf(tensor.detach())}
+            except (RuntimeError, ValueError) as error:
+                what = f"a tensor of {tensor.dtype} that cannot be stored: {error}"
+                raise self.fail(what, remedy="convert it; " + REGISTER) from error
+            self._snapshots[id(tensor)] = tensor, tree
+        return self._snapshots[id(tensor)][1]
 
     def array(self, value: object, data: Callable[[], torch.Tensor]) -> Tree:
         """Encodes an array by the tensor of its bytes; the same array becomes the same tree."""
-        entry = self._arrays.get(id(value))
-        if entry is None:
-            entry = self._arrays[id(value)] = value, data()
-        return self.tensor(entry[1])
+        if id(value) not in self._arrays:
+            self._arrays[id(value)] = value, data()
+        return self.tensor(self._arrays[id(value)][1])
 
     def value(self, value: Any) -> Tree:
         cls = type(value)
@@ -258,30 +210,17 @@ class Encoder(Walk):
         if cls is list:
             return self.children(value)
         if cls is dict and all(type(key) is str and is_unicode(key) for key in value) and not looks_like_tag(value):
-            trees = {}
-            for key, item in value.items():
-                trees[key] = self.child(item, (ITEM, key))
-            return trees
-        if cls is Refused:
-            raise self.fail(
-                "a placeholder for a value that was not read from its file",
-                found=_shown(value),
-                remedy="open the file with allow=, or leave the value out",
-            )
-        if cls is TensorSpec:
-            raise self.fail(
-                "a TensorSpec, which describes a stored tensor and has no values",
-                found=_shown(value),
-                remedy=f"save checkpoint.tensor({value.name!r}), or the whole checkpoint: ms.save(checkpoint, path)",
-            )
-        kind = self.kinds.of(cls)
+            return {key: self.child(item, (ITEM, key)) for key, item in value.items()}
+        kind = self.kinds.by_type.get(cls) or next((kind for applies, kind in self.kinds.by_rule if applies(cls)), None)
         if kind is None:
             name = f"{cls.__module__}.{cls.__qualname__}"
-            raise self.fail(
-                f"there is no encoding for values of {name}",
-                found=_shown(value),
-                remedy=STATEFUL if hasattr(value, "state_dict") else _GENERATORS.get(name, REGISTER),
-            )
+            remedy = _REMEDIES.get(name, REGISTER)
+            if hasattr(value, "state_dict"):
+                remedy = (
+                    "save its state_dict() in its place; ms.save does so itself for the values of dicts, not for items "
+                    "of lists"
+                )
+            raise self.fail(f"there is no encoding for values of {name}", found=_shown(value), remedy=remedy)
         return {f"${kind.tag}": kind.encode(value, self)}
 
 
@@ -293,38 +232,27 @@ class Decoder(Walk):
         self._leaves: dict[str | int, object] = {}
         self._copies: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
         self._arrays: dict[int, tuple[torch.Tensor, object, object]] = {}
-        self._drawn: dict[int, int] = {}
-
-    def children(self, trees: Tree) -> list[Any]:
-        values = []
-        for index, tree in enumerate(self.expect(trees, list)):
-            values.append(self.child(tree, (ITEM, index)))
-        return values
-
-    def named(self, trees: Tree) -> dict[str, Any]:
-        values = {}
-        for name, tree in self.expect(trees, dict).items():
-            values[self.expect(name, str)] = self.child(tree, (FIELD, name))
-        return values
 
     def pairs(self, trees: Tree, into: Any) -> Any:
         """Decodes pairs of keys and values into an empty dict, and returns it."""
-        collisions = Collisions(len(self.expect(trees, list)), self.fail)
-        for pair in trees:
-            if type(pair) is not list or len(pair) != 2:
-                raise self.fail("no pair of key and value", expected="[key, value]", found=_shown(pair))
-            key = self.key(pair[0])
-            collisions.add(key)
-            if key in into:
-                raise self.fail("a key stands twice", found=_shown(key))
-            into[key] = self.child(pair[1], (ITEM, key))
+        pairs = [self.expect(pair, list) for pair in self.expect(trees, list)]
+        keys = self.keys([key for key, _ in pairs])
+        for key, (_, tree) in zip(keys, pairs, strict=True):
+            into[key] = self.child(tree, (ITEM, key))
         return into
 
-    def key(self, tree: Tree) -> Any:
-        before = self.own_hashes
-        key = self.child(tree, (KEY, "…"))
-        self.check_key(key, before)
-        return key
+    def keys(self, trees: Tree) -> list[Any]:
+        """Decodes the keys of a dict or the members of a set, which differ."""
+        keys = [self.key(tree, "…") for tree in self.expect(trees, list)]
+        self.check_hashes(keys)
+        if len(set(keys)) < len(keys):
+            raise self.fail("a key, or a member of a set, stands twice")
+        return keys
+
+    def items(self, trees: Tree, cls: type | None = None) -> list[Any]:
+        """Decodes a list, whose items must be of the class, where it is given."""
+        items = self.children(self.expect(trees, list))
+        return items if cls is None else [self.expect(item, cls) for item in items]
 
     def expect(self, tree: Tree, cls: type) -> Any:
         """Returns the tree if it is of the class. Raises `CodecError`."""
@@ -344,82 +272,67 @@ class Decoder(Walk):
 
         from modelstate.torch_compat.plain import own_copy
 
-        tree = self._stored(tree)
-        entry = self._copies.get((id(tree), parameter, requires_grad))
-        if entry is None:
-            self._draw(tree)
-            copy = own_copy(tree)
-            value = torch.nn.Parameter(copy, requires_grad) if parameter else copy.requires_grad_(requires_grad)
-            entry = self._copies[id(tree), parameter, requires_grad] = tree, value
-        return entry[1]
+        stored = self._stored(tree)
+        key = id(stored), parameter, requires_grad
+        if key not in self._copies:
+            copy = own_copy(stored)
+            tensor = torch.nn.Parameter(copy, requires_grad) if parameter else copy.requires_grad_(requires_grad)
+            self._copies[key] = stored, tensor
+        return self._copies[key][1]
 
     def array(self, tree: Tree, description: object, make: Callable[[torch.Tensor], Any]) -> Any:
         """An array that is created from a tensor of bytes; the same tensor of the tree becomes the same array.
 
         `make` must not keep the tensor, which belongs to the tree.
         """
-        tree = self._stored(tree)
-        entry = self._arrays.get(id(tree))
-        if entry is None:
-            self._draw(tree)
-            entry = self._arrays[id(tree)] = tree, description, make(tree.detach())
-        elif entry[1] != description:
+        stored = self._stored(tree)
+        if id(stored) not in self._arrays:
+            self._arrays[id(stored)] = stored, description, make(stored.detach())
+        _, known, array = self._arrays[id(stored)]
+        if known != description:
             raise self.fail("two arrays that differ are made of one tensor")
-        return entry[2]
+        return array
 
     def _stored(self, tree: Tree) -> torch.Tensor:
-        if self.leaf and type(tree) is dict and list(tree) == ["$tensor"]:
-            tree = self._referred(tree["$tensor"], self.leaf)
-        if not is_tensor(tree):
-            raise self.fail("this is no tensor", found=_shown(tree))
-        return tree
-
-    def _draw(self, tree: torch.Tensor) -> None:
-        """Raises for a tensor that cannot be copied, and where the copies of one memory become many times as large."""
+        """The tensor of a tree, which may be copied."""
         from modelstate.torch_compat.plain import why_not_plain
 
+        if self.leaf and type(tree) is dict and list(tree) == ["$tensor"]:
+            reference = tree["$tensor"]
+            if type(reference) not in (str, int):
+                raise self.fail("this refers to no tensor", found=_shown(reference))
+            if reference not in self._leaves:
+                try:
+                    self._leaves[reference] = self.leaf(reference)
+                except (LookupError, TypeError) as error:
+                    raise self.fail("it refers to a tensor that is not there", found=_shown(reference)) from error
+            tree = self._leaves[reference]
+        if not is_tensor(tree):
+            raise self.fail("this is no tensor", found=_shown(tree))
         if problem := why_not_plain(tree):
             raise self.fail(problem)
-        storage = tree.untyped_storage()
-        drawn = self._drawn.get(storage.data_ptr(), 0) + tree.numel() * tree.itemsize
-        self._drawn[storage.data_ptr()] = drawn
-        if drawn > MAX_DRAWN * storage.nbytes() + FREE_DRAWN_BYTES:
+        memory_bytes = tree.untyped_storage().nbytes()
+        if tree.nbytes > MAX_EXPANDED * memory_bytes:
             raise self.fail(
-                "tensors that show the same memory over and over",
-                expected=f"at most {MAX_DRAWN} times {storage.nbytes():,} bytes",
-                found=f"{drawn:,} bytes",
-                remedy="save them as tensors with memory of their own",
+                "a tensor that shows the same memory over and over",
+                expected=f"at most {MAX_EXPANDED} times {memory_bytes:,} bytes",
+                found=f"{tree.nbytes:,} bytes",
             )
-
-    def _referred(self, reference: object, leaf: Leaf) -> object:
-        if not isinstance(reference, str | int) or isinstance(reference, bool):
-            raise self.fail("this refers to no tensor", found=_shown(reference))
-        if reference not in self._leaves:
-            try:
-                self._leaves[reference] = leaf(reference)
-            except (LookupError, TypeError) as error:
-                raise self.fail("it refers to a tensor that is not there", found=_shown(reference)) from error
-        return self._leaves[reference]
+        return tree
 
     def value(self, tree: Tree) -> Any:
         cls = type(tree)
-        if tree is None or cls in (bool, int, str):
-            return tree
-        if cls is float and math.isfinite(tree):
+        if tree is None or cls in (bool, int, str) or (cls is float and math.isfinite(tree)):
             return tree
         if cls is list:
             return self.children(tree)
         if cls is dict:
-            return self._tagged(tree) if looks_like_tag(tree) else self._dict(tree)
+            if looks_like_tag(tree):
+                return self._tagged(tree)
+            return {self.expect(key, str): self.child(item, (ITEM, key)) for key, item in tree.items()}
         if is_tensor(tree):
             return self.tensor(tree)
         raise self.fail("an encoded value cannot hold this", found=_shown(tree))
-
-    def _dict(self, tree: dict[str, Tree]) -> dict[str, Any]:
-        values = {}
-        for key, item in tree.items():
-            values[self.expect(key, str)] = self.child(item, (ITEM, key))
-        return values
 
     def _tagged(self, tree: dict[str, Tree]) -> object:
         ((name, payload),) = tree.items()
@@ -443,7 +356,7 @@ def looks_like_tag(tree: Mapping[Any, object]) -> bool:
 
 def _shown(value: object) -> str:
     """A value for a message. Of objects only the class is shown, since their `__repr__` is foreign code."""
-    if type(value) not in _SHOWN_KEYS and type(value) is not list:
+    if type(value) not in _SHOWN:
         return f"a {type(value).__qualname__}"
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {len(value)}" if value else repr(value)

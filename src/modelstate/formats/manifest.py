@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import xxhash
 
-from modelstate.codec.walk import Collisions
 from modelstate.errors import (
     CUT_SHORT,
     ChecksumError,
@@ -204,18 +203,14 @@ class _Tree:
 
     def _dict(self, tree: Mapping[str, Any], kind: str, at: str, depth: int) -> dict[object, object]:
         mapping: dict[object, object] = OrderedDict() if tree.get("ordered") or "versions" in tree else {}
-        collisions = Collisions(len(tree[kind]), lambda what, **_: damaged(self._where, f"{what}, at {at[:80]}"))
-        is_of_tensors = kind == "tensors"
-        for item in tree[kind]:
-            if type(item) not in (str, int) if is_of_tensors else type(item) is not list or len(item) != 2:
-                what = "key of a tensor" if is_of_tensors else "pair of key and node"
+        items = tree[kind]
+        for item in items:
+            if type(item) not in (str, int) if kind == "tensors" else type(item) is not list or len(item) != 2:
+                what = "key of a tensor" if kind == "tensors" else "pair of key and node"
                 raise damaged(self._where, f"no {what}: {str(item)[:80]}")
-            key = item if is_of_tensors else self._key(item[0])
-            collisions.add(key)
-            if key in mapping:
-                raise damaged(self._where, f"a key stands twice: {str(key)[:80]}")
+        for item, key in zip(items, self._keys(items if kind == "tensors" else [key for key, _ in items]), strict=True):
             below = self._below(at, key, depth)
-            mapping[key] = self.node(below if is_of_tensors else item[1], below, depth + 1)
+            mapping[key] = self.node(below if kind == "tensors" else item[1], below, depth + 1)
         if "versions" in tree:
             set_version_metadata(mapping, _versions(tree["versions"], self._where))
         return mapping
@@ -228,17 +223,16 @@ class _Tree:
             raise damaged(self._where, "its keys stand for paths that are longer than any memory")
         return at + step
 
-    def _key(self, tree: object) -> object:
-        if type(tree) in (str, int):
-            return tree
+    def _keys(self, trees: list[Any]) -> list[object]:
+        """Decodes the keys of a dict, which differ."""
+        if {str}.issuperset(map(type, trees)) and len(set(trees)) == len(trees):
+            return trees
         from modelstate.codec.codec import decode
 
         try:
-            key = decode(tree)
-            hash(key)
-        except (CodecError, TypeError) as error:
-            raise damaged(self._where, f"a key: {error}") from error
-        return key
+            return [*decode({"$dict": [[tree, None] for tree in trees]})]
+        except CodecError as error:
+            raise damaged(self._where, f"the keys of a dict: {error}") from error
 
 
 def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) -> Checksums:
