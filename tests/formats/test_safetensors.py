@@ -310,7 +310,7 @@ MALFORMED: dict[str, tuple[type[OpenError], bytes]] = {
     "an empty tensor inside another": (RANGE, made({"a": A, "b": entry("F32", [0], 2, 2)}, 4)),
     "an end before the begin": (RANGE, one(entry("F32", [1], 4, 0), 4)),
     "an offset of 2**64": (RANGE, one(entry("F32", [1], 2**64, 2**64 + 4), 4)),
-    "an offset of 5,000 digits": (RANGE, raw(b'{"a":' + FAR_END + b"}", 4)),
+    "an offset of 5,000 digits": (SYNTAX, raw(b'{"a":' + FAR_END + b"}", 4)),
     "bytes behind the last tensor": (RANGE, made({"a": A}, 5)),
     "bytes and no tensor": (RANGE, made({}, 1)),
     "a range too small": (SIZE, one(entry("F32", [2], 0, 4), 4)),
@@ -321,7 +321,7 @@ MALFORMED: dict[str, tuple[type[OpenError], bytes]] = {
     "an overflow to 0": (SIZE, one(entry("F32", [2**32, 2**32], 0, 0))),
     "an overflow beside a 0": (SIZE, one(entry("F32", [2**63, 4, 0], 0, 0))),
     "a size of 2**64": (SIZE, one(entry("F32", [2**64], 0, 0))),
-    "a size of 5,000 digits": (SIZE, raw(b'{"a":' + LONG_SIZE + b"}", 1)),
+    "a size of 5,000 digits": (SYNTAX, raw(b'{"a":' + LONG_SIZE + b"}", 1)),
     "the data cut off": (CUT, made({"a": A}, 3)),
     "no data": (CUT, made({"a": A})),
 }  # fmt: skip
@@ -557,7 +557,7 @@ def test_opening_reads_and_allocates_no_more_than_the_header(tmp_path: Path) -> 
     assert max(small[1], large[1]) < 20_000
 
 
-NUMBERS = st.sampled_from(["0", "4", "-0", "4.0", "4e0", "true", "null", str(2**64 + 4), "8"])
+NUMBERS = st.sampled_from(["0", "4", "4.0", "4e0", "true", "null", str(2**64 + 4), "8"])
 TEXTS = st.sampled_from(['"a"', '"b"', r'"\""', r'"\\"', r'"\ud800"', '"F32"', '"é"', '"__metadata__"', "1", "null"])
 FIELDS = st.one_of(
     st.builds('"dtype": {}'.format, st.one_of(st.just('"F32"'), TEXTS)),

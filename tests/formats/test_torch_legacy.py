@@ -3,7 +3,6 @@
 import io
 import pickle
 import struct
-import tarfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -119,8 +118,8 @@ def test_a_length_that_contradicts_the_pickle(small: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "error", "says"),
     [
-        (viewed(("v", 3, 4)), errors.DamagedFileError, "a view leaves its storage"),
-        (viewed(("v", -1, 4)), errors.DamagedFileError, "a view leaves its storage"),
+        (viewed(("v", 4, 4)), errors.DamagedFileError, "leaves its storage"),
+        (viewed(("v", -2, 4)), errors.DamagedFileError, "impossible layout"),
         (viewed(("v", 0)), errors.DamagedFileError, "the view of a storage is not valid"),
         (viewed("view"), errors.DamagedFileError, "the view of a storage is not valid"),
         (viewed(None, size=6), errors.DamagedFileError, "leaves its storage"),
@@ -154,15 +153,6 @@ def test_a_whole_module_is_refused_with_its_classes(tmp_path: Path) -> None:
     found = read_contents(path, skip_forbidden=True)
     assert list(found.tree["net"]) == ["0.weight", "0.bias"]
     assert_same(values(found)["w"], torch.ones(2))
-
-
-def test_the_tar_archives_of_before_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    with tarfile.open(path, "w") as archive:
-        for name in ("storages", "tensors", "pickle"):
-            archive.addfile(tarfile.TarInfo(name))
-    with pytest.raises(errors.UnknownFormatError, match=r"before 0\.2"):
-        tree(str(path))
 
 
 # Any damage: a tree and one of our errors, nothing else. (There is no checksum, so names and numbers may be others.)

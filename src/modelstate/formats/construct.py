@@ -1,7 +1,7 @@
 """Creates the tree of a checkpoint from the value of a pickle, after an audit of everything that it asks for."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -200,15 +200,15 @@ def _raise_refused(findings: Audit, path: str, names: TorchGlobals) -> None:
     if not refused:
         return
     failed = "; ".join(f"{name} is allowed, but its import failed: {why}" for name, why in names.failed.items())
-    error = _forbidden(
+    error = forbidden(
         "the pickle asks for {} that {} not allowed",
+        path,
         refused,
         f'if you trust them: ms.load(model, ms.open("{path}", allow={{}})); without them: '
         f'ms.open("{path}", skip_forbidden=True), which leaves placeholders in their places',
         f'the file holds a whole module: ms.open("{path}", skip_forbidden=True) finds its parameters and buffers '
         "without running its code; or save its state_dict() where it can be loaded",
     )
-    error.where = path
     error.found += f" ({failed})" if failed else ""
     raise error
 
@@ -217,29 +217,39 @@ def refusal(found: Mapping[str, Refused], source: str) -> OpenError:
     """Returns the error for values that are not read, by their paths, where they are needed."""
     names = [(name, path) for path, value in found.items() for name in _refused_names(value)]
     if names:
-        error: OpenError = _forbidden(
+        return forbidden(
             "a value is not read, since it takes {} that {} not allowed",
+            source,
             names,
             f'if you trust them: ms.open("{source}", allow={{}})',
             "save the state_dict() of the module where it can be loaded",
+            keys=tuple(found),
         )
-        error.where = source
-    else:
-        first, value = next(iter(found.items()))
-        cause = value.error or UnsupportedTensorError("it is not read")
-        others = listed([path for path in found if path != first], 5)
-        error = type(cause)(
-            cause.what,
-            where=f"{source}: {first}",
-            found=cause.found or (f"the same, or a similar value, at {others}" if others else ""),
-            remedy=cause.remedy,
-        )
-    error.names = tuple(found)
-    return error
+    first, value = next(iter(found.items()))
+    cause = value.error or UnsupportedTensorError("it is not read")
+    others = listed([path for path in found if path != first], 5)
+    return type(cause)(
+        cause.what,
+        where=f"{source}: {first}",
+        found=cause.found or (f"the same, or a similar value, at {others}" if others else ""),
+        remedy=cause.remedy,
+        names=tuple(found),
+    )
 
 
-def _forbidden(what: str, refused: list[tuple[str, str]], remedy: str, of_modules: str) -> ForbiddenGlobalError:
-    """The error for classes and functions, each with a path. `{}` in `remedy` is the value of `allow=`."""
+def forbidden(
+    what: str, where: str, refused: list[tuple[str, str]], remedy: str, of_modules: str = "", keys: tuple[str, ...] = ()
+) -> ForbiddenGlobalError:
+    """The error for classes and functions that a file asks for.
+
+    Args:
+        what: What is wrong, with `{}` in the places of the number of names, and of "is" or "are".
+        where: The file.
+        refused: The names of the classes and functions, each with its path in the value.
+        remedy: What to do, with `{}` in the place of the value of `allow=`.
+        of_modules: What to do where the names are those of modules of torch.
+        keys: The keys of the values that are not read.
+    """
     unique = dict(reversed(refused))
     ordered = list(dict.fromkeys(name for name, _ in refused))
     never = [name for name in ordered if is_never(name)]
@@ -247,23 +257,23 @@ def _forbidden(what: str, refused: list[tuple[str, str]], remedy: str, of_module
     options = ""
     if never:
         remedy = f"do not trust this file: {never[0]} has no place in a checkpoint"
-    elif any(name.startswith("torch.nn.modules.") for name in ordered):
+    elif of_modules and any(name.startswith("torch.nn.modules.") for name in ordered):
         remedy = of_modules
         options = "--skip-forbidden" if "skip_forbidden" in remedy else ""
     else:
         allow = ordered
         options = f"{option('--allow', *ordered)} if you trust them; or --skip-forbidden"
         remedy = remedy.format("[" + ", ".join(f'"{name}"' for name in ordered) + "]")
-    is_one = len(ordered) == 1
+    counted = ("1 class or function", "is") if len(ordered) == 1 else (f"{len(ordered)} classes or functions", "are")
     return ForbiddenGlobalError(
-        what.format(
-            "1 class or function" if is_one else f"{len(ordered)} classes or functions", "is" if is_one else "are"
-        ),
+        what.format(*counted),
+        where=where,
         refused=refused,
         allow=allow,
         found=listed((f"{name} at {unique[name]}" if unique[name] else name for name in ordered), 10),
         remedy=remedy,
         options=options,
+        names=keys,
     )
 
 
@@ -288,37 +298,32 @@ def _refused_in(node: object) -> Iterator[Refused]:
         waiting += reversed([child for _, child in _children(node, bare=True)])
 
 
-_Build = Callable[[Sequence[torch.Tensor], dict[int, Any]], Any]
-"""Creates a value from the parts of a composite; the dict has the values that have been created, by key."""
-
-
-class _CompositeParts:
-    """The tensors that a composite consists of, and the functions that create its values from them."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[int, tuple[int, StoredTensor]] = {}
-        """The position and the description of each tensor, by the id of its node."""
-        self.names: dict[int, str] = {}
-        """The attributes that hold the tensors, by position."""
-        self.builds: dict[int, _Build] = {}
-        """By the id of the node."""
-
-
 class _Constructor:
-    def __init__(self, findings: Audit, path: str) -> None:
-        self.audit = findings
-        self.path = path
+    """Creates the values of a tree, or the value of a composite from its tensors."""
+
+    def __init__(
+        self,
+        findings: Audit,
+        path: str,
+        tree: "_Constructor | None" = None,
+        tensors: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        """For a composite, `tree` creates what holds no tensors, and `tensors` has its tensors by the ids of nodes."""
+        self.audit, self.path, self.tree = findings, path, tree
+        self.tensors = tensors
         self.values: dict[int, Any] = {}
         self.open: set[int] = set()
         self.keys = Keys()
 
     def make(self, node: object, path: Path) -> Any:
-        """The finished value of a node; containers keep their identity where possible."""
+        """The finished value of a node, which is the node itself where nothing in it has to be created."""
         flags, key = self.audit.flags(node), id(node)
         if key in self.audit.too_deep:
             what = f"a container within more than {MAX_DEPTH} others"
             return unsupported(what, "load it where it was written, and save it flatter")
-        if not flags & UNFINISHED:
+        if self.tree is not None and not flags & TENSOR:
+            return self.tree.make(node, path)
+        if self.tree is None and not flags & UNFINISHED:
             return node
         if key not in self.values:
             if key in self.open:
@@ -333,22 +338,20 @@ class _Constructor:
         if kind in MAPPINGS:
             return self.mapping(node, path)
         if kind is list or kind is tuple:
-            items = [self.make(item, (path, index)) for index, item in enumerate(node)]
-            if kind is tuple:
-                return tuple(items)
-            node[:] = items
-            return node
+            return kind(self.make(item, (path, index)) for index, item in enumerate(node))
         if kind is set or kind is frozenset:
             return kind(self.hashable(item, path) for item in node)
         if kind is Allowed:
             return node.real
         if kind is SafeGlobal:
             return Refused(node.name) if node.real is None else node.real
+        if self.tensors is not None and kind in (StoredTensor, Storage):
+            return _with_grad(self.tensors[id(node)], node)
         if kind is Storage:
             if node.dtype in QUANTIZED:
                 what, remedy = f"a quantized storage ({node.dtype})", "save the dequantize()d form of its tensor"
                 return unsupported(what, remedy)
-            return StoredTensor.view(node.dtype, (node.numel,), (1,), node.region, node.offset)
+            return _whole(node)
         if kind is StoredTensor:
             return replace(node, attributes=self.make(node.attributes, path))
         if kind is Refused:
@@ -357,8 +360,10 @@ class _Constructor:
         if flags & INERT:
             return _with_refused(node, node) or _within_itself(node)
         if kind is DeferredTensor:
-            return self.composite(node, path)
-        if flags & TENSOR:
+            if self.tree is None:
+                return self.composite(node, path)
+            return _with_grad(node.make(self.make(node.parts, path)), node)
+        if flags & TENSOR and self.tree is None:
             return unsupported(f"an object of {node.name} with tensors in it", "save the tensors beside it")
         try:
             args, kwargs = self.make(node.args, path), self.make(node.kwargs, path)
@@ -375,14 +380,12 @@ class _Constructor:
             raise self.failed(node.name, path, error) from error
 
     def mapping(self, node: Any, path: Path) -> Any:
-        items = [(self.hashable(key, path), self.make(value, (path, key))) for key, value in node.items()]
-        if any(new is not old for (new, _), old in zip(items, node, strict=True)):
-            node.clear()
-        for key, value in items:
-            node[key] = value
+        mapping = type(node)()
+        for key, value in node.items():
+            mapping[self.hashable(key, path)] = self.make(value, (path, key))
         if (versions := version_metadata(node)) is not None:
-            set_version_metadata(node, self.make(versions, (path, "_metadata")))
-        return node
+            set_version_metadata(mapping, self.make(versions, (path, "_metadata")))
+        return mapping
 
     def module_state(self, fields: dict[str, Any], path: Path) -> OrderedDict[str, object]:
         """The tensors of a pickled module whose class is not allowed, by the names in its `state_dict()`.
@@ -428,16 +431,28 @@ class _Constructor:
             remedy="use the version of the library that wrote it, or leave it out of what is allowed",
         )
 
-    # Tensors that consist of others.
-
     def composite(self, recipe: DeferredTensor, path: Path) -> StoredComposite:
-        parts = _CompositeParts()
-        create = self.build_of(recipe.parts, path, parts)
-        place, kind, count = f"{self.path}: {dotted(path)}", recipe.kind, len(parts.tensors)
+        """Describes a tensor that consists of others, which are found here and read later."""
+        parts: dict[int, StoredTensor] = {}
+        names: dict[int, str] = {}
+        waiting, seen = [recipe.parts], set[int]()
+        while waiting:
+            node: Any = waiting.pop()
+            if type(node) in (StoredTensor, Storage):
+                parts[id(node)] = replace(_whole(node), requires_grad=False, is_parameter=False)
+            elif not self.audit.flags(node) & TENSOR:
+                self.make(node, path)
+            elif id(node) not in seen:
+                seen.add(id(node))
+                children = list(_children(node, bare=True))
+                names |= {id(child): key for key, child in children if type(key) is str}
+                waiting += reversed([child for _, child in children])
+        place, kind = f"{self.path}: {dotted(path)}", recipe.kind
 
         def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             try:
-                return recipe.make(create(tensors, {}))
+                inner = _Constructor(self.audit, self.path, self, dict(zip(parts, tensors, strict=True)))
+                return recipe.make(inner.make(recipe.parts, path))
             except OpenError as error:
                 error.where = error.where or place
                 raise
@@ -449,70 +464,32 @@ class _Constructor:
                     remedy="use the version of the library that wrote it",
                 ) from error
 
-        are_named = len({*parts.names.values()}) == len(parts.names) == count
+        part_names = tuple(names[part] for part in parts if part in names)
         return StoredComposite(
             kind=kind,
             dtype=recipe.dtype,
             shape=recipe.shape,
-            parts=tuple(part for _, part in parts.tensors.values()),
+            parts=tuple(parts.values()),
             build=build,
             is_parameter=recipe.is_parameter,
             requires_grad=recipe.requires_grad,
-            part_names=tuple(parts.names[index] for index in range(count)) if are_named else (),
+            part_names=part_names if len(set(part_names)) == len(parts) else (),
         )
 
-    def build_of(self, node: object, path: Path, parts: _CompositeParts) -> _Build:
-        """The function that creates the value of a node; a shared node becomes one value in each composite."""
-        if not self.audit.flags(node) & TENSOR:
-            value = self.make(node, path)
-            return lambda tensors, created: value
-        key = id(node)
-        if key not in parts.builds:
-            create = self.new_build(node, path, parts)
 
-            def build(tensors: Sequence[torch.Tensor], created: dict[int, Any]) -> Any:
-                if key not in created:
-                    created[key] = create(tensors, created)
-                return created[key]
-
-            parts.builds[key] = build
-        return parts.builds[key]
-
-    def new_build(self, node: Any, path: Path, parts: _CompositeParts) -> _Build:
-        def all_of(nodes: Iterable[Any]) -> list[_Build]:
-            return [self.build_of(child, path, parts) for child in nodes]
-
-        kind = type(node)
-        if kind is Storage:
-            node = StoredTensor.view(node.dtype, (node.numel,), (1,), node.region, node.offset)
-            self.audit.keep.append(node)
-            kind = StoredTensor
-        if kind is StoredTensor:
-            plain = replace(node, requires_grad=False, is_parameter=False)
-            index, _ = parts.tensors.setdefault(id(node), (len(parts.tensors), plain))
-            return lambda tensors, _: _with_grad(tensors[index], node.is_parameter, node.requires_grad)
-        if kind in MAPPINGS:
-            keys, values = [self.hashable(key, path) for key in node], all_of(node.values())
-            for key, value in zip(keys, node.values(), strict=True):
-                if id(value) in parts.tensors and type(key) is str:
-                    parts.names[parts.tensors[id(value)][0]] = key
-            return lambda *made: {key: value(*made) for key, value in zip(keys, values, strict=True)}
-        if kind is list or kind is tuple:
-            items = all_of(node)
-            return lambda *made: kind(item(*made) for item in items)
-        if kind is DeferredTensor:
-            (inner,) = all_of([node.parts])
-            return lambda *made: _with_grad(node.make(inner(*made)), node.is_parameter, node.requires_grad)
-        if kind is DeferredCall:
-            args, kwargs, *rest = all_of(node.pieces)
-            return lambda *made: _filled(_created(node, args(*made), kwargs(*made)), *(piece(*made) for piece in rest))
-        raise DamagedFileError("the pickle is damaged: tensors where none can be", found=kind.__name__)
+def _whole(node: StoredTensor | Storage) -> StoredTensor:
+    """A tensor as it is; of a storage, the tensor of all its elements."""
+    if isinstance(node, StoredTensor):
+        return node
+    return StoredTensor.view(node.dtype, (node.numel,), (1,), node.region, node.offset)
 
 
-def _with_grad(tensor: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
-    if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad)
-    return tensor.detach().requires_grad_() if requires_grad else tensor
+def _with_grad(tensor: torch.Tensor, node: StoredTensor | Storage | DeferredTensor) -> torch.Tensor:
+    if isinstance(node, Storage):
+        return tensor
+    if node.is_parameter:
+        return torch.nn.Parameter(tensor, node.requires_grad)
+    return tensor.detach().requires_grad_() if node.requires_grad else tensor
 
 
 def _created(call: DeferredCall, args: Any, kwargs: Any) -> Any:

@@ -21,15 +21,14 @@ import torch
 
 from modelstate.errors import (
     DamagedFileError,
-    ForbiddenGlobalError,
     OpenError,
     UnsupportedTensorError,
 )
 from modelstate.formats import torch_zip
-from modelstate.formats.construct import construct
+from modelstate.formats.construct import construct, forbidden
 from modelstate.formats.recognise import Format, recognise
 from modelstate.formats.sharded import safe_paths
-from modelstate.formats.torch_globals import MAX_INDEX, TorchGlobals, dims, is_never
+from modelstate.formats.torch_globals import MAX_INDEX, TorchGlobals, dims
 from modelstate.formats.torch_zip import Archive
 from modelstate.formats.tree import Contents
 from modelstate.formats.unpickle import (
@@ -38,9 +37,8 @@ from modelstate.formats.unpickle import (
     unpickle,
 )
 from modelstate.io.files import FileFingerprint, SourceFile
-from modelstate.problems import option
 from modelstate.spec import Assemble, Refused, StoredComposite, StoredTensor
-from modelstate.text_format import excerpt, listed
+from modelstate.text_format import excerpt
 
 _DCP = "torch.distributed.checkpoint."
 _BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata."
@@ -115,7 +113,12 @@ def _read_metadata(file: SourceFile, *, allow: Sequence[object], skip_forbidden:
     try:
         value, end = unpickle(data, 0, _no_storage, names.find)
         if names.refused and not skip_forbidden:
-            raise _forbidden(names)
+            raise forbidden(
+                "the metadata asks for {} that {} not allowed",
+                path,
+                [(name, "") for name in sorted(names.refused)],
+                f'if you trust them: ms.load(model, ms.open("{os.path.dirname(path)}", allow={{}}))',
+            )
         if end != len(data):
             raise _damaged("it goes on after its end", f"{len(data) - end} more bytes")
         return _checked(value)
@@ -164,23 +167,6 @@ def _no_storage(key: tuple[object, ...]) -> object:
 
 def _damaged(what: str, found: object = "") -> DamagedFileError:
     return DamagedFileError(f"the metadata is damaged: {what}", found=found, remedy="copy the checkpoint again")
-
-
-def _forbidden(names: TorchGlobals) -> ForbiddenGlobalError:
-    refused = sorted(names.refused)
-    never = [name for name in refused if is_never(name)]
-    quoted = ", ".join(f'"{name}"' for name in refused)
-    return ForbiddenGlobalError(
-        "the metadata asks for classes or functions that are not allowed",
-        refused=[(name, "") for name in refused],
-        allow=() if never else refused,
-        expected="the classes of torch.distributed.checkpoint",
-        found=listed(refused, 10),
-        remedy=f"do not trust this checkpoint: {never[0]} has no place in its metadata"
-        if never
-        else f"if you know why they are there: ms.load(model, ms.open(path, allow=[{quoted}])); they are not made",
-        options="" if never else f"{option('--allow', *refused)} if you trust them; or --skip-forbidden",
-    )
 
 
 # Checking the description.

@@ -15,8 +15,6 @@ _BEGINNINGS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
 """The beginnings of the files of torch.save; a file that ends within one of them is cut short."""
 _FEW_BYTES = 2
 """A text of at most this length is not reported as text: it may be the beginning of a safetensors length."""
-_ZEROS_BYTES = 16 << 20
-"""The most bytes that are read to find out whether a file is all zeros."""
 
 
 class Format(Enum):
@@ -63,14 +61,9 @@ def recognise(head: bytes, path: str = "") -> Format | None:
         return Format.DCP
     if head.startswith((b"PK\3\4", b"PK\5\6")):
         return Format.TORCH_ZIP
-    if _MAGIC_PICKLE.match(head) or is_legacy_tar(head):
+    if _MAGIC_PICKLE.match(head):
         return Format.TORCH_LEGACY
     return Format.SAFETENSORS if _is_safetensors(head) else None
-
-
-def is_legacy_tar(head: bytes) -> bool:
-    """Whether a file with this beginning is the tar archive of PyTorch before 0.2."""
-    return head[257:262] == b"ustar" and head[:100].rstrip(b"\0") in (b"sys_info", b"pickle", b"tensors", b"storages")
 
 
 def _is_safetensors(head: bytes) -> bool:
@@ -106,6 +99,10 @@ _FLAX = (
     "restore it with flax.serialization.msgpack_restore(data), and save its arrays, flat by name, with "
     "safetensors.numpy.save_file"
 )
+_SAVED_AGAIN = (
+    "if you trust it, load it with torch.load(path, weights_only=False), which runs what it names, and save that with "
+    "torch.save"
+)
 _NPY = 'pass a mapping: {"name": torch.from_numpy(numpy.load(path))}'
 
 
@@ -122,6 +119,7 @@ _KINDS = (
     (rb"BZh[1-9]1AY&SY", "compressed with bzip2", f"bzip2 -d, or tar -xjf: {_UNPACK}"),
     (rb"\x04\x22\x4d\x18", "compressed with lz4", f"lz4 -d: {_UNPACK}"),
     (rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07", "a 7z or RAR archive", _UNPACK),
+    (rb"(?=.{257}ustar)(?:sys_info|pickle|tensors|storages)\0", "a checkpoint of PyTorch before 0.2", _SAVED_AGAIN),
     (rb".{257}ustar", "a tar archive", f"tar -xf: {_UNPACK}"),
     (rb"\x80[\x02-\x05]", "a plain pickle (not a file of torch.save)", _UNPICKLE),
     (rb"\((?:dp|lp)\d*\n|[\]}]q\0|c[\w.]+\n\w+\n", "a plain pickle of protocol 0 or 1", _UNPICKLE),
@@ -240,7 +238,13 @@ def _too_short(path: str, head: bytes) -> TruncatedFileError:
 
 def _unknown(path: str, head: bytes) -> UnknownFormatError | TruncatedFileError:
     if not head.strip(b"\0"):
-        return _zeros(path)
+        return UnknownFormatError(
+            "the file begins with zeros: its writer was stopped before it wrote, or the machine before the disk did",
+            where=path,
+            expected=_FORMATS,
+            found=f"its first {len(head):,} bytes are zero",
+            remedy="take an older checkpoint, or copy the file again",
+        )
     if len(head) > _FEW_BYTES and _is_text(head):
         return UnknownFormatError(
             "this is a text file",
@@ -258,26 +262,6 @@ def _unknown(path: str, head: bytes) -> UnknownFormatError | TruncatedFileError:
         found=f"a file that begins with {head[:16].hex(' ')} ({excerpt(head[:16])})",
         remedy="compare its size and its SHA-256 with those of the original; if they are right, convert it to "
         "safetensors with what wrote it",
-    )
-
-
-def _zeros(path: str) -> UnknownFormatError:
-    with SourceFile(path) as file:
-        nbytes, begin = file.nbytes, 0
-        while begin < min(nbytes, _ZEROS_BYTES):
-            piece = file.read(begin, min(1 << 20, nbytes - begin), "its content")
-            begin += len(piece) - len(piece.lstrip(b"\0"))
-            if piece.strip(b"\0"):
-                break
-    found = (
-        f"all its {nbytes:,} bytes are zero" if begin == nbytes else f"the first {begin:,} of {nbytes:,} bytes are zero"
-    )
-    return UnknownFormatError(
-        "the file is empty space: its writer was stopped before it wrote, or the machine before the disk did",
-        where=path,
-        expected=_FORMATS,
-        found=found,
-        remedy="take an older checkpoint, or copy the file again",
     )
 
 

@@ -1,6 +1,7 @@
 """The safetensors format: length of the header, JSON header, bytes of the tensors; reader and writer.
 
-The format is that of https://github.com/huggingface/safetensors, and a file that its library refuses is refused here.
+The format is that of https://github.com/huggingface/safetensors, and a file that its library refuses is refused here,
+but for the number -0.
 This reader is stricter in these points: it refuses a tensor name or a key of `__metadata__` that appears twice; fields
 other than the three of the format, since they could change the meaning of the bytes; an entry that is written as an
 array; more than `MAX_ENTRIES` entries; and shapes that no tensor of PyTorch can have (over 1,024 dimensions, sizes that
@@ -20,7 +21,6 @@ Invariants:
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -93,7 +93,6 @@ _WITHOUT_DTYPE = {"F6_E2M3", "F6_E3M2"}
 
 METADATA_NAME = "__metadata__"
 """The entry of the header that has text instead of a tensor."""
-_MOST_INT_DIGITS = 19
 
 Members = tuple[tuple[str, object], ...]
 """A JSON object as its pairs, so that a repeated key is noticed. A JSON array is a list."""
@@ -181,16 +180,9 @@ class JsonLimitError(JsonError):
 
 def parse_object(text: bytes) -> Members:
     """Parses a JSON object of UTF-8. The caller has limited its parts. Raises `JsonError`."""
-    # An integer "-0" would become 0, and one of thousands of digits is an error of Python.
-    parse_int = _exact_int if b"-" in text and b"-0" in text else int
     try:
         string = text.decode()
-        try:
-            value = json.loads(string, object_pairs_hook=tuple, parse_int=parse_int)
-        except (JsonError, json.JSONDecodeError):
-            raise
-        except ValueError:
-            value = json.loads(string, object_pairs_hook=tuple, parse_int=_exact_int)
+        value = json.loads(string, object_pairs_hook=tuple)
     except UnicodeDecodeError as error:
         raise JsonError("it is not UTF-8", excerpt(text[error.start : error.start + 60]), at=error.start) from None
     except RecursionError:
@@ -199,15 +191,11 @@ def parse_object(text: bytes) -> Members:
         # Without its cause, which keeps the whole text in memory.
         what = error.msg[:1].lower() + error.msg[1:]
         raise JsonError(what, printable(string[error.pos : error.pos + 60]) or "the end", at=error.pos) from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise JsonError("a number has too many digits", str(error)[:60]) from None
     if not isinstance(value, tuple):
         raise JsonError("not a JSON object", excerpt(text[:60]) or "the end", "{", at=0)
     return value
-
-
-def _exact_int(text: str) -> int:
-    if text == "-0":
-        raise JsonError("a number is -0", text, "whole numbers from 0")
-    return int(text) if len(text) <= _MOST_INT_DIGITS else 2**64
 
 
 def strings_of(members: object, limit: int, different: int = MAX_ENTRIES) -> dict[str, str]:
@@ -275,7 +263,6 @@ def _parse_header(header: bytes, path: str, begin: int, file_bytes: int) -> tupl
     return StoredTensors(rows, columns), metadata
 
 
-_MINUS_ZERO = rb"[\[,:]\s*-0"
 _Texts = tuple[str, ...]
 _Shapes = Sequence[tuple[int, ...]]
 _Numbers = tuple[int, ...]
@@ -308,8 +295,8 @@ def _usual_header(header: bytes) -> tuple[list[str], _Columns, dict[str, str]] |
     parser keeps only the last of equal keys, and passes over keys that an entry must not have. So that neither goes
     unnoticed, the quotation marks are counted: each key and each text has two. It refuses half of a surrogate pair.
     """
-    if b"\\\\" in header or (b"-0" in header and re.search(_MINUS_ZERO, header)):
-        return None  # a quotation mark after two backslashes ends a text; -0 is no whole number from 0
+    if b"\\\\" in header:
+        return None  # a quotation mark after two backslashes ends a text
     try:
         entries = _entries_of(header)
         has_metadata = entries.pop(METADATA_NAME, None) is not None

@@ -13,7 +13,6 @@ import math
 import pkgutil
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -115,7 +114,7 @@ class TorchGlobals:
 
     def find(self, name: str) -> object:
         """Returns what a name stands for; a `Refused` if it is not allowed."""
-        known = _builtin().get(name)
+        known = BUILTIN.get(name)
         if known is None and not {name, *_moved(name)} & (self.by_name.keys() | self.to_import):
             known = NUMPY.get(name)  # what the caller allows by name is called as it is
         if known is not None:
@@ -172,27 +171,6 @@ def _named(entry: object) -> tuple[str, object] | None:
     return (f"{module}.{name}", entry) if isinstance(module, str) and isinstance(name, str) else None
 
 
-@cache
-def _builtin() -> dict[str, object]:
-    """Every name that is always allowed, except the storage classes."""
-    names: dict[str, object] = {f"torch.{k}": v for k, v in vars(torch).items() if isinstance(v, torch.dtype)}
-
-    def add(name: str, call: Callable[..., object] | None, real: object = None, copies: bool = False) -> None:
-        names[name] = SafeGlobal(name, call, real=real, copies=copies)
-
-    for name, (call, real) in _VALUES.items():
-        add(name, call, real, copies=True)
-    for name, call in FUNCTIONS.items():
-        add(name, call)
-    for scheme in ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric"):
-        names[f"torch.{scheme}"] = getattr(torch, scheme)
-    names["torch.per_channel_affine_float_qparams"] = torch.per_channel_affine_float_qparams
-    add("torch.Tensor", None, torch.Tensor)
-    add("torch.nn.parameter.Parameter", None, torch.nn.Parameter)
-    names["torch.nn.Parameter"] = names["torch.nn.parameter.Parameter"]
-    return names
-
-
 # Functions that create plain values. Each copies at most its arguments.
 
 
@@ -205,57 +183,27 @@ def _items(values: object) -> list[object]:
     return items
 
 
-def _ordered_dict(pairs: object = ()) -> OrderedDict[object, object]:
-    if type(pairs) is dict or pairs == ():
+def _ordered_dict(pairs: Any = ()) -> OrderedDict[object, object]:
+    if type(pairs) is dict:
         return OrderedDict(pairs)
-    mapping: OrderedDict[object, object] = OrderedDict()
-    keys = Keys()
-    if not isinstance(pairs, list | tuple):
-        raise damaged("a dict from a value that is not a list", type(pairs).__name__)
-    for pair in pairs:
-        if type(pair) not in (list, tuple) or len(pair) != 2:
-            raise damaged("a dict from items that are not pairs", type(pair).__name__)
-        keys.check(pair[0])
-        mapping[pair[0]] = pair[1]
-    return mapping
+    if type(pairs) not in (list, tuple) or not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
+        raise damaged("a dict from items that are not pairs", type(pairs).__name__)
+    return OrderedDict(zip(_items([key for key, _ in pairs]), [value for _, value in pairs], strict=True))
 
 
-def _counter(counts: object = None) -> Counter[object]:
-    counter: Counter[object] = Counter()
-    if type(counts) is dict:
-        dict.update(counter, counts)
-    elif counts is not None:
-        raise damaged("counts that are not a dict", type(counts).__name__)
-    return counter
+def _counter(*counts: object) -> Counter[object]:
+    return Counter(*(_typed(part, dict, "counts that are not a dict") for part in counts))
 
 
-def _encode(text: str, encoding: str = "utf-8") -> bytes:
-    if encoding not in ("latin1", "latin-1", "utf-8", "utf8", "ascii"):
-        raise damaged("bytes in an encoding that pickle does not use", encoding)
-    return codecs.encode(text, encoding)
-
-
-def _bytearray(value: object = b"", encoding: str = "latin-1") -> bytearray:
+def _raw(value: object = b"", encoding: str = "latin-1") -> bytes:
     if isinstance(value, str):
-        return bytearray(_encode(value, encoding))
+        if encoding not in ("latin1", "latin-1", "utf-8", "utf8", "ascii"):
+            raise damaged("bytes in an encoding that pickle does not use", encoding)
+        return value.encode(encoding)
     if not isinstance(value, bytes | bytearray):
         # A number would be taken as the size to allocate.
-        raise damaged("a bytearray from a value that is not bytes", type(value).__name__)
-    return bytearray(value)
-
-
-def _bytes(value: object = b"") -> bytes:
-    return bytes(_bytearray(value))
-
-
-def _complex(real: float = 0.0, imaginary: float = 0.0) -> complex:
-    if type(real) not in (int, float) or type(imaginary) not in (int, float):
-        raise damaged("a complex number from values that are not numbers")
-    return complex(real, imaginary)
-
-
-def _size(values: object = ()) -> torch.Size:
-    return torch.Size(dims(values))
+        raise damaged("bytes from a value that is not bytes", type(value).__name__)
+    return bytes(value)
 
 
 def _layout(name: object) -> torch.layout:
@@ -270,11 +218,11 @@ _VALUES: dict[str, tuple[Callable[..., object], object]] = {
     "collections.Counter": (_counter, Counter),
     "builtins.set": (lambda values=(): set(_items(values)), set),
     "builtins.frozenset": (lambda values=(): frozenset(_items(values)), frozenset),
-    "builtins.bytearray": (_bytearray, bytearray),
-    "builtins.bytes": (_bytes, bytes),
-    "builtins.complex": (_complex, complex),
-    "_codecs.encode": (_encode, codecs.encode),
-    "torch.Size": (_size, torch.Size),
+    "builtins.bytearray": (lambda *args: bytearray(_raw(*args)), bytearray),
+    "builtins.bytes": (_raw, bytes),
+    "builtins.complex": (complex, complex),
+    "_codecs.encode": (_raw, codecs.encode),
+    "torch.Size": (lambda values=(): torch.Size(dims(values)), torch.Size),
     "torch.device": (lambda kind, *index: torch.device(kind, *index), torch.device),
     "torch.serialization._get_layout": (_layout, None),
 }
@@ -330,17 +278,20 @@ def _typed(value: object, kind: type[_T], what: str) -> _T:
     return value
 
 
-def _strided(
+def _tensor_v2(
     storage: object,
     offset: object,
     size: object,
     stride: object,
-    requires_grad: object,
-    dtype: torch.dtype,
-    metadata: object,
+    requires_grad: object = False,
+    hooks: object = None,
+    metadata: object = None,
+    dtype: torch.dtype | None = None,
 ) -> Rebuilt:
+    """`torch._utils._rebuild_tensor_v2`, which rebuilds nearly every tensor since torch 0.4."""
     if type(storage) is not Storage:
         raise damaged("a tensor without a storage", type(storage).__name__)
+    dtype = storage.dtype if dtype is None else dtype
     if dtype in QUANTIZED:
         return unsupported(f"a quantized tensor ({dtype})", _QUANTIZED)
     try:
@@ -378,32 +329,11 @@ def _with_bits(stored: StoredTensor, metadata: object) -> Rebuilt:
     return DeferredTensor(f"{kind} view", stored.dtype, stored.shape, (plain,), make, stored.requires_grad)
 
 
-def _tensor_v2(
-    storage: object,
-    offset: object,
-    size: object,
-    stride: object,
-    requires_grad: object = False,
-    hooks: object = None,
-    metadata: object = None,
-) -> Rebuilt:
-    """`torch._utils._rebuild_tensor_v2`, which rebuilds nearly every tensor since torch 0.4."""
-    dtype = storage.dtype if type(storage) is Storage else torch.uint8
-    return _strided(storage, offset, size, stride, requires_grad, dtype, metadata)
-
-
-def _tensor_v3(
-    storage: object,
-    offset: object,
-    size: object,
-    stride: object,
-    requires_grad: object,
-    hooks: object,
-    dtype: object,
-    metadata: object = None,
-) -> Rebuilt:
-    """Rebuilds tensors of dtypes without a storage class of their own, such as fp8."""
-    return _strided(storage, offset, size, stride, requires_grad, _dtype(dtype), metadata)
+def _tensor_v3(*args: Any) -> Rebuilt:
+    """As `_tensor_v2`, for dtypes without a storage class of their own, such as fp8: the dtype is before `metadata`."""
+    storage, offset, size, stride, requires_grad, hooks, dtype, *rest = args
+    metadata = rest[0] if rest else None
+    return _tensor_v2(storage, offset, size, stride, requires_grad, hooks, metadata, _dtype(dtype))
 
 
 def _dtype(value: object) -> torch.dtype:
@@ -617,3 +547,13 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "torch.tensor._rebuild_from_type_v2": _from_type,
     "torch.tensor._rebuild_from_type": _from_type,
 }
+
+BUILTIN: dict[str, object] = {
+    **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype | torch.qscheme)},
+    **{name: SafeGlobal(name, call, real, copies=True) for name, (call, real) in _VALUES.items()},
+    **{name: SafeGlobal(name, call) for name, call in FUNCTIONS.items()},
+    "torch.Tensor": SafeGlobal("torch.Tensor", real=torch.Tensor),
+    "torch.nn.parameter.Parameter": SafeGlobal("torch.nn.parameter.Parameter", real=torch.nn.Parameter),
+    "torch.nn.Parameter": SafeGlobal("torch.nn.parameter.Parameter", real=torch.nn.Parameter),
+}
+"""Every name that is always allowed, except the storage classes and those of NumPy."""

@@ -14,7 +14,7 @@ from modelstate.errors import (
     UnsupportedTensorError,
 )
 from modelstate.formats.construct import construct
-from modelstate.formats.recognise import LEGACY_MAGIC, is_legacy_tar
+from modelstate.formats.recognise import LEGACY_MAGIC
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
 from modelstate.formats.tree import Contents
 from modelstate.formats.unpickle import (
@@ -41,12 +41,6 @@ def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool
     the arguments and errors see `modelstate.formats.torch_zip.read`.
     """
     path = file.path
-    if is_legacy_tar(file.head):
-        raise UnknownFormatError(
-            "a checkpoint of PyTorch before 0.2, which modelstate does not read",
-            where=path,
-            remedy="if you trust it, load it with torch.load(path, weights_only=False) and save it with torch.save",
-        )
     try:
         return Contents(FORMAT, _tree(file, allow, skip_forbidden), {path: file.fingerprint})
     except OpenError as error:
@@ -173,17 +167,9 @@ class _StreamStorages:
         storage = self.located.get(name)
         if storage is None:
             raise DamagedFileError("a storage is missing", expected=f"storage {name}")
-        itemsize = cls.dtype.itemsize
         offset = 0
         if view is not None:
             if type(view) is not tuple or len(view) != 3 or {type(view[1]), type(view[2])} != {int}:
                 raise damaged("the view of a storage is not valid")
             _, offset, numel = view
-        if not 0 <= offset <= offset + numel or (offset + numel) * itemsize > storage.region.nbytes:
-            raise DamagedFileError(
-                "a view leaves its storage",
-                where=f"storage {name}",
-                expected=f"an end within {storage.region.nbytes} bytes",
-                found=f"{numel} elements of {cls.dtype} from element {offset}",
-            )
         return replace(storage, dtype=cls.dtype, offset=offset, numel=numel)

@@ -28,7 +28,7 @@ from modelstate.formats.block_writer import LazyTensor, check_repeated, threads_
 from modelstate.formats.construct import construct, refusal
 from modelstate.formats.safetensors import listed_problems
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
-from modelstate.formats.tree import Checksums, Contents, flatten, items_of, leaves, refused_in
+from modelstate.formats.tree import Checksums, Contents, flatten, items_of, leaves, map_leaves, refused_in
 from modelstate.formats.unpickle import (
     Storage,
     check_protocol,
@@ -45,7 +45,6 @@ from modelstate.process import deferred_signals
 from modelstate.spec import Refused
 from modelstate.text_format import excerpt, listed
 from modelstate.torch_compat.plain import remedies_for, why_not_saved
-from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 FORMAT = "torch zip"
 
@@ -382,54 +381,32 @@ def _without_lazy_tensors(
     torch.save needs all tensors at once. The mapped tensors are in memory only as far as the pages of a file are. The
     file is removed from its directory before the block begins.
     """
-    lazy: dict[object, LazyTensor] = {}
-    names: dict[object, str] = {}
-    for name, tensor in _lazy_tensors(state):
-        lazy.setdefault(tensor.key, tensor)
-        names.setdefault(tensor.key, name)
-    if not lazy:
+    named = {name: value for name, value in leaves(state) if isinstance(value, LazyTensor)}
+    if not named:
         yield state
         return
+    first = {tensor.key: name for name, tensor in reversed(named.items())}
     # Tensors with wide elements come first, so that every tensor lies at a multiple of its element size.
-    ordered = sorted(lazy.items(), key=lambda item: -item[1].itemsize)
-    check_repeated({names[key]: tensor for key, tensor in ordered}, path)
-    threads = threads_within({names[key]: tensor for key, tensor in ordered}, max_memory_bytes, path)
-    end = sum(tensor.nbytes for _, tensor in ordered)
+    lazy = {name: named[name] for name in sorted(first.values(), key=lambda name: -named[name].itemsize)}
+    check_repeated(lazy, path)
+    threads = threads_within(lazy, max_memory_bytes, path)
+    end = sum(tensor.nbytes for tensor in lazy.values())
     # Only this process reads the file.
     with write_errors(path), unfinished_file(path, 0o600, lock_timeout_seconds) as output:
         output.reserve(end)
-        write_blocks(output, 0, [tensor for _, tensor in ordered], threads, on_written)
+        write_blocks(output, 0, [*lazy.values()], threads, on_written)
         memory = mmap.mmap(output.descriptor, end, mmap.MAP_PRIVATE) if end else b""
         system.unlink(output.path)
         output.is_synced = True  # the file is not needed after a crash
     tensors, offset = {}, 0
-    for key, tensor in ordered:
+    for tensor in lazy.values():
         if count := tensor.numel():
             flat = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset)
-            tensors[key] = flat.view(tensor.shape)
+            tensors[tensor.key] = flat.view(tensor.shape)
         else:
-            tensors[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            tensors[tensor.key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         offset += tensor.nbytes
-    yield _replaced(state, tensors)
-
-
-def _lazy_tensors(node: object) -> Iterator[tuple[str, LazyTensor]]:
-    return ((name, value) for name, value in leaves(node) if isinstance(value, LazyTensor))
-
-
-def _replaced(node: Any, tensors: Mapping[object, torch.Tensor]) -> Any:
-    """The tree with `tensors` in place of the lazy tensors; containers without lazy tensors are not copied."""
-    if isinstance(node, LazyTensor):
-        return tensors[node.key]
-    if next(_lazy_tensors(node), None) is None:
-        return node
-    if isinstance(node, Mapping):
-        copy: Any = type(node)()
-        copy.update((key, _replaced(value, tensors)) for key, value in node.items())
-        if (versions := version_metadata(node)) is not None:
-            set_version_metadata(copy, versions)
-        return copy
-    return type(node)(_replaced(value, tensors) for value in node)
+    yield map_leaves(state, lambda _, leaf: tensors[leaf.key] if isinstance(leaf, LazyTensor) else leaf)
 
 
 _MOST_PENDING = 1 << 20

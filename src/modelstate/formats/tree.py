@@ -123,7 +123,7 @@ def map_leaves(node: Any, function: Callable[[tuple[object, ...], Any], Any], pa
             where=".".join(map(str, path[:4])),
             expected=f"at most {_MAX_LEVELS} levels",
         )
-    if type(node) in (dict, OrderedDict, defaultdict):
+    if type(node) in (dict, OrderedDict, defaultdict, Counter):
         new = copy(node)
         for key, child in node.items():
             new[key] = map_leaves(child, function, (*path, key))

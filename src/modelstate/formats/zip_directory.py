@@ -4,7 +4,6 @@ The reader of the standard library takes a second for 20,000 records, accepts si
 not tell where the data of a record begins.
 """
 
-import re
 import shlex
 import struct
 import zlib
@@ -18,7 +17,6 @@ from modelstate.errors import (
 )
 from modelstate.io.files import SourceFile
 from modelstate.spec import GAP_BYTES, ByteRange, Checksum
-from modelstate.text_format import short_repr
 
 _END = struct.Struct("<4s4H2IH")
 _END64_LOCATOR = struct.Struct("<4sIQI")
@@ -28,8 +26,6 @@ _LOCAL = struct.Struct("<4s2x2H8x2I2H")
 _MAX_COMMENT = 0xFFFF
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _SIZES_FOLLOW, _IS_UTF8 = 0x1, 0x8, 0x800
-_LEADS_OUT = re.compile(r"[\\\0]|\.\.|(?:\A|\n)(?:/|.:)", re.DOTALL)
-"""Matches in names that are joined by line breaks where one of them may lead out of the archive."""
 _ALIGN_BYTES = 64
 """The alignment of the data that torch writes."""
 _TOGETHER_BYTES = 8 << 10
@@ -175,19 +171,7 @@ class ZipDirectory:
         if len(set(names)) < count:
             twice = next(name for name, times in Counter(names).items() if times > 1)
             raise DamagedFileError("a record stands twice in the archive", where=self.file.path, found=twice)
-        if _LEADS_OUT.search("\n".join(names)):
-            self._check_names(names)
         return entries
-
-    def _check_names(self, names: Iterable[str]) -> None:
-        for name in names:
-            if "\\" in name or name[:1] == "/" or name[1:2] == ":" or "\0" in name or ".." in name.split("/"):
-                raise DamagedFileError(
-                    "a record of the archive has a name that leads out of it",
-                    where=self.file.path,
-                    found=short_repr(name),
-                    remedy="do not trust this file, and do not unpack it",
-                )
 
     def _zip64(self, name: str, extra: bytes, *fields: int) -> list[int]:
         """The fields of an entry, with those that exceed 32 bits from its extra field, where they are in this order."""
