@@ -27,7 +27,6 @@ import torch
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ComparisonError, MemoryBudgetError, UnsupportedTensorError
 from modelstate.formats.block_writer import check_expanded
-from modelstate.formats.torch_globals import SPARSE_PARTS
 from modelstate.io.blocks import Block, Part, Wanted, stream
 from modelstate.io.engine import ReadStrategy, read_ranges, read_threads
 from modelstate.io.files import FileFingerprint
@@ -50,7 +49,7 @@ from modelstate.spec import (
 )
 from modelstate.text_format import count, listed, printable
 from modelstate.torch_compat.dtypes import QUANTIZED
-from modelstate.torch_compat.plain import has_its_memory, is_plain, is_plain_memory, remedies_for
+from modelstate.torch_compat.plain import SPARSE_PARTS, has_its_memory, is_plain, is_plain_memory, remedies_for
 
 _BLOCK_BYTES = 4 << 20
 """What a thread reads at once, of all operands together."""

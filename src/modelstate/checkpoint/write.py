@@ -20,10 +20,8 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import KeyNotFoundError, OptionError, SourceTypeError, TargetExistsError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
-from modelstate.formats.construct import refusal
 from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX
-from modelstate.formats.torch_zip import write_torch_file
 from modelstate.formats.tree import EXTRA_STATE, empty_like, is_container, leaves, rebuild, refused_in, subtree
 from modelstate.formats.writing import CheckpointWriter, Files, write_checkpoint
 from modelstate.html.page import ColumnKind, Page, Shown
@@ -110,6 +108,8 @@ class LazyStateBuilder:
             return mapping
         items = [self.node(item, f"{path}.{index}" if path else str(index)) for index, item in enumerate(node)]
         if any(isinstance(item, Refused) for item in items):
+            from modelstate.formats.construct import refusal
+
             raise refusal(self._left_out, self._checkpoint.source)  # without them, the others had another index
         return items if isinstance(node, list) else tuple(items)
 
@@ -190,6 +190,8 @@ class LazyStateBuilder:
         Raises the error of a value that is not read although no class of it was skipped.
         """
         if flawed := {path: value for path, value in self._left_out.items() if value.error is not None}:
+            from modelstate.formats.construct import refusal
+
             error = refusal(flawed, self._checkpoint.source)
             values = self._checkpoint.flat.values
             names = [name for name in values if any(f"{path}.".startswith(f"{name}.") for path in flawed)]
@@ -338,6 +340,8 @@ def write_state(
     overwrite, lock_timeout_seconds = options.overwrite, options.lock_timeout_seconds
     attached = source.attached if options.extra is None else options.extra
     if options.format == "torch":
+        from modelstate.formats.torch_zip import write_torch_file
+
         written = [leaf for _, leaf in leaves(source.state) if isinstance(leaf, torch.Tensor | LazyTensor)]
         # A lazy module of torch has tensors without a shape.
         sized = (tensor for tensor in written if isinstance(tensor, LazyTensor) or not is_lazy(tensor))

@@ -39,6 +39,7 @@ from modelstate.formats.unpickle import (
 from modelstate.spec import Refused, StoredTensor
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import QUANTIZED
+from modelstate.torch_compat.plain import SPARSE_PARTS
 from modelstate.torch_compat.private import wrapper_subclass
 
 _QUANTIZED = (
@@ -362,15 +363,6 @@ def _with_attributes(tensor: StoredTensor | DeferredTensor, state: object) -> Re
     if not isinstance(attributes, dict) or not all(type(key) is str for key in attributes):
         raise damaged("attributes that are not a dict")
     return replace(tensor, attributes=attributes)
-
-
-SPARSE_PARTS = {
-    torch.sparse_coo: ("indices", "values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
 
 
 def _sparse(layout: object, data: object) -> Rebuilt:

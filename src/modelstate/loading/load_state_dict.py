@@ -11,7 +11,6 @@ from torch import nn
 
 from modelstate.arguments import checked_call
 from modelstate.errors import keep_interrupt
-from modelstate.formats.construct import refusal
 from modelstate.formats.tree import refused_in
 from modelstate.planning.assignment import copy_cannot_fail
 from modelstate.planning.options import check_model
@@ -119,6 +118,8 @@ class _TorchSink:
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
         if unread := refused_in(value, key):
+            from modelstate.formats.construct import refusal
+
             raise refusal(unread, "the state dict")
         module.set_extra_state(value)
 

@@ -21,7 +21,6 @@ from modelstate.checkpoint.open import patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.distributed.reports import Digest
 from modelstate.errors import OptimizerStateError, OptionError
-from modelstate.formats.construct import refusal
 from modelstate.formats.tree import map_leaves, refused_in
 from modelstate.loading.collective import before_call, described, text_of
 from modelstate.objects.optimizer_values import (
@@ -192,6 +191,8 @@ def load_optimizer_state(
             may_miss = patterns_of("allow_missing", allow_missing)
             given = [state, patterns, may_miss, text_of(rules)]
             if found := refused_in(state):
+                from modelstate.formats.construct import refusal
+
                 raise refusal(found, "the state")
             planned = plan_by_name(
                 model,

@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 from modelstate.arguments import check_choice, check_integer, checked_call, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import check_budget_option, patterns_of
-from modelstate.comparison.diff import diff as diff_checkpoints
-from modelstate.comparison.result import Diff
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.distributed.reports import Digest
-from modelstate.distributed.uploading import writer_of
-from modelstate.distributed.writing import CollectiveWriter
+from modelstate.distributed.writing import CollectiveWriter, writer_of
 from modelstate.errors import (
     BackgroundCancelledError,
     OptionError,
@@ -55,6 +52,8 @@ from modelstate.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
+
+    from modelstate.comparison.result import Diff
 
 _logger = logging.getLogger(__name__)
 
@@ -483,7 +482,7 @@ class Store(Shown):
         only: Iterable[str] = (),
         values: bool = True,
         max_memory_bytes: int | None = None,
-    ) -> Diff:
+    ) -> "Diff":
         """Compares two checkpoints of the store, with all their objects: see `modelstate.diff`.
 
         The names begin with the path of an object, such as "model.weight". Tensors that are the same in both steps are
@@ -509,6 +508,8 @@ class Store(Shown):
             >>> store.diff(1000, 2000, only=["model.*"]).is_equal
             False
         """
+        from modelstate.comparison.diff import diff
+
         self.wait()
 
         def attempt(entry: StepEntry) -> Checkpoint:
@@ -516,9 +517,7 @@ class Store(Shown):
 
         first, second = (self.index.first_usable(step, attempt)[0] for step in (a, b))
         # With a key, all objects are compared, even if no name is in both.
-        return diff_checkpoints(
-            first, second, key=(None, None), only=only, values=values, max_memory_bytes=max_memory_bytes
-        )
+        return diff(first, second, key=(None, None), only=only, values=values, max_memory_bytes=max_memory_bytes)
 
     def _agreement(self, objects: object, call: str) -> Agreement:
         """Returns the ranks that save and restore these objects together; `call` is the call of all ranks, for errors.

@@ -147,7 +147,14 @@ def why_not_saved(tensor: torch.Tensor) -> str:
     return "" if is_plain_or_sparse(tensor) else why_not_plain(tensor)
 
 
-_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+SPARSE_PARTS = {
+    torch.sparse_coo: ("indices", "values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""The methods that return the parts of a sparse tensor, by its layout."""
 
 
 def is_plain_or_sparse(tensor: torch.Tensor) -> bool:
@@ -157,7 +164,7 @@ def is_plain_or_sparse(tensor: torch.Tensor) -> bool:
     if not why_not_plain(tensor):
         return True
     is_own_class = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return is_own_class and not is_fake(tensor) and not tensor.is_meta and tensor.layout in _SPARSE
+    return is_own_class and not is_fake(tensor) and not tensor.is_meta and tensor.layout in SPARSE_PARTS
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
@@ -233,11 +240,7 @@ def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Returns the indices and the values of a sparse tensor; an empty list for another layout."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
+    return [getattr(tensor, name)() for name in SPARSE_PARTS.get(tensor.layout, ())]
 
 
 def in_a_row(tensor: torch.Tensor, first: int = 0, end: int | None = None) -> torch.Tensor:
