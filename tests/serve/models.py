@@ -179,3 +179,25 @@ def randomised(module: nn.Module, seed: int = 7) -> nn.Module:
         for tensor in module.parameters():
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return module
+
+
+X_OF_TIED = torch.ones(4, 8)
+
+
+class Tied(nn.Module):
+    """Answers with its weights, all of which are k in version k."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(8, 8))
+        self.bias = nn.Parameter(torch.ones(8, 8))
+        self.again = self.a
+        self.register_buffer("c", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(x @ self.a) / 8, (x @ self.bias) / 8, (x @ self.again) / 8, self.c.expand(4, 8) * x])
+
+
+def tied_state(k: float = 2, **changes: Any) -> dict[str, Any]:
+    """A state dict of `Tied` whose every element is k, with changes; None leaves a name out."""
+    return {name: value for name, value in {**weights_of(Tied(), k), **changes}.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Weights that may not serve, canaries, and what is undone: `test_bad_weights_processes` has the rest."""
+"""Weights that may not serve, canaries, and what is undone; `test_refused` has the rest."""
 
 import errno
 import time
@@ -13,13 +13,25 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from tests.faults import faulty_reads
-from tests.serve.bad_weights import Named, Tied, X, state, views_of_one_buffer
+from tests.serve.models import X_OF_TIED as X
+from tests.serve.models import Tied
+from tests.serve.models import tied_state as state
 from tests.serve.targets import KINDS, buffer_of, module_of, target_of
+
+
+def views_of_one_buffer() -> dict[str, torch.Tensor]:
+    flat = torch.full((8 * 8 * 2 + 8,), 2.0)
+    a, b, c = flat.split([64, 64, 8])
+    return {"a": a.view(8, 8), "again": a.view(8, 8), "bias": b.view(8, 8), "c": c}
+
+
+class Named(torch.Tensor):
+    """A class whose answers would be of that class, too."""
 
 
 def test_what_is_refused_by_choice_only() -> None:
     live = ms.Live(Tied().eval())
-    flat = views_of_one_buffer(Path())
+    flat = views_of_one_buffer()
     flat["bias"] = flat["bias"].half()
     with pytest.raises(errors.WeightsError):
         live.swap(flat)

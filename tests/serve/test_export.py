@@ -27,13 +27,11 @@ from modelstate.errors import (
     UnsavableError,
     WriteFailedError,
 )
-from modelstate.formats import torch_zip
 from modelstate.io import system
 from modelstate.serve import export as exporting
 from modelstate.serve.program_file import NAME
 from tests.serve.models import Decoder, Everything, Fused, Nested, Small, randomised
 from tests.serve.packages import linear_package, needs_aoti, package_of, package_of_torch
-from tests.sweeps import interrupted_in, spread
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 
@@ -425,20 +423,3 @@ def test_a_flipped_bit_in_any_part(path: Path, kind: str) -> None:
         with pytest.raises((ChecksumError, DamagedFileError)) as caught:
             ms.Live(path)
         assert record.filename in str(caught.value)
-
-
-@pytest.mark.slow
-def test_interrupts_while_torch_writes(path: Path) -> None:
-    model = nn.Linear(600, 600).eval()
-
-    def count(number: int) -> int:
-        with interrupted_in(torch_zip.__file__, number) as found:
-            ms.export(model, (torch.ones(2, 600),), path, overwrite=True)
-        return found.count
-
-    total = count(0)
-    path.unlink()
-    for number in spread(range(1, total + 1), 10):
-        with pytest.raises(KeyboardInterrupt):
-            count(number)
-        assert os.listdir(path.parent) == []

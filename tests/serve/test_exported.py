@@ -46,14 +46,6 @@ def test_without_names_only_the_programs_own_are_taken() -> None:
     live.swap(ms.serve.runtime_state(Decoder()))
 
 
-def test_a_typo_is_listed_on_both_sides() -> None:
-    module = Decoder()
-    state = dict(module.state_dict())
-    state["tok.wieght"] = state.pop("tok.weight")
-    with pytest.raises(ms.PlanError, match=r"(?s)lacks \(1\):\s+tok\.weight .*lacks \(1\):\s+tok\.wieght "):
-        ms.Live(exported(module), names=ms.serve.NameMap.of(module)).swap(state)
-
-
 def test_names_of_another_module_are_refused() -> None:
     for names in (ms.serve.NameMap.of(Nested()), Nested()):
         with pytest.raises(LiveTargetError, match="another module"):

@@ -168,6 +168,3 @@ def test_reading_takes_no_lock_and_writes_nothing(tmp_path: Path) -> None:
         assert {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]} == before
         save(writer, 2)
     assert actions(following) == [("swapped", 2)]
-
-
-# What is quarantined.

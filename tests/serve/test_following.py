@@ -132,24 +132,6 @@ def test_what_another_process_saves_serves_and_no_request_fails(tmp_path: Path) 
     assert not following.is_running
 
 
-@pytest.mark.slow
-def test_a_store_that_is_saved_to_all_the_time(tmp_path: Path) -> None:
-    """Checkpoints go while they are read; none of them is called bad."""
-    live, errors = ms.Live(Constant(4, 64).eval()), list[Exception]()
-    training = Training(tmp_path)
-    try:
-        with ms.follow(live, tmp_path, poll_seconds=0.001, on_error=errors.append) as following:
-            for k in range(1, 61):
-                training.save(k)
-            until(lambda: following.step == 60)
-    finally:
-        training.end()
-    assert errors == []
-    steps = [event.step for event in following.events]
-    assert steps == sorted(set(map(int, filter(None, steps))))
-    assert len(steps) > 5
-
-
 def test_stopping_while_it_waits_and_while_it_swaps(tmp_path: Path) -> None:
     store = ms.Store(tmp_path)
     following = ms.follow(ms.Live(linear(0)), store, poll_seconds=10_000)
@@ -224,25 +206,6 @@ def test_two_looks_at_once_swap_once(tmp_path: Path) -> None:
 def started_and_over(following: ms.serve.Following) -> None:
     following.start()
     assert following.wait(SECONDS)
-
-
-def test_starts_at_once_start_one_thread(tmp_path: Path) -> None:
-    following = ms.follow(ms.Live(linear(1)), tmp_path, background=False, on_error=lambda error: None)
-    interval, others = sys.getswitchinterval(), {thread.ident for thread in threading.enumerate()}
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(20):
-            barrier = threading.Barrier(4)
-            callers = [threading.Thread(target=lambda: (barrier.wait(), following.start())) for _ in range(4)]  # noqa: B023
-            for caller in callers:
-                caller.start()
-            for caller in callers:
-                caller.join()
-            started = [thread for thread in threading.enumerate() if thread.ident not in others]
-            assert following.stop(SECONDS)
-            assert len(started) == 1
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def test_what_ends_the_thread_is_said(tmp_path: Path) -> None:

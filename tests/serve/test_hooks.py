@@ -6,9 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import modelstate as ms
@@ -62,37 +59,6 @@ def test_everything_is_put_back_after_an_exception() -> None:
     assert tables(module) == before
 
 
-@given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.tuples(st.booleans(), st.integers(0, 20)), max_size=8))
-@settings(deadline=None, max_examples=60)
-def test_handles_work_within(places: list[int], actions: list[tuple[bool, int]]) -> None:
-    """Whatever is removed and registered within the block, the hooks are then those that they would be without it."""
-    results = []
-    for context in (True, False):
-        module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-        modules = list(module.modules())
-        numbers: dict[int, int] = {}
-        handles = []
-
-        def register(place: int, modules=modules, handles=handles, numbers=numbers) -> None:  # type: ignore[no-untyped-def]
-            handles.append(modules[place % 3].register_state_dict_pre_hook(lambda *_: None))
-            numbers[handles[-1].id] = len(numbers)
-
-        for place in places:
-            register(place)
-        manager = ms.serve.without_state_dict_hooks(module) if context else torch.no_grad()
-        with manager:
-            for removes, number in actions:
-                if removes and handles:
-                    handles[number % len(handles)].remove()
-                elif not removes:
-                    register(number)
-        for handle in handles[::3]:
-            handle.remove()
-        results.append([[numbers[key] for key, _ in table] for table in tables(module)])
-        assert not any("Asleep" in repr(hook) for table in tables(module) for _, hook in table)
-    assert results[0] == results[1]
-
-
 def test_a_hook_registered_within_works_at_once_and_stays() -> None:
     calls: list[str] = []
     module = hooked(calls)
@@ -138,20 +104,3 @@ def test_a_copy_made_within_has_its_hooks_awake() -> None:
         made = copy.deepcopy(module)
     assert list(made.state_dict()) == list(module.state_dict())
     assert list(made.state_dict()) != list(ms.serve.runtime_state(made))
-
-
-def test_many_threads_leave_nothing_behind() -> None:
-    module = Decoder()
-    before = tables(module)
-
-    def work() -> None:
-        for _ in range(200):
-            with ms.serve.without_state_dict_hooks(module):
-                pass
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert tables(module) == before

@@ -101,5 +101,6 @@ def test_memory_does_not_grow_over_two_hundred_swaps(kind: str) -> None:
         live.swap(state)
         if k % 20 == 19:
             live(X)
-            after.append(process.memory_info().rss)
-    assert after[-1] - after[1] < 24 * 2**20
+            after.append((process.memory_info().rss, process.num_fds()))
+    assert after[-1][0] - after[1][0] < 24 * 2**20
+    assert after[-1][1] <= after[1][1]

@@ -4,12 +4,10 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from modelstate.errors import OptionError
 from modelstate.serve.follow import selection
-from modelstate.store.retention import CheckpointInfo, Keep, kept
+from modelstate.store.retention import CheckpointInfo
 
 
 def info(step: int, serial: int, loss: float | None = None, *, intact: bool = True, store: str = "a") -> CheckpointInfo:
@@ -61,32 +59,6 @@ def test_how_it_is_spelled(text: str, metric: str | None, highest: bool) -> None
 def test_what_means_nothing_is_refused(text: Any) -> None:
     with pytest.raises(OptionError, match="select= has an unknown value"):
         selection(text)
-
-
-infos_of = st.lists(
-    st.tuples(st.sampled_from([0.1, 0.5, 0.5, math.nan, math.inf, None]), st.booleans()), min_size=1, max_size=8
-).map(lambda rows: [info(step, step + 1, loss, intact=intact) for step, (loss, intact) in enumerate(rows)])
-
-
-@pytest.mark.slow
-@given(infos_of, st.sampled_from(["min", "max"]))
-def test_the_best_is_what_keep_would_keep_as_the_best(infos: list[CheckpointInfo], mode: Any) -> None:
-    whole = [one for one in infos if one.intact]
-    if ranked := steps(f"best:loss:{mode}", whole):
-        kept_best = kept(whole, Keep(best=1, metric="loss", mode=mode))
-        assert ranked[0] in kept_best
-        assert kept_best <= {ranked[0], whole[-1].step}
-
-
-@pytest.mark.slow
-@given(infos_of, st.sampled_from(["latest", "best:loss", "best:loss:max"]))
-def test_one_that_was_taken_is_never_wanted_again_and_nothing_is_preferred_to_the_first(
-    infos: list[CheckpointInfo], text: str
-) -> None:
-    ranked = selection(text).ranked(infos)
-    for index, candidate in enumerate(ranked):
-        assert [one.is_preferred_to(candidate) for one in ranked] == [at < index for at in range(len(ranked))]
-        assert candidate.is_preferred_to(None)
 
 
 def test_those_of_another_store_cannot_be_compared() -> None:
