@@ -224,23 +224,12 @@ class TestLoad:
         save_file(nn.Linear(4, 3).state_dict(), "linear.safetensors")
         assert run("load", "ZOO:Zoo.small", "linear.safetensors").exit_code == 0
 
-    def test_wrong_model(self) -> None:
-        done = run("load", "ZOO:wide", "tiny.safetensors")
-        assert done.exit_code == 1
-        assert done.stdout == ""
-        assert "0.weight" in done.stderr
-        assert "Traceback" not in done.stderr
-
 
 class TestExplain:
     def test_all_of_them(self) -> None:
         lines = run("explain").stdout.splitlines()
         assert len(lines) > 15
         assert any(line.split()[:3] == ["size-mismatch", "size", "mismatch"] for line in lines)
-
-    def test_several(self) -> None:
-        lines = run("explain", "with ms.skeleton").stdout.splitlines()
-        assert {"left-on-meta", "memory-budget"} <= {line.split()[0] for line in lines}
 
     def test_a_typo(self) -> None:
         done = run("explain", "WrongShap")
@@ -254,24 +243,15 @@ class TestExplain:
             _, _, asked = line.partition("more: modelstate ")
             assert run(*asked.split()).exit_code == 0
 
-    def test_nothing(self) -> None:
-        done = run("explain", "zzzz")
-        assert done.exit_code == 2
-        assert done.stdout == ""
-        assert "zzzz" in done.stderr
-
 
 class TestModelArgument:
     @pytest.mark.parametrize(
         ("spec", "says"),
         [
             ("ZOO", "package.module:factory"),
-            (":tiny", "package.module:factory"),
-            ("ZOO:", "package.module:factory"),
             ("no_such_module:tiny", "cannot import 'no_such_module'"),
             ("broken_zoo:tiny", "there_is_no_such_module"),
             ("broken_zoo.py:tiny", "give broken_zoo:tiny"),
-            ("./broken_zoo.py:tiny", "give broken_zoo:tiny"),
             ("ZOO:tinny", "no 'tinny'"),
             ("ZOO:not_callable", "callable"),
         ],
@@ -302,24 +282,6 @@ class TestModelArgument:
         done = run("load", "broken_zoo:tiny", "tiny.safetensors", "--debug")
         assert done.exit_code == 2
         assert "broken_zoo.py" in done.stderr
-
-
-class TestUsage:
-    @pytest.mark.parametrize(
-        "arguments",
-        [
-            ["inspect"],
-            ["inspect", "tiny.safetensors", "--no-such-option"],
-            ["no-such-command"],
-            ["load", "ZOO:tiny", "tiny.safetensors", "--dtype", "float33"],
-            ["load", "ZOO:tiny", "tiny.safetensors", "--device", "abacus"],
-        ],
-    )
-    def test_a_wrong_command_line_exits_2(self, arguments: list[str]) -> None:
-        done = run(*arguments)
-        assert done.exit_code == 2
-        assert done.stdout == ""
-        assert done.stderr
 
 
 @pytest.mark.slow

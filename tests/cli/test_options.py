@@ -163,15 +163,18 @@ def test_a_prefix_that_the_file_lacks() -> None:
 
 def test_a_head_of_another_size() -> None:
     save_file({**tiny(), "0.weight": torch.ones(5, 4), "0.bias": torch.ones(5)}, "wider.safetensors")
-    works_as_proposed("FACTORIES:tiny", "wider.safetensors", "--no-skeleton")
+    line = works_as_proposed("FACTORIES:tiny", "wider.safetensors", "--no-skeleton")
+    assert line.startswith("--ignore 0.weight --ignore 0.bias --allow-missing 0.weight --allow-missing 0.bias,")
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_what_the_file_lacks_and_has_beyond(prefix: str) -> None:
     save_file({prefix + name: value for name, value in tiny().items() if name != "0.bias"}, "part.safetensors")
     save_file({**tiny(), "more": torch.ones(1), "odd[0]": torch.ones(1)}, "more.safetensors")
-    works_as_proposed("FACTORIES:tiny", "part.safetensors", "--no-skeleton")
-    works_as_proposed("FACTORIES:tiny", "more.safetensors")
+    lacking = works_as_proposed("FACTORIES:tiny", "part.safetensors", "--no-skeleton")
+    assert lacking.startswith("--allow-missing 0.bias")
+    beyond = works_as_proposed("FACTORIES:tiny", "more.safetensors")
+    assert beyond.startswith("--allow-unexpected more")
 
 
 def test_two_different_values_for_a_tie() -> None:

@@ -215,30 +215,11 @@ class TestWhileARunPrunes:
         assert [line.split()[1] for line in done.stdout.splitlines()] == ["10:", "20:", "30:", "40:"]
         assert done.stdout.count("whole") == 1
 
-    def test_a_damaged_one_still_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        damage(30)
-        take_away_when_read(monkeypatch, 10)
-        assert run("store", "verify", "run").exit_code == 1
-
     def test_a_step_that_was_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         take_away_when_read(monkeypatch, 10)
         done = run("store", "verify", "run", "--step", "10")
         assert done.exit_code == 1
         assert "20, 30" in done.stderr
-
-    def test_a_step_that_is_saved_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = ObjectEntry.verify
-
-        def verify(entry: ObjectEntry, directory: str, *more: Any, **options: Any) -> None:
-            monkeypatch.setattr(ObjectEntry, "verify", real)
-            with ms.Store("run") as store:
-                store.save(20, {"model": model_at(21)}, overwrite=True)
-            real(entry, directory, *more, **options)
-
-        monkeypatch.setattr(ObjectEntry, "verify", verify)
-        done = run("store", "verify", "run", "--step", "20")
-        assert done.exit_code == 0, done.output
-        assert "whole" in done.stdout
 
     def test_restore_takes_another_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         take_away_when_read(monkeypatch, 20, 30, save=40)
@@ -246,20 +227,6 @@ class TestWhileARunPrunes:
         assert done.stdout.startswith("step 40: ")
         take_away_when_read(monkeypatch, 10)
         assert run("store", "restore", "run", "m", "--step", "10").exit_code == 1
-
-    def test_restore_takes_another_one_when_it_goes_later(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = ms.convert_checkpoint
-
-        def convert(*args: Any, **options: Any) -> Any:
-            monkeypatch.setattr(ms, "convert_checkpoint", real)
-            shutil.rmtree("run/step-000000030")
-            return real(*args, **options)
-
-        monkeypatch.setattr(ms, "convert_checkpoint", convert)
-        done = run("store", "restore", "run", "m.safetensors")
-        assert done.exit_code == 0, done.output
-        assert done.stdout.startswith("step 20: ")
-        assert torch.equal(load_file("m.safetensors")["weight"], model_at(20).weight)
 
 
 class TestPrune:

@@ -21,16 +21,13 @@ LOADED = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
 COMMANDS = [
     "inspect net.safetensors",
     "inspect net.safetensors --stats --html out/page.html",
-    "inspect net.pt --json",
     "diff net.pt net.safetensors --json",
     "convert net.pt out/other.safetensors --dtype bfloat16",
     "store restore run out/restored.safetensors",
     "explain PlanError",
-    "inspect nowhere.pt",
     "plan mine_in_folder:build net.safetensors --html out/plan.html",
     "load mine_in_folder:build net.pt --rules mine_in_folder:rules --json",
     "suggest mine_in_folder:build net.safetensors",
-    "inspect settings.pt --allow argparse.Namespace",
     "inspect settings.pt --allow mine_in_folder.Settings",
 ]
 
