@@ -37,15 +37,6 @@ def package_of_others() -> Path:
     return package_of_torch(Small(), X)
 
 
-def test_both_spellings_of_names_go_in() -> None:
-    torch.manual_seed(0)
-    live = ms.Live(package_of(Decoder(), X))
-    for seed in (1, 2):
-        trained = randomised(Decoder(), seed)
-        live.swap(trained.state_dict() if seed == 1 else ms.serve.runtime_state(trained))
-        assert torch.allclose(live(X), trained(X), atol=1e-5)
-
-
 def test_every_tensor_of_the_module_follows_small_ones_too() -> None:
     live = ms.Live(package_of(Small(), X))
     assert live.fixed == ("_tensor_constant0",)

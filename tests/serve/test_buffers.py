@@ -8,7 +8,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import CanaryError
-from tests.serve.targets import module_of
 
 persistences = pytest.mark.parametrize("persistent", [True, False])
 X = torch.ones(1, 2)
@@ -88,18 +87,6 @@ def test_a_canary_leaves_the_buffers_that_there_were(persistent: bool) -> None:
     with pytest.raises(CanaryError):
         live.swap(state, canary=lambda v: v(X) and False)
     assert live(X) == (["added", "none", "replaced"], [(1,), None, (4,)])
-
-
-@persistences
-def test_buffers_that_code_has_replaced_are_reset(persistent: bool) -> None:
-    module = Shifting(persistent).eval()
-    live, state = ms.Live(module), weights(module)
-    for _ in range(2):
-        live(X)
-        live.swap(state, buffers="reset")
-        values = {name: one.tolist() for name, one in module_of(live).named_buffers()}
-        assert values == dict.fromkeys(FRESH[0], [float(persistent)] * 2)
-    assert live(X) == FRESH
 
 
 @persistences

@@ -12,14 +12,12 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import (
-    ChecksumError,
     FollowWarning,
     LiveTargetError,
     OptionError,
-    ReadFailedError,
     UnsavableError,
 )
-from tests.serve.followed import Log, Target, actions, by_hand, flipped, nan, serves
+from tests.serve.followed import Target, actions, by_hand, flipped, nan, serves
 from tests.serve.models import linear
 from tests.serve.stores import X, save
 from tests.serve.targets import target_of
@@ -228,27 +226,6 @@ def test_an_option_that_no_swap_takes_ends_it(tmp_path: Path) -> None:
     assert [event.action for event in running.events] == ["ended"]
 
 
-def test_verified_is_what_is_read(tmp_path: Path) -> None:
-    """A file that changes between the two is refused."""
-    store, live = ms.Store(tmp_path), ms.Live(linear(0))
-    path = save(store, 1)
-    with store.open("model", 1, verify=True) as checkpoint:
-        (file,) = path.glob("model-*.safetensors")
-        data = file.read_bytes()
-        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        with pytest.raises((ReadFailedError, ChecksumError)):
-            live.swap(checkpoint)
-    assert (live.version().id, live.history()[-1].source) == (1, checkpoint.source)
-
-
-def test_it_is_started_once(tmp_path: Path) -> None:
-    with ms.follow(ms.Live(linear(1)), tmp_path, on_error=Log().append) as following:
-        threads = threading.active_count()
-        following.start()
-        assert following.is_running
-        assert threading.active_count() == threads
-
-
 # Callbacks.
 
 
@@ -302,18 +279,3 @@ def test_callbacks_may_look_and_stop(tmp_path: Path) -> None:
     ready.set()
     assert made[0].wait(60)
     assert seen == [((), False)]
-
-
-def test_a_look_within_a_look_does_nothing(tmp_path: Path) -> None:
-    store, within = ms.Store(tmp_path), list[Any]()
-
-    def on_swap(event: Any) -> None:
-        if event.step == 1:
-            save(store, 2)
-            within.append((following.poll(), following.step))
-
-    following = ms.follow(ms.Live(linear(0)), store, background=False, on_swap=on_swap)
-    save(store, 1)
-    assert actions(following) == [("swapped", 1)]
-    assert within == [((), 1)]
-    assert actions(following) == [("swapped", 2)]

@@ -89,23 +89,6 @@ def test_a_step_that_is_taken_away_while_it_is_read_is_not_bad(
     assert (len(target.given), log) == (2, [])
 
 
-def test_a_step_that_is_taken_away_while_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from modelstate.store.record import ObjectEntry
-
-    store, live, real = ms.Store(tmp_path, keep=1), ms.Live(linear(0)), ObjectEntry.verify
-    following, log = by_hand(live, store)
-    save(store, 1)
-
-    def meanwhile(entry: ObjectEntry, directory: str, *more: Any) -> None:
-        if directory.endswith("1"):
-            save(store, 2)
-        real(entry, directory, *more)
-
-    monkeypatch.setattr(ObjectEntry, "verify", meanwhile)
-    assert actions(following) == [("swapped", 2)]
-    assert log == []
-
-
 @pytest.mark.parametrize(
     "error", [SwapBusyError("busy"), SwapBusyError("late"), ConnectionRefusedError("no"), TimeoutError("late")]
 )

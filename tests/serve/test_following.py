@@ -156,22 +156,6 @@ def test_stopping_while_it_waits_and_while_it_swaps(tmp_path: Path) -> None:
     assert (live.version().id, following.step) == (2, 1)
 
 
-def test_a_callback_does_not_wait_for_its_own_thread(tmp_path: Path) -> None:
-    store, waited, begun = ms.Store(tmp_path), list[bool](), threading.Event()
-
-    def on_swap(_: object) -> None:
-        assert begun.wait(SECONDS)
-        waited.append(following.wait())
-
-    save(store, 1)
-    following = ms.follow(ms.Live(linear(0)), store, on_swap=on_swap)
-    begun.set()
-    while not following.events:
-        time.sleep(0.001)
-    assert following.stop(5)
-    assert waited == [False]
-
-
 def test_behind_a_stop_nothing_more_is_tried(tmp_path: Path) -> None:
     store, tried, begun, go_on = ms.Store(tmp_path), list[object](), threading.Event(), threading.Event()
     for step in (1, 2, 3):
@@ -248,26 +232,4 @@ def test_the_end_of_the_interpreter_does_not_wait(tmp_path: Path, canary_seconds
     with ms.Store(tmp_path) as store:
         store.save(1, {"model": linear(1)})
     done = program(EXIT, tmp_path, canary_seconds, poll_seconds, timeout=SECONDS)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
-
-
-WITHOUT_HANDLE = """
-import gc, sys, time
-from torch import nn
-import modelstate as ms
-
-live, store = ms.Live(nn.Linear(4, 4)), ms.Store(sys.argv[1])
-ms.follow(live, store, poll_seconds=0.01)
-for step in (1, 2):
-    gc.collect()
-    store.save(step, {"model": nn.Linear(4, 4)})
-    while live.version().id != step + 1:
-        time.sleep(0.01)
-print("over")
-"""
-
-
-@pytest.mark.slow
-def test_it_goes_on_when_nobody_has_its_handle(tmp_path: Path) -> None:
-    done = program(WITHOUT_HANDLE, tmp_path, timeout=SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")

@@ -150,13 +150,10 @@ GOOD = json.loads(ms.serve.NameMap.of(Nested()).to_json())
     [
         "",
         "[]",
-        "null",
         "{}",
         "[" * 100_000,
         json.dumps(GOOD | {"version": 2}),
         json.dumps(GOOD | {"eager": {"a": 1}}),
-        json.dumps(GOOD | {"eager": [1]}),
-        json.dumps(GOOD | {"extra": None}),
         json.dumps(GOOD | {"runtime": {"a": "b"}}),
     ],
 )

@@ -1,6 +1,5 @@
 """Serving on a GPU, where a request ends when its work is queued, and streams run in no order."""
 
-import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import CanaryError, ExportError, LiveTargetError, ProgramInputError, WeightsError
-from tests.serve.followed import by_hand
 from tests.serve.models import Constant, randomised, weights_of
 from tests.serve.packages import needs_a_compiler, needs_aoti, package_of_torch
 from tests.serve.targets import Readers, buffer_of, module_of, target_of
@@ -122,22 +120,6 @@ def test_each_tensor_stays_on_its_device(source: str, tmp_path: Path) -> None:
     assert torch.equal(live(x), trained(x))
 
 
-def test_other_dtypes_and_memory_orders(tmp_path: Path) -> None:
-    def make(seed: int) -> Any:
-        module = randomised(nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16)), seed).to(DEVICE, torch.bfloat16)
-        return module.to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
-
-    x = torch.randn(2, 8, 9, 9, device=DEVICE, dtype=torch.bfloat16)
-    live, trained = ms.Live(make(1)), make(2)
-    ms.save(trained, tmp_path / "x.safetensors")
-    with torch.no_grad():
-        for source in (tmp_path / "x.safetensors", trained.state_dict()):
-            live.swap(source)
-            assert torch.allclose(live(x), trained(x), atol=0.5, rtol=0.05)
-            served: Any = module_of(live)
-            assert served[0].weight.stride() == trained[0].weight.stride()
-
-
 def test_bad_weights_are_refused_and_nothing_has_changed(tmp_path: Path) -> None:
     live = ms.Live(constant())
     spoiled = on_gpu(2)
@@ -207,18 +189,6 @@ def test_memory_is_not_used_again_before_queued_work_has_read_it(keep_versions: 
         assert found.unique().tolist() == [6.0]
 
 
-def test_the_memory_of_a_pinned_version_neither() -> None:
-    live, x = ms.Live(constant(), keep_versions=0), inputs()
-    live.swap(on_cpu(2))
-    with live.version() as version:
-        live.swap(on_cpu(3))
-        found = queued(version, x)
-    for k in range(4, 7):
-        live.swap(on_cpu(k))
-    torch.cuda.synchronize()
-    assert found.unique().tolist() == [2.0]
-
-
 def test_a_swap_leaves_queued_work_its_weights() -> None:
     live, x = ms.Live(constant()), inputs()
     found = queued(live, x)
@@ -238,15 +208,6 @@ def test_every_stream_sees_all_of_a_new_version(source: str, tmp_path: Path) -> 
     with torch.no_grad(), torch.cuda.stream(other):
         found = live(x)
         assert found.unique().tolist() == [2.0]
-
-
-def test_a_swap_may_be_called_on_another_stream(tmp_path: Path) -> None:
-    live, stream = ms.Live(constant()), torch.cuda.Stream()
-    for k, source in enumerate([in_a_file(2, tmp_path), on_cpu(3), on_gpu(4)], 2):
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            live.swap(source)
-        assert answer(live) == [k]
 
 
 def test_buffers_are_carried_over_with_what_is_queued() -> None:
@@ -275,21 +236,6 @@ def test_memory_of_the_gpu_does_not_grow(tmp_path: Path) -> None:
     assert after[-1] == after[2]
     # Of 8 MiB each: the version that serves, the one before, the new one, and what is given.
     assert torch.cuda.max_memory_allocated() < after[2] + 3 * 8 * MIB
-
-
-def test_a_refused_version_leaves_no_memory(tmp_path: Path) -> None:
-    live = ms.Live(constant())
-    answer(live)
-    path, before = in_a_file(2, tmp_path), torch.cuda.memory_allocated()
-    data = bytearray(path.read_bytes())
-    path.write_bytes(data[:-100])
-    for _ in range(3):
-        with pytest.raises(ms.ModelStateError):
-            live.swap(path)
-        with pytest.raises(CanaryError):
-            live.swap(on_cpu(2), canary=lambda _: False)
-    gc.collect()  # errors have cycles with their frames
-    assert torch.cuda.memory_allocated() == before
 
 
 # Compiled programs, and graphs of CUDA.
@@ -381,21 +327,3 @@ def test_packages_for_a_gpu_are_refused(tmp_path: Path) -> None:
 
 
 # What is trained.
-
-
-def test_what_training_on_the_gpu_saves_is_followed(tmp_path: Path) -> None:
-    trained, store, x = mlp(1), ms.Store(tmp_path / "run", keep=2), torch.randn(8, 64, device=DEVICE)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1)
-    live = ms.Live(mlp(0))
-    following, log = by_hand(live, store)
-    for step in (1, 2, 3):
-        trained(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        store.save(step, {"model": trained, "optimizer": optimizer})
-        (event,) = following.poll()
-        assert (event.action, event.step, event.version) == ("swapped", step, live.version().id)
-        with torch.no_grad():
-            assert torch.equal(live(x), trained(x))
-    assert log == []
-    assert devices(live) == {DEVICE}
