@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import modelstate as ms
-from modelstate.comparison import Difference, Status, TensorDiff
 from tests.sweeps import examples
 
+Difference, Status = ms.comparison.Difference, ms.comparison.Status
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 COMPLEX = (torch.complex64, torch.complex128)
 
 
-def compared(a: torch.Tensor, b: torch.Tensor) -> TensorDiff:
+def compared(a: torch.Tensor, b: torch.Tensor) -> ms.comparison.TensorDiff:
     (tensor,) = ms.diff({"w": a}, {"w": b}).tensors
     return tensor
 
 
-def measured(a: torch.Tensor, b: torch.Tensor) -> Difference:
+def measured(a: torch.Tensor, b: torch.Tensor) -> ms.comparison.Difference:
     found = compared(a, b).difference
     assert found is not None
     return found
@@ -110,14 +110,6 @@ def test_minus_zero_is_a_change_of_bits_and_no_difference_of_values() -> None:
     assert (found.changed, found.max_abs, found.relative_l2) == (0.5, 0.0, 0.0)
 
 
-def test_a_cast_changes_values_by_its_rounding() -> None:
-    a = torch.randn(1000)
-    found = measured(a, a.bfloat16())
-    assert found.changed is not None
-    assert found.changed > 0.9
-    assert_right(a, a.bfloat16())
-
-
 def test_values_beyond_the_range_of_float32_sums() -> None:
     a, b = torch.full((20,), 1e30), torch.full((20,), 3e30)
     assert measured(a, b).relative_l2 == pytest.approx(2.0)
@@ -155,13 +147,6 @@ def test_booleans_have_a_share_of_changes_alone() -> None:
 
 def test_tensors_without_elements() -> None:
     assert measured(torch.ones(0), torch.ones(0)) == Difference(None, None, None, None, None)
-
-
-def test_all_zero_tensors() -> None:
-    zeros = torch.zeros(4)
-    assert measured(zeros, zeros.clone()).relative_l2 == 0.0
-    assert measured(zeros, torch.ones(4)).relative_l2 is None
-    assert measured(torch.ones(4), zeros).relative_l2 == 1.0
 
 
 def test_tensors_without_a_finite_element() -> None:

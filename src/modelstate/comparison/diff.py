@@ -6,7 +6,7 @@ are not read.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 
@@ -94,8 +94,7 @@ def diff(
     Raises:
         OpenError: A source cannot be opened.
         KeyNotFoundError: There is nothing under `key`.
-        ComparisonError: The checkpoints have no name in common.
-        ComparisonError: A tensor has no values, as one on the meta device.
+        ComparisonError: The checkpoints have no name in common, or a tensor has no values, as one on the meta device.
         RuleError: The rules cannot be applied.
         ReadFailedError: A file cannot be read, or has changed meanwhile.
         MemoryBudgetError: The budget is too small.
@@ -111,31 +110,11 @@ def diff(
     begin = perf_counter()
     check_budget_option(max_memory_bytes, minimum=1)
     patterns = patterns_of("only", only)
-    keys = key if isinstance(key, tuple) and len(key) == 2 else (key, key)
-    if not all(part is None or isinstance(part, str) for part in keys):
-        raise OptionError(
-            "key= must be a path, or a pair of paths",
-            expected='"model_state", or ("model", None)',
-            found=short_repr(key),
-        )
-    first, second = (
-        open_checkpoint(
-            state_dict_of(source) if isinstance(source, nn.Module) else source,
-            key=part,
-            allow=allow,
-            skip_forbidden=skip_forbidden,
-            cache=cache,
-        )
-        for source, part in zip((a, b), keys, strict=True)
-    )
-    if key is None and not first.keys() & second.keys():
-        parts = matching_part(first, [*second], [str]), matching_part(second, [*first], [str])
-        if parts[0] is first or parts[1] is second:  # parts of both sides would hide the rest of both
-            first, second = parts
+    opened = partial(open_checkpoint, allow=allow, skip_forbidden=skip_forbidden, cache=cache)
+    first, second = _open_both(a, b, key, opened)
     where = f"{first.source} and {second.source}"
-    applied = apply_rules(
-        rules.rules_for(first) if isinstance(rules, Schema) else check_rules(rules), entries_of(first), first.read
-    )
+    chain = rules.rules_for(first) if isinstance(rules, Schema) else check_rules(rules)
+    applied = apply_rules(chain, entries_of(first), first.read)
     applied.check("the rules cannot be applied", where=first.source)
     entries, others = applied.entries, entries_of(second)
     tensors = {name: entry for name, entry in entries.items() if entry.tensor is not None}
@@ -167,6 +146,31 @@ def diff(
         sum(tensor.bytes for tensor in differences if not tensor.is_read and tensor.status is Status.EQUAL),
         perf_counter() - begin,
     )
+
+
+def _open_both(
+    a: Source | nn.Module | Sequence[Source],
+    b: Source | nn.Module | Sequence[Source],
+    key: Key,
+    opened: Callable[..., Checkpoint],
+) -> tuple[Checkpoint, Checkpoint]:
+    """Opens both sides; without a key, the part of one that has the names of the other."""
+    keys = key if isinstance(key, tuple) and len(key) == 2 else (key, key)
+    if not all(part is None or isinstance(part, str) for part in keys):
+        raise OptionError(
+            "key= must be a path, or a pair of paths",
+            expected='"model_state", or ("model", None)',
+            found=short_repr(key),
+        )
+    first, second = (
+        opened(state_dict_of(source) if isinstance(source, nn.Module) else source, key=part)
+        for source, part in zip((a, b), keys, strict=True)
+    )
+    if key is None and not first.keys() & second.keys():
+        parts = matching_part(first, [*second], [str]), matching_part(second, [*first], [str])
+        if parts[0] is first or parts[1] is second:  # parts of both sides would hide the rest of both
+            return parts
+    return first, second
 
 
 def _label(source: object, checkpoint: Checkpoint) -> str:
