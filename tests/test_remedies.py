@@ -362,14 +362,6 @@ def small_memory_budget(tmp_path: Path) -> Scenario:
     return memory_budget(tmp_path, 1000)
 
 
-@scenario("checkpoint/reduction.py::_too_small")
-def memory_of_a_comparison(tmp_path: Path) -> Scenario:
-    for name in "ab":
-        ms.save(nn.Linear(512, 512), tmp_path / f"{name}.safetensors")
-    paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
-    return Scenario(partial(ms.diff, *paths), {"max_memory_bytes": 1000})
-
-
 @scenario()
 def memory_of_a_save(tmp_path: Path) -> Scenario:
     return Scenario(partial(ms.convert_checkpoint, saved(tmp_path), tmp_path / "y.pt"), {"max_memory_bytes": 1})

@@ -152,7 +152,7 @@ def test_an_argument_whose_repr_fails_is_refused_as_any_other() -> None:
         lambda value: ms.Keep(last=value),
         lambda value: ms.Keep(best=1, metric=value),
         lambda value: ms.Live(torch.nn.Linear(1, 1)).swap({}, mode=value),
-        lambda value: ms.diff({}, {}, max_memory_bytes=value),
+        lambda value: ms.diff({}, {}, key=value),
         lambda value: ms.Deadline(hours=value),
         lambda value: ms.merge.Average(value),
     ]

@@ -9,7 +9,6 @@ import os
 import pickle
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tarfile
@@ -82,11 +81,6 @@ def test_the_content_decides_and_not_the_name(kind: str, name: str, tmp_path: Pa
     assert ms.open(str(path)).format == kind
 
 
-def test_an_index_of_any_name(tmp_path: Path) -> None:
-    assert_opens(save_sharded(tmp_path))
-    assert_opens(save_sharded(tmp_path, "anything"))
-
-
 def test_a_mapping() -> None:
     assert_opens(STATE)
     checkpoint = ms.open(STATE)
@@ -107,20 +101,6 @@ def test_the_source_is_the_path_as_given(tmp_path: Path, monkeypatch: pytest.Mon
     assert checkpoint.source == "x.safetensors"
     monkeypatch.chdir("/")
     assert same(checkpoint.tensor("weight"), STATE["weight"])
-
-
-def test_a_file_url(tmp_path: Path) -> None:
-    path = tmp_path / "with space ü.safetensors"
-    save_file(STATE, path)
-    assert_opens(path.as_uri())
-
-
-def test_dots_after_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
-    save_file(STATE, tmp_path / "a" / "x.safetensors")
-    monkeypatch.chdir(tmp_path)
-    assert_opens("link/../x.safetensors")
 
 
 def test_shards_of_every_format(tmp_path: Path) -> None:
@@ -220,6 +200,8 @@ def test_files_that_are_no_checkpoints(error: type[OpenError], text: str, conten
     assert str(path) in raised.value.where
     assert raised.value.remedy
     assert text in str(raised.value)
+    assert len(str(raised.value)) < 1200
+    assert str(raised.value).replace("\n", "").isprintable()
 
 
 def test_json_is_said_to_be_an_answer_where_it_stands_for_a_file(tmp_path: Path) -> None:
@@ -229,33 +211,6 @@ def test_json_is_said_to_be_an_answer_where_it_stands_for_a_file(tmp_path: Path)
             ms.open(tmp_path / name)
         assert "Invalid credentials" in raised.value.found
         assert remedy in raised.value.remedy
-
-
-def test_data_of_tensorflow_is_known_by_its_name(tmp_path: Path) -> None:
-    path = tmp_path / "model.ckpt.data-00000-of-00001"
-    path.write_bytes(SOME)
-    with pytest.raises(UnknownFormatError, match="TensorFlow"):
-        ms.open(path)
-
-
-def test_messages_are_short_and_printable(tmp_path: Path) -> None:
-    for name, (_, _, content) in FOREIGN.items():
-        path = tmp_path / "x"
-        path.write_bytes(content)
-        with pytest.raises(OpenError) as raised:
-            ms.open(path)
-        text = str(raised.value)
-        assert len(text) < 1200, name
-        assert text.replace("\n", "").isprintable(), name
-
-
-def test_a_shard_that_is_a_pointer(tmp_path: Path) -> None:
-    index = save_sharded(tmp_path)
-    shard = tmp_path / "model-00002-of-00002.safetensors"
-    shard.write_bytes(LFS)
-    with pytest.raises(UnknownFormatError) as raised:
-        ms.open(index)
-    assert raised.value.where == str(shard)
 
 
 def test_an_index_in_an_index(tmp_path: Path) -> None:
@@ -290,11 +245,6 @@ def test_a_link_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(SourceNotFoundError):
         ms.open(tmp_path / "loop")
-
-
-def test_a_name_that_is_too_long(tmp_path: Path) -> None:
-    with pytest.raises(SourceNotFoundError):
-        ms.open(tmp_path / ("x" * 1000))
 
 
 def test_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,24 +473,6 @@ def test_a_file_that_is_written_over_while_it_is_opened(make: Any, tmp_path: Pat
         count = len(faults.requests)
         assert found in ({}, {"a": [0.0] * 3, "b": [1.0] * 5}, {"a": [2.0] * 5, "b": [3.0] * 3}), at
     assert count >= 3
-
-
-@pytest.mark.parametrize("nbytes", [0x80, 0x280, 0x480, 0x1080])
-def test_headers_of_safetensors_that_begin_as_a_pickle(nbytes: int, tmp_path: Path) -> None:
-    """The first byte is that of a pickle where the length of the header is 128, 384, 640, ..."""
-    text = json.dumps({"w": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}).encode()
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(struct.pack("<Q", nbytes) + text.ljust(nbytes) + b"\1\2")
-
-    for source in (path, tmp_path):
-        assert ms.open(source).tensor("w").tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("protocol", range(2, 6))
-def test_streams_of_every_protocol_are_known(protocol: int, tmp_path: Path) -> None:
-    options = {"_use_new_zipfile_serialization": False, "pickle_protocol": protocol}
-    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt", **options)
-    assert ms.open(tmp_path / "a.pt").tensor("w").tolist() == [1, 1]
 
 
 # What other libraries write.

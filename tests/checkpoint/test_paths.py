@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import save_file
 
 import modelstate as ms
-from modelstate.cli.main import app
 from modelstate.errors import OptionError, PlanError, SourceNotFoundError, SourceTypeError, UnsavableError
 
 
@@ -49,25 +46,6 @@ def test_functions_expand_the_home_directory(home: Path, as_path: Callable[[str]
     with pytest.raises(SourceNotFoundError) as raised:
         ms.open(as_path("~/nowhere.pt"))
     assert raised.value.where == str(home / "nowhere.pt")
-
-
-def test_commands_expand_the_home_directory(home: Path) -> None:
-    ms.save(torch.nn.Linear(2, 2), "~/net.safetensors")
-    with ms.Store("~/run") as store:
-        store.save(1, {"model": torch.nn.Linear(2, 2)})
-    for command in (
-        "inspect ~/net.safetensors --html ~/page.html",
-        "verify ~/net.safetensors",
-        "verify ~/run",
-        "diff ~/net.safetensors ~/net.safetensors",
-        "convert ~/net.safetensors ~/new/net.pt",
-        "store ls ~/run",
-        "store restore ~/run ~/restored.safetensors",
-    ):
-        done = CliRunner().invoke(app, command.split())
-        assert done.exit_code == 0, done.output
-    assert os.listdir() == []
-    assert {"page.html", "new", "restored.safetensors"} <= {*os.listdir(home)}
 
 
 # URLs.
@@ -204,30 +182,10 @@ def test_shards_without_an_index_and_a_list_of_shards(shards: Path) -> None:
     assert ms.load(Layers(), [shards / name for name in SHARDS]).coverage == 1
 
 
-def test_one_shard_is_loaded_where_the_rest_may_be_missing(shards: Path) -> None:
-    names = list(ms.open(shards / SHARDS[0]))
-    model = Layers()
-    ms.load(model, shards / SHARDS[0], allow_missing=["*"])
-    assert all(torch.equal(model.state_dict()[name], ms.open(shards).tensor(name)) for name in names)
-
-
 def test_a_converted_shard_is_noted(shards: Path) -> None:
     (note,) = ms.convert_checkpoint(shards / SHARDS[0], "part.safetensors").notes
     assert all(name in note for name in (*SHARDS, "model.safetensors.index.json"))
     assert ms.convert_checkpoint(shards, "whole.safetensors").notes == ()
-
-
-def test_the_command_proposes_the_index(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("layers_of_one_shard.py").write_text(
-        "from torch import nn\ndef build():\n"
-        "    return nn.ModuleDict({'layers': nn.ModuleList(nn.Linear(8, 8) for _ in range(3))})\n"
-    )
-    monkeypatch.syspath_prepend(os.getcwd())
-    done = CliRunner().invoke(app, ["plan", "layers_of_one_shard:build", str(shards / SHARDS[1])])
-    assert done.exit_code == 1
-    assert "SOURCE" in done.stdout.split("--allow-missing")[0]
-    done = CliRunner().invoke(app, ["plan", "layers_of_one_shard:build", str(shards / "model.safetensors.index.json")])
-    assert done.exit_code == 0
 
 
 # Arguments.
@@ -239,15 +197,3 @@ def test_what_keep_may_be(keep: Any) -> None:
         ms.Store("run", keep=keep)
     assert ">= 1" in raised.value.expected
     assert "Keep" in raised.value.expected
-
-
-@pytest.mark.parametrize("option", ["--shard-size", "--max-memory"])
-def test_a_size_without_a_unit_is_asked_about(option: str) -> None:
-    save_file({"w": torch.ones(4)}, "a.safetensors")
-    for number in ("5", "4096", "0.5"):
-        done = CliRunner().invoke(app, ["convert", "a.safetensors", "b.safetensors", option, number])
-        assert done.exit_code == 2
-        assert f"{number}GB" in done.stderr
-        assert f"{number}B" in done.stderr
-    done = CliRunner().invoke(app, ["convert", "a.safetensors", "b.safetensors", option, "4096B"])
-    assert done.exit_code == 0, done.output

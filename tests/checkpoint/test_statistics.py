@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import ComparisonError, OptionError, ReadFailedError
+from modelstate.errors import ComparisonError, OptionError
 from tests.faults import faulty_reads
 
 DTYPES = (
@@ -61,13 +61,6 @@ def test_a_small_deviation_beside_a_large_mean() -> None:
     tensor = 1000 + 0.001 * torch.arange(600_000, dtype=torch.float64).sin()
     found = added(tensor.float())
     assert found.std == pytest.approx(float(tensor.float().double().std(unbiased=False)), rel=1e-3)
-
-
-def test_wide_integers_have_exact_limits() -> None:
-    found = added(torch.tensor([2**62 + 1, -(2**62) - 1, 0]))
-    assert (found.min, found.max) == (-(2**62) - 1, 2**62 + 1)
-    found = added(torch.tensor([2**64 - 1, 1], dtype=torch.uint64))
-    assert (found.min, found.max) == (1, 2**64 - 1)
 
 
 def test_complex_numbers_have_no_order() -> None:
@@ -129,9 +122,6 @@ def test_some_names_alone(state: dict[str, torch.Tensor], tmp_path: Path) -> Non
     for only in ("x.*", 5, [1], None):
         with pytest.raises(OptionError, match="only= must be glob patterns"):
             ms.inspect(tmp_path / "m.safetensors").stats(only=only)  # type: ignore[arg-type]
-    for budget in ("1 GB", 0, -1, 1.5, True):
-        with pytest.raises(OptionError, match="max_memory_bytes= must be a number of bytes"):
-            ms.inspect(tmp_path / "m.safetensors").stats(max_memory_bytes=budget)  # type: ignore[arg-type]
 
 
 def test_tensors_in_other_layouts(tmp_path: Path) -> None:
@@ -186,20 +176,6 @@ def test_a_scale_that_is_not_finite_is_counted() -> None:
     assert stats.to_frame()["Bytes"].sum() == found["totals"]["bytes"]  # the bytes of parts count once
 
 
-def test_a_quantized_tensor_of_torch_is_dequantized() -> None:
-    quantized = torch.quantize_per_tensor(torch.tensor([-1.0, 0.5]), 0.5, 0, torch.qint8)
-    (tensor,) = ms.inspect({"q": quantized}).stats().tensors
-    assert (tensor.statistics.min, tensor.statistics.max) == (-1.0, 0.5)
-
-
-def test_the_result_does_not_depend_on_the_budget(tmp_path: Path) -> None:
-    save_file({"w": torch.randn(700, 1000)}, tmp_path / "m.safetensors")
-    inspection = ms.inspect(tmp_path / "m.safetensors")
-    (free,), (limited,) = inspection.stats().tensors, inspection.stats(max_memory_bytes=400_000).tensors
-    assert (free.statistics.min, free.statistics.max) == (limited.statistics.min, limited.statistics.max)
-    assert free.statistics.std == pytest.approx(limited.statistics.std, rel=1e-6)
-
-
 def test_a_negative_view_has_values_of_its_own() -> None:
     values = torch.tensor([1 + 2j, 3 + 4j])
     stats = ms.inspect({"imag": values.imag, "conj": values.conj().imag}).stats()
@@ -211,22 +187,14 @@ def test_tensors_without_values() -> None:
         ms.inspect(nn.Linear(2, 2, device="meta").state_dict()).stats()
 
 
-def test_a_file_that_has_changed(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(3)}, tmp_path / "m.safetensors")
-    inspection = ms.inspect(tmp_path / "m.safetensors")
-    save_file({"w": torch.zeros(4)}, tmp_path / "m.safetensors")
-    with pytest.raises(ReadFailedError):
-        inspection.stats()
-
-
 def test_an_average_is_read_region_by_region(tmp_path: Path) -> None:
-    tensors = [torch.rand(4096, 1024, generator=torch.manual_seed(seed)) for seed in range(2)]
+    tensors = [torch.rand(4096, 4096, generator=torch.manual_seed(seed)) for seed in range(2)]
     paths = [tmp_path / f"{index}.safetensors" for index in range(2)]
     for path, tensor in zip(paths, tensors, strict=True):
         save_file({"weight": tensor}, path)
     average = ms.inspect(ms.open(paths, combine=ms.merge.Average()))
     with faulty_reads() as clean:
-        found = average.stats(max_memory_bytes=tensors[0].nbytes).tensors[0].statistics
+        found = average.stats().tensors[0].statistics
     mean = torch.stack(tensors).mean(0)
     assert (found.min, found.max) == (mean.min().item(), mean.max().item())
     assert sum(request.nbytes for request in clean.requests if request.call == "preadv") == 2 * mean.nbytes

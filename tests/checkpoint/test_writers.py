@@ -5,7 +5,6 @@ Run it with another version of safetensors first in PYTHONPATH to see what that 
 
 import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,17 +38,6 @@ def dcp_save(path: Path, value: float) -> None:
     dcp.save(state(value), checkpoint_id=path, no_dist=True)
 
 
-def copied(*command: str) -> Write:
-    def write(path: Path, value: float) -> None:
-        if shutil.which(command[0]) is None:
-            pytest.skip(f"{command[0]} is not installed")
-        new = path.with_name("new")
-        torch.save(state(value), new)
-        subprocess.run([*command, new, path], check=True)
-
-    return write
-
-
 def by_rename(path: Path, value: float) -> None:
     torch.save(state(value), path.with_name("new"))
     os.replace(path.with_name("new"), path)
@@ -77,12 +65,6 @@ WRITERS: dict[str, tuple[Write, str]] = {
     "modelstate.save": (lambda path, value: ms.save(state(value), path) and None, REPLACED),
     "os.replace": (by_rename, REPLACED),
     "shutil.copy": (by_shutil, IN_PLACE),
-    "cp": (copied("cp"), IN_PLACE),
-    "cp --remove-destination": (copied("cp", "--remove-destination"), REPLACED),
-    "mv": (copied("mv"), REPLACED),
-    "install": (copied("install"), REPLACED),
-    "rsync": (copied("rsync", "--ignore-times"), REPLACED),
-    "rsync --inplace": (copied("rsync", "--ignore-times", "--inplace", "--no-whole-file"), IN_PLACE),
 }
 
 

@@ -106,12 +106,6 @@ def test_what_is_shown() -> None:
     assert found["totals"]["statuses"] == {"equal": 3, "changed": 2}
 
 
-def test_a_memory_budget() -> None:
-    done = run("diff", "a.safetensors", "b.safetensors", "--max-memory", "1kB")
-    assert done.exit_code == 2
-    assert "--max-memory" in done.stderr
-
-
 def test_steps_of_a_store() -> None:
     model = nn.Linear(3, 3)
     with ms.Store("run") as store:
@@ -153,3 +147,12 @@ def test_a_closed_standard_output_is_an_error(monkeypatch: pytest.MonkeyPatch, c
         main()
     assert raised.value.code == 2
     assert "standard output is closed" in capsys.readouterr().err
+
+
+def test_a_size_without_a_unit_is_asked_about() -> None:
+    for number in ("5", "0.5"):
+        done = run("convert", "a.safetensors", "new.safetensors", "--shard-size", number)
+        assert done.exit_code == 2
+        assert f"{number}GB" in done.stderr
+        assert f"{number}B" in done.stderr
+    assert run("convert", "a.safetensors", "new.safetensors", "--shard-size", "4096B").exit_code == 0

@@ -16,7 +16,6 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import (
     ComparisonError,
-    MemoryBudgetError,
     OptionError,
     ReadFailedError,
 )
@@ -245,59 +244,34 @@ class TestReading:
         diff, nbytes = with_bytes_read(lambda: ms.diff(a, b))
         assert (diff.is_equal, nbytes) == (True, 0)
 
-    @pytest.mark.parametrize("budget", [pytest.param(280_000, marks=pytest.mark.slow), 500_000, 20_000_000])
-    def test_the_result_does_not_depend_on_the_budget(self, budget: int, tmp_path: Path) -> None:
-        state = {"a": torch.randn(150, 500), "b": torch.randn(3), "t": torch.randn(250, 150)}
-        a = written(tmp_path / "a.safetensors", state)
-        b = written(tmp_path / "b.pt", {name: (tensor * 1.001).t().contiguous().t() for name, tensor in state.items()})
-        free, limited = ms.diff(a, b), ms.diff(a, b, max_memory_bytes=budget)
-        for first, second in zip(free.tensors, limited.tensors, strict=True):
-            assert first.difference is not None
-            assert second.difference is not None
-            assert first.difference.relative_l2 == pytest.approx(second.difference.relative_l2, rel=1e-5)
-            assert first.difference.max_abs == second.difference.max_abs
-
-    @pytest.mark.parametrize("transposed", [False, True])
-    def test_a_budget_that_is_too_small(self, transposed: bool, tmp_path: Path) -> None:
-        base = torch.randn(300, 1000)
-        tensors = [tensor.t() if transposed else tensor for tensor in (base, base + 1)]
-        a, b = (written(tmp_path / f"{index}.pt", {"a": tensor}) for index, tensor in enumerate(tensors))
-        with pytest.raises(MemoryBudgetError) as caught:
-            ms.diff(a, b, max_memory_bytes=1000)
-        assert "1,000 bytes" in caught.value.expected
-        needed = int(caught.value.remedy.partition("=")[2].partition(",")[0])
-        assert ms.diff(a, b, max_memory_bytes=needed).tensors[0].status is Status.CHANGED
-        with pytest.raises(OptionError, match="max_memory_bytes"):
-            ms.diff(a, b, max_memory_bytes=0)
-
     @pytest.mark.slow
     @pytest.mark.parametrize("transposed", [False, True])
-    def test_memory_stays_within_the_budget(self, transposed: bool, tmp_path: Path) -> None:
+    def test_memory_does_not_grow_with_the_files(self, transposed: bool, tmp_path: Path) -> None:
         state = {f"w{index}": torch.randn(2048, 2048) for index in range(6)}
         written(tmp_path / "a.safetensors", state)
         other = {name: tensor + 1 for name, tensor in state.items()}
         written(tmp_path / "b.pt", {name: t.t().contiguous().t() if transposed else t for name, t in other.items()})
         done = run_program(
             """
-import sys, torch
+import os, torch
 import modelstate as ms
 
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) << 10
 
+os.sched_setaffinity(0, [*os.sched_getaffinity(0)][:1])  # one thread
 warm = {"w": torch.randn(3000)}
 ms.diff(warm, {"w": torch.ones(3000)})
-budget = 24 << 20
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
-diff = ms.diff("a.safetensors", "b.pt", max_memory_bytes=budget)
+diff = ms.diff("a.safetensors", "b.pt")
 assert diff.read_bytes == 2 * 6 * 2048 * 2048 * 4
 print(peak() - before)
 """,
             cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr
-        assert int(done.stdout) < (24 << 20) + (6 << 20)  # and what Python and the allocator keep
+        assert int(done.stdout) < 100 << 20
 
     def test_a_file_that_changes_meanwhile(self, tmp_path: Path) -> None:
         state = layers(width=300)

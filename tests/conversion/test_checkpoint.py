@@ -18,14 +18,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import modelstate as ms
 from modelstate.errors import (
-    CodecError,
     MemoryBudgetError,
     OptionError,
     ReadFailedError,
     RuleError,
-    SourceNotFoundError,
     TargetExistsError,
-    UnsavableError,
 )
 from tests.formats.dcp_files import halves
 from tests.formats.dcp_files import write as write_dcp
@@ -282,11 +279,6 @@ def test_sparse_tensors_are_cast(kind: str, in_memory: bool, rules: Any, tmp_pat
     assert tensor.dtype is torch.float32
 
 
-def test_what_a_cast_of_a_sparse_tensor_loses_is_noted(tmp_path: Path) -> None:
-    report = ms.convert_checkpoint({"s": (torch.eye(3) * 1e30).to_sparse()}, tmp_path / "b.pt", dtype=torch.float16)
-    assert "finite values became infinite or NaN by a cast, 3 in all: s (3)" in report.notes
-
-
 def test_subclasses_that_are_not_cast_are_noted(tmp_path: Path) -> None:
     state = {"pair": TwoTensor(torch.ones(2), torch.zeros(2)), "plain": torch.ones(2)}
     report = ms.convert_checkpoint(state, tmp_path / "a.safetensors", dtype=torch.float16)
@@ -294,14 +286,6 @@ def test_subclasses_that_are_not_cast_are_noted(tmp_path: Path) -> None:
     found = ms.open(tmp_path / "a.safetensors", allow=[TwoTensor])
     assert (found["pair"].dtype, found["plain"].dtype) == (torch.float32, torch.float16)
     assert not ms.convert_checkpoint(state, tmp_path / "a.safetensors").notes
-
-
-def test_sparse_tensors_that_are_tied_stay_tied(tmp_path: Path) -> None:
-    tensor = torch.eye(3).to_sparse()
-    ms.convert_checkpoint({"a": tensor, "b": tensor}, tmp_path / "b.pt", dtype=torch.float16)
-    found = torch.load(tmp_path / "b.pt")
-    assert found["a"].dtype == torch.float16
-    assert found["a"]._values().data_ptr() == found["b"]._values().data_ptr()
 
 
 class Grown(nn.Module):
@@ -409,21 +393,6 @@ def test_what_cannot_be(training: Path, tmp_path: Path, options: Any, error: typ
     assert not litter(tmp_path)
 
 
-def test_no_source_and_no_target(training: Path, tmp_path: Path) -> None:
-    with pytest.raises(SourceNotFoundError):
-        ms.convert_checkpoint(tmp_path / "nothing.pt", tmp_path / "b")
-    with pytest.raises(UnsavableError):
-        ms.convert_checkpoint(training, tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["training.pt"]
-
-
-def test_a_value_without_an_encoding_is_named(tmp_path: Path) -> None:
-    state = {"model": {"a": torch.ones(1)}, "what": np.random}
-    with pytest.raises(CodecError, match="what"):
-        ms.convert_checkpoint(state, tmp_path / "b")
-    assert not os.listdir(tmp_path)
-
-
 @pytest.mark.parametrize("format", ["safetensors", "torch"])
 def test_a_source_that_is_cut_meanwhile(tmp_path: Path, format: str) -> None:
     save_file({"a": torch.ones(1000), "b": torch.ones(1000)}, tmp_path / "a.safetensors")
@@ -452,28 +421,20 @@ def test_a_tensor_in_chunks_is_converted_in_pieces(dim: int, dtype: torch.dtype 
 
 
 PROGRAM = """
-import sys, threading, time, torch, modelstate as ms
+import sys, torch, modelstate as ms
 
-def anonymous():
+def peak():
     with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
 
 source, target = sys.argv[1:3]
 options = eval(sys.argv[3])
 ms.convert_checkpoint({"a": torch.ones(3)}, target, **options)  # what is made once is made now
-peak, stop = 0, False
-def watch():
-    global peak
-    while not stop:
-        peak = max(peak, anonymous())
-        time.sleep(0.001)
-before = anonymous()
-thread = threading.Thread(target=watch)
-thread.start()
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
+before = peak()
 ms.convert_checkpoint(source, target, **options)
-stop = True
-thread.join()
-print(peak - before)
+print(peak() - before)
 """
 NBYTES = 1 << 28
 
@@ -484,7 +445,6 @@ NBYTES = 1 << 28
     [
         ("dict(dtype=torch.bfloat16)", 60 << 20),
         ("dict(dtype=torch.bfloat16, max_memory_bytes=16 << 20)", 40 << 20),
-        ("dict(shard_size_bytes=75 << 20)", 60 << 20),
         ("dict(dtype=torch.bfloat16, format='torch')", 60 << 20),
     ],
 )

@@ -44,16 +44,6 @@ def test_a_graph_that_is_used_up_behind_nodes_that_save_nothing(case: str) -> No
         loss.backward()
 
 
-def test_a_second_result_that_shares_a_used_up_part() -> None:
-    trunk, heads = nn.Linear(2, 2), [nn.Linear(2, 1) for _ in range(2)]
-    hidden = trunk(torch.ones(1, 2)).tanh()
-    results = [head(hidden).sum() for head in heads]
-    results[0].backward()
-    ms.convert(nn.ModuleList([trunk, *heads]), torch.float64)
-    with pytest.raises(RuntimeError, match="second time"):
-        results[1].backward()
-
-
 def convolutions() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1))

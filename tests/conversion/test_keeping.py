@@ -14,7 +14,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import modelstate as ms
-from modelstate import errors
 from tests.loading.fingerprint import whole
 from tests.programs import run_program
 from tests.sweeps import at_instruction, interrupt
@@ -100,22 +99,6 @@ def test_an_error_half_way_changes_nothing() -> None:
     with ms.reference_keeping(), pytest.raises(ArithmeticError, match="late"):
         module._apply(fails_late)  # type: ignore[no-untyped-call]
     assert whole(module) == before
-
-
-@pytest.mark.slow
-def test_a_graph_that_waits_is_found() -> None:
-    module = network()
-    loss = module(torch.randn(4, 3)).pow(2).sum()
-    before = whole(module)
-    with (
-        ms.reference_keeping(),
-        pytest.raises(errors.PlacementError, match="waits for backward: its result is held by `loss`"),
-    ):
-        module.double()
-    assert whole(module) == before
-    loss.backward()
-    with ms.reference_keeping():
-        module.double()
 
 
 def test_only_the_module_itself_where_torch_does_not_recurse() -> None:

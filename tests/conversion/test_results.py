@@ -161,15 +161,6 @@ def test_a_result_that_cannot_be_parted_from_its_input(way: str, kind: str) -> N
     assert whole(module) == before
 
 
-def test_a_result_that_its_maker_keeps() -> None:
-    """What a function returns and keeps goes on being what it was."""
-    module = holding(scale=torch.arange(3.0))
-    kept: Any = TwoTensor(torch.ones(3), torch.ones(3))
-    ms.convert(module, transform=lambda name, t: kept)
-    assert type(kept) is type(module.scale) is TwoTensor
-    assert kept.a.tolist() == module.scale.a.tolist() == [1, 1, 1]  # type: ignore[union-attr]
-
-
 def test_one_result_for_two_slots() -> None:
     """As with torch, both have its values; with torch's exchange of objects one would get those of the other."""
     module = holding(first=torch.zeros(2, 2), second=torch.ones(2, 2))

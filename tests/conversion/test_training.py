@@ -213,18 +213,6 @@ def test_a_parameter_that_is_one_number(name: str, dtype: torch.dtype) -> None:
     assert dtypes == [(at, value.dtype) for at, value in tensors_in(fresh, ())]
 
 
-def test_parameters_that_have_the_dtype_already() -> None:
-    """What the conversion leaves alone has its state left alone."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    optimizer = torch.optim.Adam(model.parameters())
-    model[1](model[0](torch.ones(1, 2)).double()).sum().backward()
-    optimizer.step()
-    kept = optimizer.state[model[1].weight]["exp_avg"]
-    ms.convert(model, torch.float64, optimizers=[optimizer])
-    assert optimizer.state[model[1].weight]["exp_avg"] is kept
-    assert optimizer.state[model[0].weight]["exp_avg"].dtype is torch.float64
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @every_optimizer

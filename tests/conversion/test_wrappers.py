@@ -46,20 +46,6 @@ def test_distributed_data_parallel_is_refused(inside: bool) -> None:
     assert len(ms.convert(wrapped, torch.float32).steps) == 0
 
 
-@pytest.mark.usefixtures("group")
-def test_it_works_before_wrapping_and_after_unwrapping() -> None:
-    module = network()
-    ms.convert(module, torch.float64)
-    wrapped = nn.parallel.DistributedDataParallel(module)
-    wrapped(torch.ones(2, 3).double()).pow(2).sum().backward()
-    del wrapped
-    ms.convert(module, torch.float32)
-    again = nn.parallel.DistributedDataParallel(module)
-    module.zero_grad()
-    again(torch.ones(2, 3)).pow(2).sum().backward()
-    assert all(param.grad is not None and param.grad.dtype is torch.float32 for param in module.parameters())
-
-
 def sharded() -> Any:
     module: Any = network()
     mesh = init_device_mesh("cpu", (1,))

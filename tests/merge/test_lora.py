@@ -129,15 +129,6 @@ def test_dora_without_a_magnitude(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_square_weights_of_conv1d(tmp_path: Path) -> None:
-    base = Net(Conv1D)
-    save_file(base.state_dict(), tmp_path / "base.safetensors")
-    wanted = by_peft(base, [{"target_modules": ["lin", "gpt"], "r": 2}], tmp_path)
-    checkpoint = ms.open([tmp_path / "base.safetensors", tmp_path / "0"], combine=ms.merge.LoRA())
-    assert same(checkpoint.tensor("lin.weight"), wanted["lin.weight"])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("saved", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.usefixtures("one_thread")
@@ -297,11 +288,6 @@ def test_an_adapter_that_does_not_fit(tensors: dict[str, torch.Tensor], said: st
     with pytest.raises(CombineError) as caught:
         ms.open([base, tensors], combine=ms.merge.LoRA(alpha=1))
     assert said in str(caught.value)
-
-
-def test_every_misfit_in_one_error() -> None:
-    with pytest.raises(CombineError, match=r"the base \(3\)"):
-        ms.open([BASE, matrices("x") | matrices("y"), matrices("lin", out=5)], combine=ms.merge.LoRA(alpha=1))
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import modelstate as ms
 from modelstate.errors import CombineError, PlanError
-from tests.formats.files import same
-from tests.merge.test_lora import ALL, Net, by_peft
 
 State = dict[str, torch.Tensor]
 BASE: State = {
@@ -84,14 +82,6 @@ def test_a_base_may_be_one_part_of_the_pipeline(prefix: str) -> None:
     assert_close(ms.open([base, adapter], combine=ms.merge.LoRA()), expected)
 
 
-def test_alpha_that_is_given_counts_for_all_modules() -> None:
-    adapter, _ = kohya(BASE, KOHYA, {"lora_unet_conv_in": 100.0})
-    name = "unet.conv_in.weight"
-    a, b = adapter["lora_unet_conv_in.lora_down.weight"], adapter["lora_unet_conv_in.lora_up.weight"]
-    checkpoint = ms.open([BASE, adapter], combine=ms.merge.LoRA(alpha=6))
-    assert torch.allclose(checkpoint.tensor(name), merged(BASE[name], a, b, 2.0))
-
-
 @pytest.mark.parametrize("part", ["", "unet."])
 def test_files_of_diffusers_have_the_rank_as_alpha(part: str) -> None:
     base = {part + "q.weight": torch.zeros(4, 4), part + "k.weight": torch.zeros(4, 4)}
@@ -132,31 +122,6 @@ def test_the_metadata_of_diffusers_has_alpha(tmp_path: Path) -> None:
     )
     with pytest.raises(CombineError, match="kasa_config"):
         ms.open([base, path], combine=ms.merge.LoRA())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_kohyas_names_give_what_peft_gives(dtype: torch.dtype, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    base = Net().to(dtype)
-    targets = [name for name in ALL if name != "emb"]
-    config = {
-        "r": 4,
-        "lora_alpha": 7,
-        "target_modules": targets,
-        "rank_pattern": {"lin": 2},
-        "alpha_pattern": {"one": 3},
-    }
-    wanted = by_peft(base, [config], tmp_path)
-    adapter: State = {}
-    for name, value in load_file(tmp_path / "0" / "adapter_model.safetensors").items():
-        module, _, kind = name.removeprefix("base_model.model.").rpartition(".lora_")
-        flat = f"lora_unet_{module.replace('.', '_')}"
-        adapter[f"{flat}.lora_{'down' if kind[0] == 'A' else 'up'}.weight"] = value
-        adapter[f"{flat}.alpha"] = torch.tensor(3.0 if module == "one" else 7.0)
-    save_file(adapter, tmp_path / "kohya.safetensors")
-    checkpoint = ms.open([base.state_dict(), tmp_path / "kohya.safetensors"], combine=ms.merge.LoRA())
-    assert [name for name in wanted if not same(checkpoint.tensor(name), wanted[name])] == []
 
 
 def pair(name: str, into: int = 4, out: int = 4) -> State:

@@ -3,21 +3,18 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch
+import pytest
 
-from modelstate.rules.rule import Entry, Value
-from modelstate.rules.schema import Applied, apply_rules
-from modelstate.spec import Stored
-
-
-def applied(rules: Iterable[Any], names: Iterable[str]) -> Applied:
-    return apply_rules(rules, {name: Entry(Value(name), (name,)) for name in names}, _none)
+import modelstate as ms
 
 
 def renamed(rules: Iterable[Any], names: Iterable[str]) -> dict[str, str]:
     """From each new name to the one that it was."""
-    return {name: entry.sources[0] for name, entry in applied(rules, names).entries.items()}
+    return ms.rules.Rules(rules).apply({name: name for name in names})
 
 
-def _none(stored: Stored) -> torch.Tensor:
-    raise AssertionError("there are no tensors")
+def problems_of(rules: Iterable[Any], names: Iterable[str]) -> list[tuple[str, str]]:
+    """The kinds of the problems of rules, each with its name."""
+    with pytest.raises(ms.errors.RuleError) as raised:
+        renamed(rules, names)
+    return [(problem.kind.name, problem.name) for problem in raised.value.problems]

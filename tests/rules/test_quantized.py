@@ -12,9 +12,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import OptionError, RuleError
-from modelstate.rules.expression import region, values_of
-from modelstate.rules.joining import dequantized
-from modelstate.rules.schema import in_memory
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SHAPE = (150, 130)
@@ -97,16 +94,19 @@ def test_the_product_can_be_split_and_renamed() -> None:
     [((), None), ((11, 1), None), ((1, 9), None), ((4, 3), [3, 4]), ((11, 3), [1, 4])],
     ids=str,
 )
-def test_every_region_is_that_of_the_whole(scales: tuple[int, ...], block: list[int] | None) -> None:
+def test_every_part_of_a_product_is_that_of_the_whole(scales: tuple[int, ...], block: list[int] | None) -> None:
     weight, scale = stored((11, 9), torch.float8_e4m3fn, scales)
-    source = dequantized(weight, scale, block)
-    whole = values_of(source, in_memory)
-    for top, bottom, left, right in itertools.product((0, 2, 5), (5, 7, 11), (0, 3), (3, 6, 9)):
-        part = region(source, [slice(top, bottom), slice(left, right)])
-        assert torch.equal(values_of(part, in_memory), whole[top:bottom, left:right])
-        inner = region(part, [slice(0, (bottom - top) // 2), slice((right - left) // 2, right - left)])
-        expected = whole[top : top + (bottom - top) // 2, left + (right - left) // 2 : right]
-        assert torch.equal(values_of(inner, in_memory), expected)
+    product, state = ms.rules.Dequantize("w", "s", block), {"w": weight, "s": scale}
+    whole = ms.rules.Rules([product]).apply(state)["w"]
+    for rows, columns in itertools.product(((2, 5, 4), (5, 6), (1, 10)), ((3, 6), (4, 2, 3))):
+        split = [
+            ms.rules.Split("w", [f"{index}" for index in range(len(rows))], sizes=rows),
+            *[ms.rules.Split(f"{i}", [f"{i}.{j}" for j in range(len(columns))], 1, columns) for i in range(len(rows))],
+        ]
+        parts = ms.rules.Rules([product, *split]).apply(state)
+        for i, of_rows in enumerate(whole.split(rows)):
+            for j, part in enumerate(of_rows.split(columns, 1)):
+                assert torch.equal(parts[f"{i}.{j}"], part)
 
 
 def test_a_file_is_converted(tmp_path: Path) -> None:

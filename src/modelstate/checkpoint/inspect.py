@@ -198,16 +198,13 @@ class Inspection(Shown):
         facts = (*page.facts, elements, ("Files", f"{len(self.files):,}"))
         return msgspec.structs.replace(page, facts=facts, text=details)
 
-    def stats(
-        self, *, only: Iterable[str] = (), max_memory_bytes: int | None = None, progress: bool | None = None
-    ) -> CheckpointStatistics:
+    def stats(self, *, only: Iterable[str] = (), progress: bool | None = None) -> CheckpointStatistics:
         """Reads the tensors, and returns the statistics of each: least and greatest value, mean, zeros, NaN, ...
 
         The tensors are read block by block on several threads, with tens of megabytes of memory.
 
         Args:
             only: Patterns of names; other tensors are left out.
-            max_memory_bytes: The most memory for buffers and temporary tensors.
             progress: Whether to show a progress bar. None shows one on a terminal after half a second.
 
         Returns:
@@ -216,7 +213,6 @@ class Inspection(Shown):
         Raises:
             ComparisonError: A tensor has no values, as one on the meta device.
             ReadFailedError: A file cannot be read, or has changed since it was opened.
-            MemoryBudgetError: The budget is too small.
             OptionError: No name matches `only`, or an argument is not valid.
 
         Examples:
@@ -226,7 +222,7 @@ class Inspection(Shown):
         """
         from modelstate.checkpoint.statistics import statistics_of
 
-        return statistics_of(self.checkpoint, only=only, max_memory_bytes=max_memory_bytes, progress=progress)
+        return statistics_of(self.checkpoint, only=only, progress=progress)
 
     def to_json(self) -> str:
         """All fields as JSON, with every tensor by itself."""
@@ -300,7 +296,7 @@ def inspect(
                 name: _inspected(name, partial(decoded, value, checkpoint.read)).value
                 for name, value in metadata.items()
             },
-            tensors=tuple(checkpoint.values()),
+            tensors=tuple(checkpoint.specs()),
             aliases=checkpoint.aliases,
             values=tuple(_inspected(path, partial(checkpoint.extra.__getitem__, path)) for path in checkpoint.extra),
             bytes=checkpoint.nbytes,

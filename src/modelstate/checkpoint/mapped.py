@@ -50,7 +50,7 @@ class Maps:
         self._read: weakref.WeakValueDictionary[tuple[ByteRange, int], torch.UntypedStorage] = (
             weakref.WeakValueDictionary()
         )
-        self._may_show: dict[tuple[str, bool | None, int], bool] = {}
+        self._may_show: dict[tuple[str, bool | None], bool] = {}
         self._mappable: dict[str, bool] = {}
         self._notes: dict[str, list[str]] = {}
 
@@ -130,17 +130,8 @@ class Maps:
             with torch.inference_mode(False):
                 return self.tensor_for_user(stored, asked)
         if isinstance(stored, StoredTensor) and stored.nbytes:
-            if asked is not False and self.is_mappable(stored.extent.path):
-                self._map(stored.extent)
-                path = stored.extent.path
-                shared = asked is None and self._in_use(stored) is not None
-                try:
-                    changed_ns = system.stat(path).st_ctime_ns  # of the file, its mode or its owner
-                except OSError:
-                    changed_ns = 0
-                if not shared and self.may_show(stored.extent, asked, changed_ns):
-                    return self.tensor(stored)
-            return self._in_memory(stored)
+            is_mapped = asked is not False and self.may_show(stored.extent, asked)
+            return self.tensor(stored) if is_mapped else self._in_memory(stored)
         if isinstance(stored, StoredComposite):
             return stored.build([self.tensor_for_user(part, asked) for part in stored.parts])
         return self.tensor(stored)
@@ -194,17 +185,17 @@ class Maps:
         known = self._mappable.get(path)
         if known is None:
             known = not self.is_remote(path)
-            if known:
-                try:
+            try:
+                if known:
                     self._map(ByteRange(path, 0, 0))
-                except ReadFailedError:
-                    known = self._mappable.get(path)  # set by `_map` where there are no maps
-                    if known is None:
-                        raise
+            except ReadFailedError as error:
+                if getattr(error.__cause__, "errno", None) not in _NO_MAPS:
+                    raise
+                known = False
             self._mappable[path] = known
         return known
 
-    def may_show(self, extent: ByteRange, asked: bool | None, changed_ns: int = 0) -> bool:
+    def may_show(self, extent: ByteRange, asked: bool | None) -> bool:
         """Whether tensors that are kept may be mapped from this file, which is then protected while its map lives.
 
         A read lease makes other processes that open the file for writing wait until the tensors have memory of their
@@ -213,14 +204,13 @@ class Maps:
         Args:
             extent: The bytes of a tensor. The file is mapped, unless there are none.
             asked: The option `map`: with None a file may be mapped only where nothing can go wrong, with True always.
-            changed_ns: The time of the last change of the file's inode; with another time the answer is found anew.
         """
         path = extent.path
         if self.is_remote(path):
             if asked:
                 self.note("read into memory: only files of this machine are mapped", path)
             return False
-        known = self._may_show.get((path, asked, changed_ns))
+        known = self._may_show.get((path, asked))
         if known is None:
             if extent.nbytes and not self.is_mappable(path):
                 self.note("read into memory, not mapped: its file system has no maps, or the system refuses them", path)
@@ -229,7 +219,7 @@ class Maps:
                 self._map(extent)
             elif path not in self._maps:
                 return True  # only tensors without bytes were requested
-            known = self._may_show[path, asked, changed_ns] = self._protect(path, asked)
+            known = self._may_show[path, asked] = self._protect(path, asked)
         return known
 
     def _protect(self, path: str, asked: bool | None) -> bool:
@@ -299,8 +289,6 @@ class Maps:
             try:
                 mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
             except (OSError, ValueError) as error:
-                if isinstance(error, OSError) and error.errno in _NO_MAPS:
-                    self._mappable[region.path] = False
                 raise ReadFailedError(
                     "the file cannot be mapped", where=region.path, found=error, remedy=remedy_for_limit(error)
                 ) from error

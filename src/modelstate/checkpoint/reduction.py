@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import ComparisonError, MemoryBudgetError, UnsupportedTensorError
+from modelstate.errors import ComparisonError, UnsupportedTensorError
 from modelstate.formats.block_writer import check_expanded
 from modelstate.io.blocks import Block, Part, Wanted, stream
 from modelstate.io.engine import ReadStrategy, read_ranges, read_threads
@@ -40,7 +40,6 @@ from modelstate.spec import (
     ByteRange,
     Stored,
     StoredComposite,
-    StoredTensor,
     box_of,
     is_run,
     own_bytes,
@@ -56,23 +55,16 @@ _BLOCK_BYTES = 4 << 20
 _CHUNK_ELEMENTS = 256 << 10
 """What is folded at once. Each operation of torch lets other threads run Python: with smaller chunks, threads wait for
 each other more than the cache of the processor saves."""
-_LEAST_CHUNK_ELEMENTS = 2 << 10
-_CHUNK_SHARE = 32
-"""With smaller blocks, a chunk has one element for this many bytes of a block."""
-WORKING_BYTES = 112
-"""The most bytes of temporary tensors for each element of a chunk that a fold may use: those of complex128."""
-_REGION_SHARE = 8
-"""With a memory budget, regions leave the chunks one part in this many."""
-_REGION_BYTES = 64 << 20
-"""What is read at once of an operand that is read region by region, if there is no memory budget."""
+_REGION_BYTES = 32 << 20
+"""What a thread reads at once of operands that are read region by region, of all operands together."""
 
 
 class Region(NamedTuple):
     """A region of an operand, which is not read yet."""
 
-    needed_bytes: int
-    """The memory that reading it takes, its values included."""
-    values: Callable[[], torch.Tensor]
+    nbytes: int
+    """The memory that reading it takes."""
+    read: Callable[[], torch.Tensor]
 
 
 class Operand(msgspec.Struct, frozen=True, eq=False):
@@ -107,8 +99,8 @@ def operand_of(stored: Stored, read: Callable[[Stored], torch.Tensor]) -> Operan
             return Region(view.numel() * view.itemsize, lambda: _values_in_memory(view))
         part = stored.region(slices)
         if part is not None:
-            return Region(own_bytes(part) + _dense_bytes(part), lambda: read(part))
-        return Region(own_bytes(stored) + _dense_bytes(stored), lambda: read(stored)[tuple(slices)])
+            return Region(own_bytes(part), lambda: read(part))
+        return Region(own_bytes(stored), lambda: read(stored)[tuple(slices)])
 
     extent = stored.extent if is_run(stored) else None
     memory = None
@@ -195,13 +187,6 @@ def parts_of(stored: Stored) -> dict[str, Stored]:
     return parts
 
 
-def _dense_bytes(stored: Stored) -> int:
-    """The bytes of the copy in which the elements lie in their order; 0 for a tensor that is read so."""
-    if isinstance(stored, torch.Tensor) or (isinstance(stored, StoredTensor) and stored.is_contiguous):
-        return 0
-    return math.prod(stored.shape) * stored.dtype.itemsize
-
-
 def read_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of the values that are read of a tensor: torch's own quantized tensors are dequantized."""
     return torch.float32 if dtype in QUANTIZED else dtype
@@ -213,21 +198,12 @@ def _values_in_memory(tensor: torch.Tensor) -> torch.Tensor:
         return (values.dequantize() if values.is_quantized else values).cpu()
 
 
-class Chunk(NamedTuple):
-    """Elements of an item. Their memory is used again after the fold."""
-
-    item: int
-    """The index of the item."""
-    values: tuple[torch.Tensor, ...]
-    """The elements of each operand, at the same places: contiguous CPU tensors of one dimension."""
-
-
 class _Piece(msgspec.Struct, frozen=True):
     item: int
     first: int
     """The first element."""
     count: int
-    starts: tuple[int, ...]
+    starts: tuple[int, ...] = ()
     """For each operand the beginning in the buffer, in bytes; -1 for one in memory."""
     regions: tuple[Region, ...] = ()
     """The regions of the operands, where these are read by region."""
@@ -239,12 +215,16 @@ class _PieceBlock(Block, frozen=True):
     pieces: tuple[_Piece, ...]
 
 
+Fold = Callable[[int, tuple[torch.Tensor, ...]], None]
+"""Called with the index of an item and elements of each operand at the same places: contiguous CPU tensors of one
+dimension, whose memory is used again afterwards."""
+
+
 def reduce(
     items: Sequence[tuple[Operand, ...]],
-    fold: Callable[[Chunk], None],
+    fold: Fold,
     *,
     fingerprints: Mapping[str, FileFingerprint],
-    max_memory_bytes: int | None,
     progress: bool | None,
     what: str,
 ) -> int:
@@ -252,10 +232,8 @@ def reduce(
 
     Args:
         items: The items. The operands of one item have the same shape.
-        fold: Called with each chunk, by several threads at once and in any order, without autograd. It may use
-            `WORKING_BYTES` for each element.
+        fold: Called with each chunk, by several threads at once and in any order, without autograd.
         fingerprints: What each file must be before the first byte is read and after the last.
-        max_memory_bytes: The most memory for buffers, regions and temporary tensors; None for no limit.
         progress: Whether to show a progress bar. None shows one on a terminal after half a second.
         what: What the progress bar says that is done: "comparing".
 
@@ -263,21 +241,21 @@ def reduce(
         The bytes of all operands.
 
     Raises:
-        MemoryBudgetError: The budget is too small.
         ReadFailedError: A file cannot be read, or has changed.
     """
     filled = [index for index, operands in enumerate(items) if math.prod(operands[0].shape)]
     streamed = [index for index in filled if all(operand.is_streamed for operand in items[index])]
     by_region = sorted(set(filled) - set(streamed))
-    extents = [operand.extent for index in streamed for operand in items[index] if operand.extent is not None]
-    read_ahead(extents, fingerprints)
-    chunk_elements = _CHUNK_ELEMENTS
+    read_ahead(
+        [operand.extent for index in streamed for operand in items[index] if operand.extent is not None], fingerprints
+    )
 
     def consume(block: Block, buffer: torch.Tensor) -> None:
         assert isinstance(block, _PieceBlock)
         for piece in block.pieces:
-            for values in _chunks(piece, items[piece.item], buffer, chunk_elements):
-                fold(Chunk(piece.item, values))
+            flat = _flat_values(piece, items[piece.item], buffer)
+            for first in range(0, piece.count, _CHUNK_ELEMENTS):
+                fold(piece.item, tuple(values[first : first + _CHUNK_ELEMENTS] for values in flat))
 
     def on_block(block: Block, _: float) -> None:
         assert isinstance(block, _PieceBlock)
@@ -285,77 +263,30 @@ def reduce(
         advance(sum(count * itemsize for count, itemsize in sizes))
 
     total_bytes = sum(math.prod(operand.shape) * operand.dtype.itemsize for operands in items for operand in operands)
+    wanted, blocks = _streamed_blocks(items, streamed)
+    blocks += [block for index in by_region for block in _region_blocks(index, items[index])]
+    strategy = ReadStrategy(read_threads(), _BLOCK_BYTES)
     with progress_bar(progress, total_bytes, what) as advance:
-        if streamed:
-            strategy = _strategy(sum(extent.nbytes for extent in extents), max_memory_bytes)
-            chunk_elements = _chunk_elements(strategy.block_bytes)
-            wanted, blocks = _streamed_blocks(items, streamed, strategy.block_bytes)
+        if blocks:
             stream(wanted, consume, strategy=strategy, fingerprints=fingerprints, on_block=on_block, blocks=blocks)
-        if by_region:
-            blocks = [block for index in by_region for block in _region_blocks(index, items[index], max_memory_bytes)]
-            threads, chunk_elements = read_threads(), _CHUNK_ELEMENTS
-            if max_memory_bytes is not None:
-                needed = max(map(_needed, blocks))
-                chunk_elements = min(chunk_elements, (max_memory_bytes - needed) // WORKING_BYTES)
-                threads = min(threads, max_memory_bytes // (needed + _chunk_bytes(chunk_elements)))
-            strategy = ReadStrategy(threads, _BLOCK_BYTES)
-            stream([], consume, strategy=strategy, fingerprints=fingerprints, on_block=on_block, blocks=blocks)
     return total_bytes
 
 
-def _chunk_elements(block_bytes: int) -> int:
-    return _CHUNK_ELEMENTS if block_bytes >= _BLOCK_BYTES else max(_LEAST_CHUNK_ELEMENTS, block_bytes // _CHUNK_SHARE)
-
-
-def _chunk_bytes(chunk_elements: int) -> int:
-    return chunk_elements * WORKING_BYTES
-
-
-def _strategy(total_bytes: int, max_memory_bytes: int | None) -> ReadStrategy:
-    """The widest strategy whose buffers and temporary tensors fit into the budget. Raises `MemoryBudgetError`."""
-    widest = ReadStrategy(read_threads(), _BLOCK_BYTES)
-    if max_memory_bytes is None:
-        return widest
-    needed = 0
-    for strategy in [widest, *widest.smaller()]:
-        working = _chunk_bytes(_chunk_elements(strategy.block_bytes))
-        needed = strategy.threads * (min(strategy.block_bytes, aligned(total_bytes)) + working)
-        if needed <= max_memory_bytes:
-            return strategy
-    raise _too_small(needed, max_memory_bytes)
-
-
-def _too_small(needed_bytes: int, max_memory_bytes: int) -> MemoryBudgetError:
-    return MemoryBudgetError(
-        "reading the tensors block by block needs more memory than it was given",
-        expected=f"at most {max_memory_bytes:,} bytes",
-        found=f"{needed_bytes:,} bytes, at the least",
-        remedy=f"max_memory_bytes={needed_bytes}, or leave it out",
-        options=f"--max-memory {needed_bytes}B, or leave it out",
-    )
-
-
-def _chunks(
-    piece: _Piece, operands: Sequence[Operand], buffer: torch.Tensor, chunk_elements: int
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields the values of a piece, a chunk at a time."""
+def _flat_values(piece: _Piece, operands: Sequence[Operand], buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the values of a piece, of each operand."""
     if piece.regions:
-        values = [region.values() for region in piece.regions]
-        for box in _boxes(tuple(values[0].shape), chunk_elements):
-            yield tuple(whole[slices_of(box)].contiguous().view(-1) for whole in values)
-        return
+        return [region.read().reshape(-1) for region in piece.regions]
     flat = []
     for operand, start in zip(operands, piece.starts, strict=True):
         if operand.memory is not None:
             flat.append(operand.memory[piece.first : piece.first + piece.count])
         else:
             flat.append(buffer[start : start + piece.count * operand.dtype.itemsize].view(operand.dtype))
-    for first in range(0, piece.count, chunk_elements):
-        yield tuple(values[first : first + chunk_elements] for values in flat)
+    return flat
 
 
 def _streamed_blocks(
-    items: Sequence[tuple[Operand, ...]], streamed: Sequence[int], block_bytes: int
+    items: Sequence[tuple[Operand, ...]], streamed: Sequence[int]
 ) -> tuple[list[Wanted], list[_PieceBlock]]:
     """Packs the elements of streamed items into blocks, in the order of the files."""
     wanted: list[Wanted] = []
@@ -388,8 +319,8 @@ def _streamed_blocks(
         slack = sum(aligned(1) for operand in operands)
         each = sum(operand.dtype.itemsize for operand in operands)
         while first < numel:
-            count = min(numel - first, (block_bytes - weight - slack) // each)
-            if count <= 0 or (count < numel - first and pieces and count * each < block_bytes // 2):
+            count = min(numel - first, (_BLOCK_BYTES - weight - slack) // each)
+            if count <= 0 or (count < numel - first and pieces and count * each < _BLOCK_BYTES // 2):
                 close()
                 continue
             starts = []
@@ -408,41 +339,20 @@ def _streamed_blocks(
     return wanted, blocks
 
 
-def _region_blocks(index: int, operands: Sequence[Operand], budget_bytes: int | None) -> Iterator[_PieceBlock]:
-    """Yields a block for each region of an item: the largest regions that leave a share of the budget to the chunks.
-
-    Raises `MemoryBudgetError` where the smallest regions leave no room for a chunk.
-    """
-    shape = operands[0].shape
-    limit = _REGION_BYTES
-    if budget_bytes is not None:
-        for_chunks = max(budget_bytes // _REGION_SHARE, _chunk_bytes(_LEAST_CHUNK_ELEMENTS))
-        limit = min(limit, budget_bytes - for_chunks)
-    best: list[_PieceBlock] = []
-    count = math.prod(shape)
-    while count:
-        blocks = []
-        for box in _boxes(shape, count):
-            regions = tuple(operand.region(slices_of(box)) for operand in operands)
-            piece = _Piece(index, 0, math.prod(map(len, box)), (), regions)
-            blocks.append(_PieceBlock((), 0, (piece,)))
-        if not best or max(map(_needed, blocks)) < max(map(_needed, best)):
-            best = blocks
-        if max(map(_needed, best)) <= limit or len(blocks) > _MOST_REGIONS:
-            break
-        count //= 2
-    least = max(map(_needed, best), default=0) + _chunk_bytes(_LEAST_CHUNK_ELEMENTS)
-    if budget_bytes is not None and least > budget_bytes:
-        raise _too_small(least, budget_bytes)
-    yield from best
-
-
-_MOST_REGIONS = 4096
-
-
-def _needed(block: _PieceBlock) -> int:
-    """The memory that the regions of a block take."""
-    return sum(region.needed_bytes for piece in block.pieces for region in piece.regions)
+def _region_blocks(index: int, operands: Sequence[Operand]) -> Iterator[_PieceBlock]:
+    """Yields a block for each region of an item: for the whole, where regions read much more than that together."""
+    shape, each = operands[0].shape, sum(operand.dtype.itemsize for operand in operands)
+    cuts = [_boxes(shape, _REGION_BYTES // each), _boxes(shape, math.prod(shape))]
+    pieces, whole = (
+        [
+            _Piece(index, 0, math.prod(map(len, box)), regions=tuple(o.region(slices_of(box)) for o in operands))
+            for box in boxes
+        ]
+        for boxes in cuts
+    )
+    costs = [sum(region.nbytes for piece in cut for region in piece.regions) for cut in (pieces, whole)]
+    for piece in pieces if costs[0] <= 2 * costs[1] else whole:
+        yield _PieceBlock((), 0, (piece,))
 
 
 def _boxes(shape: tuple[int, ...], most_elements: int) -> Iterator[Box]:

@@ -16,10 +16,9 @@ import msgspec
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import check_budget_option, is_selected, nothing_selected, patterns_of
+from modelstate.checkpoint.open import is_selected, nothing_selected, patterns_of
 from modelstate.checkpoint.reduction import (
     CONVERTIBLE,
-    Chunk,
     check_readable,
     exact_sum,
     if_finite,
@@ -175,14 +174,11 @@ class CheckpointStatistics(Shown, msgspec.Struct, frozen=True):
         )
 
 
-def statistics_of(
-    checkpoint: Checkpoint, *, only: Iterable[str], max_memory_bytes: int | None, progress: bool | None
-) -> CheckpointStatistics:
+def statistics_of(checkpoint: Checkpoint, *, only: Iterable[str], progress: bool | None) -> CheckpointStatistics:
     """Implements `Inspection.stats`."""
     begin = perf_counter()
-    check_budget_option(max_memory_bytes, minimum=1)
     patterns = patterns_of("only", only)
-    specs = [spec for name, spec in checkpoint.items() if is_selected(name, patterns)]
+    specs = [spec for spec in checkpoint.specs() if is_selected(spec.name, patterns)]
     if patterns and not specs:
         raise nothing_selected(patterns, checkpoint, checkpoint.source)
     check_readable(
@@ -203,14 +199,13 @@ def statistics_of(
             plain.setdefault(key, stored)
     accumulators = [_Accumulator(read_dtype(stored.dtype)) for stored in plain.values()]
 
-    def fold(chunk: Chunk) -> None:
-        accumulators[chunk.item].add(chunk.values[0])
+    def fold(item: int, values: tuple[torch.Tensor, ...]) -> None:
+        accumulators[item].add(values[0])
 
     read_bytes = reduce(
         [(operand_of(stored, reader_of(checkpoint)),) for stored in plain.values()],
         fold,
         fingerprints=checkpoint.fingerprints,
-        max_memory_bytes=max_memory_bytes,
         progress=progress,
         what="reading",
     )

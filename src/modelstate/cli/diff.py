@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 )
 @options.comparing
 @options.rules
-@options.max_memory
 @options.opening
 @options.html
 def diff(

@@ -242,7 +242,6 @@ def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | N
 @click.argument("a", type=int, help="The first step.")
 @click.argument("b", type=int, help="The second step.")
 @options.comparing
-@options.max_memory
 @options.html
 def compare_steps(
     directory: str,

@@ -17,10 +17,9 @@ from torch import nn
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint, merged_fingerprints
 from modelstate.checkpoint.inspect import plain_value
-from modelstate.checkpoint.open import Source, check_budget_option, is_selected, nothing_selected, patterns_of
+from modelstate.checkpoint.open import Source, is_selected, nothing_selected, patterns_of
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.reduction import (
-    Chunk,
     Operand,
     Region,
     check_readable,
@@ -62,7 +61,6 @@ def diff(
     key: Key = None,
     only: Iterable[str] = (),
     values: bool = True,
-    max_memory_bytes: int | None = None,
     progress: bool | None = None,
     allow: Sequence[object] = (),
     skip_forbidden: bool = False,
@@ -82,7 +80,6 @@ def diff(
             names have nothing in common, the part of one checkpoint that has the names of the other one.
         only: Patterns of names of `b` (of `a` for names that `b` lacks); other tensors and values are left out.
         values: Whether the values of tensors are read and compared; otherwise names, shapes and dtypes.
-        max_memory_bytes: The most memory for buffers and temporary tensors.
         progress: Whether to show a progress bar. None shows one on a terminal after half a second.
         allow: Classes and functions that a pickle may use, as for `modelstate.open`.
         skip_forbidden: Whether other classes and functions are left out, instead of raising.
@@ -97,7 +94,6 @@ def diff(
         ComparisonError: The checkpoints have no name in common, or a tensor has no values, as one on the meta device.
         RuleError: The rules cannot be applied.
         ReadFailedError: A file cannot be read, or has changed meanwhile.
-        MemoryBudgetError: The budget is too small.
         ModelCodeError: A module's own `state_dict` raised.
         OptionError: An argument is not valid.
 
@@ -108,7 +104,6 @@ def diff(
         (0.5, 0.1)
     """
     begin = perf_counter()
-    check_budget_option(max_memory_bytes, minimum=1)
     patterns = patterns_of("only", only)
     opened = partial(open_checkpoint, allow=allow, skip_forbidden=skip_forbidden, cache=cache)
     first, second = _open_both(a, b, key, opened)
@@ -134,7 +129,7 @@ def diff(
     comparable = [
         part for name in second if name in matched & selected for part in _parts(name, tensors[name], others[name])
     ]
-    differences, read_bytes = _compared(comparable, first, second, values, max_memory_bytes, progress)
+    differences, read_bytes = _compared(comparable, first, second, values, progress)
     return Diff(
         _label(a, first),
         _label(b, second),
@@ -262,7 +257,6 @@ def _compared(
     first: Checkpoint,
     second: Checkpoint,
     values: bool,
-    max_memory_bytes: int | None,
     progress: bool | None,
 ) -> tuple[tuple[TensorDiff, ...], int]:
     """Reads each pair of tensors once, also where it has several names. Returns what differs, and the bytes read."""
@@ -289,17 +283,11 @@ def _compared(
             items.append((_operand(part.a, first), _operand(part.b, second)))
         read[index] = known[key]
 
-    def fold(chunk: Chunk) -> None:
-        accumulators[chunk.item].add(*chunk.values)
+    def fold(item: int, values: tuple[torch.Tensor, ...]) -> None:
+        accumulators[item].add(*values)
 
-    read_bytes = reduce(
-        items,
-        fold,
-        fingerprints=merged_fingerprints((first, second)),
-        max_memory_bytes=max_memory_bytes,
-        progress=progress,
-        what="comparing",
-    )
+    fingerprints = merged_fingerprints((first, second))
+    read_bytes = reduce(items, fold, fingerprints=fingerprints, progress=progress, what="comparing")
     differences = [_tensor_diff(part, values, read.get(index)) for index, part in enumerate(parts)]
     return tuple(differences), read_bytes
 

@@ -481,7 +481,6 @@ class Store(Shown):
         *,
         only: Iterable[str] = (),
         values: bool = True,
-        max_memory_bytes: int | None = None,
     ) -> "Diff":
         """Compares two checkpoints of the store, with all their objects: see `modelstate.diff`.
 
@@ -491,7 +490,7 @@ class Store(Shown):
         Args:
             a: the first checkpoint; "latest" takes the newest one that is whole.
             b: the second checkpoint.
-            only, values, max_memory_bytes: as in `modelstate.diff`.
+            only, values: as in `modelstate.diff`.
 
         Returns:
             The differences.
@@ -517,7 +516,7 @@ class Store(Shown):
 
         first, second = (self.index.first_usable(step, attempt)[0] for step in (a, b))
         # With a key, all objects are compared, even if no name is in both.
-        return diff(first, second, key=(None, None), only=only, values=values, max_memory_bytes=max_memory_bytes)
+        return diff(first, second, key=(None, None), only=only, values=values)
 
     def _agreement(self, objects: object, call: str) -> Agreement:
         """Returns the ranks that save and restore these objects together; `call` is the call of all ranks, for errors.
