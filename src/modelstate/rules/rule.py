@@ -132,18 +132,18 @@ class RuleContext:
         self.entries = self._results
 
     def run_in_place(self, rules: Iterable[Rule]) -> None:
-        """Applies rules that have literal names, in time that does not depend on the number of other entries.
-
-        The entries that a rule looks at are behind the others afterwards.
-        """
+        """Applies rules that have literal names, in time that does not depend on the number of other entries."""
         others = dict(self.entries)
+        places = {name: place for place, name in enumerate(others)}
         for rule in rules:
             self.entries = {name: others.pop(name) for name in literal_names(rule) if name in others}
+            place = min(map(places.__getitem__, self.entries), default=len(places))
             self.run(rule)
             results, self._results = self.entries, others
             for name, entry in results.items():
+                places.setdefault(name, place)
                 self.keep(name, entry)
-        self.entries = others
+        self.entries = {name: others[name] for name in sorted(others, key=places.__getitem__)}
 
     @property
     def text(self) -> str:
