@@ -17,6 +17,7 @@ from math import ceil
 import torch
 import xxhash
 
+from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.parts import Mesh, Part, replicated
 from modelstate.distributed.writing import (
     CREATING,
@@ -35,13 +36,18 @@ from modelstate.formats.safetensors import FileLayout, Written, finished_header
 from modelstate.formats.sharded import Kind, balanced
 from modelstate.io.atomic import write_errors
 from modelstate.io.engine import memory_at
-from modelstate.remote.location import locate
+from modelstate.remote.location import is_remote, locate
 from modelstate.remote.requests import cleanup
 from modelstate.remote.upload import PART_BYTES, ObjectWriter, new_object, remove
 from modelstate.torch_compat.plain import in_a_row
 
 PIECE_BYTES = BLOCK_BYTES
 """The most bytes that a rank gets of a tensor at once."""
+
+
+def writer_of(agreement: Agreement, path: str) -> CollectiveWriter:
+    """Returns the writer of all ranks of an agreement for a path, or for the URL of an object in a bucket."""
+    return CollectiveUploader(agreement, path) if is_remote(path) else CollectiveWriter(agreement, path)
 
 
 class CollectiveUploader(CollectiveWriter):

@@ -103,15 +103,6 @@ class Piece(msgspec.Struct, frozen=True):
         return HEX * -(-self.nbytes // BLOCK_BYTES)
 
 
-def writer_of(agreement: Agreement, path: str) -> "CollectiveWriter":
-    """Returns the writer of all ranks of an agreement for a path, or for the URL of an object in a bucket."""
-    if not is_remote(path):
-        return CollectiveWriter(agreement, path)
-    from modelstate.distributed.uploading import CollectiveUploader
-
-    return CollectiveUploader(agreement, path)
-
-
 class CollectiveWriter(CheckpointWriter):
     """Writes the files of a checkpoint with all ranks of an agreement: a `CheckpointWriter`.
 

@@ -14,7 +14,7 @@ from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.write import SaveOptions, SaveReport, StateToWrite, streamed, target_path, write_state
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
-from modelstate.distributed.writing import PLANNING, writer_of
+from modelstate.distributed.writing import PLANNING
 from modelstate.errors import UnsavableError
 from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
@@ -136,6 +136,8 @@ def save_with(
         to_write = streamed(state) if isinstance(state, Checkpoint) else StateToWrite(_tree_of(state))
     if not agreement.ranks:
         return write_state(to_write, where, begin, options)
+    from modelstate.distributed.uploading import writer_of
+
     with agreement.collective():
         return write_state(to_write, where, begin, replace(options, progress=False), writer_of(agreement, where))
 

@@ -14,7 +14,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import check_budget_option, patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.distributed.reports import Digest
-from modelstate.distributed.writing import CollectiveWriter, writer_of
+from modelstate.distributed.writing import CollectiveWriter
 from modelstate.errors import (
     BackgroundCancelledError,
     OptionError,
@@ -700,7 +700,11 @@ def _same(text: str) -> list[Digest]:
 
 def _writer(agreement: Agreement, directory: str) -> CollectiveWriter | None:
     """Returns the writer of DTensors; None where one process saves alone."""
-    return writer_of(agreement, os.path.join(directory, RECORD_FILE)) if agreement.ranks else None
+    if not agreement.ranks:
+        return None
+    from modelstate.distributed.uploading import writer_of
+
+    return writer_of(agreement, os.path.join(directory, RECORD_FILE))
 
 
 def _directory(given: object) -> str:
