@@ -1,24 +1,9 @@
-"""Fixtures of loads in the background and of modules on several ranks."""
+"""Fixtures of modules on several ranks."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-
-from tests.loading.handles import Gate, ended
-
-
-@pytest.fixture
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert ended()
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    found = Gate()
-    yield found
-    found.opened.set()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,14 @@
-"""`load(..., background=True)`: the same result as without it, and a model that is left alone until then."""
+"""`load(..., background=True)`: the result of a load, and a model that is left alone until then."""
 
+import gc
+import os
+import signal
+import textwrap
+import threading
 import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +19,91 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.rules.names import Fill
+from tests.faults import Request, faulty_reads
 from tests.loading.fingerprint import whole
-from tests.loading.handles import EVER, SOON, Gate, Watched, eventually
 from tests.loading.test_load import Tied, made, other
+from tests.programs import run_program
 
-pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+SOON = 60.0
+"""Seconds in which everything here ends that does not hang."""
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("modelstate-load")]
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    until = time.monotonic() + SOON
+    while not holds():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def ended() -> bool:
+    """Whether no thread of a load is left, after a while."""
+    return eventually(lambda: not threads())
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert ended()
+
+
+class Gate:
+    """A transform that stops at its first tensor until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        self.names: list[str] = []
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        self.names.append(name)
+        self.reached.set()
+        assert self.opened.wait(SOON)
+        return tensor
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.opened.set()
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    found = tmp_path / "model.pt"
-    torch.save(other(Tied()), found)
-    return found
+    path = tmp_path / "model.pt"
+    torch.save(other(Tied()), path)
+    return path
+
+
+EVER: list[Any] = []
+
+
+class Watched(nn.Module):
+    """Counts what its loading code is called for, looks at a value, and draws a random number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.calls: list[Any] = []
+        self.register_load_state_dict_post_hook(Watched.hook)
+
+    @staticmethod
+    def hook(module: Any, _: Any) -> None:
+        torch.rand(1)
+        with torch.no_grad():
+            module.layer.weight.mul_(2)
+
+    def get_extra_state(self) -> Any:
+        return {"n": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls.append(state)
+        EVER.append(state)
 
 
 # The same as a load.
@@ -41,6 +121,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "transform of some": {"transform": {"embed.*": doubled}},
     "verified": {"verify": True},
 }
+
+
 try:
     from torchao.quantization import Int8WeightOnlyConfig
 
@@ -50,7 +132,7 @@ except ImportError:  # no version of it works with this torch
     pass
 
 
-FORMS = ["torch", "legacy", "safetensors", "mapping"]
+FORMS = ["torch", "safetensors", "mapping"]
 CASES = [(way, form) for way in WAYS for form in FORMS if form == "torch" or way != "verified"]
 
 
@@ -64,7 +146,7 @@ def test_the_result_is_that_of_a_load(way: str, target: str, form: str, tmp_path
     elif form == "safetensors":
         save_file({name: value.clone() for name, value in other(Tied()).items()}, source)
     else:
-        torch.save(other(Tied()), source, _use_new_zipfile_serialization=form == "torch")
+        torch.save(other(Tied()), source)
     torch.manual_seed(0)
     expected, module = made(target), made(target)
     state = module.state_dict(keep_vars=True)
@@ -91,33 +173,13 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return convert() if convert is not None and type(tensor) not in (torch.Tensor, nn.Parameter) else tensor
 
 
-def test_what_was_brought_in_is_what_is_put_in_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read again in `result`, but for what costs nothing."""
-    from modelstate.loading import commit as commit_module
-    from modelstate.loading import load as load_module
-
-    module, again = made("materialised"), []
+def test_nothing_is_read_in_result(path: Path) -> None:
+    module = made("materialised")
     handle = ms.load(module, path, background=True)
     assert eventually(lambda: handle.done)
-    real = load_module.stage
-
-    def spied(staging: Any, assignments: Any, progress: Any) -> None:
-        again.extend(assignment.name for assignment in assignments if assignment.final is None)
-        real(staging, assignments, progress)
-
-    for user in (load_module, commit_module):
-        monkeypatch.setattr(user, "stage", spied)
-    assert len(handle.result().steps) == 7
-    assert again == []
-
-
-@pytest.mark.slow
-def test_seconds_are_those_from_the_call_to_the_result(path: Path) -> None:
-    started = time.perf_counter()
-    handle = ms.load(made("materialised"), path, background=True)
-    time.sleep(0.2)
-    report = handle.result()
-    assert 0.2 < report.seconds < time.perf_counter() - started
+    with faulty_reads() as faults:
+        assert len(handle.result().steps) == 7
+    assert not [request for request in faults.requests if request.call.startswith("preadv")]
 
 
 # The model until then.
@@ -144,7 +206,6 @@ def test_a_transform_is_called_once_for_each_in_the_order_of_the_file(path: Path
     gate.opened.set()
     ms.load(made("materialised"), path, background=True, transform=gate).result()
     assert gate.names == [name for name in other(Tied()) if name not in ("head.weight", "body.same")]
-    assert gate.threads == {"modelstate-load"}
 
 
 def test_the_model_may_be_trained_meanwhile(path: Path, gate: Gate) -> None:
@@ -186,33 +247,21 @@ def test_a_tensor_that_gets_no_value_keeps_what_it_has_become(path: Path) -> Non
 def test_the_models_code_counts_once(tmp_path: Path) -> None:
     source = Watched()
     torch.save(source.state_dict(), tmp_path / "model.pt")
-    module, before = Watched(), None
+    module = Watched()
     EVER.clear()
     before = whole(module)
     torch.manual_seed(1)
+    random_state = torch.get_rng_state()
     handle = ms.load(module, tmp_path / "model.pt", background=True)
     assert whole(module) == before
     assert EVER == []
-    torch.manual_seed(1)
-    expected = torch.rand(1)
-    torch.manual_seed(1)
     assert eventually(lambda: handle.done)
-    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(torch.get_rng_state(), random_state)
     report = handle.result()
     assert EVER == module.calls == [{"n": 1}]
     assert torch.equal(module.layer.weight, source.layer.weight * 2)
     assert torch.equal(module.layer.bias, source.layer.bias)
     assert report.coverage == 1.0
-
-
-def test_the_call_draws_no_random_numbers(tmp_path: Path) -> None:
-    torch.save(Watched().state_dict(), tmp_path / "model.pt")
-    module = Watched()
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    handle = ms.load(module, tmp_path / "model.pt", background=True)
-    assert torch.equal(torch.get_rng_state(), before)
-    handle.cancel()
 
 
 def test_set_extra_state_that_raises_is_an_error_of_the_result(tmp_path: Path) -> None:
@@ -247,9 +296,367 @@ def test_an_initialiser_draws_its_numbers_at_the_result(tmp_path: Path) -> None:
     del state["weight"]
     torch.save(state, tmp_path / "model.pt")
     module = nn.Linear(3, 3)
-    handle = ms.load(module, tmp_path / "model.pt", background=True, rules=[Fill("weight")])
+    handle = ms.load(module, tmp_path / "model.pt", background=True, rules=[ms.rules.Fill("weight")])
     assert eventually(lambda: handle.done)
     torch.manual_seed(3)
     handle.result()
     torch.manual_seed(3)
     assert torch.equal(module.weight, nn.Linear(3, 3).weight)
+
+
+# Results, cancelling, and handles that are dropped.
+
+
+def test_the_result_is_the_same_each_time_and_in_every_thread(path: Path, gate: Gate) -> None:
+    module, found = made("materialised"), []
+    handle = ms.load(module, path, background=True, transform=gate)
+    waiting = [threading.Thread(target=lambda: found.append(handle.result())) for _ in range(8)]
+    for thread in waiting:
+        thread.start()
+    gate.opened.set()
+    for thread in waiting:
+        thread.join(SOON)
+    assert len(found) == 8
+    assert all(report is handle.result() for report in found)
+    assert not handle.cancel()
+
+
+def test_cancelled_in_the_middle(path: Path, gate: Gate) -> None:
+    module = made("materialised")
+    before = whole(module)
+    handle = ms.load(module, path, background=True, transform=gate)
+    assert gate.reached.wait(SOON)
+    assert handle.cancel(wait=False)
+    assert not handle.cancel(wait=False)
+    assert handle.done
+    gate.opened.set()
+    assert ended()
+    assert len(gate.names) == 1
+    for _ in range(2):
+        with pytest.raises(errors.BackgroundCancelledError, match="was cancelled"):
+            handle.result()
+    assert "cancelled" in repr(handle)
+    assert whole(module) == before
+
+
+def test_cancel_waits_for_the_thread(path: Path) -> None:
+    def slow(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return tensor
+
+    handle = ms.load(made("materialised"), path, background=True, transform=slow)
+    handle.cancel()
+    assert threads() == []
+
+
+def test_left_without_a_result(path: Path) -> None:
+    module = made("materialised")
+    before = whole(module)
+    with ms.load(module, path, background=True) as handle:
+        pass
+    with pytest.raises(errors.BackgroundCancelledError):
+        handle.result()
+    with pytest.raises(ZeroDivisionError), ms.load(module, path, background=True) as handle:
+        _ = 1 / 0
+    assert handle.done
+    assert threads() == []
+    assert whole(module) == before
+
+
+@pytest.mark.slow
+def test_a_dropped_handle_ends_and_is_freed(path: Path, gate: Gate) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        module = made("materialised")
+        kept: list[Any] = []
+
+        def noted(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            result = gate(name, tensor)
+            kept.append(weakref.ref(result.untyped_storage()))
+            return result
+
+        handle = ms.load(module, path, background=True, transform=noted)
+        assert gate.reached.wait(SOON)
+        there, owner = weakref.ref(handle), weakref.ref(module)
+        del handle, module
+        assert there() is None
+        gate.opened.set()
+        assert ended()
+        assert len(gate.names) == 1
+        assert eventually(lambda: owner() is None)
+        assert all(storage() is None for storage in kept)
+    finally:
+        gc.enable()
+
+
+def test_a_load_does_not_wait_for_itself(tmp_path: Path, path: Path) -> None:
+    found: list[BaseException] = []
+    handles: list[ms.loading.LoadHandle] = []
+    ready = threading.Event()
+
+    def waiting(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        assert ready.wait(SOON)
+        with pytest.raises(errors.OptionError, match="for itself") as caught:
+            handles[0].result()
+        found.append(caught.value)
+        return tensor
+
+    handles.append(ms.load(made("materialised"), path, background=True, transform=waiting))
+    ready.set()
+    handles[0].result()
+    assert len(found) == 7
+    handles.clear()
+
+    class Asking(Watched):
+        def set_extra_state(self, state: Any) -> None:
+            assert not handles[0].cancel()
+            handles[0].result()
+
+    torch.save(Watched().state_dict(), tmp_path / "asking.pt")
+    handles.append(ms.load(Asking(), tmp_path / "asking.pt", background=True))
+    with pytest.raises(errors.ModelStateError, match="for itself"):
+        handles[0].result()
+
+
+def test_in_a_forked_process_there_is_no_result(path: Path, gate: Gate) -> None:
+    handle = ms.load(made("materialised"), path, background=True, transform=gate)
+    assert gate.reached.wait(SOON)
+    child = os.fork()
+    if child == 0:
+        try:
+            handle.result()
+        except errors.BackgroundCancelledError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    gate.opened.set()
+    assert handle.result().coverage == 1.0
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), "1", True, 1j])
+def test_a_timeout_that_is_none(timeout: Any, path: Path) -> None:
+    with ms.load(made("materialised"), path, background=True) as handle:
+        with pytest.raises(errors.OptionError, match="timeout_seconds="):
+            handle.result(timeout)
+        assert handle.result(SOON).coverage == 1.0
+
+
+def test_a_timeout_lets_the_load_go_on(path: Path, gate: Gate) -> None:
+    module = made("materialised")
+    handle = ms.load(module, path, background=True, transform=gate)
+    for timeout in (0, 0.01):
+        with pytest.raises(TimeoutError, match="the load goes on") as caught:
+            handle.result(timeout)
+        assert isinstance(caught.value, errors.BackgroundTimeoutError)
+    gate.opened.set()
+    assert handle.result().coverage == 1.0
+
+
+# Interrupts, and the end of the program.
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_it_waits(path: Path, gate: Gate) -> None:
+    module = made("materialised")
+    before = whole(module)
+    handle = ms.load(module, path, background=True, transform=gate)
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        handle.result()
+    gate.opened.set()
+    assert ended()
+    assert len(gate.names) == 1
+    with pytest.raises(errors.BackgroundCancelledError):
+        handle.result()
+    assert whole(module) == before
+
+
+def test_an_interrupt_while_it_is_put_in_place(tmp_path: Path) -> None:
+    class Interrupted(Watched):
+        def set_extra_state(self, state: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    torch.save(Watched().state_dict(), tmp_path / "model.pt")
+    module = Interrupted()
+    before = whole(module)
+    handle = ms.load(module, tmp_path / "model.pt", background=True)
+    with pytest.raises(KeyboardInterrupt):
+        handle.result()
+    assert whole(module) == before
+    with pytest.raises(errors.BackgroundCancelledError, match="interrupted"):
+        handle.result()
+
+
+EXIT = """
+    import time, sys, torch
+    import modelstate as ms
+    from torch import nn
+
+    def slow(name, tensor):
+        time.sleep(60)
+        return tensor
+
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(500)])
+    handle = ms.load(module, sys.argv[1], background=True, transform=slow)
+    time.sleep(0.1)
+    assert not handle.done
+    print("end", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_the_program_ends_with_a_running_handle(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(nn.Sequential(*[nn.Linear(4, 4) for _ in range(500)]).state_dict(), path)
+    done = run_program(textwrap.dedent(EXIT), path, timeout=SOON, finalizes=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+LAST = """
+    import atexit, sys, torch
+    import modelstate as ms
+    from torch import nn
+
+    ways = [{"verify": True}, {"dtype": torch.bfloat16}, {"transform": lambda _, t: t + 1}, {"in_place": True}]
+
+    def last():
+        for way in ways:
+            model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+            ms.load(model, sys.argv[1], **way)
+            print(str(model[1].weight.dtype)[6:], model[1].weight.mean().item())
+
+    atexit.register(last)
+"""
+
+
+@pytest.mark.slow
+def test_a_load_that_is_the_last_thing_that_a_program_does(tmp_path: Path) -> None:
+    """At its end Python starts no threads any more."""
+    path, saved = tmp_path / "model.safetensors", nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+    ms.save({name: torch.ones_like(value) for name, value in saved.state_dict().items()}, path)
+    done = run_program(textwrap.dedent(LAST), path, timeout=SOON, finalizes=True)
+    assert done.stderr == ""
+    assert done.stdout.split() == ["float32", "1.0", "bfloat16", "1.0", "float32", "2.0", "float32", "1.0"]
+
+
+# Models, files and sources that change, and other refusals.
+
+
+def test_a_model_that_has_changed_is_refused(path: Path) -> None:
+    """`tests/planning/test_executed_plan.py` has the kinds of changes."""
+    module = made("materialised")
+    handle = ms.load(module, path, background=True)
+    module.body[0].bias = nn.Parameter(torch.zeros(9))
+    before = whole(module)
+    with pytest.raises(errors.PlanError) as caught:
+        handle.result()
+    assert "nothing has been changed" in str(caught.value)
+    assert "load again" in str(caught.value)
+    assert whole(module) == before
+
+
+def test_a_tensor_that_shrinks_before_its_value_is_read_is_refused(tmp_path: Path) -> None:
+    """The value is read into memory of the size that it has in the file, which no change of the model makes smaller."""
+    ms.save(nn.Linear(2000, 500), tmp_path / "model.safetensors")
+    module, has_shrunk = nn.Linear(2000, 500), threading.Event()
+    with faulty_reads(before=lambda request: request.call == "preadv" and has_shrunk.wait(SOON)):
+        handle = ms.load(module, tmp_path / "model.safetensors", background=True)
+        module.weight.data = torch.zeros(1, 1)
+        has_shrunk.set()
+        with pytest.raises(errors.PlanError):
+            handle.result()
+    assert torch.equal(module.weight, torch.zeros(1, 1))
+
+
+def test_memory_of_a_mapping_that_the_model_has_come_to_hold() -> None:
+    """Each tensor of the mapping becomes the memory of the other parameter: none may be read after it was written."""
+    pair = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+    kept: dict[str, torch.Tensor] = {}
+    for transform in (None, lambda name, _: kept[name]):
+        one, two = torch.ones(2, 2), torch.zeros(2, 2)
+        kept.update({"0.weight": one, "1.weight": two})
+        handle = ms.load(pair, {"0.weight": one, "1.weight": two}, background=True, transform=transform)
+        assert eventually(partial(getattr, handle, "done"))
+        pair[0].weight.data, pair[1].weight.data = two, one
+        handle.result()
+        assert torch.equal(pair[0].weight, torch.ones(2, 2))
+        assert torch.equal(pair[1].weight, torch.zeros(2, 2))
+
+
+def test_what_stands_in_the_way_is_raised_by_the_call(path: Path) -> None:
+    module = made("materialised")
+    before = whole(module)
+    for arguments, expected in (
+        ({"in_place": True}, errors.OptionError),
+        ({"max_memory_bytes": 1}, errors.MemoryBudgetError),
+        ({"max_memory_bytes": "much"}, errors.OptionError),
+        ({"rules": [ms.rules.Prefix(strip="no.")]}, errors.PlanError),
+        ({"dtype": torch.int8}, errors.OptionError),
+        ({"key": "nowhere"}, errors.KeyNotFoundError),
+        ({"optimizers": [torch.optim.SGD(nn.Linear(2, 2).parameters())]}, errors.OptionError),
+    ):
+        with pytest.raises(expected):
+            ms.load(module, path, background=True, **arguments)
+    with pytest.raises(errors.PlanError):
+        ms.load(nn.Linear(2, 2), path, background=True)
+    with pytest.raises(errors.SourceNotFoundError):
+        ms.load(module, path.with_name("other.pt"), background=True)
+    assert whole(module) == before
+
+
+def test_damage_is_an_error_of_the_result(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    at = content.index(other(Tied())["embed.weight"].numpy().tobytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    module = made("materialised")
+    before = whole(module)
+    handle = ms.load(module, path, background=True, verify=True)
+    with pytest.raises(errors.ChecksumError, match=r"embed\.weight"):
+        handle.result()
+    assert whole(module) == before
+
+
+def test_a_transform_that_raises_is_an_error_of_the_result(path: Path) -> None:
+    def raising(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        raise LookupError("not mine")
+
+    module = made("materialised")
+    before = whole(module)
+    handle = ms.load(module, path, background=True, transform=raising)
+    for _ in range(2):
+        with pytest.raises(errors.TransformError, match="not mine"):
+            handle.result()
+    assert handle.done
+    assert not handle.cancel()
+    assert "failed" in repr(handle)
+    assert whole(module) == before
+
+
+def test_a_file_that_changes_before_the_result(path: Path) -> None:
+    module = made("materialised")
+    before = whole(module)
+    handle = ms.load(module, path, background=True)
+    assert eventually(lambda: handle.done)
+    torch.save(other(Tied()), path)
+    with pytest.raises(errors.ReadFailedError, match="has changed"):
+        handle.result()
+    assert whole(module) == before
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
+    path, module = tmp_path / "model.safetensors", nn.Linear(1024, 1024, bias=False)
+    save_file({"weight": torch.ones(1024, 1024)}, path)
+    before = whole(module)
+
+    def cut(request: Request) -> None:
+        if request.call == "preadv":
+            os.truncate(path, 8192)
+
+    with faulty_reads(before=cut), pytest.raises(errors.ReadFailedError):
+        ms.load(module, path, background=True).result()
+    assert whole(module) == before

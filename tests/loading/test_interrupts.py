@@ -1,17 +1,66 @@
-"""Ctrl-C in the middle of a large load: it ends soon, no thread goes on, and the module is what it was."""
+"""Ctrl-C and exceptions of the user's signal handlers: they come out as themselves, and the model is whole."""
 
+import gc
 import os
+import random
 import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
+from torch._C import _len_torch_dispatch_stack
 
+import modelstate as ms
+from modelstate.errors import ModelCodeError, OptionError
+from tests.loading.fingerprint import described, interrupted_at, whole
+from tests.loading.test_all_or_nothing import checkpoint_of, trained
+from tests.loading.test_background import eventually
 from tests.programs import Program
 
-pytestmark = pytest.mark.slow
+# At lines all over a load.
+
+LOADS: dict[str, Callable[[nn.Module, Path], object]] = {
+    "load": lambda model, path: ms.load(model, path),
+    "load_state_dict": lambda model, path: ms.load_state_dict(model, torch.load(path)),
+    "in the background": lambda model, path: ms.load(model, path, background=True).result(),
+    "with a transform": lambda model, path: ms.load(model, path, transform=lambda _, tensor: tensor + 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # within a finalizer
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_ctrl_c_at_lines_all_over_a_load(load: Callable[[nn.Module, Path], object], tmp_path: Path) -> None:
+    """The old model or the new one, no thread goes on, and the process is as it was."""
+    running, stock = set(threading.enumerate()), nn.Module._load_from_state_dict
+    new, _ = trained()
+    path = checkpoint_of(new, tmp_path / "x.pt")
+    load(new, path)
+    goal, outcomes = whole(new)[0], set()
+    lines = interrupted_at(0, lambda: load(trained()[0], path))
+    for line in [*range(5, lines, lines // 30), *range(lines - 60, lines, 4)]:
+        model, optimizer = trained()
+        before, state = whole(model), described(optimizer.state_dict())
+        interrupted_at(line, lambda: load(model, path))  # noqa: B023
+        assert eventually(lambda: not [one for one in set(threading.enumerate()) - running if "modelstate" in one.name])
+        now = whole(model)
+        assert now == before or now[0] == goal
+        assert described(optimizer.state_dict()) == state
+        assert nn.Module._load_from_state_dict is stock
+        assert torch.is_grad_enabled()
+        assert gc.isenabled()
+        assert torch.overrides._get_current_function_mode() is None
+        outcomes.add(now == before)
+    assert outcomes == {True, False}
+
+
+# In the middle of a large load.
 
 BATCHES = 12
 # Every request takes a quarter of a second. Says when the second is under way, and when it has been interrupted.
@@ -58,7 +107,7 @@ for in_place in (False, True):
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("interrupts") / "x.safetensors"
     save_file({"weight": torch.zeros(6144, 4096)}, path)
     assert path.stat().st_size > BATCHES * (8 << 20)
@@ -73,10 +122,11 @@ def line(child: Program, number: int) -> str:
     return lines[number]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 3])
-def test_ctrl_c_in_the_middle_of_a_load(signals: int, path: Path) -> None:
-    """First of one that stages, then of one in place."""
-    child, number = Program(PROGRAM, path), 0
+def test_ctrl_c_in_the_middle_of_a_load(signals: int, large: Path) -> None:
+    """First one that stages, then one in place: each ends soon, no thread goes on, and the module is what it was."""
+    child, number = Program(PROGRAM, large), 0
     for _ in range(2):
         assert line(child, number) == "reading"
         for _ in range(signals):
@@ -90,3 +140,159 @@ def test_ctrl_c_in_the_middle_of_a_load(signals: int, path: Path) -> None:
         number += requests + 2
     done = child.wait()
     assert done.returncode == 0, done.stderr
+
+
+# Exceptions of signal handlers.
+
+
+class Alarm(TimeoutError):
+    pass
+
+
+class Lack(MemoryError):
+    pass
+
+
+class Missing(KeyError):
+    pass
+
+
+class Broken(ValueError):
+    pass
+
+
+class Stop(KeyboardInterrupt):
+    pass
+
+
+KINDS = [Alarm, Lack, Missing, Broken, Stop]
+
+
+class Handler:
+    """Raises an exception of a class when a signal arrives, and keeps it."""
+
+    kind: type[BaseException] = Alarm
+    raised: BaseException | None = None
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.raised = self.kind("of the user")
+        raise self.raised
+
+
+@pytest.fixture
+def handler() -> Iterator[Handler]:
+    handler = Handler()
+    before = {number: signal.signal(number, handler) for number in (signal.SIGUSR1, signal.SIGALRM)}
+    yield handler
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, old in before.items():
+        signal.signal(number, old)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8).half())
+        self.extra = torch.randn(3)
+        self.signals, self.error = False, False
+
+    def get_extra_state(self) -> Any:
+        return self.extra.clone()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra.copy_(state)
+        if self.signals:
+            signal.raise_signal(signal.SIGUSR1)
+        if self.error:
+            raise Alarm
+
+
+def state(model: Net) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers(), model.extra)]
+
+
+def is_equal(before: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(before, now, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_code_of_the_model(handler: Handler, kind: type[BaseException], tmp_path: Path) -> None:
+    model, path, handler.kind = Net(), tmp_path / "net.safetensors", kind
+    ms.save(Net(), path)
+    before, model.signals = state(model), True
+    with pytest.raises(kind) as raised:
+        ms.load(model, path)
+    assert raised.value is handler.raised
+    assert is_equal(before, state(model))
+
+    def transform(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        signal.raise_signal(signal.SIGUSR1)
+        return tensor
+
+    for call in (ms.load, lambda model, _, transform: ms.convert(model, transform=transform)):
+        with pytest.raises(kind) as raised:
+            call(model, path, transform=transform)
+        assert raised.value is handler.raised
+    assert is_equal(before, state(model))
+
+
+def test_errors_of_the_models_own_code_stay_what_they_are(handler: Handler, tmp_path: Path) -> None:
+    model, path = Net(), tmp_path / "net.safetensors"
+    ms.save(Net(), path)
+    model.error = True
+    with pytest.raises(ModelCodeError) as raised:
+        ms.load(model, path)
+    assert isinstance(raised.value.__cause__, Alarm)
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    except Alarm:
+        with pytest.raises(OptionError):  # while the program handles the exception of its handler
+            ms.load(model, path, dtype="no such")
+
+
+OPERATIONS: dict[str, Callable[[Any, Path], object]] = {
+    "load": lambda model, path: ms.load(model, path / "net.safetensors"),
+    "load a torch file": lambda model, path: ms.load(model, path / "net.pt", in_place=False),
+    "plan": lambda model, path: ms.plan(model, path / "net.safetensors"),
+    "save": lambda model, path: ms.save(model, path / "saved.safetensors"),
+    "restore": lambda model, path: ms.restore({"net": model}, path / "objects.safetensors"),
+    "convert": lambda model, _: ms.convert(model, torch.bfloat16),
+    "open": lambda _, path: ms.open(path / "net.pt"),
+    "initialise": lambda model, _: ms.load(
+        model, {"layers.0.weight": torch.ones(8, 8)}, init_missing=True, allow_missing=["_extra_state", "layers.1.*"]
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_at_any_moment(name: str, handler: Handler, tmp_path: Path) -> None:
+    operation, right = OPERATIONS[name], Net()
+    ms.save(right, tmp_path / "net.safetensors")
+    ms.save(right, tmp_path / "net.pt")
+    ms.save({"net": right}, tmp_path / "objects.safetensors")
+    operation(Net(), tmp_path)
+    started = time.perf_counter()
+    operation(Net(), tmp_path)
+    seconds, moments = time.perf_counter() - started, random.Random(0)
+    for _ in range(60):
+        # The standard library takes a `KeyError` of a handler for its own.
+        model, handler.raised, handler.kind = Net(), None, moments.choice([Alarm, Lack, Broken, Stop])
+        before, raised = state(model), None
+        try:
+            signal.setitimer(signal.ITIMER_REAL, max(seconds * moments.random(), 1e-5))
+            try:
+                operation(model, tmp_path)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except BaseException as error:
+            raised = error
+        if raised is not None:
+            # Python itself may raise another exception in its place, within the import system or `threading`.
+            assert raised is handler.raised or not isinstance(raised, ms.ModelStateError)
+            raised = handler.raised = None
+            if _len_torch_dispatch_stack():
+                gc.collect()  # of frames that the exception has kept
+            assert _len_torch_dispatch_stack() == 0, "a mode of the library is still active"
+            if name in ("load", "load a torch file", "restore"):  # the model is as before, or the commit was over
+                assert is_equal(before, state(model)) or is_equal(state(right), state(model))

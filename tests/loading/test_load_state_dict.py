@@ -1,7 +1,6 @@
 """`load_state_dict` against torch's own: the same in everything, but that an error leaves the module alone."""
 
 import copy
-import gc
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,8 +14,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import modelstate as ms
-from tests.loading.fingerprint import described_module, identities, interrupted_at, whole
-from tests.sweeps import EXHAUSTIVE, sample
+from tests.loading.fingerprint import described_module, identities, whole
+from tests.sweeps import EXHAUSTIVE
 
 
 @pytest.fixture(params=[False, True], ids=["copy", "swap"])
@@ -519,41 +518,6 @@ def test_in_place_of_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_module(module: Any, says: str) -> None:
     with pytest.raises(TypeError, match=says):
         ms.load_state_dict(module, {})
-
-
-@pytest.mark.slow
-def test_an_interrupt_leaves_all_or_nothing() -> None:
-    """Ctrl-C at every place of the walk and of the writing: the module is the old one or the new one."""
-    torch.manual_seed(0)
-    state = randomised(Net())
-    new = Net()
-    new.load_state_dict(state)
-    goal = described_module(new)
-    outcomes = set()
-    lines = interrupted_at(0, lambda: ms.load_state_dict(Net(), state))
-    for line in [*range(5, lines, lines // 60), *range(lines - 90, lines, 3)]:
-        module = Net()
-        before = whole(module)
-        interrupted_at(line, lambda: ms.load_state_dict(module, state))  # noqa: B023
-        now = whole(module)
-        assert now == before or now[0] == goal
-        outcomes.add(now == before)
-    assert outcomes == {True, False}
-
-
-@pytest.mark.slow
-def test_an_interrupt_leaves_the_process_as_it_was() -> None:
-    """Ctrl-C at any line: torch has its own method, autograd and the collector are on, and the next load works."""
-    stock = nn.Module._load_from_state_dict
-    state = nn.BatchNorm1d(2).state_dict()
-    lines = interrupted_at(0, lambda: ms.load_state_dict(nn.BatchNorm1d(2), state))
-    for line in sample(range(1, lines), lambda line: 40 * line // lines):
-        interrupted_at(line, lambda: ms.load_state_dict(nn.BatchNorm1d(2), state))
-        assert nn.Module._load_from_state_dict is stock
-        assert torch.is_grad_enabled()
-        assert gc.isenabled()
-        assert torch.overrides._get_current_function_mode() is None
-        ms.load_state_dict(nn.BatchNorm1d(2), state)
 
 
 @st.composite
