@@ -124,6 +124,18 @@ def interrupted_at(step: int, function: Callable[[], Any], codes: Collection[Cod
     return count
 
 
+def raised_by(function: Callable[[], object]) -> BaseException | None:
+    """What it raises, without the tracebacks, which would keep alive what a load has in its frames."""
+    try:
+        function()
+    except BaseException as error:
+        one: BaseException | None = error
+        while one is not None:
+            one.__traceback__, one = None, one.__cause__ or one.__context__
+        return error
+    return None
+
+
 def holding(**tensors: torch.Tensor) -> nn.Module:
     """A module with just these parameters and buffers."""
     module = nn.Module()

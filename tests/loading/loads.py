@@ -1,5 +1,6 @@
 """Loads of every kind, small, for tests that let each of them fail in every way."""
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -42,13 +43,17 @@ def safetensors(folder: Path) -> Open:
     return lambda: ms.open(folder / "x.safetensors")
 
 
+def write_shards(state: dict[str, torch.Tensor], folder: Path) -> None:
+    """Writes a state dict as two shards with an index, half of the names each."""
+    names, weight_map = list(state), {}
+    for shard, some in (("a.safetensors", names[::2]), ("b.safetensors", names[1::2])):
+        save_file({name: state[name] for name in some}, folder / shard)
+        weight_map |= dict.fromkeys(some, shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 def sharded(folder: Path) -> Open:
-    named = list(state().items())
-    shards = {"a.safetensors": dict(named[:3]), "b.safetensors": dict(named[3:])}
-    for name, tensors in shards.items():
-        save_file(tensors, folder / name)
-    places = ", ".join(f'"{name}": "{shard}"' for shard, tensors in shards.items() for name in tensors)
-    (folder / "x.safetensors.index.json").write_text(f'{{"weight_map": {{{places}}}}}')
+    write_shards(state(), folder)
     return lambda: ms.open(folder)
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from tests.faults import Request, faulty_reads
-from tests.loading.fingerprint import described_module, whole
+from tests.loading.fingerprint import described_module, raised_by, whole
 from tests.loading.test_bad_reads import nothing_left_behind
 
 SOON = 60.0
@@ -113,18 +112,6 @@ def test_a_transform_that_raises_while_the_next_tensor_is_read(
         error.__traceback__ = None
     assert not watch.begun["3.weight"].is_set()
     assert whole(module) == before
-
-
-def raised_by(function: Callable[[], object]) -> BaseException | None:
-    """What it raises, without the tracebacks, which would keep alive what the load has in its frames."""
-    try:
-        function()
-    except BaseException as error:
-        one: BaseException | None = error
-        while one is not None:
-            one.__traceback__, one = None, one.__cause__ or one.__context__
-        return error
-    return None
 
 
 def test_an_error_of_the_reading_ahead(path: Path) -> None:

@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import ReadFailedError
-from modelstate.io import system
 from tests.faults import Faults, Request, faulty_reads
-from tests.loading.fingerprint import described_module, whole
+from tests.loading.fingerprint import described_module, raised_by, whole
 from tests.loading.loads import KINDS, Kind, Open, dcp, large, layers, on_meta
 from tests.sweeps import EXHAUSTIVE, sample
 
@@ -79,16 +78,10 @@ def hit(faults: Faults, request: Request) -> str | None:
 
 
 def failure(kind: Kind, model: nn.Module, source: Open) -> BaseException | None:
-    """What the load raises, without the tracebacks, which would keep alive what the load has in its frames."""
-    try:
-        kind.load(model, source)
-    except BaseException as error:
-        one: BaseException | None = error
-        while one is not None:
-            one.__traceback__, one = None, one.__cause__ or one.__context__
-        return error
-    gc.collect()  # what a load that went well has needed may take that
-    return None
+    error = raised_by(lambda: kind.load(model, source))
+    if error is None:
+        gc.collect()  # a load that succeeds may leave cycles of references
+    return error
 
 
 def loaded(kind: Kind, source: Open) -> Any:
@@ -98,46 +91,63 @@ def loaded(kind: Kind, source: Open) -> Any:
 
 
 def may_be_overwritten(kind: Kind, error: BaseException) -> bool:
-    told = isinstance(error, KeyboardInterrupt) or "partly overwritten" in str(error)
-    return bool(kind.options.get("in_place")) and told
+    return bool(kind.options.get("in_place")) and "partly overwritten" in str(error)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "error"),
-    [
-        pytest.param(kind, error, id=f"{name}-{type(error).__name__}")
-        for number, (name, kind) in enumerate(KINDS.items())
-        for error in (OSError(errno.EIO, "Input/output error"), KeyboardInterrupt())
-        if isinstance(error, OSError) or number % 3 == 0 or EXHAUSTIVE
-    ],
-)
-def test_an_error_at_every_request_in_turn(kind: Kind, error: BaseException, tmp_path: Path) -> None:
-    source = kind.write(tmp_path)
-    requests = requests_of(kind, source)
-    assert len(requests) > 5
+def sweep(
+    kind: Kind,
+    folder: Path,
+    requests: Callable[[list[Request]], list[Request]],
+    fault: Callable[[Request], AbstractContextManager[Faults]],
+    check: Callable[[Request, Faults, BaseException | None], None],
+) -> None:
+    """Loads with a fault at some of the requests in turn: each load fails as one, or the values are right."""
+    source = kind.write(folder)
     model, after = kind.build(), loaded(kind, source)
     before = whole(model)
-    hints = kind.write is large  # the page cache is asked about large files, and need not answer
-    for request in sampled(requests):
-        if request.call == "preadv_cached" and isinstance(error, KeyboardInterrupt):
-            continue  # signals are deferred until the commit is over
-        with nothing_left_behind(tmp_path), faulty_reads(at=request.number, error=error) as faults:
+    for request in sampled(requests(requests_of(kind, source))):
+        with nothing_left_behind(folder), fault(request) as faults:
             found = failure(kind, model, source)
-            error.__traceback__ = None  # of one that was swallowed
-        expected = ReadFailedError if isinstance(error, OSError) else KeyboardInterrupt
-        if found is None:
-            assert hints, request
-            assert hit(faults, request) in ("open", "fstat", "preadv_cached", None), request
-            assert described_module(model) == after
-        else:
-            assert type(found) is expected, (request, found)
+        check(request, faults, found)
+        assert found is not None or described_module(model) == after, request
         if found is None or may_be_overwritten(kind, found):
             model = kind.build()
             before = whole(model)
         assert whole(model) == before, request
     kind.load(model, source)
     assert described_module(model) == after
+
+
+@pytest.mark.slow
+@every_kind
+def test_an_error_at_every_request_in_turn(kind: Kind, tmp_path: Path) -> None:
+    error = OSError(errno.EIO, "Input/output error")
+
+    def check(request: Request, faults: Faults, found: BaseException | None) -> None:
+        error.__traceback__ = None  # of one that was swallowed
+        if found is None:
+            assert kind.write is large, request  # the page cache is asked about large files, and need not answer
+            assert hit(faults, request) in ("open", "fstat", "preadv_cached", None), request
+        else:
+            assert type(found) is ReadFailedError, (request, found)
+
+    sweep(kind, tmp_path, list, lambda request: faulty_reads(at=request.number, error=error), check)
+
+
+@pytest.mark.slow
+@every_kind
+def test_the_end_of_the_file_at_every_read_in_turn(kind: Kind, tmp_path: Path) -> None:
+    def reads(requests: list[Request]) -> list[Request]:
+        return [request for request in requests if request.call in ("pread", "preadv")]
+
+    def check(request: Request, faults: Faults, found: BaseException | None) -> None:
+        if found is None:
+            passed_over = kind.write is dcp  # a file that is not what is looked for in the directory
+            assert passed_over or hit(faults, request) not in ("pread", "preadv"), request
+        else:
+            assert isinstance(found, ms.ModelStateError), (request, found)
+
+    sweep(kind, tmp_path, reads, lambda request: faulty_reads(at=request.number, short=0), check)
 
 
 @pytest.mark.slow
@@ -152,27 +162,6 @@ def test_short_reads(kind: Kind, short: int, tmp_path: Path) -> None:
     with faulty_reads(short=short):
         kind.load(other, source)
     assert described_module(model) == described_module(other)
-
-
-@pytest.mark.slow
-@every_kind
-def test_the_end_of_the_file_at_every_read_in_turn(kind: Kind, tmp_path: Path) -> None:
-    source = kind.write(tmp_path)
-    model, after = kind.build(), loaded(kind, source)
-    before = whole(model)
-    for request in sampled([one for one in requests_of(kind, source) if one.call in ("pread", "preadv")]):
-        with nothing_left_behind(tmp_path), faulty_reads(at=request.number, short=0) as faults:
-            found = failure(kind, model, source)
-        if found is None:
-            passed_over = kind.write is dcp  # a file that is not what is looked for in the directory
-            assert passed_over or hit(faults, request) not in ("pread", "preadv"), request
-            assert described_module(model) == after
-        else:
-            assert isinstance(found, ms.ModelStateError), (request, found)
-        if found is None or may_be_overwritten(kind, found):
-            model = kind.build()
-            before = whole(model)
-        assert whole(model) == before, request
 
 
 def cut(path: str) -> None:
@@ -302,24 +291,12 @@ def test_limits_of_the_process_have_their_own_remedy(tmp_path: Path, number: int
     assert remedy in caught.value.remedy
 
 
-@pytest.mark.parametrize("call", ["open", "verify", "steps"])
-def test_a_limit_has_its_remedy_before_anything_is_open(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("call", ["open", "verify"])
+def test_a_limit_has_its_remedy_before_anything_is_open(call: str, tmp_path: Path) -> None:
     ms.save(nn.Linear(2, 2), tmp_path / "model.safetensors")
-    calls = {
-        "open": lambda: ms.open(tmp_path / "model.safetensors"),
-        "verify": lambda: ms.verify(tmp_path / "model.safetensors"),
-        "steps": ms.Store(tmp_path).steps,
-    }
-
-    def fails(*_: object, **__: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(system, "open", fails)
-    monkeypatch.setattr(os, "listdir", fails)
-    with pytest.raises(ReadFailedError) as caught:
-        calls[call]()
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    with faulty_reads(error=error), pytest.raises(ReadFailedError) as caught:
+        getattr(ms, call)(tmp_path / "model.safetensors")
     assert "ulimit -n" in caught.value.remedy
 
 

@@ -15,17 +15,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.io import engine, lease
-from modelstate.loading import stream
 from tests.faults import Request, faulty_reads
 from tests.formats.files import evict
 from tests.io.test_lease import can_lease
 from tests.io.test_leased import WRITERS, writer
-from tests.programs import run_program
+from tests.loading.loads import write_shards
 from tests.sweeps import EXHAUSTIVE
 
-KIB = 1 << 10
+WIDTH = 512
 LEASED = "into the existing memory, directly, while a read lease holds the file"
+OPEN_FOR_WRITING = "into the existing memory, after all reads: a process has the file open for writing"
 
 
 class Net(nn.Module):
@@ -33,10 +32,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(256, 256)
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
-        self.norm = nn.BatchNorm1d(256)
-        self.head = nn.Linear(256, 256, bias=False)
+        self.embed = nn.Embedding(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.utils.skip_init(nn.Linear, WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False)
         self.head.weight = self.embed.weight
         self.layers[1].requires_grad_(False)
 
@@ -61,12 +60,7 @@ def tensors(state: dict[str, torch.Tensor], path: Path) -> Path:
 def shards(state: dict[str, torch.Tensor], path: Path) -> Path:
     state.pop("head.weight")
     path.mkdir()
-    names = list(state)
-    split = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, some in split.items():
-        save_file({name: state[name] for name in some}, path / file)
-    places = ", ".join(f'"{name}": "{file}"' for file, some in split.items() for name in some)
-    (path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{places}}}}}')
+    write_shards(state, path)
     return path
 
 
@@ -88,11 +82,9 @@ def values(net: nn.Module) -> set[float]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path) -> Path:
     if not can_lease(tmp_path):
         pytest.skip("the file system of the temporary directory has no leases")
-    monkeypatch.setattr(engine, "BATCH_BYTES", 256 * KIB)
-    monkeypatch.setattr(engine, "_BLOCK_BYTES", 256 * KIB)
     return tmp_path
 
 
@@ -124,7 +116,7 @@ def test_a_cast_is_made_block_by_block(folder: Path) -> None:
     report = ms.load(net, path, dtype=torch.bfloat16)
     assert whys(report) == {LEASED}
     assert {step.route for step in report.steps} == {"streamed", "direct"}  # the counter is not cast
-    assert report.peak_memory_bytes <= engine.read_threads() * 256 * KIB
+    assert 0 < report.peak_memory_bytes <= ms.plan(net, path, dtype=torch.bfloat16).peak_memory_bytes
     assert values(net) == {2.0}
 
 
@@ -144,57 +136,43 @@ def test_in_place_false_reads_everything_first(path: Path) -> None:
     assert whys(report) == {"into the existing memory, after all reads"}
     assert report.peak_memory_bytes >= report.bytes
     assert values(net) == {2.0}
-
-
-def test_in_place_is_none_or_a_boolean(path: Path) -> None:
     with pytest.raises(ms.errors.OptionError, match="in_place="):
-        ms.load(module(), path, in_place="yes")  # type: ignore[call-overload]
+        ms.load(net, path, in_place="yes")  # type: ignore[call-overload]
 
 
-def test_a_file_that_is_open_for_writing_is_staged(path: Path) -> None:
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_file_that_is_open_for_writing_is_staged(is_planned: bool, path: Path) -> None:
     net = module()
+    source = ms.plan(net, path) if is_planned else path
     with path.open("r+b"):
-        assert whys(ms.plan(net, path)) == whys(report := ms.load(net, path))
-    assert whys(report) == {"into the existing memory, after all reads: a process has the file open for writing"}
+        report = ms.load(net, source)
+    assert whys(report) == {OPEN_FOR_WRITING}
     assert report.peak_memory_bytes >= report.bytes
     assert values(net) == {2.0}
 
 
-def test_a_lease_that_is_refused_after_the_plan(path: Path) -> None:
-    net = module()
-    plan = ms.plan(net, path)
-    with path.open("r+b"):
-        report = ms.load(net, plan)
-    assert whys(report) == {"into the existing memory, after all reads: a process has the file open for writing"}
-    assert values(net) == {2.0}
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+def test_a_lease_that_is_refused_at_the_commit(budget: int | None, path: Path) -> None:
+    """A transform opens the file for writing, after the load has seen that a lease can be had."""
+    net, files = module(), []
 
+    def transform(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        files.append(path.open("r+b"))
+        return tensor
 
-def refused_at_the_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the load reads, the lease can be had; when it commits, it cannot."""
-    real, calls = lease.hold_for_now, list[int]()
-
-    def hold(descriptor: int) -> str:
-        calls.append(descriptor)
-        return real(descriptor) if len(calls) == 1 else "late"
-
-    monkeypatch.setattr(lease, "hold_for_now", hold)
-
-
-def test_a_lease_that_is_refused_at_the_commit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = module()
-    refused_at_the_second_time(monkeypatch)
-    report = ms.load(net, path)
-    assert whys(report) == {"into the existing memory, after all reads: late"}
-    assert report.peak_memory_bytes >= report.bytes
-    assert values(net) == {2.0}
-
-
-def test_a_late_refusal_keeps_to_the_memory_budget(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = module()
-    refused_at_the_second_time(monkeypatch)
-    with pytest.raises(ms.errors.MemoryBudgetError):
-        ms.load(net, path, max_memory_bytes=KIB)
-    assert values(net) == {1.0}
+    try:
+        if budget is None:
+            report = ms.load(net, path, transform={"norm.bias": transform})
+            assert OPEN_FOR_WRITING in whys(report)
+            assert report.peak_memory_bytes >= report.bytes - net.norm.bias.nbytes
+        else:
+            with pytest.raises(ms.errors.MemoryBudgetError):
+                ms.load(net, path, transform={"norm.bias": transform}, max_memory_bytes=budget)
+    finally:
+        for file in files:
+            file.close()
+    assert files
+    assert values(net) == ({2.0} if budget is None else {1.0})
 
 
 def test_what_is_staged_beside_it(folder: Path) -> None:
@@ -204,7 +182,7 @@ def test_what_is_staged_beside_it(folder: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.conv = nn.Conv2d(64, 64, 9).to(memory_format=torch.channels_last)
-            self.plain, self.changed, self.used = (nn.Linear(256, 256, bias=False) for _ in range(3))
+            self.plain, self.changed, self.used = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
             self.register_load_state_dict_post_hook(lambda net, _: net.used.weight.sum() and None)
 
     net = Mixed()
@@ -212,9 +190,7 @@ def test_what_is_staged_beside_it(folder: Path) -> None:
     (folder / "x").rename(folder / "x.safetensors")
     path, memory = folder / "x.safetensors", net.conv.weight.data_ptr()
     net.load_state_dict({name: torch.full_like(one, 1.0) for name, one in net.state_dict().items()})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("modelstate.planning.plain_table._LEAST_LEASED_BYTES", 0)
-        report = ms.load(net, path, transform={"changed.*": lambda _, tensor: tensor})
+    report = ms.load(net, path, transform={"changed.*": lambda _, tensor: tensor})
     staged = "into the existing memory, after all reads"
     by_name = {step.name: step.why for step in report.steps}
     assert by_name["plain.weight"] == by_name["conv.bias"] == LEASED
@@ -252,13 +228,14 @@ def waits_for_the_lease(name: str, process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("form", "name"), [*(("safetensors", name) for name in WRITERS), ("torch", "cut"), ("shards", "overwritten")]
+)
 def test_another_process_writes_to_the_file_at_each_block(form: str, name: str, folder: Path) -> None:
     path = FORMATS[form](state(2.0), folder / "x")
     count = len(blocks(lambda: ms.load(module(), path)))
-    assert count >= 4
-    for number in range(count) if EXHAUSTIVE else (0, count // 2, count - 1):
+    assert count >= 2
+    for number in range(count) if EXHAUSTIVE else sorted({0, count // 2, count - 1}):
         net, processes, seen = module(), list[subprocess.Popen[bytes]](), list[Request]()
 
         def before(request: Request, number: int = number, seen: list[Request] = seen) -> None:
@@ -339,25 +316,6 @@ def test_a_sector_that_goes_bad_within_the_commit_is_named(options: dict[str, An
     assert values(net) == {2.0}
 
 
-@pytest.mark.parametrize(
-    ("in_place", "text"), [(None, "may be old or damaged"), (True, "partly overwritten")], ids=["leased", "direct"]
-)
-def test_a_cast_that_fails_is_not_called_a_read(
-    in_place: bool | None, text: str, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    net = module(1.0, torch.bfloat16)
-    with monkeypatch.context() as patch:
-        patch.setattr(stream, "copy_each", fails)
-        with pytest.raises(ms.errors.PlacementError, match=text) as caught:
-            ms.load(net, path, dtype=torch.bfloat16, in_place=in_place)
-    assert "RuntimeError: DefaultCPUAllocator" in caught.value.found
-    ms.load(net, path, dtype=torch.bfloat16, in_place=False)  # as the error says
-    assert values(net) == {2.0}
-
-
 @pytest.mark.slow
 def test_ctrl_c_at_random_moments(folder: Path) -> None:
     paths = [tensors(state(value), folder / str(value)) for value in (1.0, 2.0)]
@@ -367,7 +325,7 @@ def test_ctrl_c_at_random_moments(folder: Path) -> None:
     generator, handler = random.Random(1), signal.signal(signal.SIGALRM, signal.default_int_handler)
     interrupted = 0
     try:
-        for number in range(60):
+        for number in range(30):
             signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-5, 2 * min(seconds[1:])))
             try:
                 ms.load(net, paths[number % 2])
@@ -401,43 +359,6 @@ def test_two_threads_that_load_one_model(folder: Path) -> None:
             thread.join(60)
         mixed += [values(net)] if len(values(net)) > 1 else []
     assert not mixed
-
-
-LIMITED = """
-import resource, sys
-import torch
-import modelstate as ms
-from tests.loading.test_leased_reads import module, values
-
-options = eval(sys.argv[2])
-net = module(1.0, options.get("dtype", torch.float32))
-ms.load(module(1.0, options.get("dtype", torch.float32)), sys.argv[1], **options)  # what is imported late is there
-ends = set()
-for extra in [*range(0, 1 << 20, 1 << 15), *range(1 << 20, 40 << 20, 1 << 20)]:
-    with torch.no_grad():
-        for tensor in net.state_dict().values():
-            tensor.fill_(1)
-    size = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
-    resource.setrlimit(resource.RLIMIT_AS, (size + extra, resource.RLIM_INFINITY))
-    try:
-        ms.load(net, sys.argv[1], **options)
-        end = "loaded"
-    except (MemoryError, ms.ModelStateError, RuntimeError, OSError):
-        end = "failed"
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert values(net) == ({2.0} if end == "loaded" else {1.0}), (extra, end, values(net))
-    ends.add(end)
-print(sorted(ends))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", ["{}", "{'dtype': torch.bfloat16}"])
-def test_a_memory_limit_that_is_hit(options: str, path: Path) -> None:
-    done = run_program(LIMITED, path, options)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "loaded" in done.stdout
 
 
 # Several objects.
@@ -505,17 +426,5 @@ def test_buffers_of_casts_are_gone_before_other_reads_have_theirs(form: str, fol
     budget = ms.plan(net, source, rules=rules).peak_memory_bytes
     report = ms.load(net, source, rules=rules, max_memory_bytes=budget)
     assert whys(report) == {LEASED}
-    assert values(net) == {2.0}
-    assert 0 < report.peak_memory_bytes <= budget
-
-
-def test_values_of_several_ranges_are_read_together_within_the_budget(folder: Path) -> None:
-    net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).half()
-    state = {f"{at}.{part}": torch.full((128, 256), 2.0) for at in range(4) for part in ("upper", "lower")}
-    save_file(state, folder / "x.safetensors")
-    rules = [ms.rules.Concat([f"{at}.upper", f"{at}.lower"], f"{at}.weight") for at in range(4)]
-    options: dict[str, Any] = {"rules": rules, "dtype": torch.float16, "in_place": False}
-    budget = ms.plan(net, folder / "x.safetensors", **options).peak_memory_bytes
-    report = ms.load(net, folder / "x.safetensors", **options, max_memory_bytes=budget)
     assert values(net) == {2.0}
     assert 0 < report.peak_memory_bytes <= budget

@@ -1,15 +1,18 @@
-"""What a report says of its memory is counted, and never more than the plan said."""
+"""The memory that a load takes: the plan states it, the report counts it, and a budget is kept or refused."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.io.memory import MemoryTracker
-from modelstate.loading.report import LoadReport
+from modelstate.errors import MemoryBudgetError
 from tests.loading.loads import KINDS, Kind, Open, three_layers, twice
 
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -20,8 +23,13 @@ def stated(kind: Kind, source: Open, **more: Any) -> int:
     return ms.plan(kind.build(), source(), **options, **more).peak_memory_bytes
 
 
-def reached(kind: Kind, source: Open, **more: Any) -> LoadReport:
+def reached(kind: Kind, source: Open, **more: Any) -> ms.LoadReport:
     return ms.load(kind.build(), source(), **kind.options, **more)
+
+
+def least_of(error: MemoryBudgetError) -> int:
+    (number,) = re.findall(r"(\d+) bytes, at the least", str(error))
+    return int(number)
 
 
 @pytest.mark.slow_except(12)
@@ -40,8 +48,8 @@ def test_nor_does_one_with_as_little_as_there_can_be(kind: Kind, tmp_path: Path)
     source = kind.write(tmp_path)
     try:
         reached(kind, source, max_memory_bytes=0)
-    except ms.errors.MemoryBudgetError as error:
-        least = int(str(error.found).split()[0])
+    except MemoryBudgetError as error:
+        least = least_of(error)
     else:
         least = 0
     assert reached(kind, source, max_memory_bytes=least).peak_memory_bytes <= least
@@ -80,16 +88,6 @@ def test_weights_in_another_order_pass_through_a_buffer(options: dict[str, Any],
     assert nbytes <= ms.load(module, tmp_path / "x.pt", **options).peak_memory_bytes <= most
 
 
-def test_the_most_at_once_is_what_counts() -> None:
-    held = MemoryTracker()
-    held.take(5)
-    with held.during(7):
-        pass
-    with held.during(3):
-        held.take(-5)
-    assert held.peak_bytes == 12
-
-
 @pytest.mark.parametrize(("options", "named"), [({}, True), ({"in_place": True}, False)])
 def test_a_budget_names_in_place_to_who_has_not_asked_for_it(
     options: dict[str, Any], named: bool, tmp_path: Path
@@ -97,6 +95,72 @@ def test_a_budget_names_in_place_to_who_has_not_asked_for_it(
     module = nn.Module()
     module.register_buffer("counts", torch.zeros(1000, dtype=torch.uint16))  # which waits in memory of its own
     torch.save({"counts": torch.ones(1000, dtype=torch.uint16)}, tmp_path / "x.pt")
-    with pytest.raises(ms.errors.MemoryBudgetError) as caught:
+    with pytest.raises(MemoryBudgetError) as caught:
         ms.load(module, tmp_path / "x.pt", max_memory_bytes=1, **options)
     assert ("in_place=True" in str(caught.value)) == named
+
+
+# Budgets that are drawn.
+
+SIZES = st.lists(st.sampled_from([1, 30, 4096, 70_000, 600_000]), min_size=1, max_size=6)
+CHANGES = st.sampled_from([{}, {"dtype": torch.bfloat16}, {"transform": lambda name, tensor: tensor * 2}])
+
+
+class Parameters(nn.Module):
+    """One parameter of each size."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=SIZES, changes=CHANGES, budget=st.integers(0, 8_000_000))
+def test_a_budget_is_kept_or_refused_with_the_least_that_is_enough(
+    tmp_path: Path, sizes: list[int], changes: dict[str, object], budget: int
+) -> None:
+    path = tmp_path / "model.safetensors"
+    state = {name: torch.ones(tensor.shape) for name, tensor in Parameters(sizes).state_dict().items()}
+    save_file(state, path)
+
+    def peak(most: int) -> int:
+        model = Parameters(sizes)
+        report = ms.load(model, path, in_place=False, max_memory_bytes=most, **changes)
+        assert all(bool(tensor.ne(0).all()) for tensor in model.state_dict().values())
+        return report.peak_memory_bytes
+
+    try:
+        assert peak(budget) <= budget
+    except MemoryBudgetError as error:
+        least = least_of(error)
+        assert least > budget
+        assert peak(least) <= least
+        with pytest.raises(MemoryBudgetError):
+            peak(least - 1)
+
+
+class Labelled(nn.Parameter):
+    """A class of parameters without behaviour of its own."""
+
+
+def test_a_read_in_place_of_a_class_of_parameters_counts_its_buffer(tmp_path: Path) -> None:
+    save_file({"weight": torch.randn(300, 200)}, tmp_path / "x.safetensors")
+    module = nn.Module()
+    module.weight = Labelled(torch.zeros(300, 200))
+    planned = ms.plan(module, tmp_path / "x.safetensors", in_place=True)
+    report = ms.load(module, tmp_path / "x.safetensors", in_place=True)
+    assert report.peak_memory_bytes == planned.peak_memory_bytes == 240_000
+    with pytest.raises(MemoryBudgetError):
+        ms.load(module, tmp_path / "x.safetensors", in_place=True, max_memory_bytes=1000)
+
+
+def test_a_plan_states_the_memory_of_a_load_from_it_too(tmp_path: Path) -> None:
+    """Such a load reads the values of both dtypes in one stream."""
+    net = nn.Sequential(nn.Linear(1400, 1400, bias=False), nn.Linear(1400, 1400, bias=False))
+    state = {"0.weight": torch.full((1400, 1400), 2.0).half(), "1.weight": torch.full((1400, 1400), 2.0).bfloat16()}
+    save_file(state, tmp_path / "x.safetensors")
+    plan = ms.plan(net, tmp_path / "x.safetensors")
+    for source in (tmp_path / "x.safetensors", plan):
+        assert 0 < ms.load(net, source).peak_memory_bytes <= plan.peak_memory_bytes
+    assert all(bool((weight == 2.0).all()) for weight in net.parameters())

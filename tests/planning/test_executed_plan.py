@@ -11,7 +11,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.planning import record
 
 
 class Counting:
@@ -161,14 +160,6 @@ def test_a_hook_that_is_gone_since_the_plan() -> None:
     with pytest.raises((ms.PlanError, errors.PlanError)):
         ms.load(model, plan)
     assert torch.equal(model.weight, before)
-
-
-def test_without_code_of_the_model_no_name_is_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, state = Tied(), Tied().state_dict()
-    plan = ms.plan(model, state)
-    monkeypatch.setattr(record, "walk", lambda *_, **__: pytest.fail("the loading protocol ran"))
-    ms.load(model, plan)
-    assert torch.equal(model.embed.weight, state["embed.weight"])
 
 
 def test_a_lazy_module_gets_its_shapes_from_a_plan() -> None:

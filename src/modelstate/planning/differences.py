@@ -8,7 +8,6 @@ compares more than names and reports its confidence.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 
 import msgspec
 from torch import nn
@@ -245,14 +244,6 @@ def _narrowed(start: str, rests: Iterable[str], replacement: str) -> tuple[Renam
 
 
 # Other names.
-
-
-def nearest(name: str, names: Collection[str]) -> str:
-    """Returns the most similar name; empty if none is similar, or there are too many names to compare."""
-    if len(names) > 2000:
-        return ""
-    matches = get_close_matches(name, names, n=1, cutoff=0.75)
-    return matches[0] if matches else ""
 
 
 def adapter_names(names: Iterable[str]) -> list[str]:
