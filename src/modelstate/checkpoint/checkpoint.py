@@ -257,7 +257,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         return metadata
 
     @property
-    def versions(self) -> dict[str, dict[str, Any]] | None:
+    def versions(self) -> dict[str, dict[str, object]] | None:
         """torch's `_metadata`, the versions of modules by module path; None if the file does not have it."""
         path, rest, node = self.key, "", self.contents.tree
         while path:
@@ -582,7 +582,7 @@ def join(
     source: str,
     *,
     format: str,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     is_sealed: bool = False,
 ) -> Checkpoint:
     """Returns the checkpoint of a tree whose tensors are those of several checkpoints.
@@ -716,7 +716,7 @@ def _below(flat: FlatTree, key: str, where: str, decode: Callable[[object], obje
     return part
 
 
-def _values_below(flat: FlatTree, key: str, where: str, decode: Callable[[object], object]) -> dict[str, Any]:
+def _values_below(flat: FlatTree, key: str, where: str, decode: Callable[[object], object]) -> dict[str, object]:
     """The items of a container without tensors, which the flat view keeps as one value."""
     head = key
     while head and head not in flat.values:

@@ -238,7 +238,7 @@ _Moments = tuple[int, float, float]
 
 
 class _Accumulator:
-    """Adds up the chunks of one tensor. Any thread may add a chunk."""
+    """Adds up the chunks of one tensor. Several threads may add chunks at once."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

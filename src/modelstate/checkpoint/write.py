@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import cast
 
 import msgspec
 import torch
@@ -43,7 +43,7 @@ from modelstate.torch_compat.values import set_version_metadata, version_metadat
 class StateToWrite(msgspec.Struct):
     """A state to be written, whose tensors may be lazy, and its metadata."""
 
-    state: Mapping[Any, object]
+    state: Mapping[str, object]
     metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
     """The text metadata of the file that the state was read from."""
     attached: Mapping[str, object] | None = None
@@ -60,10 +60,12 @@ def streamed(checkpoint: Checkpoint, cast: torch.dtype | None = None) -> StateTo
     Raises `OptionError` for a cast that torch does not support, and `CodecError` for a value that cannot be decoded.
     """
     builder = LazyStateBuilder(checkpoint, cast)
-    return around(checkpoint, builder.node(_root(checkpoint), ""), builder)
+    state = builder.node(_root(checkpoint), "")
+    assert isinstance(state, Mapping)
+    return around(checkpoint, state, builder)
 
 
-def around(checkpoint: Checkpoint, state: Mapping[Any, object], builder: "LazyStateBuilder") -> StateToWrite:
+def around(checkpoint: Checkpoint, state: Mapping[str, object], builder: "LazyStateBuilder") -> StateToWrite:
     """A state that was built from a checkpoint, with the metadata of the checkpoint."""
     metadata = {key: value for key, value in checkpoint.contents.metadata.items() if type(value) is str}
     schema = metadata.pop("schema", None)
@@ -89,14 +91,14 @@ class LazyStateBuilder:
         self._left_out: dict[str, Refused] = {}
         """Values that are not read, by their paths."""
 
-    def node(self, node: Any, path: str) -> Any:
+    def node(self, node: object, path: str) -> object:
         """The lazy copy of a node of the tree; `path` is its dotted path."""
         if (refused := self._refused_extra_state(node, path)) is not None:
             return refused
         if path in self._values:
             return self.value(rebuild(node, self._checkpoint.read), path)
         if not is_container(node):
-            return self.tensor(node, path)
+            return self.tensor(cast("Stored", node), path)
         if isinstance(node, Mapping):
             mapping: dict[object, object] = OrderedDict() if isinstance(empty_like(node), OrderedDict) else {}
             for key, item in node.items():
@@ -106,6 +108,7 @@ class LazyStateBuilder:
             if (versions := version_metadata(node)) is not None:
                 set_version_metadata(mapping, versions)
             return mapping
+        assert isinstance(node, list | tuple)
         items = [self.node(item, f"{path}.{index}" if path else str(index)) for index, item in enumerate(node)]
         if any(isinstance(item, Refused) for item in items):
             from modelstate.formats.construct import refusal
@@ -113,7 +116,7 @@ class LazyStateBuilder:
             raise refusal(self._left_out, self._checkpoint.source)  # without them, the others had another index
         return items if isinstance(node, list) else tuple(items)
 
-    def value(self, value: Any, path: str) -> Any:
+    def value(self, value: object, path: str) -> object:
         """The value without the keys whose values are not read; a `Refused` where nothing is left to write.
 
         A list or a tuple with an item that is not read is left out as a whole.
@@ -123,18 +126,18 @@ class LazyStateBuilder:
         if isinstance(value, Refused):
             self._left_out[path] = value
             return value
-        if type(value) in (dict, OrderedDict):
+        if isinstance(value, dict) and type(value) in (dict, OrderedDict):
             items = (
                 (key, self.value(key if isinstance(key, Refused) else item, f"{path}.{key}"))
                 for key, item in value.items()
             )
             return type(value)((key, item) for key, item in items if not isinstance(item, Refused))
-        if type(value) in (list, tuple):
+        if isinstance(value, list | tuple) and type(value) in (list, tuple):
             kept = [self.value(item, f"{path}.{index}") for index, item in enumerate(value)]
             return next((item for item in kept if isinstance(item, Refused)), type(value)(kept))
         return value
 
-    def _refused_extra_state(self, node: Any, path: str) -> Refused | None:
+    def _refused_extra_state(self, node: object, path: str) -> Refused | None:
         """A value of an extra state that is not read. The extra state is left out whole, so that a load misses it."""
         found = refused_in(node, path) if path.rpartition(".")[2] == EXTRA_STATE else {}
         self._left_out |= found
@@ -147,7 +150,7 @@ class LazyStateBuilder:
                 value = stored if isinstance(stored, torch.Tensor) else self._checkpoint.read(stored)
                 self._in_memory[id(stored)] = self._cast_now(value, path)
             return self._in_memory[id(stored)]
-        cast = self.cast_of(stored, path)
+        cast = self.cast_of(stored.dtype, path)
         if isinstance(stored, torch.Tensor):
             if cast is None:
                 return stored
@@ -212,17 +215,17 @@ class LazyStateBuilder:
         """The function that counts the overflows of a tensor's casts."""
         return partial(self.overflows.check, path)
 
-    def cast_of(self, tensor: Any, path: str) -> torch.dtype | None:
-        """The dtype that a tensor is cast to, or None. Raises `OptionError` where torch does not support the cast."""
+    def cast_of(self, dtype: torch.dtype, path: str) -> torch.dtype | None:
+        """The dtype that a plain tensor is cast to, or None. Raises `OptionError` where torch does not support it."""
         to = self._cast
-        if to is None or tensor.dtype == to or not tensor.dtype.is_floating_point or kind_of(tensor) != "strided":
+        if to is None or dtype == to or not dtype.is_floating_point:
             return None
-        if tensor.dtype not in self._castable:
+        if dtype not in self._castable:
             try:
-                torch.zeros(tensor.dtype.itemsize, dtype=torch.uint8, device="cpu").view(tensor.dtype).to(to)
+                torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype).to(to)
             except (RuntimeError, NotImplementedError) as error:
-                raise self._no_cast(tensor.dtype, path, error) from error
-            self._castable.add(tensor.dtype)
+                raise self._no_cast(dtype, path, error) from error
+            self._castable.add(dtype)
         return to
 
 
@@ -235,7 +238,7 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
     return sparse_values(tensor) if tensor.layout is torch.sparse_coo else tensor.detach().values()
 
 
-def _root(checkpoint: Checkpoint) -> Mapping[Any, object]:
+def _root(checkpoint: Checkpoint) -> Mapping[str, object]:
     """The tree of a checkpoint; a flat dict where its key ends within names that contain dots."""
     with suppress(KeyNotFoundError):
         node = subtree(checkpoint.contents.tree, checkpoint.key, checkpoint.source)

@@ -65,7 +65,8 @@ def equal_unread(elements: int, dtype: torch.dtype) -> Difference:
 
 
 class Accumulator:
-    """Adds up what the chunks of two tensors differ by. Any thread may add a chunk.
+    """Adds up what the chunks of two tensors differ by. Several threads may add chunks at
+    once.
 
     Args:
         a: The dtype of the first tensor.

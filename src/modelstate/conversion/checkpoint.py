@@ -182,7 +182,7 @@ def _to_write(builder: LazyStateBuilder, checkpoint: Checkpoint, name: str, entr
     if _is_initialised(content):
         # Computed now: the model's code may not be thread-safe, and its random numbers must be drawn in order.
         return builder.tensor(values_of(content, checkpoint.read, builder.on_cast(name)), name)
-    to = builder.cast_of(content, name) or content.dtype
+    to = builder.cast_of(content.dtype, name) or content.dtype
     needed = content.scratch_bytes + content.result_bytes
     on_cast = builder.on_cast(name)
     values = partial(values_of, content, checkpoint.read, on_cast)

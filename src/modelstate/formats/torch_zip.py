@@ -239,7 +239,7 @@ class _ZipStorages:
 
 
 def write_torch_file(
-    state: Mapping[object, object],
+    state: Mapping[str, object],
     path: str,
     *,
     overwrite: bool,
@@ -274,7 +274,7 @@ _CONVERT = (
 )
 
 
-def _check_tensors(state: Mapping[object, object], path: str) -> None:
+def _check_tensors(state: Mapping[str, object], path: str) -> None:
     """Raises `UnsavableError` for tensors and names that pickle accepts, and `modelstate.open` would not read."""
     tensors = {name: value for name, value in leaves(state) if isinstance(value, torch.Tensor)}
     refused = {name: why for name, tensor in tensors.items() if (why := why_not_saved(tensor))}
@@ -296,7 +296,7 @@ def _check_tensors(state: Mapping[object, object], path: str) -> None:
         ) from error
 
 
-def _save(state: Mapping[object, object], output: Output, path: str) -> None:
+def _save(state: Mapping[str, object], output: Output, path: str) -> None:
     with archive_file(output) as file:
         try:
             torch.save(state, file)
@@ -370,12 +370,12 @@ def _values_in(node: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 @contextmanager
 def _without_lazy_tensors(
-    state: Mapping[object, object],
+    state: Mapping[str, object],
     path: str,
     max_memory_bytes: int | None,
     lock_timeout_seconds: float,
     on_written: Callable[[int], None],
-) -> Iterator[Mapping[object, object]]:
+) -> Iterator[Mapping[str, object]]:
     """Yields the state with tensors that are mapped from a temporary file in place of the lazy tensors.
 
     torch.save needs all tensors at once. The mapped tensors are in memory only as far as the pages of a file are. The
