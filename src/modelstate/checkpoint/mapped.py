@@ -40,17 +40,17 @@ class Maps:
     mapped from it.
 
     Replacing the file by a rename is safe, since the map keeps the old file. Overwriting the file in place changes the
-    tensors, and truncating it ends the process with SIGBUS when they are used, unless a lease is held: see `may_show`.
+    tensors, and truncating it ends the process with SIGBUS when they are used, unless a lease is held: see `can_map`.
     """
 
     def __init__(self, fingerprints: Mapping[str, FileFingerprint]) -> None:
         self._fingerprints = fingerprints
         self._maps: dict[str, mmap.mmap] = {}
-        self._shown: dict[tuple[ByteRange, int], tuple[torch.Tensor, int]] = {}
+        self._views: dict[tuple[ByteRange, int], tuple[torch.Tensor, int]] = {}
         self._read: weakref.WeakValueDictionary[tuple[ByteRange, int], torch.UntypedStorage] = (
             weakref.WeakValueDictionary()
         )
-        self._may_show: dict[tuple[str, bool | None], bool] = {}
+        self._can_map: dict[tuple[str, bool | None], bool] = {}
         self._mappable: dict[str, bool] = {}
         self._notes: dict[str, list[str]] = {}
 
@@ -78,26 +78,26 @@ class Maps:
             return self.read(stored)
         region, dtype = stored.extent, stored.dtype
         key = region, dtype.itemsize
-        shown, address = self._shown.get(key, _NOTHING_SHOWN)
+        view, address = self._views.get(key, _NO_VIEW)
         # The code that received the first tensor may have changed its storage.
-        if shown is None or shown.data_ptr() != address or shown.untyped_storage().nbytes() != region.nbytes:
+        if view is None or view.data_ptr() != address or view.untyped_storage().nbytes() != region.nbytes:
             # Its storage is no larger than these bytes, even if the stored storage is.
             path, start, nbytes = region
             file = self._maps.get(path)
             if file is None or start + nbytes > len(file):
                 file = self._map(region)
             if start % dtype.itemsize == 0:
-                shown = torch.frombuffer(file, dtype=dtype, count=nbytes // dtype.itemsize, offset=start)
+                view = torch.frombuffer(file, dtype=dtype, count=nbytes // dtype.itemsize, offset=start)
             else:  # torch's vectorised code may assume that a number lies at a multiple of its size
                 raw = torch.frombuffer(file, dtype=torch.uint8, count=nbytes, offset=start)
-                shown = torch.empty(0, dtype=dtype, device="cpu").set_(raw.clone().untyped_storage())
-            self._shown[key] = shown, shown.data_ptr()
+                view = torch.empty(0, dtype=dtype, device="cpu").set_(raw.clone().untyped_storage())
+            self._views[key] = view, view.data_ptr()
             if stored.is_contiguous:
                 # Reshaped in place: no other object is created, and torch parses single numbers faster than a tuple.
                 shape = stored.shape
-                return shown if len(shape) == 1 else shown.resize_(*shape) if shape else shown.resize_(shape)
+                return view if len(shape) == 1 else view.resize_(*shape) if shape else view.resize_(shape)
         empty = torch.empty(0, dtype=dtype, device="cpu")
-        return empty.set_(shown.untyped_storage(), 0, stored.shape, stored.stride)
+        return empty.set_(view.untyped_storage(), 0, stored.shape, stored.stride)
 
     def tensors(self, columns: TensorColumns) -> list[torch.Tensor]:
         """Contiguous tensors as views of their files. They have bytes, at multiples of their size, and share none.
@@ -113,14 +113,14 @@ class Maps:
         for path, start, nbytes in zip(columns.paths, columns.starts, columns.nbytes, strict=True):
             ends[path] = max(ends[path], start + nbytes)
         files = {path: self._map(ByteRange(path, 0, end)) for path, end in ends.items()}
-        shown: list[torch.Tensor] = []
+        views: list[torch.Tensor] = []
         for dtype, shape, path, start, nbytes in columns.rows():
             tensor = torch.frombuffer(files[path], dtype=dtype, count=nbytes // dtype.itemsize, offset=start)
-            shown.append(tensor if len(shape) == 1 else tensor.resize_(*shape) if shape else tensor.resize_(shape))
-        return shown
+            views.append(tensor if len(shape) == 1 else tensor.resize_(*shape) if shape else tensor.resize_(shape))
+        return views
 
-    def tensor_for_user(self, stored: Stored, asked: bool | None) -> torch.Tensor:
-        """The tensor as a view of its file where `may_show` allows that, else in memory of its own.
+    def tensor_for_user(self, stored: Stored, option: bool | None) -> torch.Tensor:
+        """The tensor as a view of its file where `can_map` allows that, else in memory of its own.
 
         In both cases tensors of the same bytes share memory while one of them is alive. Raises `ReadFailedError`.
         """
@@ -128,12 +128,12 @@ class Maps:
 
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self.tensor_for_user(stored, asked)
+                return self.tensor_for_user(stored, option)
         if isinstance(stored, StoredTensor) and stored.nbytes:
-            is_mapped = asked is not False and self.may_show(stored.extent, asked)
+            is_mapped = option is not False and self.can_map(stored.extent, option)
             return self.tensor(stored) if is_mapped else self._in_memory(stored)
         if isinstance(stored, StoredComposite):
-            return stored.build([self.tensor_for_user(part, asked) for part in stored.parts])
+            return stored.build([self.tensor_for_user(part, option) for part in stored.parts])
         return self.tensor(stored)
 
     def _in_memory(self, stored: StoredTensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ class Maps:
             self._mappable[path] = known
         return known
 
-    def may_show(self, extent: ByteRange, asked: bool | None) -> bool:
+    def can_map(self, extent: ByteRange, option: bool | None) -> bool:
         """Whether tensors that are kept may be mapped from this file, which is then protected while its map lives.
 
         A read lease makes other processes that open the file for writing wait until the tensors have memory of their
@@ -203,14 +203,14 @@ class Maps:
 
         Args:
             extent: The bytes of a tensor. The file is mapped, unless there are none.
-            asked: The option `map`: with None a file may be mapped only where nothing can go wrong, with True always.
+            option: The option `map`: with None a file may be mapped only where nothing can go wrong, with True always.
         """
         path = extent.path
         if self.is_remote(path):
-            if asked:
+            if option:
                 self.note("read into memory: only files of this machine are mapped", path)
             return False
-        known = self._may_show.get((path, asked))
+        known = self._can_map.get((path, option))
         if known is None:
             if extent.nbytes and not self.is_mappable(path):
                 self.note("read into memory, not mapped: its file system has no maps, or the system refuses them", path)
@@ -219,10 +219,10 @@ class Maps:
                 self._map(extent)
             elif path not in self._maps:
                 return True  # only tensors without bytes were requested
-            known = self._may_show[path, asked] = self._protect(path, asked)
+            known = self._can_map[path, option] = self._protect(path, option)
         return known
 
-    def _protect(self, path: str, asked: bool | None) -> bool:
+    def _protect(self, path: str, option: bool | None) -> bool:
         mapped, fingerprint = self._maps[path], self._fingerprints.get(path)
         try:
             descriptor, status = open_regular(path)
@@ -248,7 +248,7 @@ class Maps:
                     remedy="open the checkpoint again, when nothing writes to it any more",
                 )
             writer = _overwriting_writer(path, head)
-            if writer and not asked:
+            if writer and not option:
                 self.note(f"read into memory, not mapped: {writer} overwrites such files in place; {_MAPS_IT}", path)
                 return False
             unprotected = hold(path, descriptor, mapped)
@@ -258,7 +258,7 @@ class Maps:
             self.note(f"mapped: {writer} onto it in this process ends the process; save beside it and rename", path)
         elif not unprotected or not status.st_mode & _WRITABLE:
             return True
-        elif not asked:
+        elif not option:
             self.note(f"read into memory, not mapped: it cannot be protected, for {unprotected}; {_MAPS_IT}", path)
             return False
         if unprotected:
@@ -334,4 +334,4 @@ _SAFETENSORS_IN_PLACE = [["0", str(minor)] for minor in range(8)]
 """Versions whose `save_file` truncates the file. Since 0.8, which modelstate requires, it renames a new file over it.
 
 The imported module is checked, since looking up the installed version takes as long as a small load."""
-_NOTHING_SHOWN: tuple[torch.Tensor | None, int] = (None, 0)
+_NO_VIEW: tuple[torch.Tensor | None, int] = (None, 0)

@@ -275,7 +275,7 @@ def _split_by_map(
         if not is_aligned:
             maps.note(UNALIGNED, path)
         elif path not in can_map:
-            can_map[path] = maps.may_show(ByteRange(path, start, nbytes), requested)
+            can_map[path] = maps.can_map(ByteRange(path, start, nbytes), requested)
         if is_aligned and can_map[path] and index not in mapped:
             mapped[index] = row
         else:

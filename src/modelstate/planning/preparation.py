@@ -352,7 +352,7 @@ class Preparation:
         if choice.last is not None:
             placement = Placement("swap", f"made by {choice.last.transform}")
         elif placement.mapped and isinstance(stored, StoredTensor):
-            if not self.incoming.maps.may_show(stored.extent, options.map):
+            if not self.incoming.maps.can_map(stored.extent, options.map):
                 placement = choose(param, value, dtype, device, map=False, in_place=False, transformed=False)
             self._mapped_storages.update([stored.storage] if stored.nbytes else [])
         assignment = Assignment(
