@@ -91,6 +91,7 @@ class NewFiles(Protocol):
 
     def link(self, file: str) -> bool:
         """Makes a file of an earlier checkpoint a file of this one; False where this is not possible."""
+        return True
 
     def unlink(self, name: str) -> None:
         """Undoes `link`."""
@@ -113,11 +114,15 @@ class Lock(Protocol):
     def acquire(self) -> None: ...
     def release(self) -> None: ...
     def confirm(self) -> None: ...
-    def check_directory(self) -> None: ...
+    def check_directory(self) -> None:
+        """Raises `StoreMovedError` where the directory is no longer at its path; a bucket cannot be moved."""
 
 
 class StoreBackend(Protocol):
-    """What a store does with the place of its checkpoints. Methods raise `OSError` where I/O fails."""
+    """What a store does with the place of its checkpoints. Methods raise `OSError` where I/O fails.
+
+    The methods with a body are those of a place whose files do not change, and that cannot be moved.
+    """
 
     lock: Lock
     is_lazy: bool
@@ -145,6 +150,7 @@ class StoreBackend(Protocol):
 
         Raises `OSError` where that cannot be found out.
         """
+        return ""
 
     def is_untouched(self, path: str, record: FileRecord, doubtful: Set[object]) -> bool:
         """Whether a file is as it was written, as far as that is known without reading it, and is not `doubtful`.
@@ -154,9 +160,11 @@ class StoreBackend(Protocol):
             record: its record.
             doubtful: keys of files, as `files_of` returns them.
         """
+        return True
 
     def files_of(self, place: Place) -> Sequence[object]:
         """Returns keys of the files of a checkpoint, which are equal for files that checkpoints share."""
+        return ()
 
     # Writing, by the holder of the lock.
 
@@ -165,12 +173,14 @@ class StoreBackend(Protocol):
 
     def in_use(self) -> os.stat_result | None:
         """Returns what identifies the place of the store; None where it cannot be replaced by another one."""
+        return None
 
     def probe(self) -> None:
         """Writes a little, as a save does, and removes it."""
 
     def free_bytes(self) -> int | None:
         """Returns the bytes that are free; None where there is no limit."""
+        return None
 
     def write_name(self, text: bytes) -> None:
         """Writes the file with the name of the store."""
@@ -191,7 +201,7 @@ class StoreBackend(Protocol):
         """Removes what killed saves and prunes have left, and ignores errors. `entries` returns all checkpoints."""
 
 
-class LocalBackend:
+class LocalBackend(StoreBackend):
     """A directory of this machine, or of a network file system."""
 
     is_lazy = False

@@ -27,7 +27,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime, timedelta
 from typing import Any
@@ -42,7 +42,7 @@ from modelstate.process import try_start
 from modelstate.remote.location import Location, locate
 from modelstate.remote.requests import cleanup, pause
 from modelstate.remote.upload import ObjectWriter, get, head, list_all, listing, new_object, put, remove
-from modelstate.store.backend import DATA, STORE_FILE, Listed, Lock, NewFiles, Place
+from modelstate.store.backend import DATA, STORE_FILE, Listed, Lock, NewFiles, Place, StoreBackend
 from modelstate.store.record import RECORD_FILE, FileRecord
 from modelstate.text_format import printable
 
@@ -71,8 +71,8 @@ class _Listing(msgspec.Struct, frozen=True):
     pins: frozenset[int]
 
 
-class Bucket:
-    """A prefix of a bucket."""
+class Bucket(StoreBackend):
+    """A prefix of a bucket. Objects do not change, and a checkpoint gets its claim when all of them are there."""
 
     is_lazy = True
 
@@ -160,28 +160,13 @@ class Bucket:
         """Whether the last listing has a pin for a serial number."""
         return serial in self._listed.pins
 
-    def problem_of(self, place: Place, files: Mapping[str, FileRecord]) -> str:
-        return ""  # objects do not change, and a checkpoint gets its claim when all of them are there
-
-    def is_untouched(self, path: str, record: FileRecord, doubtful: Set[object]) -> bool:
-        return True
-
-    def files_of(self, place: Place) -> Sequence[object]:
-        return ()
-
     # Writing.
 
     def make(self) -> None:
         """Does nothing: a bucket is made elsewhere, and a prefix needs no directory."""
 
-    def in_use(self) -> os.stat_result | None:
-        return None
-
     def probe(self) -> None:
         """Does nothing: the lease was written, and the server has shown that it keeps conditions."""
-
-    def free_bytes(self) -> int | None:
-        return None
 
     def write_name(self, text: bytes) -> None:
         put(self.at(STORE_FILE), text, overwrite=True)
@@ -259,8 +244,8 @@ def _referenced(entries: Iterable[Listed]) -> set[str] | None:
     return names
 
 
-class _NewObjects:
-    """The objects of a checkpoint that is being written."""
+class _NewObjects(NewFiles):
+    """The objects of a checkpoint that is being written. Its record names those of earlier checkpoints, as links."""
 
     def __init__(self, bucket: Bucket, lease: "_Lease", step: int, serial: int) -> None:
         self._bucket, self._lease, self._serial = bucket, lease, serial
@@ -302,9 +287,6 @@ class _NewObjects:
     def finish(self, path: str, name: str, header: bytes, nbytes: int) -> FileRecord:
         return FileRecord(nbytes, 0, len(header), digest(header))
 
-    def link(self, file: str) -> bool:
-        return True  # the record names the file
-
     def unlink(self, name: str) -> None:
         """Does nothing: the record does not name the file."""
 
@@ -330,7 +312,7 @@ class _NewObjects:
                 remove(self._written)
 
 
-class _Lease:
+class _Lease(Lock):
     """The right of one writer to change the store: the newest lease among the claims, which is written regularly."""
 
     def __init__(self, bucket: Bucket) -> None:

@@ -28,14 +28,14 @@ from modelstate.errors import (
 )
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, sealed
 from modelstate.io.engine import for_each
-from modelstate.io.files import remedy_for_limit
+from modelstate.io.files import read_whole, remedy_for_limit
 from modelstate.objects.parts import Kind, Part
 from modelstate.process import progress_bar
 from modelstate.remote.cache import Cache
 from modelstate.remote.location import is_remote
 from modelstate.store.backend import STORE_FILE, LocalBackend, Place, StoreBackend
 from modelstate.store.bucket import Bucket
-from modelstate.store.record import ALL, FileRecord, Record, damaged, read_record, read_small, unreadable
+from modelstate.store.record import ALL, FileRecord, Record, damaged, read_record, unreadable
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 from modelstate.text_format import in_a_line, short_repr
 
@@ -232,8 +232,6 @@ class StepIndex:
         """Keys of the files of damaged checkpoints; other checkpoints may share the same files."""
         self._records: dict[str, tuple[object, Record]] = {}
         """Records of a bucket, whose objects do not change, by the path of the checkpoint, with its identity."""
-
-    # Listing.
 
     # Listing.
 
@@ -678,7 +676,7 @@ def _read_store_file(directory: str) -> tuple[str, object]:
     content is not what was written.
     """
     path = os.path.join(directory, STORE_FILE)
-    data = read_small(path, _MAX_STORE_FILE_BYTES, STORE_FILE)
+    data = read_whole(path, _MAX_STORE_FILE_BYTES, STORE_FILE)
     try:
         content = json.loads(data)
         check_seal(data, content[SEAL], path)

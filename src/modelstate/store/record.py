@@ -19,9 +19,7 @@ from modelstate.errors import (
     OpenError,
     ReadFailedError,
     SourceAccessError,
-    SourceNotFoundError,
     UnknownClassError,
-    WriteFailedError,
 )
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.formats.safetensors import MAX_HEADER_BYTES
@@ -29,8 +27,6 @@ from modelstate.formats.sharded import MAX_INDEX_BYTES
 from modelstate.io.files import SourceFile, read_whole
 from modelstate.objects.parts import Kind
 from modelstate.remote.cache import Cache
-from modelstate.remote.location import is_remote, locate
-from modelstate.remote.upload import get
 from modelstate.version import __version__
 
 RECORD_FILE = "checkpoint.json"
@@ -187,7 +183,7 @@ def read_record(directory: str) -> Record:
     """
     path = os.path.join(directory, RECORD_FILE)
     try:
-        data = read_small(path, MAX_RECORD_BYTES, RECORD_FILE)
+        data = read_whole(path, MAX_RECORD_BYTES, RECORD_FILE)
     except ReadFailedError as error:
         raise unreadable(directory, short(error)) from error
     except OpenError as error:
@@ -256,22 +252,6 @@ def _unusable(where: str, error: OpenError | ChecksumError) -> ModelStateError:
     A missing permission, or credentials that have expired, say nothing about the content of the file.
     """
     return (unreadable if isinstance(error, SourceAccessError) else damaged)(where, short(error))
-
-
-def read_small(path: str, most_bytes: int, what: str) -> bytes:
-    """Returns the content of a small file of a store. Raises `OpenError` and `ReadFailedError`."""
-    if "://" not in path or not is_remote(path):
-        return read_whole(path, most_bytes, what)
-    try:
-        data = get(locate(path))
-    except WriteFailedError as error:
-        raise ReadFailedError(f"{what} cannot be read", where=path, found=error.found, remedy=error.remedy) from error
-    if data is None:
-        raise SourceNotFoundError("there is no such object", where=path)
-    if len(data) > most_bytes:
-        found = f"{len(data):,} bytes"
-        raise OpenError(f"{what} is too large", where=path, expected=f"{most_bytes:,} bytes", found=found)
-    return data
 
 
 def short(error: ModelStateError) -> str:

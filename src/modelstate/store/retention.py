@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal, TypeVar
 
@@ -37,11 +36,8 @@ def metric_value(name: object, value: object) -> float:
 _HOUR_SECONDS = 3600
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointInfo:
+class CheckpointInfo(msgspec.Struct, frozen=True):
     """The description of a checkpoint in a store, without its tensors.
-
-    Raises `OptionError` for a step, a time or metrics of another type.
 
     Examples:
         >>> info = store.infos()[-1]
@@ -52,7 +48,7 @@ class CheckpointInfo:
     step: int
     time: float
     """When it was saved, in Unix seconds."""
-    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Numbers that were saved with it, such as a validation loss."""
     pinned: bool = False
     """Whether it stays whatever the rules say."""
@@ -77,19 +73,6 @@ class CheckpointInfo:
     def state(self) -> str:
         """The problem, "pinned", both, or nothing."""
         return ", ".join(filter(None, (self.problem, "pinned" if self.pinned else "")))
-
-    def __post_init__(self) -> None:
-        if type(self.step) is not int:
-            raise OptionError("the step of a checkpoint is a number", expected="int", found=short_repr(self.step))
-        if not is_number(self.time) or not math.isfinite(self.time):
-            raise OptionError(
-                "the time of a checkpoint is in seconds", expected="a number", found=short_repr(self.time)
-            )
-        object.__setattr__(self, "metrics", dict(self.metrics))
-        if not all(type(name) is str and is_number(value) for name, value in self.metrics.items()):
-            raise OptionError(
-                "metrics are numbers by their names", expected="dict[str, float]", found=short_repr(self.metrics)
-            )
 
 
 def infos_page(directory: str, infos: Sequence[CheckpointInfo]) -> Page:

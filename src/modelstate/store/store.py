@@ -32,7 +32,6 @@ from modelstate.objects.restore import RestoreArguments, Restored, RestoreOption
 from modelstate.remote.cache import Cache, check_cache
 from modelstate.remote.location import is_remote, locate
 from modelstate.remote.upload import check_writable
-from modelstate.store.access import WriteAccess
 from modelstate.store.backend import STORE_FILE, unfinished_name
 from modelstate.store.directory import Step, StepEntry, StepIndex, not_shared, store_file_problem
 from modelstate.store.record import RECORD_FILE, Record
@@ -43,6 +42,7 @@ from modelstate.store.saving import (
     SavedStep,
     SpreadFile,
     Staging,
+    WriteAccess,
     encode_objects,
     replicated_values,
 )
