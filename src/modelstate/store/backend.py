@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -152,19 +152,9 @@ class StoreBackend(Protocol):
         """
         return ""
 
-    def is_untouched(self, path: str, record: FileRecord, doubtful: Set[object]) -> bool:
-        """Whether a file is as it was written, as far as that is known without reading it, and is not `doubtful`.
-
-        Args:
-            path: the file.
-            record: its record.
-            doubtful: keys of files, as `files_of` returns them.
-        """
+    def is_untouched(self, path: str, record: FileRecord) -> bool:
+        """Whether a file is as it was written, as far as that is known without reading it."""
         return True
-
-    def files_of(self, place: Place) -> Sequence[object]:
-        """Returns keys of the files of a checkpoint, which are equal for files that checkpoints share."""
-        return ()
 
     # Writing, by the holder of the lock.
 
@@ -254,17 +244,11 @@ class LocalBackend(StoreBackend):
                 return f"{name} has {status.st_size:,} bytes, not {file.nbytes:,}"
         return ""
 
-    def is_untouched(self, path: str, record: FileRecord, doubtful: Set[object]) -> bool:
+    def is_untouched(self, path: str, record: FileRecord) -> bool:
         with suppress(OSError):
             status = os.stat(path, follow_symlinks=False)
-            is_same = (status.st_size, status.st_mtime_ns) == (record.nbytes, record.mtime_ns)
-            return is_same and (status.st_dev, status.st_ino) not in doubtful
+            return (status.st_size, status.st_mtime_ns) == (record.nbytes, record.mtime_ns)
         return False
-
-    def files_of(self, place: Place) -> Sequence[object]:
-        with suppress(OSError), os.scandir(place.path) as files:
-            return [(status.st_dev, status.st_ino) for status in (file.stat(follow_symlinks=False) for file in files)]
-        return ()
 
     def make(self) -> None:
         make_directory(self._directory)

@@ -96,8 +96,8 @@ class Deadline:
         self._previous: dict[int, _Handler] = {}
         """The handlers before those of this deadline, by signal."""
         self._owner_pid = 0
-        self._entries: list[None] = []
-        """An item for each time that it was entered and not left; a list, whose changes are safe between threads."""
+        self._depth = 0
+        """How many times it was entered and not left."""
         self._entered_seconds = math.inf
 
     @property
@@ -167,8 +167,8 @@ class Deadline:
         self._longest_step = max(self._longest_step, _checked_seconds(seconds))
 
     def __enter__(self) -> Self:
-        if self._entries and self._owner_pid == os.getpid():
-            self._entries.append(None)
+        if self._depth:
+            self._depth, self._owner_pid = self._depth + 1, os.getpid()
             return self
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise OptionError(
@@ -176,34 +176,24 @@ class Deadline:
                 found=threading.current_thread().name,
                 remedy="enter the deadline there first, or give it signals=()",
             )
-        earlier, self._previous = self._previous, {}
-        self._owner_pid, self._entries, self._entered_seconds = os.getpid(), [None], now_seconds()
+        self._depth, self._owner_pid, self._entered_seconds = 1, os.getpid(), now_seconds()
+        _entered.append(self)
         try:
             for number in self._signals:
-                previous = signal.getsignal(number)
-                signal.signal(number, self._receive)
-                # It is this one's where another thread has left the deadline, and in a forked child.
-                self._previous[number] = earlier[number] if previous == self._receive else previous
-            _entered.append(self)
-        except BaseException as error:
-            self._restore_handlers()
-            if not isinstance(error, OSError | ValueError):
-                raise
+                previous = signal.signal(number, self._receive)
+                if previous != self._receive:  # it is where another thread has left the deadline
+                    self._previous[number] = previous
+        except (OSError, ValueError) as error:
+            self.__exit__(None, None, None)
             raise OptionError("a signal that cannot be received", found=error, remedy="signals= without it") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with suppress(IndexError):  # a forked child has entered it anew, and loops of its parent leave it too
-            self._entries.pop()
-        if not self._entries:
-            self._restore_handlers()
-
-    def _restore_handlers(self) -> None:
-        self._entries = []
-        with suppress(ValueError):  # another thread has left it at the same time
+        self._depth -= 1
+        if not self._depth:
             _entered.remove(self)
-        for number in reversed(self._previous):
-            self._restore_handler(number)
+            for number in reversed(self._previous):
+                self._restore_handler(number)
 
     def _restore_handler(self, number: int) -> None:
         """Restores the handler before, unless another one was set since, or this is not the main thread."""
@@ -223,7 +213,7 @@ class Deadline:
             os.kill(os.getpid(), number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if not self._entries:
+        if not self._depth:
             self._call_previous(number, frame)
             return
         if os.getpid() != self._owner_pid:

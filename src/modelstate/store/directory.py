@@ -228,8 +228,8 @@ class StepIndex:
         """Damage that only reading a checkpoint shows."""
         self._whole: set[_Key] = set()
         """Checkpoints all of whose bytes this object has read, or written."""
-        self._doubtful: set[object] = set()
-        """Keys of the files of damaged checkpoints; other checkpoints may share the same files."""
+        self._doubtful: set[str] = set()
+        """The names of the files of damaged checkpoints. A link of another checkpoint has the same name."""
         self._records: dict[str, tuple[object, Record]] = {}
         """Records of a bucket, whose objects do not change, by the path of the checkpoint, with its identity."""
 
@@ -620,7 +620,7 @@ class StepIndex:
 
     def untouched_head(self, path: str, record: FileRecord) -> bytes | None:
         """Returns the head of a file that can be linked; None where it has changed, or a damaged checkpoint has it."""
-        if self.backend.is_untouched(path, record, self._doubtful):
+        if os.path.basename(path) not in self._doubtful and self.backend.is_untouched(path, record):
             with suppress(OSError, OpenError):
                 return record.read_head(path)
         return None
@@ -636,7 +636,7 @@ class StepIndex:
         if isinstance(error, DamagedCheckpointError) and key is not None:
             self._damage[key] = error
             self._whole.discard(key)
-            self._doubtful.update(self.backend.files_of(entry.place))
+            self._doubtful |= entry.file_names() or set()
 
     def _key(self, path: str) -> _Key | None:
         identity = self.backend.identity(path)
