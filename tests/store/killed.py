@@ -1,8 +1,6 @@
 """Programs that are killed: they run in processes that are forked from one that has imported torch already."""
 
 import hashlib
-import os
-import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,7 +11,6 @@ from torch import nn
 
 import modelstate as ms
 from tests.programs import CONTEXT, as_process_of_its_own
-from tests.store.common import failing_call
 
 
 class Job:
@@ -83,18 +80,6 @@ def train(report: Connection, directory: str, steps: int) -> None:
             store.save(step, job.objects(step))
         report.send(("saved", step))
     report.send(("ended", step))
-
-
-def killed_at(report: Connection, directory: str, number: int) -> None:
-    """Saves, and is killed in the second save just before one of the calls that change the disk."""
-    as_process_of_its_own()
-    job, store = Job(), ms.Store(directory, keep=1)
-    store.save(1, job.objects(1))
-    report.send(("saved", 1))
-    job.train()
-    with failing_call(number, lambda: os.kill(os.getpid(), signal.SIGKILL)):
-        store.save(2, job.objects(2))
-        report.send(("saved", 2))
 
 
 def save_in_place(report: Connection, how: str, path: str) -> None:

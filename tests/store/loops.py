@@ -200,12 +200,6 @@ def seeded(seed: int = 3) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def with_generator(loop: Loop, **options: Any) -> Said:
-    generator = seeded()
-    loader = DataLoader(Samples(), BATCH, shuffle=True, generator=generator, **options)
-    return epochs(loop, loader, {"rng": ms.RNG({"loader": generator})})
-
-
 def stateful(samples: Any, **options: Any) -> Any:
     return StatefulDataLoader(samples, BATCH, shuffle=isinstance(samples, Samples), **options)
 
@@ -213,27 +207,17 @@ def stateful(samples: Any, **options: Any) -> Any:
 LOOPS: dict[str, Callable[[Loop], Said]] = {
     "iterator before the loop": lambda loop: iterator_before(loop, stateful(Samples())),
     "iterator in the first step": lambda loop: iterator_within(loop, stateful(Samples())),
-    "a generator of its own": lambda loop: iterator_within(loop, stateful(Samples(), generator=seeded())),
     "two workers": lambda loop: iterator_before(loop, stateful(SamplesInWorkers(), num_workers=2)),
-    "two workers and a generator": lambda loop: iterator_within(
-        loop, stateful(SamplesInWorkers(), num_workers=2, generator=seeded())
-    ),
     "workers that persist": lambda loop: steps_with_validation(
         loop, stateful(SamplesInWorkers(), num_workers=2, persistent_workers=True)
     ),
     "epochs": lambda loop: epochs(loop, DataLoader(Samples(), BATCH, shuffle=True), {}),
     "epochs with workers": lambda loop: epochs(loop, DataLoader(Samples(), BATCH, shuffle=True, num_workers=2), {}),
-    "epochs with a generator": with_generator,
     "epochs of a loader with a state": lambda loop: (lambda loader: epochs(loop, loader, {"loader": loader}))(
         stateful(Samples(), generator=seeded())
     ),
-    "epochs of a loader with workers that persist": lambda loop: (
-        lambda loader: epochs(loop, loader, {"loader": loader})
-    )(stateful(SamplesInWorkers(), num_workers=2, persistent_workers=True)),
     "epochs with workers that persist": persistent_epochs,
     "steps with a short validation": lambda loop: short_validation(loop, stateful(Samples())),
-    "steps with validation": lambda loop: steps_with_validation(loop, stateful(Samples(), generator=seeded())),
-    "a stream": lambda loop: iterator_within(loop, stateful(Stream())),
     "a stream with workers": lambda loop: iterator_before(loop, stateful(Stream(), num_workers=2)),
     "compiled": compiled,
 }

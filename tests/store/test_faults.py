@@ -2,13 +2,11 @@
 
 import errno
 import os
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import modelstate as ms
@@ -177,25 +175,6 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_keep_the_others(
         assert "not removed" in log.text
         with pytest.raises(errors.WriteFailedError, match="busy"):
             store.prune()
-
-
-@pytest.mark.slow
-def test_a_prune_that_fails(tmp_path: Path) -> None:
-    store = ms.Store(tmp_path)
-    for number in range(1, 100):
-        for step in (1, 2, 3):
-            store.save(step, {"value": {"tensor": torch.ones(1)}}, overwrite=True)
-        failing = failing_call(number, OSError(errno.EIO, "an I/O error"))
-        with failing as calls, suppress(errors.WriteFailedError):
-            assert store.prune(1) == (1, 2)
-        assert store.steps()[-1] == 3
-        assert set(store.verify().values()) == {""}
-        store.prune(1)
-        assert store.steps() == (3,)
-        assert not litter(tmp_path)
-        if len(calls) < number:
-            break
-    assert number > 5
 
 
 @pytest.mark.slow

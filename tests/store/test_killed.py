@@ -10,7 +10,7 @@ import pytest
 
 import modelstate as ms
 from tests.store.common import litter
-from tests.store.killed import Job, killed_at, said, start, train
+from tests.store.killed import Job, said, start, train
 
 pytestmark = pytest.mark.slow
 
@@ -56,25 +56,3 @@ def test_at_random_moments(tmp_path: Path) -> None:
     assert ms.Store(tmp_path).steps() == (newest + 2, newest + 3)
     print(f"{kills} kills, {newest} steps, {unfinished} in a save, {time.monotonic() - began:.0f} s")
     assert unfinished  # else it was not the saves that were killed
-
-
-def test_at_calls_that_change_the_disk(tmp_path: Path) -> None:
-    """At every third one: test_power_loss.py looks at the disk after each."""
-    reported: list[int] = []
-    for number in range(1, 500, 3):
-        directory = tmp_path / str(number)
-        process, report = start(killed_at, str(directory), number)
-        process.join()
-        steps = [step for _, step in said(report)]
-        if process.exitcode == 0:
-            assert steps == [1, 2]
-            break
-        assert process.exitcode == -signal.SIGKILL
-        reported.append(check(directory, max(steps)))
-        ms.Store(directory, keep=1).save(3, {"value": 3})
-        assert not litter(directory)
-        assert ms.Store(directory).verify() == {3: ""}
-    # At some call the new one comes to be there, and from then on it is; the pruning of the old one is killed, too.
-    assert reported == sorted(reported)
-    assert set(reported) == {1, 2}
-    assert len(reported) > 6

@@ -88,26 +88,6 @@ def test_a_signal_ends_it_after_the_step_with_a_checkpoint(tmp_path: Path) -> No
     assert ms.resumable(store, objects(), steps=100, save_every=50).start == 7
 
 
-def test_the_deadline_learns_from_steps_and_saves(tmp_path: Path) -> None:
-    deadline = ms.Deadline(hours=1, since="now")
-    at_first = deadline.margin_seconds
-    store, of = ms.Store(tmp_path), objects()
-    for _ in ms.resumable(store, of, steps=4, save_every=2, deadline=deadline):
-        step(of)
-    assert deadline.margin_seconds < at_first
-
-
-def test_a_deadline_that_is_over_saves_what_it_got(tmp_path: Path) -> None:
-    store, of = ms.Store(tmp_path), objects()
-    loop = ms.resumable(
-        store, of, steps=4, save_every=2, deadline=ms.Deadline(hours=1, margin_seconds=3599.9999, since="now")
-    )
-    for _ in loop:
-        step(of)
-    assert loop.stopped
-    assert store.steps() == (loop.done,)
-
-
 def test_metrics_and_values_come_back(tmp_path: Path) -> None:
     store, of = ms.Store(tmp_path), {**objects(), "epoch": 3}
     loop = ms.resumable(store, of, steps=2, save_every=1)
@@ -352,14 +332,6 @@ def test_a_metric_that_is_never_given_is_an_error_and_removes_nothing(tmp_path: 
     assert ms.Store(tmp_path).steps() == (1, 2, 3)
 
 
-def test_a_metric_that_no_checkpoint_has_is_an_error_at_the_end(tmp_path: Path) -> None:
-    store = ms.Store(tmp_path, keep=ms.Keep(last=9, best=1, metric="val_loss"))
-    loop = ms.resumable(store, {"a": Held(b=1)}, steps=2, save_every=1)
-    with pytest.raises(OptionError, match="val_loss"):
-        list(loop)
-    assert store.steps() == (1, 2)
-
-
 def test_a_metric_that_is_not_known_yet_is_given_as_nan(tmp_path: Path) -> None:
     keep = ms.Keep(last=1, best=1, metric="val_loss")
     loop = ms.resumable(tmp_path, {"a": Held(b=1)}, steps=6, save_every=1, keep=keep)
@@ -425,14 +397,3 @@ def test_a_value_that_is_no_number_is_refused(tmp_path: Path, value: Any, remedy
             change()
         assert remedy is None or remedy in caught.value.remedy
     assert store.steps() == ()
-
-
-def test_numbers_of_any_kind_are_metrics(tmp_path: Path) -> None:
-    loop = ms.resumable(tmp_path, {"a": Held(b=1)}, steps=1, save_every=1)
-    for _ in loop:
-        loop.metrics["int"] = 3
-        loop.metrics |= {"numpy": np.float32(0.5)}
-        loop.metrics.update([("item", torch.tensor(0.5).item())], nan=math.nan)
-    saved = ms.Store(tmp_path).infos()[0].metrics
-    assert {name: value for name, value in saved.items() if name != "nan"} == {"int": 3, "numpy": 0.5, "item": 0.5}
-    assert math.isnan(saved["nan"])

@@ -66,17 +66,6 @@ def test_the_last_good_ones_stay_where_the_newest_is_damaged(tmp_path: Path, by:
         assert store.restore({"state": {"w": torch.zeros(1000)}}).step == 2
 
 
-def test_what_has_been_found_to_be_damaged_is_not_linked_again(tmp_path: Path) -> None:
-    store = ms.Store(tmp_path)
-    frozen = {"state": {"w": torch.ones(1000)}}
-    store.save(1, frozen)
-    assert store.save(2, frozen).linked_bytes > 4000
-    rot(tensors_of(tmp_path, 2))  # the file of both
-    assert store.verify(2)[2]
-    assert store.save(3, frozen).linked_bytes == 0
-    assert store.verify(3) == {3: ""}
-
-
 def test_a_step_that_is_saved_again_is_not_taken_for_the_damaged_one(tmp_path: Path) -> None:
     """The file system may give the new directory the inode of the one that was removed."""
     store = saved(tmp_path, 5)

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import modelstate as ms
 from modelstate import errors
-from tests.store.common import Held, Training, contents, flip, litter, network, program
+from tests.store.common import Training, contents, flip, litter, network, program
 from tests.store.training import Run, state_of
 
 
@@ -62,31 +60,6 @@ def test_training_after_a_restore_leaves_the_checkpoint(tmp_path: Path, map: boo
     assert contents(tmp_path) == was
     store.save(2, fresh.objects)
     assert store.verify() == {1: "", 2: ""}
-
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.integers(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=30, deadline=None)
-@given(plain, st.dictionaries(st.text(min_size=1, max_size=3), plain, max_size=3))
-def test_values_come_back_as_they_were(tmp_path_factory: Any, value: Any, values: dict[str, Any]) -> None:
-    store = ms.Store(tmp_path_factory.mktemp("store"))
-    try:
-        store.save(0, {"value": value, "held": Held(**values)})
-    except errors.UnsavableError as error:
-        assume("two values have this name" not in str(error))  # of the keys 0 and "0", say
-        raise
-    held = Held()
-    restored = store.restore({"value": None, "held": held})
-    assert restored["value"] == value
-    assert type(restored["value"]) is type(value)
-    assert held.values == values
-    assert store.verify() == {0: ""}
 
 
 def test_values_with_tensors_and_arrays(tmp_path: Path) -> None:
@@ -145,13 +118,9 @@ def test_retention(tmp_path: Path) -> None:
     assert not litter(tmp_path)
 
 
-@pytest.mark.parametrize("value", [True, np.float32(0.5), np.float64(2), np.int64(3), 1, float("nan"), float("-inf")])
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(2), np.int64(3), 1, float("nan"), float("-inf")])
 def test_metrics_come_back(tmp_path: Path, value: Any) -> None:
     store = ms.Store(tmp_path)
-    if value is True:
-        with pytest.raises(errors.OptionError):
-            store.save(0, {"value": 1}, metrics={"loss": value})
-        return
     store.save(0, {"value": 1}, metrics={"loss": value})
     assert repr(store.infos()[0].metrics) == repr({"loss": float(value)})
 
@@ -314,23 +283,6 @@ def test_files_that_others_read(tmp_path: Path) -> None:
     fresh = Run()
     ms.load(fresh.model, path)
     assert torch.equal(fresh.model.last.weight, run.model.last.weight)
-
-
-@pytest.mark.slow
-def test_transformers_reads_a_step(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=16)
-    model = transformers.GPT2LMHeadModel(config)
-    optimizer = torch.optim.Adam(model.parameters())
-    store = ms.Store(tmp_path, shard_size_bytes=8_000)
-    path = Path(store.save(1, {"model": model, "optimizer": optimizer, "step": 1}).path)
-    config.save_pretrained(path)
-    loaded = transformers.GPT2LMHeadModel.from_pretrained(path)
-    ours, theirs = model.state_dict(), loaded.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert loaded.lm_head.weight is loaded.transformer.wte.weight
-    assert store.verify() == {1: ""}  # a file beside does no harm
 
 
 @dataclass

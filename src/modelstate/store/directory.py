@@ -27,6 +27,7 @@ from modelstate.errors import (
     StepNotFoundError,
 )
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, sealed
+from modelstate.formats.sharded import INDEX_SUFFIX
 from modelstate.io.engine import for_each
 from modelstate.io.files import read_whole, remedy_for_limit
 from modelstate.objects.parts import Kind, Part
@@ -636,7 +637,7 @@ class StepIndex:
         if isinstance(error, DamagedCheckpointError) and key is not None:
             self._damage[key] = error
             self._whole.discard(key)
-            self._doubtful |= entry.file_names() or set()
+            self._doubtful |= {name for name in entry.file_names() or () if not name.endswith(INDEX_SUFFIX)}
 
     def _key(self, path: str) -> _Key | None:
         identity = self.backend.identity(path)
