@@ -233,30 +233,6 @@ def unstoppable() -> Iterator[None]:
         yield
 
 
-def call_apart(function: Callable[[], _Item]) -> _Item:
-    """Calls a function that waits for another machine, and cannot be interrupted. It must not use memory of the caller.
-
-    Where the work of this thread may have to end, the function runs in a thread of its own, which is left alone with it
-    then. Raises `Stopped`, and what the function raises.
-    """
-    if not _stops.value:
-        return function()
-    ended, outcome = threading.Event(), Future[_Item]()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            outcome.set_exception(error)
-        finally:
-            ended.set()
-
-    if not try_start(threading.Thread(target=run, name="modelstate-apart", daemon=True)):
-        return function()
-    wait_for(ended)
-    return outcome.result()
-
-
 class Stopped(BaseException):
     """Ends a thread whose result is no longer needed. Not an `Exception`, so that no error handler catches it."""
 

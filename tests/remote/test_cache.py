@@ -1,8 +1,6 @@
 """`cache=`: what is read of a server once is read from the disk afterwards, unless it has changed or is damaged."""
 
-import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.cli.main import app
-from tests.programs import CONTEXT, run_program
+from tests.programs import CONTEXT
 from tests.proxy import FaultProxy, fault_proxy
 from tests.remote.servers import FileServer, http_server
 
@@ -89,15 +87,6 @@ def test_each_function_that_opens_takes_a_cache(proxy: FaultProxy, cache: ms.Cac
 
 
 @pytest.mark.slow
-def test_objects_are_restored_from_the_cache(proxy: FaultProxy, cache: ms.Cache, files: tuple[Path, str]) -> None:
-    ms.save({"model": make_model(), "step": 3}, files[0] / "model.safetensors")
-    for _ in range(2):
-        proxy.reset()
-        assert ms.restore({"model": make_model(1), "step": 0}, url_of(proxy), cache=cache)["step"] == 3
-    assert len(proxy.requests) == 1
-
-
-@pytest.mark.slow
 def test_another_version_is_read_anew(proxy: FaultProxy, cache: ms.Cache, files: tuple[Path, str]) -> None:
     check_load(proxy, cache)
     before = ms.open(url_of(proxy), cache=cache)
@@ -143,29 +132,10 @@ def test_blocks_in_use_stay_and_others_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_writes_at_once_leave_blocks(tmp_path: Path) -> None:
-    block = bytes(BLOCK_BYTES)
-    for turn in range(30):
-        cache = ms.Cache(tmp_path / f"{turn}", max_bytes=3 * BLOCK_BYTES)
-        begin = threading.Barrier(6)
-
-        def write(index: int, cache: ms.Cache = cache, begin: threading.Barrier = begin) -> None:
-            begin.wait()
-            cache.write("0" * 32, index, block)
-
-        threads = [threading.Thread(target=write, args=(index,)) for index in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert 0 < len(blocks_of(cache)) <= 3
-
-
-@pytest.mark.slow
-def test_a_directory_that_cannot_be_written_is_no_error(proxy: FaultProxy, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+@pytest.mark.parametrize("directory", [__file__, "/proc/none"])
+def test_a_directory_that_cannot_be_written_is_no_error(proxy: FaultProxy, directory: str) -> None:
     with pytest.warns(ms.errors.CacheWarning, match="nothing more is kept") as caught:
-        check_load(proxy, ms.Cache(tmp_path / "file"))
+        check_load(proxy, ms.Cache(directory))
     assert len(caught) == 1
 
 
@@ -258,25 +228,6 @@ def test_other_caches_are_refused(directory: str, nbytes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt" or os.getuid() != 0, reason="another user needs root")
-def test_a_cache_of_another_user_is_no_error(proxy: FaultProxy, cache: ms.Cache) -> None:
-    check_load(proxy, cache)
-    for directory in (cache.directory, *cache.directory.iterdir()):
-        assert directory.stat().st_mode & 0o777 == 0o700
-    code = f"""
-import os, torch, modelstate as ms
-model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
-ms.load(model, {url_of(proxy)!r})
-os.setgid(65534)
-os.setuid(65534)
-ms.load(model, {url_of(proxy)!r}, cache=ms.Cache({str(cache.directory)!r}))
-"""
-    done = run_program(code)
-    assert done.returncode == 0, done.stderr
-    assert "CacheWarning" in done.stderr
-
-
-@pytest.mark.slow
 def test_what_was_not_asked_for_is_not_kept(tmp_path: Path, cache: ms.Cache) -> None:
     class Long(FileServer):
         directory = tmp_path
@@ -309,19 +260,6 @@ def test_each_checkpoint_keeps_the_cache_it_was_opened_with(proxy: FaultProxy, c
 
 
 @pytest.mark.slow
-def test_caches_of_one_directory_keep_to_their_own_sizes(proxy: FaultProxy, cache: ms.Cache) -> None:
-    first, small = ms.open(url_of(proxy), cache=cache), ms.Cache(cache.directory, max_bytes=2 * BLOCK_BYTES)
-    ms.open(url_of(proxy), cache=small)
-    for name in make_model().state_dict():
-        first.tensor(name)
-    assert sum(path.stat().st_size for path in blocks_of(cache)) >= 4 * BLOCK_BYTES
-    for path in blocks_of(cache):
-        path.unlink()
-    check_load(proxy, small)
-    assert sum(path.stat().st_size for path in blocks_of(cache)) <= small.max_bytes
-
-
-@pytest.mark.slow
 def test_a_block_in_the_place_of_another_one_is_requested_again(proxy: FaultProxy, cache: ms.Cache) -> None:
     check_load(proxy, cache)
     first, second = blocks_of(cache)[1:3]
@@ -331,29 +269,3 @@ def test_a_block_in_the_place_of_another_one_is_requested_again(proxy: FaultProx
     proxy.reset()
     check_load(proxy, ms.Cache(cache.directory))
     assert 2 * BLOCK_BYTES <= proxy.downloaded_bytes <= 2 * BLOCK_BYTES + HEADER_BYTES
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_a_directory_that_cannot_be_made_gives_a_warning(proxy: FaultProxy) -> None:
-    with pytest.warns(ms.errors.CacheWarning, match="cannot be made"):
-        check_load(proxy, ms.Cache("/proc/none"))
-
-
-def test_blocks_that_threads_write_at_once_keep_to_the_size(tmp_path: Path) -> None:
-    for turn in range(20):
-        cache = ms.Cache(tmp_path / f"{turn}", max_bytes=2 * BLOCK_BYTES)
-        threads = [threading.Thread(target=cache.write, args=("0" * 32, i, bytes(BLOCK_BYTES))) for i in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sum(path.stat().st_size for path in blocks_of(cache)) <= cache.max_bytes
-
-
-@pytest.mark.slow
-def test_a_load_without_a_cache_uses_none(proxy: FaultProxy, cache: ms.Cache) -> None:
-    check_load(proxy, cache)
-    proxy.reset()
-    check_load(proxy, None)
-    assert proxy.downloaded_bytes >= sum(parameter.nbytes for parameter in make_model().parameters())

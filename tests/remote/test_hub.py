@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler
@@ -14,8 +13,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.io import engine
-from modelstate.remote import client, file, requests
+from modelstate.remote import client, requests
 from modelstate.remote import hub as hub_files
 from tests.remote.servers import FileServer, http_server
 
@@ -163,54 +161,6 @@ def test_an_address_that_has_expired_is_asked_for_again(hub: type[Hub], is_renew
     ms.load(target, checkpoint)
     assert all(map(torch.equal, target.state_dict().values(), model.state_dict().values()))
     assert sum("/resolve/" in path for _, path, _ in hub.requests) == 1  # for all threads
-
-
-def test_an_address_that_is_always_refused_after_a_while_is_an_error(
-    hub: type[Hub], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file, "_LEAST_ADDRESS_SECONDS", 0.0)  # as if each refusal took longer
-    ms.save(make_model(), hub.directory / "model.safetensors")
-    checkpoint = ms.open("hf://org/name")
-    hub.files.expired = "word"
-    with pytest.raises(ms.errors.ReadFailedError, match="403"):
-        checkpoint.tensor("0.weight")
-
-
-@pytest.mark.parametrize("connections", [1, engine.CONNECTIONS], ids=["thread of the task", "threads"])
-def test_a_load_that_waits_for_the_hub_is_cancelled(
-    connections: int, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "CONNECTIONS", connections)
-    ms.save(make_model(width=1024), hub.directory / "model.safetensors")
-    checkpoint = ms.open("hf://org/name")
-    hub.files.expired = hub.signature
-    asked, resumed, answered = threading.Event(), threading.Event(), list[str]()
-
-    def address_of(path: str) -> tuple[str, dict[str, str]]:
-        asked.set()
-        resumed.wait(60)
-        answered.append(path)
-        return hub_files.address_of(path)
-
-    monkeypatch.setattr(client, "address_of", address_of)
-    handle = ms.load(make_model(width=1024), checkpoint, background=True)
-    assert asked.wait(60)
-    try:
-        assert handle.cancel()
-        assert not answered
-    finally:
-        resumed.set()
-
-
-def test_an_address_whose_token_has_expired_is_asked_for_again(hub: type[Hub]) -> None:
-    model = make_model(width=512)
-    ms.save(model, hub.directory / "model.safetensors")
-    checkpoint = ms.open("hf://org/name")
-    hub.files.expired, hub.files.refusal = "word", (400, b"<Error><Code>ExpiredToken</Code></Error>")
-    hub.signature = "next"
-    target = make_model("meta", 512)
-    ms.load(target, checkpoint)
-    assert all(map(torch.equal, target.state_dict().values(), model.state_dict().values()))
 
 
 @pytest.mark.parametrize("status", [0, 429, 503])

@@ -266,7 +266,7 @@ def test_kill_at_each_request(
     _saver(path, environment)
     requests = len(proxy.requests)
     outcomes = []
-    for number in spread(range(2, requests + 1), 3):
+    for number in spread(range(2, requests + 1), 2):
         for name in content():
             s3_client().delete_object(Bucket=bucket, Key=name)
         ms.save(state(1000), path)

@@ -5,7 +5,6 @@ Only moto is installed for `make test`; `make test-remote` installs the others. 
 
 import secrets
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,24 +146,6 @@ def test_each_fault_at_each_request(running: Running, overwrite: bool) -> None:
         if saved or overwrite:
             assert torch.equal(ms.open(path).tensor("a"), (tensors if saved else before)["a"])
         assert running.names() == ["model.safetensors"] * (saved or overwrite)
-
-
-def test_a_bucket_of_google_cloud_storage_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if reason := servers.missing("fake-gcs-server"):
-        pytest.skip(reason)
-    tensors = {"a": torch.rand(1 << 20), "b": torch.arange(5)}
-    ms.save(tensors, tmp_path / "model.safetensors", shard_size_bytes=1 << 20)
-    with servers.object_store("fake-gcs-server") as url:
-        servers.create_gcs_bucket(url, "bucket")
-        for file in tmp_path.iterdir():
-            servers.upload_to_gcs(url, "bucket", f"run/{file.name}", file.read_bytes())
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
-        checkpoint = ms.open("gs://bucket/run")
-        assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in tensors.items())
-        with pytest.raises(FileNotFoundError, match="no such object"):
-            ms.open("gs://bucket/other.safetensors")
-        with pytest.raises(WriteFailedError, match="400"):  # the server lacks writes of this kind
-            ms.save(tensors, "gs://bucket/other.safetensors")
 
 
 def test_a_removal_goes_on_after_an_object_that_is_not_there(running: Running) -> None:

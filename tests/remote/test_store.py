@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -210,66 +209,12 @@ def test_the_latest_step_takes_one_listing(url: str, proxy: FaultProxy) -> None:
 
 
 @pytest.mark.slow
-def test_no_request_follows_the_end_of_a_store(url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "LEASE_SECONDS", 0.8)
-    monkeypatch.setattr(buckets, "_RENEWAL_SECONDS", 60.0)  # on a busy machine a renewal may take longer than usual
-    is_renewing = threading.Event()
-
-    def slow(request: HttpRequest) -> None:
-        if request.method == "PUT" and "/lease-" in request.target and not is_renewing.is_set():
-            is_renewing.set()
-            time.sleep(0.1)
-
-    with ms.Store(url) as store:
-        save(store, 1)
-        proxy.fault = slow
-        assert is_renewing.wait(60)
-    proxy.reset()
-    time.sleep(0.2)
-    assert requests_of(url, proxy) == []
-
-
-@pytest.mark.slow
-def test_many_small_tensors_take_few_requests(url: str, proxy: FaultProxy) -> None:
-    """They lie next to each other, and are verified and read together."""
-
-    def objects(value: float) -> dict[str, Any]:
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-        for parameter in model.parameters():
-            nn.init.constant_(parameter, value)
-            parameter.grad = torch.full_like(parameter, value)
-        optimizer.step()
-        return {"model": model, "optimizer": optimizer}
-
-    with ms.Store(url) as store:
-        store.save(1, objects(1.0))
-    proxy.reset()
-    target = objects(2.0)
-    ms.Store(url).restore(target)
-    assert len(proxy.requests) < 30  # for 40 tensors of the model, and 120 of the optimizer
-    saved = objects(1.0)
-    assert all(map(torch.equal, target["model"].parameters(), saved["model"].parameters()))
-    state, expected = (each["optimizer"].state_dict()["state"] for each in (target, saved))
-    assert all(torch.equal(state[index][key], expected[index][key]) for index in expected for key in expected[index])
-
-
-@pytest.mark.slow
 def test_the_order_is_that_of_saving(url: str) -> None:
     with ms.Store(url) as store:
         for step in (5, 7, 6):
             save(store, step)
         assert (store.latest(), store.steps()) == (6, (5, 6, 7))
         assert restored(store) == 6
-
-
-@pytest.mark.slow
-def test_in_the_background(url: str) -> None:
-    with ms.Store(url) as store:
-        pending = save(store, 1, background=True)
-        assert pending.result().step == 1
-        save(store, 2, background=True)
-    assert restored(ms.Store(url)) == 2
 
 
 @pytest.mark.slow
@@ -329,33 +274,6 @@ def test_a_writer_that_sees_the_next_lease_cannot_commit(url: str, monkeypatch: 
     assert second.steps() == (1,)
     save(second, 2)
     assert (second.steps(), restored(second)) == ((1, 2), 2)
-
-
-@pytest.mark.slow
-def test_two_writers_race(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both take the lease for themselves at the same time: exactly one of them commits each step."""
-    monkeypatch.setattr(buckets, "_is_alive", lambda holder: False)
-    for step in range(100 if EXHAUSTIVE else 2):
-        outcomes: list[bool] = []
-        both = threading.Barrier(2)
-
-        def run(step: int = step, both: threading.Barrier = both, outcomes: list[bool] = outcomes) -> None:
-            store = ms.Store(url)
-            both.wait()
-            try:
-                save(store, step)
-                outcomes.append(True)
-            except (LockedError, TargetExistsError):
-                outcomes.append(False)
-
-        threads = [threading.Thread(target=run) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        committed = [place for place in ms.Store(url).index.backend.places() if place.step == step]
-        assert (sorted(outcomes), len(committed)) == ([False, True], 1)
-    assert restored(ms.Store(url)) == step
 
 
 @pytest.mark.slow
@@ -606,19 +524,6 @@ def test_an_object_is_no_directory(url: str, bucket: str, s3_client: Callable[[]
 
 
 @pytest.mark.slow
-def test_resumable(url: str) -> None:
-    seen = []
-    for _ in range(2):
-        model = network()
-        with ms.Store(url) as store:
-            for step in ms.resumable(store, {"model": model}, steps=4, save_every=2):
-                seen.append(step)
-                if len(seen) == 3:
-                    break
-    assert seen == [0, 1, 2, 2, 3]
-
-
-@pytest.mark.slow
 def test_follow(url: str) -> None:
     live = ms.Live(network(0))
     following = ms.follow(live, url, background=False)
@@ -705,28 +610,3 @@ def test_a_lease_that_fails_does_not_show_the_step_of_a_killed_writer(
     with ms.Store(url) as store:
         save(store, 4)
     assert ms.Store(url).steps() == (1, 4)
-
-
-@pytest.mark.slow
-def test_a_renewal_that_arrives_after_the_release_does_not_bring_the_lease_back(
-    url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    renewed = []
-    late = threading.Event()
-
-    def delay(request: HttpRequest) -> None:
-        if request.method == "PUT" and "/lease-" in request.target:
-            renewed.append(request)
-            if len(renewed) == 2:
-                late.set()
-                time.sleep(0.5)
-
-    proxy.fault = delay
-    with ms.Store(url) as store:
-        save(store, 1)
-        assert late.wait(60)
-    proxy.fault = None
-    time.sleep(1)
-    monkeypatch.setattr(buckets, "pause", lambda _: pytest.fail("a save waits for a writer that has ended"))
-    with ms.Store(url) as store:
-        save(store, 2)

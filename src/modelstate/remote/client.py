@@ -25,7 +25,6 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from modelstate.errors import PackageError, ReadFailedError, SourceAccessError, SourceTypeError
-from modelstate.process import call_apart
 from modelstate.remote import requests
 from modelstate.remote.hub import address_of
 from modelstate.remote.location import Location, redacted, whole_address
@@ -153,7 +152,7 @@ def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], 
 @lru_cache(maxsize=256)
 def hub_store(path: str, period: int) -> Any:
     """A client for the place where the hub keeps a file. Asks the hub once in each period, or after `cache_clear`."""
-    address, headers = call_apart(lambda: address_of(path))
+    address, headers = address_of(path)
     return _web_store(address, headers)
 
 

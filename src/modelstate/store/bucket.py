@@ -48,8 +48,6 @@ from modelstate.text_format import printable
 
 LEASE_SECONDS = 60.0
 """How long a lease lasts after its holder has written it for the last time."""
-_RENEWAL_SECONDS = 0.5
-"""How long the release of a lease waits for a renewal that is under way, so that no request follows it."""
 LEFTOVER_SECONDS = 24 * 3600.0
 """The age from which what no checkpoint refers to counts as left by a killed save."""
 _TRIES = 20
@@ -320,7 +318,6 @@ class _Lease(Lock):
         self.name = ""
         self._serial = self._pid = 0
         self._beat: weakref.finalize[[], _Lease] | None = None
-        self._renewal = threading.Thread()
 
     @property
     def held(self) -> bool:
@@ -374,8 +371,7 @@ class _Lease(Lock):
             stop = threading.Event()
             self._beat = weakref.finalize(self, stop.set)
             arguments = (intent, text, stop, LEASE_SECONDS / 4)
-            self._renewal = threading.Thread(target=_renew, args=arguments, name="modelstate lease", daemon=True)
-            if not try_start(self._renewal):
+            if not try_start(threading.Thread(target=_renew, args=arguments, name="modelstate lease", daemon=True)):
                 self.release()
                 raise WriteFailedError(
                     "no thread can be started to renew the lock of the store",
@@ -406,8 +402,6 @@ class _Lease(Lock):
         """Ends the lease, so that the next writer need not wait."""
         if self.held and self._beat is not None:
             self._beat()
-            if self._renewal.ident is not None:
-                self._renewal.join(_RENEWAL_SECONDS)
             with suppress(WriteFailedError), cleanup():
                 put(self._bucket.at(self.name), _RELEASED, overwrite=True)
 
@@ -460,8 +454,6 @@ def _renew(location: Location, text: bytes, stop: threading.Event, seconds: floa
     while not stop.wait(seconds):
         with suppress(Exception):  # a lease that cannot be renewed expires
             put(location, text, overwrite=True)
-            if stop.is_set():  # it may have arrived after the release
-                put(location, _RELEASED, overwrite=True)
 
 
 def _boot() -> str:
