@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -308,45 +307,6 @@ def test_a_rank_that_dies_before_the_first_vote(ranks: Ranks, connecting: bool) 
         assert later == "committed"  # the other ranks can go on with a mesh of their own
 
 
-def connections_of_some() -> list[str]:
-    """The ends of calls of all ranks that connect ranks 0 to 2, of which rank 1 fails in the first.
-
-    A call of these three ranks has connections of its own, which stay.
-    """
-    some, here, ends, names_the_rank = (0, 1, 2), dist.get_rank(), list[str](), list[bool]()
-
-    def call_of_some() -> None:
-        with Agreement(some, 20).phase("reading"):
-            pass
-
-    def call_of_all() -> None:
-        ranks = agreement(60)
-        try:
-            with ranks.phase("reading"):
-                if here in some:
-                    ranks.connect(some)
-        except errors.RankLostError as error:
-            names_the_rank.append("rank 1: a rank did not end reading" in error.what)
-            raise
-
-    fails = mock.patch.object(connections_module.Connections, "connect", side_effect=MemoryError)
-    if here in some:
-        call_of_some()
-    phases()
-    own = connections_module.made_connections(dist.group.WORLD).get((some, ""))
-    for is_faulty in (True, False):
-        with fails if is_faulty and here == 1 else nullcontext():
-            ends.append(end_of(call_of_all))
-        dist.barrier()
-    assert own is None or not own.is_abandoned()
-    assert names_the_rank == [here != 1]
-    return ends
-
-
-def test_some_of_the_ranks_are_connected(ranks: Ranks) -> None:
-    assert ranks.values(connections_of_some, timeout=30) == [["RankLostError", "committed"]] * 4
-
-
 def first_without_an_answer() -> tuple[str, str]:
     """The error of a phase in which the first rank chooses what cannot be sent, and the end of the next call."""
     kind_of_error = ""
@@ -470,42 +430,6 @@ def test_threads_vote_on_channels_of_their_own(ranks: Ranks) -> None:
     assert ranks.values(on_two_channels) == [expected] * 4
 
 
-def interrupted_on_a_channel() -> list[str]:
-    """The error of a thread that is in a phase when rank 1 has ended its call, and this rank begins another one."""
-    ranks, ends = agreement(60).on_channel("of a thread"), list[str]()
-    is_in_phase, is_next_begun = threading.Event(), threading.Event()
-
-    def call() -> None:
-        with ranks.collective():
-            with ranks.phase("planning"):
-                pass
-            if dist.get_rank() == 1:
-                raise KeyboardInterrupt
-            with ranks.phase("writing"):
-                is_in_phase.set()
-                is_next_begun.wait()
-                ranks.texts("writing", "")
-
-    thread = threading.Thread(target=lambda: ends.append(end_of(call)))
-    thread.start()
-    if dist.get_rank() == 1:
-        thread.join()
-    else:
-        is_in_phase.wait()
-    dist.barrier()
-    ends.append(phases())
-    agreement_of((), dist.group.WORLD)
-    is_next_begun.set()
-    thread.join()
-    return ends
-
-
-def test_a_call_that_begins_leaves_the_connections_of_another_thread(ranks: Ranks) -> None:
-    others = ["committed", "DistributedError"]
-    wanted = [others, ["KeyboardInterrupt", "committed"], others, others]
-    assert ranks.values(interrupted_on_a_channel, timeout=30) == wanted
-
-
 VOTE_AND_END = """
 import atexit, os, sys
 
@@ -523,29 +447,6 @@ with Agreement((0, 1), 20).phase("the last vote"):
     pass
 dist.destroy_process_group()
 """
-
-
-def abandoned_without_a_sign() -> str:
-    """Rank 2 abandons the connections and keeps them open, as gloo does where it misses that a rank has died."""
-    ranks = agreement(timeout_seconds=60)
-    with mock.patch.object(sharding, "CHECK_SECONDS", 0.2), ranks.collective():
-        with ranks.phase("planning"):
-            pass
-        if dist.get_rank() == 2:
-            connections = connections_module.made_connections(dist.group.WORLD).pop((ranks.ranks, ""))
-            group = connections._group
-            connections.abandon()
-            time.sleep(1)
-            del group
-            return "abandoned"
-        with pytest.raises(errors.RankLostError, match="abandoned the connections"), ranks.phase("reading"):
-            pass
-    return "ended"
-
-
-def test_ranks_that_wait_notice_connections_that_another_one_has_abandoned(ranks: Ranks) -> None:
-    assert ranks.values(abandoned_without_a_sign) == ["ended", "ended", "abandoned", "ended"]
-    assert ranks.values(good) == [["committed"] * 5] * 4
 
 
 def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
@@ -569,27 +470,3 @@ def test_an_error_of_another_library_before_a_phase_reaches_all_ranks(ranks: Ran
     outcomes = ranks.run(load_where_one_rank_has_no_memory)
     kinds = [outcome.failure.classes[0] for outcome in outcomes if outcome.failure]
     assert kinds == ["DistributedError", "MemoryError", "DistributedError", "DistributedError"]
-
-
-class Work:
-    """A collective that ends when a wait for it is over."""
-
-    def __init__(self, error: str) -> None:
-        self.error, self.waits = error, 0
-
-    def is_completed(self) -> bool:
-        return self.waits > 0
-
-    def wait(self, _: timedelta) -> None:
-        self.waits += 1
-        if self.waits == 1 or self.error:
-            raise RuntimeError("the wait was too short" if self.waits == 1 else self.error)
-
-
-@pytest.mark.parametrize("error", ["", "connection closed by peer"])
-def test_a_vote_that_ends_just_after_a_wait_for_it(error: str) -> None:
-    group = mock.Mock()
-    group.allreduce.return_value = Work(error)
-    raising = pytest.raises(RuntimeError, match=error) if error else nullcontext()
-    with raising:
-        sharding.all_reduce_maximum(group, torch.zeros(1), 60, lambda: False)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -168,28 +167,6 @@ def test_the_checkpoint_is_that_of_one_machine(
         assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in state.items())
 
 
-def save_to_azure(connection: str, path: str) -> None:
-    os.environ["AZURE_STORAGE_CONNECTION_STRING"] = connection
-    uploading.PART_BYTES = 256
-    net, again = models.sharded("fsdp", seed=3), models.sharded("tp", seed=4)
-    ms.save(net, f"{path}/model.safetensors", overwrite=False)
-    assert error_of(lambda: ms.save(net, f"{path}/model.safetensors", overwrite=False))[0] == "TargetExistsError"
-    ms.load(again, f"{path}/model.safetensors", verify=True)
-    check_equal(again, models.plain("fsdp", seed=3))
-    with ms.Store(f"{path}/run", keep=1) as store:
-        for step in (1, 2):
-            store.save(step, objects_of(step))
-        assert (restored(store), store.steps()) == (2, (2,))
-
-
-def test_ranks_save_to_azure(ranks: Ranks) -> None:
-    if reason := servers.missing("azurite"):
-        pytest.skip(reason)
-    with servers.object_store("azurite") as url:
-        servers.create_container(url, "ranks")
-        ranks.values(save_to_azure, servers.azure_connection(url), "az://ranks")
-
-
 def save_every_layout(urls: list[str], path: str) -> None:
     """Saves tensors in every layout, in very small pieces and in larger ones."""
     connect(urls)
@@ -238,21 +215,6 @@ def test_each_byte_of_large_tensors_is_uploaded_once(ranks: Ranks, server: Serve
     assert manifest_of(server.read("model.safetensors.index.json")) == manifest_of(index)
     with ms.open(path) as checkpoint:
         assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in large().items())
-
-
-def save_without_tensors(urls: list[str], path: str) -> tuple[str, str]:
-    connect(urls)
-    group = dist.group.WORLD
-    ms.save({"epoch": 3}, path, process_group=group)
-    ms.save({"epoch": 4}, path, process_group=group)
-    return error_of(lambda: ms.save({"epoch": 5}, path, process_group=group, overwrite=False))
-
-
-def test_values_without_tensors(ranks: Ranks, server: Server) -> None:
-    path = f"s3://{server.bucket}/values.safetensors"
-    assert [kind for kind, _ in ranks.values(save_without_tensors, server.urls, path)] == ["TargetExistsError"] * 4
-    assert ms.open(path).value() == {"epoch": 4}
-    assert server.names() == ["values.safetensors"]
 
 
 # A store.
@@ -320,23 +282,6 @@ def test_a_store_uploads_what_has_changed(ranks: Ranks, server: Server) -> None:
 def referenced(store: ms.Store) -> set[str]:
     names = (entry.file_names() for entry in store.index.read_all())
     return {f"run/data/{name}" for of_entry in names for name in of_entry or ()}
-
-
-def run_loop(urls: list[str], path: str, steps: int) -> tuple[int, int]:
-    connect(urls)
-    objects = objects_of(0)
-    loop = ms.resumable(path, objects, steps=steps, save_every=2)
-    for step in loop:
-        for tensor in changing(net=objects["model"], optimizer=objects["optimizer"]):
-            tensor.fill_(step + 1)
-    assert restored(ms.Store(path)) == steps
-    return loop.start, loop.done
-
-
-def test_a_loop_goes_on_where_it_was(ranks: Ranks, server: Server) -> None:
-    path = f"s3://{server.bucket}/run"
-    assert ranks.values(run_loop, server.urls, path, 2) == [(0, 2)] * 4
-    assert ranks.values(run_loop, server.urls, path, 4) == [(2, 4)] * 4
 
 
 # Errors.
@@ -479,52 +424,6 @@ def test_a_save_is_cancelled_while_the_server_stalls(rank: int, ranks: Ranks, se
     store = ms.Store(f"{url}/run")
     assert store.verify() == {1: "", 3: ""}
     assert referenced(store) == {name for name in server.names() if name.startswith("run/data/")}
-
-
-@pytest.mark.parametrize("rank", [0, 1] if EXHAUSTIVE else [1])
-def test_a_rank_that_cancels_does_not_wait_for_the_server_of_another_one(
-    rank: int, ranks: Ranks, server: Server, tmp_path: Path
-) -> None:
-    url, stalled, cancelled = f"s3://{server.bucket}", tmp_path / "stalled", tmp_path / "cancelled"
-    ranks.values(save_first, server.urls, url)
-    proxy = server.proxies[rank]
-
-    def resume() -> None:
-        while not cancelled.exists():
-            time.sleep(0.01)
-        proxy.resumed.set()
-
-    proxy.fault = stalling(stalled)
-    threading.Thread(target=resume, daemon=True).start()
-    try:
-        found = ranks.values(cancel_save, server.urls, url, [2], stalled, cancelled, timeout=25)
-    finally:
-        cancelled.touch()
-    assert found == [("BackgroundCancelledError", 1, 3)] * 4
-
-
-def save_in_many_rounds(urls: list[str], path: str) -> str:
-    """Saves a tensor of 2 MiB for each rank to upload, in rounds of 128 KiB, one part at a time."""
-    connect(urls)
-    mesh = models.mesh(4)
-    state = {
-        str(number): distribute_tensor(torch.ones(512, 1024), mesh, [Shard(0)], src_data_rank=None)
-        for number in range(4)
-    }
-    with (
-        mock.patch.multiple(uploading, PIECE_BYTES=64 << 10, ROUND_BYTES=128 << 10),
-        mock.patch.multiple(upload, PART_BYTES=64 << 10, PARTS_AT_ONCE=1),
-    ):
-        return error_of(lambda: ms.save(state, path, timeout_seconds=60))[0]
-
-
-def test_no_rank_uploads_in_vain_for_long(ranks: Ranks, server: Server) -> None:
-    server.proxies[1].fault = lambda request: Fault.UNAVAILABLE if request.method in ("PUT", "POST") else None
-    found = ranks.values(save_in_many_rounds, server.urls, f"s3://{server.bucket}/model.safetensors")
-    server.proxies[1].fault = None
-    assert found == ["WriteFailedError"] * 4
-    assert [server.proxies[rank].uploaded_bytes < 1 << 20 for rank in (0, 2, 3)] == [True] * 3
-    assert server.names() == []
 
 
 @pytest.mark.parametrize("how", ["race, file", "race, store"])

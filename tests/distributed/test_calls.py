@@ -1,7 +1,6 @@
 """Calls besides a plain load, on sharded models: plans, transforms, optimizers, `load_state_dict`, `convert`."""
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -198,30 +197,6 @@ def other_states() -> list[str]:
 
 def test_ranks_with_other_optimizer_states(ranks: Ranks) -> None:
     assert ranks.values(other_states) == [["DistributedError True"] * 2] * 4
-
-
-def wrong_arguments() -> list[bool]:
-    """Whether each wrong call of rank 1 raised: the other ranks call rightly."""
-    net = models.sharded("fsdp")
-    optimizer = trained(net)
-    train(net, optimizer, 0, 1)
-    state: dict[str, Any] = get_optimizer_state_dict(net, optimizer, options=FULL)
-    here = torch.distributed.get_rank() == 1
-    load: Any = ms.load_optimizer_state
-    calls: list[Callable[[], object]] = [
-        lambda: load(net, optimizer, state, **{"strict": True} if here else {}),
-    ]
-    found = []
-    for call in calls:
-        try:
-            call()
-        except (ms.ModelStateError, TypeError) as error:
-            found.append(isinstance(error, TypeError) or "1 of 4 ranks" in str(error) or here)
-    return found
-
-
-def test_wrong_arguments_of_one_rank(ranks: Ranks) -> None:
-    assert ranks.values(wrong_arguments) == [[True]] * 4
 
 
 def loads_in_two_threads(paths: list[str], mixed: bool, restores: bool = False) -> list[str]:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import modelstate as ms
 from tests.distributed import models, sources
@@ -135,33 +135,6 @@ def test_all_ranks_raise_before_a_tensor_is_touched(ranks: Ranks, what: str, tex
     (tmp_path / "damaged.safetensors").write_bytes(data)
     for outcome in ranks.run(load_wrongly, str(tmp_path), what):
         assert text in message(outcome)
-
-
-def read_here(path: str) -> list[int]:
-    """The bytes of the local tensors, and those that the rank reads for them."""
-    net = models.sharded("fsdp")
-    local = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in net.state_dict().values())
-    from modelstate.integrations import dcp_reader as storage
-
-    counted, read_ranges = [0], storage.read_ranges
-
-    def count(requests: Any, **options: Any) -> None:
-        requests = list(requests)
-        counted[0] += sum(request.source.nbytes for request in requests)
-        read_ranges(requests, **options)
-
-    storage.read_ranges = count
-    try:
-        dcp.load(net.state_dict(), storage_reader=ms.dcp.Reader(path))
-    finally:
-        storage.read_ranges = read_ranges
-    return [local, counted[0]]
-
-
-def test_each_rank_reads_the_bytes_of_its_shards(ranks: Ranks, tmp_path: Path) -> None:
-    ms.save(models.plain("fsdp", seed=5), tmp_path / "x.safetensors")
-    for local, counted in ranks.values(read_here, str(tmp_path / "x.safetensors")):
-        assert counted == local
 
 
 # Saving.

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -274,45 +273,6 @@ def test_a_rank_that_comes_too_late(place: str, ranks: Ranks, tmp_path: Path) ->
         assert not late.changed
         assert next_load.error == ""
         assert next_load.changed
-
-
-def _attempt_anew(path: Path, timeout_seconds: float) -> str:
-    """The error of a load for which the ranks have no connections."""
-    try:
-        ms.load(models.sharded("fsdp"), path, timeout_seconds=timeout_seconds)
-    except ms.ModelStateError as error:
-        return type(error).__name__
-    return ""
-
-
-def _wait_for_all() -> None:
-    """A barrier for ranks whose connections may take gloo long to give up."""
-    dist.monitored_barrier(timeout=timedelta(seconds=120))
-
-
-def _absent(folder: Path) -> tuple[str, list[str]]:
-    """One rank is not there when the others make their connections. Returns the errors of that load and of two more."""
-    path = folder / "whole" / "model.safetensors"
-    made = connections.made_connections(dist.group.WORLD)
-    for of_ranks in made.values():
-        of_ranks.abandon()
-    made.clear()
-    _wait_for_all()
-    first = "" if dist.get_rank() == FAULTY else _attempt_anew(path, TIMEOUT_SECONDS)
-    _wait_for_all()
-    later = []
-    for _ in range(2):
-        later.append(_attempt_anew(path, 20))
-        _wait_for_all()
-    return first, later
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_absent_from_the_first_load(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.values(_write, tmp_path)
-    for rank, (first, later) in enumerate(ranks.values(_absent, tmp_path)):
-        assert first == ("" if rank == FAULTY else "RankLostError")
-        assert later == ["", ""]
 
 
 def _fail_in_place(folder: Path) -> Result:

@@ -1,8 +1,5 @@
 """Calls that one of four ranks is interrupted in, or raises in between two votes: they end on all ranks."""
 
-import os
-import signal
-import threading
 import time
 from contextlib import suppress
 
@@ -11,40 +8,10 @@ import torch.distributed as dist
 
 from modelstate import errors
 from modelstate.distributed import connections as connections_module
-from modelstate.distributed.agreement import Agreement
-from modelstate.process import Stopped, stopped_by
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_agreement import agreement, phases
 
 pytestmark = pytest.mark.slow
-
-
-def interrupted_in_the_wait(is_cancelled: bool) -> str:
-    """Rank 0 does not come, and rank 1 is interrupted, or cancelled, while it waits for it."""
-    if dist.get_rank() == 0:
-        return ""
-    stop = threading.Event()
-    if dist.get_rank() == 1:
-        do = stop.set if is_cancelled else lambda: os.kill(os.getpid(), signal.SIGINT)
-        threading.Timer(0.3, do).start()
-    try:
-        with stopped_by(stop.is_set), Agreement(range(4), 60, channel=f"{is_cancelled=}").phase("planning"):
-            return "committed"
-    except (KeyboardInterrupt, Stopped) as error:
-        return type(error).__name__
-    except errors.ModelStateError as error:
-        return error.what.split("\n")[-1]
-
-
-@pytest.mark.parametrize(
-    ("is_cancelled", "own", "others"),
-    [(False, "KeyboardInterrupt", "KeyboardInterrupt"), (True, "Stopped", "this rank has cancelled it")],
-)
-def test_an_interrupt_in_the_wait_for_a_rank_ends_the_wait_of_the_others(
-    ranks: Ranks, is_cancelled: bool, own: str, others: str
-) -> None:
-    reason = f"rank 1: {others}"
-    assert ranks.values(interrupted_in_the_wait, is_cancelled, timeout=30) == ["", own, reason, reason]
 
 
 def raised_between_votes(kind: type[BaseException], rank: int, is_noticed: bool) -> tuple[str, str]:

@@ -1,15 +1,12 @@
 """Ranks that are killed while they save: all ranks restore the newest step that was reported, and no mixture of steps.
 
-MODELSTATE_EXHAUSTIVE=1 kills each rank before each of its system calls that
-write and before each of its collectives, prints what came of it, and kills all ranks at 100 random moments. It also has
-`strace` kill ranks at the system calls themselves, where the fault layer only knows those that go through it.
+MODELSTATE_EXHAUSTIVE=1 kills each rank before each of its system calls that write and before each of its collectives,
+prints what came of it, and kills all ranks at 100 random moments.
 """
 
 import os
 import random
-import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -36,12 +33,6 @@ from tests.sweeps import EXHAUSTIVE
 __all__ = ["stock_fails"]
 pytestmark = pytest.mark.slow
 COLLECTIVES = ("maximum", "gathered", "broadcast", "exchange")
-SYSTEM_CALLS = {
-    **dict.fromkeys(("mkdir", "fallocate", "ftruncate", "pwritev2", "pwrite64", "fsync", "rename"), 1),
-    **dict.fromkeys(("openat", "flock", "close"), 1),
-    "writev": 50,
-}
-"""Where `strace` kills: at each call of a name, or each 50th one. The last one is that of connections."""
 RANDOM_KILLS = 100 if EXHAUSTIVE else 2
 
 
@@ -95,28 +86,9 @@ STORE: tuple[Save, Restore] = save_in_store, restore_from_store
 
 
 @contextmanager
-def killed_by_strace(call: str, number: int) -> Iterator[list[str]]:
-    """Kills this process where a thread of it enters one of its system calls of a name, counted from 0."""
-    command = ["strace", "-f", "-o", os.devnull, "-e", f"trace={call}", "-p", str(os.getpid())]
-    command += ["-e", f"inject={call}:signal=KILL:when={number + 1}"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
-        assert strace.stderr is not None
-        attached = strace.stderr.readline()
-        assert "attached" in attached, attached
-        try:
-            yield []
-        finally:
-            strace.terminate()
-
-
-@contextmanager
 def killed_before(kind: str, number: int) -> Iterator[list[str]]:
     """Kills this process before one of its calls of a kind, counted from 0."""
-    if kind in SYSTEM_CALLS:
-        with killed_by_strace(kind, number) as made:
-            yield made
-        return
-    made = []
+    made: list[str] = []
 
     def note(name: str) -> None:
         made.append(name)
@@ -195,7 +167,7 @@ def sweep(
 ) -> Counter[str]:
     """Kills a rank before some of its calls of a kind, or before each of them."""
     outcomes = []
-    for number in count(step=SYSTEM_CALLS.get(kind, 1)) if EXHAUSTIVE else numbers:
+    for number in count() if EXHAUSTIVE else numbers:
         outcomes.append(outcome_of(ranks, folder / str(number), way, kind, rank, number))
         if not outcomes[-1]:
             break
@@ -219,16 +191,6 @@ def test_a_rank_that_is_killed(ranks: Ranks, tmp_path: Path, kind: str, rank: in
         assert set(store.verify().values()) == {""}
         store.save(3, {"value": 3})
         assert not litter(run)
-
-
-@pytest.mark.skipif(not EXHAUSTIVE, reason="takes minutes: MODELSTATE_EXHAUSTIVE=1")
-@pytest.mark.skipif(not shutil.which("strace"), reason="strace is not here")
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("call", SYSTEM_CALLS)
-def test_a_rank_that_is_killed_at_a_system_call(ranks: Ranks, tmp_path: Path, call: str, rank: int) -> None:
-    outcomes = sweep(ranks, tmp_path, STORE, call, rank, [])
-    assert outcomes.keys() <= {"old", "new", ""}
-    assert all(set(ms.Store(run / "store").verify().values()) == {""} for run in tmp_path.iterdir())
 
 
 def go_on(folder: Path, steps: int) -> int:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +18,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import modelstate as ms
 from modelstate import errors
 from modelstate.distributed.agreement import Agreement
-from modelstate.loading import collective
 from modelstate.torch_compat import sharding
 from modelstate.torch_compat.sharding import local_tensor
 from tests.distributed import models
@@ -44,27 +42,6 @@ def test_the_report_says_what_each_rank_has_read(ranks: Ranks, kind: str, replic
         assert read == replicas * (whole - 8) + 4 * 8  # every rank has the buffer, which is one number
         assert reread == read - whole
         assert "4 ranks: " in text
-
-
-def without_a_report(path: str) -> tuple[str, bool, list[int]]:
-    """One rank has no memory for its report. Returns its error, whether the model is loaded, and the next report."""
-    net, error = models.sharded("fsdp"), ""
-    failing = mock.patch.object(collective, "read_bytes", side_effect=MemoryError)
-    try:
-        with failing if dist.get_rank() == 1 else nullcontext():
-            ms.load(net, path, timeout_seconds=60)
-    except MemoryError as raised:
-        error = type(raised).__name__
-    report = ms.load(models.sharded("fsdp"), path)
-    whole = models.plain("fsdp", seed=5).embed.weight
-    return error, torch.equal(models.whole(net.embed.weight), whole), [rank.rank for rank in report.ranks]
-
-
-def test_a_rank_without_a_report_does_not_keep_the_others_waiting(ranks: Ranks, tmp_path: Path) -> None:
-    ms.save(models.plain("fsdp", seed=5), tmp_path / "x.safetensors")
-    found = ranks.values(without_a_report, str(tmp_path / "x.safetensors"), timeout=30)
-    assert [error for error, _, _ in found] == ["", "MemoryError", "", ""]
-    assert all(is_loaded and numbers == [0, 1, 2, 3] for error, is_loaded, numbers in found if not error)
 
 
 def in_use(path: str) -> list[str]:

@@ -60,10 +60,15 @@ def ends(keeps_store: bool) -> None:
     dist.destroy_process_group()
 
 
-def votes() -> None:
+def votes() -> list[list[str]]:
+    """Votes on two channels, and returns the texts of both ranks on each."""
+    found = []
     for channel in ("", "another"):
-        with Agreement((0, 1), 10, channel=channel).phase("reading", decides=True):
+        agreement = Agreement((0, 1), 10, channel=channel)
+        with agreement.phase("reading", decides=True):
             pass
+        found.append(agreement.texts("saying", f"{dist.get_rank()} on {channel}"))
+    return found
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file", "new"])
@@ -76,7 +81,7 @@ def test_process_groups_one_after_another_in_a_process(pair: Ranks, kind: str, t
     for life in range(4):
         pair.values(ends, life > 0)
         pair.values(begins, f"{kind}://{place}")
-        pair.values(votes)
+        assert pair.values(votes) == [[["0 on ", "1 on "], ["0 on another", "1 on another"]]] * 2
 
 
 def save_and_destroy(folder: Path, rank: int) -> tuple[str, str, tuple[int, ...]]:

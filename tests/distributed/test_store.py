@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,10 +21,8 @@ from modelstate.errors import ModelStateError
 from modelstate.io import system
 from modelstate.store import PendingSave
 from modelstate.store import store as store_module
-from modelstate.store.saving import NewStep
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
-from tests.objects.test_whole_optimizers import Lookahead
 
 pytestmark = pytest.mark.slow
 
@@ -206,32 +203,6 @@ def test_ranks_that_save_different_things(ranks: Ranks, tmp_path: Path, case: st
     assert ranks.values(save_with_different, tmp_path, case) == [(error, False)] * 4
 
 
-def call_wrongly(folder: Path, case: str) -> tuple[str, str]:
-    """The error of a call that has its arguments in the wrong order, or an invalid one, on rank 2."""
-    call: Any
-    with ms.Store(folder / "store", process_group=dist.group.WORLD) as store:
-        objects: Any = plain_objects()
-        odd, path = dist.get_rank() == 2, folder / "store"
-        if case in ("a path", "steps of a path"):
-            objects = {"model": models.sharded("fsdp")}  # the ranks are those of its mesh
-        call = {
-            "save": lambda: store.save(objects, 1) if odd else store.save(1, objects),
-            "restore": lambda: store.restore("latest", objects) if odd else store.restore(objects),
-            "resumable": lambda: ms.resumable(*(objects, store) if odd else (store, objects), steps=2, save_every=1),
-            "a path": lambda: ms.resumable(*(objects, path) if odd else (path, objects), steps=2, save_every=1),
-            "steps of a path": lambda: ms.resumable(path, objects, steps=0 if odd else 2, save_every=1),
-            "options": lambda: ms.resumable(store, objects, steps=2, save_every=1, **{"strict": True} if odd else {}),
-        }[case]
-        return error_of(call)
-
-
-@pytest.mark.parametrize("case", ["save", "restore", "resumable", "a path", "steps of a path", "options"])
-def test_wrong_arguments_of_one_rank(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    for kind, _ in ranks.values(call_wrongly, tmp_path, case, timeout=40):
-        assert kind in ("OptionError", "UnsavableError")
-    assert not (tmp_path / "store").exists()
-
-
 def call_with_no_such_arguments(folder: Path, case: str) -> str:
     """The class of the error of a call where rank 2 passes arguments that the function does not take."""
     objects: Any = {"model": models.sharded("fsdp")}  # the ranks are those of its mesh
@@ -241,7 +212,7 @@ def call_with_no_such_arguments(folder: Path, case: str) -> str:
     path = folder / "x.safetensors"
     calls: dict[str, Callable[[], object]] = {
         "model for step": lambda: store.save(*(objects["model"], 1) if odd else (1, objects)),
-        "names": lambda: store.save(**{"step": objects, "objects": 1} if odd else {"step": 1, "objects": objects}),
+        "steps": lambda: ms.resumable(folder / "loop", objects, steps=0 if odd else 2, save_every=1),
         "no step": lambda: store.save(*[objects] if odd else [1, objects]),
         "option": lambda: store.save(1, objects, **{"safe": True} if odd else {}),
         "no path": lambda: save(objects, *[] if odd else [path]),
@@ -254,7 +225,7 @@ def call_with_no_such_arguments(folder: Path, case: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("case", ["model for step", "names", "no step", "option", "no path", "option of ms.save"])
+@pytest.mark.parametrize("case", ["model for step", "steps", "no step", "option", "no path", "option of ms.save"])
 def test_arguments_of_one_rank_that_a_function_does_not_take(ranks: Ranks, tmp_path: Path, case: str) -> None:
     own, others = ("TypeError", "DistributedError") if case in ("no step", "no path") else ("OptionError",) * 2
     assert ranks.values(call_with_no_such_arguments, tmp_path, case, timeout=100) == [others, others, own, others]
@@ -442,58 +413,6 @@ def test_a_run_goes_on_with_other_ranks_and_layouts(
     check_same([bits(objects["model"], objects["optimizer"])], expected)
 
 
-def save_alone(folder: Path) -> None:
-    if dist.get_rank() == 0:
-        objects = plain_training(seed=4)
-        for step in range(3):
-            train(objects, step)
-        with ms.Store(folder / "store") as store:
-            store.save(3, objects)
-    dist.barrier()
-
-
-def test_ranks_go_on_from_a_run_of_one_process(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.values(save_alone, tmp_path)
-    expected = plain_training(seed=0)
-    ms.Store(tmp_path / "store").restore(expected)
-    for step in range(3, 5):
-        train(expected, step)
-    check_same(ranks.values(resumed_on, tmp_path, 2)[:2], bits(expected["model"], expected["optimizer"]))
-
-
-def whole_objects(seed: int) -> dict[str, Any]:
-    """A model that is whole on all ranks, and an optimizer with a layout of its own that has made some steps."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    optimizer = Lookahead(torch.optim.AdamW(model.parameters()))
-    torch.manual_seed(seed)
-    for _ in range(3):
-        for param in model.parameters():
-            param.grad = torch.randn(param.shape)
-        optimizer.step()
-    return {"model": model, "optimizer": optimizer}
-
-
-def whole_optimizer_bits(folder: Path, differs: bool) -> bool:
-    objects = whole_objects(seed=dist.get_rank() * differs)
-    for param in objects["model"].parameters():
-        param.data.zero_()  # the same on all ranks
-    store = ms.Store(folder / f"store{differs}", process_group=dist.group.WORLD)
-    store.save(1, objects)
-    again = whole_objects(seed=99)
-    store.restore(again)
-    store.close()
-    first, second = (of["optimizer"].inner.state[of["model"].weight]["exp_avg"] for of in (objects, again))
-    return torch.equal(first, second)
-
-
-@pytest.mark.parametrize("differs", [False, True])
-def test_an_optimizer_that_is_saved_whole_has_the_state_of_its_rank(
-    ranks: Ranks, tmp_path: Path, differs: bool
-) -> None:
-    assert ranks.values(whole_optimizer_bits, tmp_path, differs) == [True] * 4
-
-
 # Faults.
 
 
@@ -559,53 +478,6 @@ def after_an_error_in_the_background(folder: Path, call: str) -> tuple[str, str,
 def test_an_error_in_the_background_is_raised_once_on_all_ranks(ranks: Ranks, tmp_path: Path, call: str) -> None:
     expected = ("WriteFailedError", "", (1, 4))
     assert ranks.values(after_an_error_in_the_background, tmp_path, call, timeout=100) == [expected] * 4
-
-
-def save_after_a_cancelled_one(folder: Path) -> tuple[int, ...]:
-    def slow(*args: Any) -> None:
-        time.sleep(0.2)
-        write(*args)
-
-    objects, write = sharded_objects("fsdp", seed=1), NewStep._write
-    with ms.Store(folder / "store", timeout_seconds=30) as store:
-        with mock.patch.object(NewStep, "_write", slow):
-            pending = store.save(1, objects, background=True)
-            assert pending is not None
-            assert pending.cancel()
-        store.save(2, objects)
-        return store.steps()
-
-
-def test_a_save_after_a_cancelled_one(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.values(save_after_a_cancelled_one, tmp_path, timeout=100) == [(2,)] * 4
-
-
-def save_whose_thread_does_not_start(folder: Path) -> tuple[str, tuple[int, ...]]:
-    """The error of a save in the background that rank 1 does not start, and the steps after another one."""
-
-    def interrupt(_: PendingSave) -> None:
-        raise KeyboardInterrupt
-
-    def save_and_wait() -> None:
-        try:
-            pending = store.save(1, objects, background=True)
-        except KeyboardInterrupt as error:
-            raise ms.errors.BackgroundCancelledError("interrupted") from error
-        assert pending is not None
-        pending.result()
-
-    objects, is_faulty = sharded_objects("fsdp", seed=1), dist.get_rank() == 1
-    with ms.Store(folder / "store", timeout_seconds=60) as store:
-        with mock.patch.object(PendingSave, "start", interrupt) if is_faulty else nullcontext():
-            kind = error_of(save_and_wait)[0]
-        store.save(2, objects, background=True)
-        store.wait()
-        return kind, store.steps()
-
-
-def test_a_save_that_one_rank_does_not_start_ends_on_the_others(ranks: Ranks, tmp_path: Path) -> None:
-    outcomes = ranks.values(save_whose_thread_does_not_start, tmp_path, timeout=30)
-    assert outcomes == [("BackgroundCancelledError" if rank == 1 else "DistributedError", (2,)) for rank in range(4)]
 
 
 def save_to_two_stores(folder: Path) -> list[tuple[int, ...]]:

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
@@ -232,8 +232,7 @@ class Store(Shown):
             place = self.directory if is_remote(self.directory) else "a directory"
             return _same(f"{place}, {step=}, {background=}, {pin=}, {overwrite=}, {when_busy=}")
 
-        # An error ends the call on the other ranks before it ends the wait of their threads, after which they go on.
-        with ExitStack() as waiting, agreement.collective():
+        with agreement.collective():
             with agreement.phase("beginning", arguments):
                 targets = targets_of(objects)
                 checked_metrics = _check_save(step, metrics, when_busy)
@@ -255,7 +254,6 @@ class Store(Shown):
                 if background:
                     with writing.phase("connecting"):
                         pass
-                    waiting.enter_context(writing.barrier())  # the threads of the other ranks wait for that of this one
                 directory = os.path.join(self.directory, name)
                 writer = _writer(writing, directory)
                 encoded = encode_objects(targets, agreement, writer)
