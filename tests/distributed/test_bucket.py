@@ -27,7 +27,6 @@ from modelstate.remote import requests, upload
 from modelstate.store import bucket as buckets
 from tests.distributed import models
 from tests.distributed.ranks import WORLD_SIZE, Ranks
-from tests.distributed.test_save_sharded import in_every_layout
 from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote import servers
 from tests.sweeps import EXHAUSTIVE
@@ -165,29 +164,6 @@ def test_the_checkpoint_is_that_of_one_machine(
     with ms.open(path) as checkpoint:
         assert checkpoint.verify() > 0
         assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in state.items())
-
-
-def save_every_layout(urls: list[str], path: str) -> None:
-    """Saves tensors in every layout, in very small pieces and in larger ones."""
-    connect(urls)
-    state, whole = in_every_layout()
-    whole["plain"] = state["plain"] = torch.arange(40.0).view(8, 5).T  # not contiguous
-    for piece_bytes in (8, 40, 1 << 20) if EXHAUSTIVE else (40, 1 << 20):
-        with mock.patch.multiple(uploading, PIECE_BYTES=piece_bytes, ROUND_BYTES=4 * piece_bytes):
-            ms.save(state, path)
-        if dist.get_rank() == 0:  # the objects are the same for all ranks
-            with ms.open(path) as checkpoint:
-                assert checkpoint.verify()
-                for name, tensor in whole.items():
-                    read = checkpoint.tensor(name)
-                    assert (read.shape, read.dtype) == (tensor.shape, tensor.dtype)
-                    assert read.contiguous().view(-1).tolist() == tensor.contiguous().view(-1).tolist(), name
-        dist.barrier()
-
-
-def test_tensors_in_every_layout(ranks: Ranks, server: Server) -> None:
-    ranks.values(save_every_layout, server.urls, f"s3://{server.bucket}/all.safetensors")
-    assert len(server.names()) == 1 + WORLD_SIZE  # of the last save: the others are removed
 
 
 def large() -> dict[str, torch.Tensor]:

@@ -43,24 +43,6 @@ def fingerprint(net: nn.Module) -> list[tuple[int, str]]:
     ]
 
 
-def executes_a_plan(kind: str, path: str, meta: bool) -> bool:
-    net = models.sharded(kind, meta=meta)
-    plan = ms.plan(net, path)
-    assert plan.ok
-    before = fingerprint(net)
-    assert fingerprint(net) == before
-    ms.load(net, plan)
-    whole = models.plain(kind, seed=9)
-    ms.load(whole, path)
-    return same(net, whole)
-
-
-@pytest.mark.parametrize(("kind", "meta"), [("fsdp", True), ("fsdp+tp", False)])
-def test_a_plan_is_executed(ranks: Ranks, kind: str, meta: bool, tmp_path: Path) -> None:
-    ms.save(models.plain(kind, seed=5), tmp_path / "x.safetensors")
-    assert ranks.values(executes_a_plan, kind, str(tmp_path / "x.safetensors"), meta) == [True] * 4
-
-
 def by_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A function that looks at other elements than its own."""
     return tensor - tensor.mean() if tensor.is_floating_point() else tensor

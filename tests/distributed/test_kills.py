@@ -1,7 +1,6 @@
 """Ranks that are killed while they save: all ranks restore the newest step that was reported, and no mixture of steps.
 
-MODELSTATE_EXHAUSTIVE=1 kills each rank before each of its system calls that write and before each of its collectives,
-prints what came of it, and kills all ranks at 100 random moments.
+MODELSTATE_EXHAUSTIVE=1 kills a rank before each of its calls that write, and all ranks at 100 random moments.
 """
 
 import os
@@ -9,30 +8,22 @@ import random
 import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import count
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import modelstate as ms
-from modelstate.distributed.connections import Connections
 from tests.distributed import models
 from tests.distributed.ranks import WORLD_SIZE, Ranks
 from tests.faults import Request, faulty_writes
-from tests.pains.conftest import stock_fails
 from tests.store.common import litter
 from tests.sweeps import EXHAUSTIVE
 
-__all__ = ["stock_fails"]
 pytestmark = pytest.mark.slow
-COLLECTIVES = ("maximum", "gathered", "broadcast", "exchange")
 RANDOM_KILLS = 100 if EXHAUSTIVE else 2
 
 
@@ -66,131 +57,53 @@ def values_in(objects: dict[str, Any]) -> list[float]:
     return sorted({float(element) for tensor in tensors_of(objects) for element in tensor.unique()})
 
 
-# What saves and restores.
-
-
-def save_in_store(folder: Path, objects: dict[str, Any], step: int) -> None:
-    ms.Store(folder / "store", timeout_seconds=20).save(step, objects)
-
-
-def restore_from_store(folder: Path, objects: dict[str, Any]) -> None:
-    assert ms.Store(folder / "store").restore(objects).step in values_in(objects)
-
-
-Save = Callable[[Path, dict[str, Any], int], None]
-Restore = Callable[[Path, dict[str, Any]], None]
-STORE: tuple[Save, Restore] = save_in_store, restore_from_store
-
-
 # Kills.
 
 
-@contextmanager
-def killed_before(kind: str, number: int) -> Iterator[list[str]]:
-    """Kills this process before one of its calls of a kind, counted from 0."""
-    made: list[str] = []
+def save_and_be_killed(folder: Path, rank: int, number: int) -> int:
+    """Saves step 1, and step 2, in which a rank is killed before one of its calls that write, counted from 1.
 
-    def note(name: str) -> None:
-        made.append(name)
-        if len(made) > number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def counted(owner: Any, name: str) -> Any:
-        real = getattr(owner, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            note(name)
-            return real(*arguments, **options)
-
-        return mock.patch.object(owner, name, call)
-
-    def on_call(request: Request) -> None:
-        note(request.call)
-
-    if kind == "call":
-        with faulty_writes(before=on_call):
-            yield made
-    else:
-        patches = [counted(Connections, name) for name in COLLECTIVES]
-        for patch in patches:
-            patch.start()
-        try:
-            yield made
-        finally:
-            for patch in patches:
-                patch.stop()
-
-
-def save_and_be_killed(folder: Path, save: Save, kind: str, rank: int, number: int) -> bool:
-    """Saves step 1, and step 2 with a kill of one rank. Returns whether it was saved."""
+    Returns the number of these calls.
+    """
     objects = objects_of(1)
-    save(folder, objects, 1)
-    fill(objects, 2)
-    dist.barrier()
-    if dist.get_rank() != rank:
-        save(folder, objects, 2)
-        return True
-    with killed_before(kind, number):
-        save(folder, objects, 2)
-    return True
+    with ms.Store(folder, timeout_seconds=20) as store:
+        store.save(1, objects)
+        fill(objects, 2)
+        dist.barrier()
+
+        def kill(request: Request) -> None:
+            if request.number == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with faulty_writes(before=kill if dist.get_rank() == rank else None) as seen:
+            store.save(2, objects)
+        return len(seen.requests)
 
 
-def restored_values(folder: Path, restore: Restore) -> list[float]:
+def restored_values(folder: Path) -> list[float]:
     objects = objects_of(7)
-    restore(folder, objects)
+    assert ms.Store(folder).restore(objects).step in values_in(objects)
     return values_in(objects)
 
 
-def outcome_of(ranks: Ranks, folder: Path, way: tuple[Save, Restore], kind: str, rank: int, number: int) -> str:
-    """What all ranks restore after a kill: "old", "new", "mixed" or "lost"; empty where no rank was killed."""
-    save, restore = way
-    folder.mkdir()
-    saved = ranks.until_failure(save_and_be_killed, folder, save, kind, rank, number)
-    reported = [outcome.rank for outcome in saved.values() if outcome.value]
-    if len(reported) == WORLD_SIZE:
-        return ""
-    ranks.discard()
-    restored = ranks.run(restored_values, folder, restore)
-    if any(outcome.failure or outcome.died for outcome in restored):
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_is_killed(ranks: Ranks, tmp_path: Path, rank: int) -> None:
+    calls, steps = ranks.values(save_and_be_killed, tmp_path / "clean", rank, 0)[rank], set()
+    for number in range(1, calls + 1) if EXHAUSTIVE else {calls // 2, calls}:
+        folder = tmp_path / str(number)
+        saved = ranks.until_failure(save_and_be_killed, folder, rank, number)
+        assert any(outcome.died for outcome in saved.values())
+        is_reported = any(not outcome.died and outcome.failure is None for outcome in saved.values())
         ranks.discard()
-        return "lost"
-    found = [outcome.value for outcome in restored]
-    if found == [[2.0]] * WORLD_SIZE:
-        return "new"
-    if found == [[1.0]] * WORLD_SIZE:
-        return "lost" if reported else "old"
-    return "mixed"
-
-
-def sweep(
-    ranks: Ranks, folder: Path, way: tuple[Save, Restore], kind: str, rank: int, numbers: Sequence[int]
-) -> Counter[str]:
-    """Kills a rank before some of its calls of a kind, or before each of them."""
-    outcomes = []
-    for number in count() if EXHAUSTIVE else numbers:
-        outcomes.append(outcome_of(ranks, folder / str(number), way, kind, rank, number))
-        if not outcomes[-1]:
-            break
-    print(f"{way[0].__name__}, rank {rank}, before each {kind}: {' '.join(outcomes)}", flush=True)
-    return Counter(outcomes)
-
-
-PLACES = {("call", 0): [15], ("call", 2): [1], ("collective", 1): [9, 29]}
-if EXHAUSTIVE:
-    PLACES = {(kind, rank): [] for kind in ("call", "collective") for rank in range(WORLD_SIZE)}
-
-
-@pytest.mark.parametrize(("kind", "rank"), PLACES)
-def test_a_rank_that_is_killed(ranks: Ranks, tmp_path: Path, kind: str, rank: int) -> None:
-    outcomes = sweep(ranks, tmp_path, STORE, kind, rank, PLACES[kind, rank])
-    assert outcomes["old"]
-    assert bool(outcomes["new"]) == (kind == "collective") or EXHAUSTIVE
-    assert outcomes.keys() <= {"old", "new", ""}
-    for run in tmp_path.iterdir():
-        store = ms.Store(run / "store")
-        assert set(store.verify().values()) == {""}
-        store.save(3, {"value": 3})
-        assert not litter(run)
+        step = ms.Store(folder).latest()
+        assert step == 2 or not is_reported
+        steps.add(step)
+        assert ranks.values(restored_values, folder) == [[step]] * WORLD_SIZE
+        with ms.Store(folder) as store:
+            assert set(store.verify().values()) == {""}
+            store.save(3, {"value": 3})
+        assert not litter(folder)
+    assert steps == ({1, 2} if rank == 0 else {1})
 
 
 def go_on(folder: Path, steps: int) -> int:

@@ -116,25 +116,6 @@ def test_columns_are_read_by_cost_and_the_plan_says_so(ranks: Ranks, tmp_path: P
         assert any("read with the bytes between their rows" in note for note in notes)
 
 
-def maps(path: str) -> list[bool]:
-    found = []
-    for option in (None, True):
-        net = models.sharded("fsdp", meta=True)
-        report = ms.load(net, path, map=option)
-        whole = models.plain("fsdp", seed=1)
-        ms.load(whole, path)
-        gathered = models.gathered(net)
-        assert all(torch.equal(gathered[name], tensor.detach()) for name, tensor in whole.state_dict().items())
-        assert torch.allclose(net(torch.arange(5)), whole(torch.arange(5)), rtol=1e-4)
-        found.append(any(step.mapped and step.shard for step in report.steps))
-    return found
-
-
-def test_shards_are_mapped_if_asked(ranks: Ranks, tmp_path: Path) -> None:
-    ms.save(models.plain("fsdp", seed=5), tmp_path / "x.safetensors")
-    assert ranks.values(maps, str(tmp_path / "x.safetensors")) == [[False, True]] * 4
-
-
 def reads_once(kind: str, path: str, meta: bool) -> tuple[bool, int, int, list[str]]:
     """Whether the values are right; the bytes of the model and those that all ranks read; what the plan says."""
     net = models.sharded(kind, meta=meta)

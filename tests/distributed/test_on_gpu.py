@@ -132,40 +132,6 @@ def test_training_goes_on_from_a_checkpoint(one: Ranks, tmp_path: Path) -> None:
 # Saving and loading.
 
 
-def save_and_load(folder: Path) -> list[str]:
-    """What differs on this rank after a save of each kind."""
-    net, store = sharded(), ms.Store(folder / "store")
-    optimizer = optimizer_of(net)
-    step(net, optimizer)
-    objects = {"model": net, "optimizer": optimizer}
-    wrong, expected = [], {}
-    for number, background in ((1, True), (2, False), (3, True)):
-        torch.cuda._sleep(SLEEP_CYCLES)
-        step(net, optimizer)
-        expected[number] = copied(net, optimizer)
-        store.save(number, objects, background=background)
-    step(net, optimizer)
-    store.wait()
-    for number, tensors in expected.items():
-        other = sharded(2)
-        other_optimizer = optimizer_of(other)
-        store.restore({"model": other, "optimizer": other_optimizer}, number)
-        wrong += [f"{name} of step {number}" for name in differing(copied(other, other_optimizer), tensors)]
-    ms.save(net, folder / "x.safetensors")
-    for other in (sharded(2), sharded(meta=True)):
-        ms.load(other, folder / "x.safetensors", device="cuda")
-        for name, tensor in net.state_dict().items():
-            found = models.local(other.state_dict()[name])
-            if not found.is_cuda or not torch.equal(found, models.local(tensor)):
-                wrong.append(f"{name} of the file")
-    return wrong
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_each_rank_holds_comes_back(size: int, one: Ranks, two: Ranks, tmp_path: Path) -> None:
-    assert (one if size == 1 else two).values(save_and_load, tmp_path) == [[]] * size
-
-
 class Parts(nn.Module):
     """DTensors of every placement: split rows, split columns (which the ranks have to exchange), and replicas."""
 
@@ -211,33 +177,3 @@ def test_parts_of_every_placement(size: int, one: Ranks, two: Ranks, tmp_path: P
 
 
 # Another number of ranks.
-
-
-def save_trained(folder: Path) -> None:
-    net = sharded()
-    optimizer = optimizer_of(net)
-    step(net, optimizer)
-    ms.Store(folder).save(1, {"model": net, "optimizer": optimizer}, background=True).result()
-
-
-def resumed(folder: Path) -> list[str]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    whole = models.plain("fsdp", seed=1).to("cuda")
-    whole_optimizer = optimizer_of(whole)
-    step(whole, whole_optimizer)
-    net = sharded(2)
-    optimizer = optimizer_of(net)
-    ms.Store(folder).restore({"model": net, "optimizer": optimizer})
-    found, expected = copied(net, optimizer), copied(whole, whole_optimizer)
-    is_split = {name for name, tensor in expected.items() if tensor.dim() and not name.endswith("table")}
-    for name in is_split:
-        parts = expected[name].chunk(size)
-        expected[name] = parts[rank] if rank < len(parts) else expected[name][:0]
-    return differing(found, expected)
-
-
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
-def test_another_number_of_ranks_goes_on(sizes: tuple[int, int], one: Ranks, two: Ranks, tmp_path: Path) -> None:
-    by_size = {1: one, 2: two}
-    by_size[sizes[0]].values(save_trained, tmp_path)
-    assert by_size[sizes[1]].values(resumed, tmp_path) == [[]] * sizes[1]

@@ -327,16 +327,15 @@ def test_an_index_of_a_web_server_stays_in_its_directory(files: tuple[Path, str]
         ms.open(f"{files[1]}/in/m.safetensors.index.json")
 
 
-@pytest.mark.parametrize("padding", [4, 12, 1000])
 def test_bytes_between_the_records_of_an_archive_are_refused_as_in_a_file(
-    files: tuple[Path, str], tmp_path: Path, padding: int
+    files: tuple[Path, str], tmp_path: Path
 ) -> None:
     """Where the data of a record begins follows from where the next one begins, without a request for its header."""
     torch.save({"a": torch.arange(20_000.0), "b": torch.arange(20_000)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(files[0] / "b.pt", "w") as new:
         for name in old.namelist():
             new.writestr(name, old.read(name))
-            new.start_dir += padding * name.endswith("data/0")
+            new.start_dir += 12 * name.endswith("data/0")
     for source in (files[0] / "b.pt", f"{files[1]}/b.pt"):
         with pytest.raises(DamagedFileError, match="contradicts itself about a record"):
             ms.open(source)

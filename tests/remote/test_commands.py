@@ -37,7 +37,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_commands_on_each_kind_of_location(base: str) -> None:
+def test_commands_on_each_kind_of_location(base: str, tmp_path: Path) -> None:
     for name in ("one/file.safetensors", "one", "one/", "shards", "shards/", "shards/model.safetensors"):
         code, out, err = run("verify", f"{base}/{name}")
         assert (code, "equal to their" in out) == (0, True), err
@@ -49,6 +49,8 @@ def test_commands_on_each_kind_of_location(base: str) -> None:
             code, out, err = run(*command, f"{base}/{name}")
             assert (code, "step 1" in out) == (0, True), err
         assert run("store", "ls", f"{base}/{name}")[0] == 0
+        assert run("store", "prune", f"{base}/{name}", "--keep-last", "1")[0] == 0
+        assert run("store", "restore", f"{base}/{name}", str(tmp_path / "out.safetensors"), "--overwrite")[0] == 0
         code, _, err = run("inspect", f"{base}/{name}")
         assert (code, "modelstate store restore" in err) == (1, True), err
 

@@ -175,42 +175,6 @@ def test_a_save_in_the_background_takes_no_memory_of_the_device(tmp_path: Path) 
     assert pending.staging_bytes >= 2048 * 2049 * 4
 
 
-def test_tensors_of_every_kind(tmp_path: Path) -> None:
-    base = torch.randn(64, 64, device="cuda")
-    state = {
-        "view": base[3:9, ::2],
-        "transposed": base.t(),
-        "tied": base,
-        "tied too": base,
-        "conjugate": torch.randn(5, dtype=torch.complex64, device="cuda").conj(),
-        "half": base.bfloat16(),
-        "float8": base.to(torch.float8_e4m3fn),
-        "integer": torch.arange(9, device="cuda"),
-        "bool": base > 0,
-        "number": torch.tensor(3.5, device="cuda"),
-        "empty": torch.empty(0, 4, device="cuda"),
-        "expanded": torch.ones(1, device="cuda").expand(7),
-        "on the CPU": torch.randn(5),
-    }
-    ms.save(state, tmp_path / "x.safetensors")
-    ms.save(state, tmp_path / "x.pt")
-    store = ms.Store(tmp_path / "store")
-    store.save(1, {"state": state}, background=True)
-    store.save(2, {"state": state})
-    opened = ms.open(tmp_path / "x.safetensors")
-    found = {
-        "file": {name: opened.tensor(name) for name in opened},
-        "file of torch": torch.load(tmp_path / "x.pt", weights_only=True, map_location="cpu"),
-        "background": store.restore({"state": None}, 1)["state"],
-        "store": store.restore({"state": None}, 2)["state"],
-    }
-    for how, tensors in found.items():
-        assert tensors.keys() == state.keys(), how
-        for name, tensor in tensors.items():
-            assert (tensor.dtype, tensor.shape) == (state[name].dtype, state[name].shape), (how, name)
-            assert bits(tensor) == bits(state[name]), (how, name)
-
-
 # Resuming.
 
 

@@ -205,7 +205,7 @@ EDITS: dict[str, tuple[Callable[[Path], object], type[errors.ModelStateError]]] 
             lambda path, time=time: resealed(path / "checkpoint.json", lambda said: said.update(time=time)),
             errors.DamagedCheckpointError,
         )
-        for time in ("nan", "inf", 1e18)
+        for time in ("nan", 1e18)
     },
     "a head that is longer than its file": (
         lambda path: resealed(
@@ -214,24 +214,10 @@ EDITS: dict[str, tuple[Callable[[Path], object], type[errors.ModelStateError]]] 
         ),
         errors.DamagedCheckpointError,
     ),
-    "no entries": (
-        lambda path: resealed(path / "checkpoint.json", lambda said: said.pop("entries")),
-        errors.DamagedCheckpointError,
-    ),
-    "a file elsewhere": (
-        lambda path: resealed(
-            path / "checkpoint.json", lambda said: said["entries"]["model"]["files"].update({"../x": [1, 1]})
-        ),
-        errors.DamagedCheckpointError,
-    ),
     "an index elsewhere": (
         lambda path: resealed(
             path / "checkpoint.json", lambda said: said["entries"]["model"].update(index="/etc/passwd")
         ),
-        errors.DamagedCheckpointError,
-    ),
-    "another kind": (
-        lambda path: resealed(path / "checkpoint.json", lambda said: said["entries"]["model"].update(kind="magic")),
         errors.DamagedCheckpointError,
     ),
     "another store": (
