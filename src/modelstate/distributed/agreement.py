@@ -317,6 +317,8 @@ class Agreement:
             DistributedError: Some values differ between the ranks. It has their names.
             RankLostError: A rank does not take part in time.
         """
+        if not self.is_collective:
+            return
         number = number_of(values.items())
         largest, least = self.maximum(name, [number, -number])
         if largest == -least:

@@ -242,15 +242,14 @@ def check_repeated(tensors: Mapping[str, torch.Tensor | LazyTensor], where: str)
 
     A small file can describe tensors of any size: with strides of 0, or with many views of one storage.
     """
-    error = UnsavableError(
-        "expanded views would make the file far larger than the memory of the tensors",
-        remedy="leave the tensor out, or save what it was expanded from",
-    )
-    check_expanded(tensors, error, where)
+    what = "expanded views would make the file far larger than the memory of the tensors"
+    check_expanded(tensors, where, UnsavableError, what, "leave the tensor out, or save what it was expanded from")
 
 
-def check_expanded(tensors: Mapping[str, Stored | LazyTensor], error: ModelStateError, where: str) -> None:
-    """Raises the error, with its place and numbers, where the elements are far more bytes than the storages have."""
+def check_expanded(
+    tensors: Mapping[str, Stored | LazyTensor], where: str, kind: type[ModelStateError], what: str, remedy: str
+) -> None:
+    """Raises an error of a kind where the elements are far more bytes than the storages have."""
     sizes = {
         name: tensor.nbytes if isinstance(tensor, LazyTensor) else elements_bytes(tensor)
         for name, tensor in tensors.items()
@@ -265,10 +264,14 @@ def check_expanded(tensors: Mapping[str, Stored | LazyTensor], error: ModelState
     if total > (most := REPEATED_TIMES * stored + REPEATED_BYTES):
         times = {name: nbytes / max(sum(storages_of(tensors[name]).values()), 1) for name, nbytes in sizes.items()}
         name = max(times, key=lambda name: times[name])
-        error.where, error.names = f"{where}: {name}", (name,)
-        error.expected = f"at most {size(most)}: {REPEATED_TIMES} times what is stored, and {size(REPEATED_BYTES)}"
-        error.found = f"{size(total)} of elements, and {size(stored)} stored"
-        raise error
+        raise kind(
+            what,
+            where=f"{where}: {name}",
+            expected=f"at most {size(most)}: {REPEATED_TIMES} times what is stored, and {size(REPEATED_BYTES)}",
+            found=f"{size(total)} of elements, and {size(stored)} stored",
+            remedy=remedy,
+            names=(name,),
+        )
 
 
 def _piece_of_chunks(stored: StoredComposite, row: int, read_all: ReadAll, first: int, end: int) -> torch.Tensor:

@@ -90,7 +90,8 @@ def capture(targets: Mapping[str, Target]) -> dict[str, Part]:
     parts = {}
     for path, target in restore_order(targets):
         tree = _state_of(path, target, modules)
-        parts[path] = Part(Kind.STATEFUL if is_whole(tree) else target.kind, tree)
+        has_own_layout = target.kind is Kind.OPTIMIZER and is_whole(tree)
+        parts[path] = Part(Kind.STATEFUL if has_own_layout else target.kind, tree)
     return {path: parts[path] for path in targets}
 
 
