@@ -6,7 +6,6 @@ import pickle
 import pickletools
 import re
 import shutil
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -182,21 +181,25 @@ def test_directories_written_by_other_releases_of_torch(release: str) -> None:
     assert ms.open(directory).verify() == ms.open(directory).nbytes
 
 
-@pytest.mark.parametrize("strides", [None, (2, 1)], ids=["none", "tuple"])
-def test_properties_with_strides(tmp_path: Path, strides: object) -> None:
-    directory = write(tmp_path / "checkpoint", {"a": {(0, 0): torch.arange(6.0).reshape(3, 2)}})
-    with_state_of_properties(directory, lambda state: (*state[:5], strides))
-    assert_same(values(read_contents(directory)), {"a": torch.arange(6.0).reshape(3, 2)})
-
-
 @pytest.mark.parametrize(
-    "change",
-    [lambda state: state[:4], lambda state: (*state[:5], None, None), lambda state: (*state[:5], "x")],
-    ids=["too short", "too long", "strides that are no shape"],
+    ("change", "is_read"),
+    [
+        (lambda state: (*state[:5], None), True),
+        (lambda state: (*state[:5], (2, 1)), True),
+        (lambda state: state[:4], False),
+        (lambda state: (*state[:5], None, None), False),
+        (lambda state: (*state[:5], "x"), False),
+    ],
+    ids=["no strides", "strides", "too short", "too long", "strides that are no shape"],
 )
-def test_properties_of_an_unknown_layout(tmp_path: Path, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
-    directory = write(tmp_path / "checkpoint", {"a": {(0,): torch.ones(3)}})
+def test_properties_of_other_releases(
+    tmp_path: Path, change: Callable[[tuple[Any, ...]], tuple[Any, ...]], is_read: bool
+) -> None:
+    directory = write(tmp_path / "checkpoint", {"a": {(0, 0): torch.arange(6.0).reshape(3, 2)}})
     with_state_of_properties(directory, change)
+    if is_read:
+        assert_same(values(read_contents(directory)), {"a": torch.arange(6.0).reshape(3, 2)})
+        return
     with pytest.raises(errors.DamagedFileError, match="damaged"):
         ms.open(directory)
 
@@ -371,18 +374,6 @@ class Custom:
         Custom.made += 1
 
 
-def test_the_remedy_allows_all_classes_of_the_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    classes = [type(f"Custom{number}", (), {"__module__": __name__}) for number in range(12)]
-    for cls in classes:
-        monkeypatch.setattr(sys.modules[__name__], cls.__name__, cls, raising=False)
-    values = [cls() for cls in classes]
-    directory = write(tmp_path / "x", {}, change=lambda metadata: setattr(metadata, "storage_meta", values))
-    with pytest.raises(errors.ForbiddenGlobalError) as raised:
-        ms.open(directory)
-    quoted = ", ".join(sorted(f'"{__name__}.{cls.__name__}"' for cls in classes))
-    assert f"allow=[{quoted}]" in raised.value.remedy
-
-
 def test_other_classes_are_named_and_may_be_allowed(tmp_path: Path) -> None:
     directory = write(
         tmp_path / "x",
@@ -429,14 +420,6 @@ def test_subclasses_of_other_libraries(tmp_path: Path) -> None:
     assert torch.equal(ms.open(directory, allow=names).tensor("a"), tensor)
 
 
-@pytest.mark.slow
-def test_many_chunks(tmp_path: Path) -> None:
-    tensor = torch.arange(1600.0).reshape(40, 40)
-    chunks = {(row, column): tensor[row : row + 2, column : column + 2].clone()
-              for row in range(0, 40, 2) for column in range(0, 40, 2)}  # fmt: skip
-    assert_same(values(read_contents(write(tmp_path / "x", {"a": chunks}))), {"a": tensor})
-
-
 def _first_place(metadata: Metadata) -> tuple[MetadataIndex, _StorageInfo]:
     index: MetadataIndex = next(iter(metadata.storage_data))
     return index, metadata.storage_data[index]
@@ -476,6 +459,7 @@ def _colliding(metadata: Metadata) -> None:
 FLAWS: dict[str, tuple[Change, type[errors.OpenError], str]] = {
     "parent": (_place(relative_path="../__0_0.distcp"), errors.DamagedFileError, "outside its directory"),
     "absolute": (_place(relative_path="/etc/passwd"), errors.DamagedFileError, "outside its directory"),
+    "no text as a file": (_place(relative_path="a/\udfff"), errors.DamagedFileError, "outside its directory"),
     "missing": (_place(relative_path="__7_0.distcp"), errors.SourceNotFoundError, "__7_0.distcp"),
     "behind the end": (_place(offset=10**6), errors.TruncatedFileError, "ends within a"),
     "too long": (_place(length=10**6), errors.TruncatedFileError, "ends within a"),
@@ -658,98 +642,3 @@ def test_the_writer_of_hugging_face_files(tmp_path: Path, options: dict[str, Any
     checkpoint = ms.open(tmp_path / "x")
     assert checkpoint.format == "safetensors"
     assert_same({name: checkpoint.tensor(name) for name in checkpoint}, state)
-
-
-# Damage at random.
-
-STATE = {
-    "model": {"a.weight": torch.arange(6.0).reshape(2, 3), "a.bias": -torch.arange(6.0).reshape(2, 3)},
-    "optim": [{"lr": 0.5, "m": torch.arange(1.0, 3)}, 7],
-}
-NBYTES = 2 * 24 + 8
-
-
-def _opened(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    checkpoint = ms.open(directory)
-    return {name: checkpoint.tensor(name).clone() for name in checkpoint}, dict(checkpoint.extra)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("small") / "x"
-    dcp.save(STATE, checkpoint_id=directory)
-    return directory
-
-
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None)
-@given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
-def test_damaged_metadata_at_random(small: Path, at: float, bit: int, cut: bool) -> None:
-    true = _opened(small)
-    path = small / ".metadata"
-    data = bytearray(path.read_bytes())
-    whole, place = bytes(data), int(at * len(data))
-    data[place] ^= 1 << bit
-    path.write_bytes(bytes(data[:place] if cut else data))
-    try:
-        found = _opened(small)
-    except errors.ModelStateError:
-        pass
-    else:
-        assert_same(found, true)
-    finally:
-        path.write_bytes(whole)
-
-
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None)
-@given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
-def test_damaged_tensors_at_random(small: Path, at: float, bit: int, cut: bool) -> None:
-    true = _opened(small)
-    path = small / "__0_0.distcp"
-    data = bytearray(path.read_bytes())
-    whole, place = bytes(data), int(at * len(data))
-    data[place] ^= 1 << bit
-    path.write_bytes(bytes(data[:place] if cut else data))
-    try:
-        checkpoint = ms.open(small)
-        assert checkpoint.verify() == NBYTES
-        found = _opened(small)
-    except errors.ModelStateError:
-        pass
-    else:
-        assert not cut
-        assert_same(found, true)
-    finally:
-        path.write_bytes(whole)
-
-
-@pytest.mark.slow
-def test_each_flipped_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
-    directory = write(tmp_path / "x", {"model.a": halves(torch.arange(10.0))})
-    stored = read_contents(directory).tree["model.a"]  # type: ignore[index]
-    for part in stored.parts:
-        with Path(part.storage.path).open("r+b") as file:
-            for at in range(part.storage.start, part.storage.start + part.storage.nbytes):
-                file.seek(at)
-                byte = file.read(1)[0]
-                for bit in (at % 8, 7):
-                    file.seek(at)
-                    file.write(bytes([byte ^ (1 << bit)]))
-                    file.flush()
-                    with pytest.raises(errors.ChecksumError, match="not what their checksums say"):
-                        ms.open(directory).verify()
-                file.seek(at)
-                file.write(bytes([byte]))
-    assert ms.open(directory).verify() == 40
-
-
-@pytest.mark.parametrize("name", ["__0_0\ud800.distcp", "\udc80.distcp", "a/\udfff"])
-def test_a_file_name_that_is_not_text(name: str, tmp_path: Path) -> None:
-    def change(metadata: Metadata) -> None:
-        for index, place in list(metadata.storage_data.items()):
-            metadata.storage_data[index] = replace(place, relative_path=name)
-
-    directory = write(tmp_path / "x", {"a": halves(torch.ones(4))}, change=change)
-    with pytest.raises(errors.OpenError):
-        ms.open(directory)

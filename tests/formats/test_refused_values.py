@@ -249,12 +249,6 @@ def test_the_objects_of_omegaconf_refer_to_their_parents(lightning: Path) -> Non
         assert allowed.value("hyper_parameters") == {"lr": 0.1, "data": {"paths": ["a", "b"], "n": 3}, "of": 0.1}
 
 
-def test_the_remedy_on_the_command_line(lightning: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["convert", "--skip-forbidden", str(lightning), str(tmp_path / "x.safetensors")])
-    assert done.exit_code == 0, done.stderr
-    assert set(ms.open(tmp_path / "x.safetensors")) == {"state_dict.weight", "state_dict.bias"}
-
-
 class Node:
     """An object that holds itself, and its siblings."""
 

@@ -1,7 +1,5 @@
 """safetensors files: what their own library writes is read alike, and what it refuses is refused."""
 
-import itertools
-import random
 import re
 import struct
 import textwrap
@@ -14,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 
 import modelstate
 from modelstate.errors import (
@@ -173,33 +171,6 @@ def test_names_come_in_the_order_of_the_bytes(tmp_path: Path) -> None:
     tree = read(str(path)).tree
     assert isinstance(tree, Mapping)
     assert list(tree) == ["a", "c", "b"]
-
-
-@pytest.mark.slow
-@given(
-    sizes=st.lists(st.integers(0, 3), min_size=1, max_size=6),
-    order=st.randoms(use_true_random=False),
-    metadata=st.sampled_from([{}, {"__metadata__": {"k": "v"}}]),
-)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_entries_and_fields_in_any_order(
-    sizes: list[int], order: random.Random, metadata: dict[str, Any], tmp_path: Path
-) -> None:
-    ends = list(itertools.accumulate(sizes))
-    entries = {
-        f"t{i}": entry("U8", [size], end - size, end) for i, (size, end) in enumerate(zip(sizes, ends, strict=True))
-    }
-    items = [*entries.items(), *metadata.items()]
-    order.shuffle(items)
-    shuffled = {name: dict(order.sample(list(fields.items()), len(fields))) for name, fields in items}
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(safetensors_bytes(shuffled, ends[-1]))
-    assert_agrees(path)
-    tree = read(str(path)).tree
-    assert isinstance(tree, Mapping)
-    assert [stored.storage.start for stored in tree.values()] == sorted(
-        stored.storage.start for stored in tree.values()
-    )
 
 
 @pytest.mark.slow
@@ -380,102 +351,6 @@ def test_messages_say_what_and_where(tmp_path: Path) -> None:
     assert "copy it again" in cut.value.remedy
 
 
-# Truncated at every length.
-
-
-@pytest.mark.slow
-def test_cut_at_every_length(tmp_path: Path) -> None:
-    whole = save({"first": torch.arange(4.0), "last": torch.arange(3)})
-    header_end = 8 + int.from_bytes(whole[:8], "little")
-    path = tmp_path / "x.safetensors"
-    for length in range(8, len(whole)):
-        path.write_bytes(whole[:length])
-        with pytest.raises(OpenError) as raised:
-            read(str(path))
-        error, says = LENGTH if length < header_end else CUT
-        assert type(raised.value) is error, length
-        assert re.search(says, raised.value.what)
-        assert refused_by_library(path)
-
-
-# Damage at random.
-
-WHOLE = save(sample(), metadata={"format": "pt"})
-BEGIN = 8 + int.from_bytes(WHOLE[:8], "little")
-
-
-def in_order(tree: Mapping[str, Any]) -> list[torch.Tensor]:
-    return [value(stored) for stored in tree.values()]
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(600), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(position=st.integers(0, len(WHOLE) - 1), bit=st.integers(0, 7))
-@example(position=0, bit=3)
-@example(position=7, bit=7)
-def test_a_flipped_bit(position: int, bit: int, tmp_path: Path) -> None:
-    path, original = tmp_path / "x.safetensors", tmp_path / "original.safetensors"
-    original.write_bytes(WHOLE)
-    damaged = bytearray(WHOLE)
-    damaged[position] ^= 1 << bit
-    path.write_bytes(damaged)
-    expected = read(str(original)).tree
-    assert isinstance(expected, Mapping)
-    try:
-        tree = read(str(path)).tree
-    except OpenError:
-        assert position < BEGIN
-        return
-    assert_agrees(path)
-    assert isinstance(tree, Mapping)
-    pairs = list(zip(in_order(expected), in_order(tree), strict=True))
-    differing = [index for index, (a, b) in enumerate(pairs) if not same(a, b) and a.numel()]
-    if position < BEGIN:
-        # Of a header, only a name, the metadata, or the shape of what is empty can change without contradiction.
-        assert not differing
-        assert len(set(expected) ^ set(tree)) in (0, 2)
-    else:
-        assert list(expected) == list(tree)
-        (changed,) = differing
-        place = list(expected.values())[changed].extent
-        assert place.start <= position < place.start + place.nbytes
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(450), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_changed_header(data: st.DataObject, tmp_path: Path) -> None:
-    header = bytearray(WHOLE[8:BEGIN])
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(header)))
-        cut = data.draw(st.integers(0, 12))
-        header[at : at + cut] = data.draw(
-            st.sampled_from([b"", b"0", b"1", b",", b"[", b"}", b'"', b"\\", b" ", b"\xff"])
-        )
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + bytes(header) + WHOLE[BEGIN:])
-    try:
-        read(str(path))
-    except OpenError:
-        return
-    assert_agrees(path)
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(450), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    content=st.binary(max_size=200).map(lambda rest: struct.pack("<Q", len(rest) // 2) + rest) | st.binary(max_size=60)
-)
-def test_any_bytes(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(content)
-    try:
-        read(str(path))
-    except OpenError:
-        return
-    assert_agrees(path)
-
-
 # Hostile headers, and what opening costs.
 
 
@@ -512,9 +387,6 @@ def measured(*paths: Path) -> list[tuple[str, int, int]]:
 
 HOSTILE = {
     "empty lists": (b'{"a":[', b"[],", b"", "the header is damaged"),
-    "empty dicts": (b'{"a":[', b"{},", b"", "the header is damaged"),
-    "brackets": (b'{"a":', b"[", b"", "the header is damaged"),
-    "backslashes": (b'{"a', b"\\", b"", "the header is damaged"),
     "a long name": (b'{"', b"a", b'":1}', "the header is damaged"),
     "dimensions": (
         b'{"a":{"dtype":"U8","shape":[',

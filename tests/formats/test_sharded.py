@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import modelstate as ms
@@ -332,45 +330,3 @@ def test_errors_of_a_shard_name_the_shard(tmp_path: Path) -> None:
 def test_no_index(tmp_path: Path) -> None:
     with pytest.raises(SourceNotFoundError):
         opened(tmp_path / "model.safetensors.index.json")
-
-
-# Damage at random.
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("sharded"))
-
-
-def right_or_refused(index: Path) -> None:
-    try:
-        found = opened(index)
-    except OpenError:
-        return
-    assert found.keys() == STATE.keys()
-    assert all(same(found.tensor(name), STATE[name]) for name in STATE)
-
-
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_damaged_index(data: st.DataObject, shards: Path) -> None:
-    text = bytearray(index_text(truth()).encode())
-    at = data.draw(st.integers(0, len(text) - 1))
-    if data.draw(st.booleans()):
-        text[at] ^= 1 << data.draw(st.integers(0, 7))
-    else:
-        del text[at : at + data.draw(st.integers(1, 40))]
-    damaged = shards.with_name("damaged.index.json")
-    damaged.write_bytes(text)
-    right_or_refused(damaged)
-
-
-@pytest.mark.slow_except(15)
-@pytest.mark.parametrize("end", range(0, 500, 7))
-def test_an_index_cut_short(end: int, shards: Path) -> None:
-    text = index_text(truth()).encode()
-    damaged = shards.with_name("cut.index.json")
-    damaged.write_bytes(text[:end] if end < len(text) - 2 else text[:-2])
-    with pytest.raises(OpenError):
-        opened(damaged)

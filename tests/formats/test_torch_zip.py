@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import modelstate as ms
 from modelstate import errors
@@ -486,56 +484,6 @@ def test_no_file_and_no_access(tmp_path: Path) -> None:
         pytest.skip("this user may read everything")
     with pytest.raises(errors.SourceAccessError):
         tree(str(path))
-
-
-# Any damage: the right tensors, other values only where their own bytes were changed, or one of our errors.
-
-
-@pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, Any, list[range]]:
-    path = tmp_path_factory.mktemp("damage") / "x.pt"
-    value = {
-        "a": torch.arange(5.0),
-        "deep": [{"b": torch.arange(40).view(8, 5).t()}],
-        "sparse": torch.eye(3).to_sparse(),
-        "p": torch.nn.Parameter(torch.ones(3)),
-        "n": 3,
-    }
-    torch.save(value, path)
-    specs = ms.open(path).values()
-    parts = [part for spec in specs for part in getattr(spec.stored, "parts", (spec.stored,))]
-    regions = [range(part.storage.start, part.storage.start + part.storage.nbytes) for part in parts]
-    return path.with_name("damaged.pt"), path.read_bytes(), torch.load(path), regions
-
-
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_flipped_bits(sample: tuple[Path, bytes, Any, list[range]], data: st.DataObject) -> None:
-    path, true, value, regions = sample
-    damaged = bytearray(true)
-    flips = data.draw(st.lists(st.tuples(st.integers(0, len(true) - 1), st.integers(0, 7)), min_size=1, max_size=3))
-    for at, bit in flips:
-        damaged[at] ^= 1 << bit
-    path.write_bytes(damaged)
-    try:
-        found = values(read_contents(str(path)))
-    except errors.ModelStateError:
-        return
-    if not any(at in region for at, _ in flips for region in regions):
-        assert_same(found, value)
-
-
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_cut_anywhere(sample: tuple[Path, bytes, Any, list[range]], data: st.DataObject) -> None:
-    path, true, _, _ = sample
-    begin = data.draw(st.integers(0, len(true) - 1))
-    end = data.draw(st.integers(begin, len(true)))
-    path.write_bytes(true[:begin] + true[end:] if end > begin else true[:begin])
-    with pytest.raises(errors.OpenError):
-        read_contents(str(path))
 
 
 def test_a_handler_that_does_not_raise_ends_no_save(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import pickletools
 import struct
 import zipfile
 from collections import OrderedDict
@@ -295,24 +294,5 @@ def test_any_damage_is_a_value_or_our_error(sample: bytes, edits: list[tuple[int
     try:
         value, _ = unpickle(data, 0, storage, names.find)
         construct(value, path="x.pt", data_nbytes=len(data), names=names, skip_forbidden=skip)
-    except errors.OpenError:
-        return
-
-
-opcodes = st.sampled_from([opcode.code.encode("latin-1") for opcode in pickletools.opcodes])
-junk = st.lists(
-    opcodes
-    | st.binary(max_size=3)
-    | st.sampled_from([b"\x01", b"q\0", b"h\0", b"\x85", b"K\1", b"}", b"]", b"(", b"ctorch\nSize\n"]),
-    max_size=60,
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(pieces=junk)
-def test_random_opcodes_are_a_value_or_our_error(pieces: list[bytes]) -> None:
-    try:
-        loads(b"\x80\x02" + b"".join(pieces) + b".")
     except errors.OpenError:
         return
