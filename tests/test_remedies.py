@@ -859,7 +859,7 @@ NOT_FOLLOWED = {
     "serve/export.py::_exported": _EXPORT,
     "serve/export.py::_compiled": _EXPORT,
     "serve/export.py::_Trial.__init__": _EXPORT,
-    "serve/exported.py::ExportedTarget.__init__": _EXPORT,
+    "serve/targets.py::ExportedTarget.__init__": _EXPORT,
     "serve/meta_clone.py::check_captured_references": _PROSE,
     "serve/program_file.py::_unsupported": _EXPORT,
     "serve/state_names.py::_Groups.check": _PLACEHOLDERS,

@@ -334,15 +334,6 @@ def test_the_proof_looks_at_buffers_that_are_written(path: Path) -> None:
         ms.export(Slower(4), (X,), path, training=True)
 
 
-def test_a_weight_whose_elements_share_their_memory(path: Path) -> None:
-    module = nn.Linear(4, 4)
-    module.bias = nn.Parameter(torch.ones(1).expand(4))
-    with pytest.raises(ExportError, match="elements of a weight share memory") as caught:
-        ms.export(module, (torch.ones(1, 4),), path)
-    assert caught.value.found == "bias"
-    assert not path.exists()
-
-
 @needs_aoti
 @pytest.mark.parametrize("which", ["module", "input"])
 def test_packages_are_for_the_cpu_which_is_said_before_anything_is_compiled(which: str, path: Path) -> None:

@@ -13,10 +13,9 @@ from torch import nn
 
 from modelstate.errors import DamagedFileError, LiveTargetError, ProgramInputError, WeightsError
 from modelstate.io import linux
-from modelstate.serve.meta_clone import meta_clone, runtime_state, state_module
+from modelstate.serve.meta_clone import runtime_state, state_module
 from modelstate.serve.program_file import Manifest, ProgramFile
-from modelstate.serve.state_names import NameMap, names_by_tensor
-from modelstate.serve.targets import Program, Target, check_names
+from modelstate.serve.targets import Program, Target
 from modelstate.text_format import listed
 from modelstate.torch_compat.private import (
     aoti_embedded_constants,
@@ -51,12 +50,12 @@ class AotiTarget(Target):
 
     The manifest that `modelstate.export` writes describes every tensor. For a package from another writer only the
     names and values of the library's constants are known. The compiler may have inlined tensors there; these are
-    noticed only where a checkpoint contains them, or where `names` does.
+    noticed only where a checkpoint contains them.
     """
 
     kind = "aoti"
 
-    def __init__(self, file: ProgramFile, names: NameMap | nn.Module | None) -> None:
+    def __init__(self, file: ProgramFile) -> None:
         manifest = file.manifest
         _check_machine(file)
         self._copy, self._model = file.copied_library(), file.model
@@ -65,20 +64,16 @@ class AotiTarget(Target):
         self._call = _Call(runner, manifest, file.path)
         values = _values(file, runner)
         if manifest is not None:
-            names = manifest.names if names is None else names
             state, self._hidden = _state_of_manifest(manifest, values, file.path)
-            check_names(state, names, file.path)
         else:
-            state, self._hidden = _state_without_manifest(values, names)
+            state = {name: value for name, value in values.items() if not name.startswith(_CONSTANTS)}
+            self._hidden = {}
             self.unexpected_error = self._fixed_error  # a manifest lists all weights
         self._fixed_values = {
             name: values[name] for name in runner.names if name not in state and name not in self._hidden
         }
-        missing = [] if names is None else [name for group in _groups(names) for name in group if name not in state]
-        self.fixed = (*self._fixed_values, *missing)
-        self._built_in = runtime_state(names) if isinstance(names, nn.Module) and manifest is None else {}
-        names = meta_clone(names) if isinstance(names, nn.Module) else _restricted(names, state)
-        super().__init__(file.path, state_module(state), names)
+        self.fixed = tuple(self._fixed_values)
+        super().__init__(file.path, state_module(state), None if manifest is None else manifest.names)
         self._idle = [runner]
         """Runners that no version uses, with their memory. A library cannot be unloaded completely."""
         self._next: _Runner | None = None
@@ -93,12 +88,7 @@ class AotiTarget(Target):
         return {name: tensor for name, tensor in self._next.memory.items() if name not in self._hidden}
 
     def program(self, filled: nn.Module) -> Program:
-        state = runtime_state(filled)
-        changed = [name for name, value in self._built_in.items() if name in self.fixed and name in state]
-        changed = [name for name in changed if not torch.equal(state[name], self._built_in[name])]
-        if changed:
-            raise self._fixed_error(changed)
-        return self._program({name: state[name] for name in self.runtime_names})
+        return self._program(runtime_state(filled))
 
     def _program(self, state: Mapping[str, torch.Tensor]) -> Program:
         """Returns a version whose runner has copies of these weights. Raises `WeightsError` and `LiveTargetError`."""
@@ -396,39 +386,6 @@ def _state_of_manifest(
         groups[entry.alias] = value
         (hidden if entry.role == "hidden" else state)[entry.name] = value
     return state, hidden
-
-
-def _state_without_manifest(
-    values: Mapping[str, torch.Tensor], names: NameMap | nn.Module | None
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the state and the hidden buffers of a package without a manifest."""
-    known = {name: value for name, value in values.items() if not name.startswith(_CONSTANTS)}
-    if names is None:
-        return known, {}
-    state: dict[str, torch.Tensor] = {}
-    for group in _groups(names):
-        found = [values[name] for name in group if name in values]
-        if found:
-            state.update(dict.fromkeys(group, found[0]))
-    return state, {name: value for name, value in known.items() if name not in state}
-
-
-def _groups(names: NameMap | nn.Module) -> list[tuple[str, ...]]:
-    """Returns the runtime names of each tensor."""
-    if isinstance(names, NameMap):
-        tied = {name for tie in names.ties for name in tie}
-        return [*names.ties, *((name,) for name in names.eager if name not in tied)]
-    return names_by_tensor(runtime_state(names))
-
-
-def _restricted(names: NameMap | None, state: Mapping[str, torch.Tensor]) -> NameMap | None:
-    """Returns a map without the names that the package does not have."""
-    if names is None:
-        return None
-    runtime = {name: to for name, to in names.runtime.items() if to in state}
-    eager = {name: to for name, to in names.eager.items() if name in state}
-    ties = tuple(tie for tie in names.ties if set(tie) <= state.keys())
-    return NameMap(runtime, eager, names.extra, ties)
 
 
 def _check_machine(file: ProgramFile) -> None:

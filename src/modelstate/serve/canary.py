@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from modelstate.errors import CanaryError, OptionError
-from modelstate.serve.buffers import buffer_restorer, carry_over
+from modelstate.serve.swap import buffer_restorer, carry_over
 from modelstate.serve.targets import Program
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.private import default_modes, flatten, unflatten

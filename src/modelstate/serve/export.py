@@ -21,9 +21,8 @@ from modelstate.errors import (
 from modelstate.formats.torch_zip import archive_file
 from modelstate.io.atomic import Output, atomic_file, check_target
 from modelstate.serve.aoti import signature_of
-from modelstate.serve.buffers import buffers_of
 from modelstate.serve.live import target_factory
-from modelstate.serve.meta_clone import check_captured_references, meta_clone, runtime_state, state_module
+from modelstate.serve.meta_clone import buffers_of, check_captured_references, meta_clone, runtime_state, state_module
 from modelstate.serve.program_file import NAME, Kind, Manifest, ProgramTensor
 from modelstate.serve.state_names import NameMap, names_by_tensor
 from modelstate.serve.targets import Program, Target, check_mode
@@ -284,8 +283,7 @@ class _Trial:
         kind: What is made of the module.
 
     Raises:
-        ExportError: The module cannot be compared with a program: its answers are random, or elements of a weight
-            share memory.
+        ExportError: The module cannot be compared with a program, since its answers are random.
     """
 
     def __init__(self, module: nn.Module, args: tuple[object, ...], named: Mapping[str, object], kind: str) -> None:
@@ -294,7 +292,6 @@ class _Trial:
         self._skeleton = meta_clone(module)
         self.mutable: frozenset[str] = frozenset()
         """Buffers that a call has changed."""
-        _check_own_elements(self._state, self._where)
         self._first = self._of_module(self._state)
         # An exported program draws the same random numbers; what is compiled draws others.
         if kind == "aoti" and _difference(self._of_module(self._state, seed=1), self._first):
@@ -433,22 +430,6 @@ def _copies(state: State) -> State:
             is_parameter = isinstance(tensor, nn.Parameter)
             copies[id(tensor)] = nn.Parameter(copy, requires_grad=False) if is_parameter else copy
     return {name: copies[id(tensor)] for name, tensor in state.items()}
-
-
-def _check_own_elements(state: State, where: str) -> None:
-    """Raises `ExportError` for expanded tensors, whose elements cannot have different values."""
-    expanded = [
-        name
-        for name, tensor in state.items()
-        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    ]
-    if expanded:
-        raise ExportError(
-            "elements of a weight share memory, so other values cannot be copied into it",
-            where=where,
-            found=listed(expanded, 8),
-            remedy="use a copy with its own memory: nn.Parameter(value.detach().contiguous())",
-        )
 
 
 def _difference(answer: _Answer, expected: _Answer) -> str:

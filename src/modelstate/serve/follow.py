@@ -38,7 +38,6 @@ from modelstate.text_format import in_a_line, short_repr
 _T = TypeVar("_T")
 _MAX_EVENTS = 1000
 _MAX_TRIES = 3
-_MAX_REFUSED = 10_000
 _MAX_TEXT = 2000
 
 _ALWAYS_RETRIED = (SwapBusyError, ConnectionError, TimeoutError)
@@ -166,12 +165,12 @@ def _check_target(target: object, options: dict[str, object]) -> None:
         signature = inspect.signature(swap)
     except ValueError:
         return  # the call will show
-    keywords = [each.name for each in signature.parameters.values() if each.kind is each.KEYWORD_ONLY]
-    own = [each.name for each in inspect.signature(follow).parameters.values() if each.kind is each.KEYWORD_ONLY]
     try:
         signature.bind("", **options)
     except TypeError as error:
-        check_keywords("ms.follow", options, [*own, *keywords], FOREIGN)
+        parameters = [*inspect.signature(follow).parameters.values(), *signature.parameters.values()]
+        keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        check_keywords("ms.follow", options, keywords, FOREIGN)
         raise OptionError("swap does not accept these arguments", where=type(target).__name__, found=error) from error
 
 
@@ -412,8 +411,6 @@ class Following:
             self._wait_for(error, info.step, info.path)
             return "later"
         self._refused[key] = _MAX_TRIES
-        while len(self._refused) > _MAX_REFUSED:
-            del self._refused[next(iter(self._refused))]
         skipped = SkippedCheckpointError(
             "a checkpoint is skipped",
             where=info.path,

@@ -28,12 +28,22 @@ from modelstate.loading.load import OF_TORCH, Source
 from modelstate.process import gc_paused
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
-from modelstate.serve.buffers import BufferDigests, buffer_digests, carry_over, modified_buffers, on_gpu, settle
 from modelstate.serve.canary import Calls, Canary, prepared, run_canary
 from modelstate.serve.meta_clone import runtime_state
 from modelstate.serve.state_names import NameMap
-from modelstate.serve.swap import Buffers, SwapOptions, SwapReport, stage
-from modelstate.serve.targets import ModuleTarget, Program, Target, check_graph_mode
+from modelstate.serve.swap import (
+    BufferDigests,
+    Buffers,
+    SwapOptions,
+    SwapReport,
+    buffer_digests,
+    carry_over,
+    modified_buffers,
+    on_gpu,
+    settle,
+    stage,
+)
+from modelstate.serve.targets import ExportedTarget, ModuleTarget, Program, Target, check_graph_mode
 from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import default_modes, payload_of, require_aoti
@@ -221,8 +231,6 @@ def target_factory(target: object, names: NameMap | nn.Module | None, training: 
     # There is no program where torch.export has not been imported.
     program_class = getattr(sys.modules.get("torch.export"), "ExportedProgram", None)
     if program_class is not None and isinstance(target, program_class):
-        from modelstate.serve.exported import ExportedTarget
-
         check_graph_mode(target, training, "ExportedProgram")
         return ExportedTarget(target, names)
     raise LiveTargetError(
@@ -239,11 +247,11 @@ def _target_of_file(path: str, names: NameMap | nn.Module | None, training: bool
     with ProgramFile(path) as file:
         if file.kind == "aoti":
             require_aoti(LiveTargetError, path, "serve the module, or an exported program")
+            if names is not None:
+                raise OptionError("names= is for exported programs", found="a package, which has its own names")
             from modelstate.serve.aoti import AotiTarget
 
-            return AotiTarget(file, names)
-        from modelstate.serve.exported import ExportedTarget
-
+            return AotiTarget(file)
         if names is None and file.manifest is not None:
             names = file.manifest.names
         program = file.program()

@@ -200,6 +200,16 @@ def runtime_state(
     return parameters | buffers
 
 
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns all buffers by name. A tied one has an entry for each of its names."""
+    return {
+        f"{prefix}{name}": buffer
+        for prefix, _, _, buffers in module_tables(module)
+        for name, buffer in buffers.items()
+        if buffer is not None
+    }
+
+
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     # Not `empty_like`: for meta it imports sympy, which takes seconds in a process that answers requests.
     is_kept = tensor.is_contiguous() or is_dense(tensor)
@@ -258,7 +268,9 @@ def check_captured_references(module: nn.Module, clone: nn.Module) -> tuple[str,
     """
     original = {id(part): f"module {path!r}" if path else "the module" for path, part in module.named_modules()}
     original |= {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    name_of_address = {address: name for name, tensor in _state(module).items() for address in _addresses(tensor)}
+    # Without other buffers: a deep copy keeps views of those.
+    state = runtime_state(module)
+    name_of_address = {address: name for name, tensor in state.items() for address in _addresses(tensor)}
     found: list[str] = []
     others: list[str] = []
     on_meta: list[str] = []
@@ -295,17 +307,6 @@ def check_captured_references(module: nn.Module, clone: nn.Module) -> tuple[str,
     return tuple(others)
 
 
-def _state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint. Other buffers are left out: a deep copy keeps views of those."""
-    state: dict[str, torch.Tensor] = dict(module.named_parameters())
-    for path, submodule in module.named_modules():
-        hidden = non_persistent_buffers(submodule)
-        for name, buffer in own_buffers(submodule).items():
-            if buffer is not None and name not in hidden:
-                state[f"{path}.{name}" if path else name] = buffer
-    return state
-
-
 def _addresses(value: torch.Tensor | np.ndarray[Any, Any]) -> set[int]:
     """The addresses of the memory of a tensor or an array; none for empty ones."""
     if isinstance(value, np.ndarray):
@@ -335,12 +336,38 @@ def _reachable(root: nn.Module, ends: Container[int]) -> Iterator[Reference]:
             yield path, value
         if id(value) in ends:
             continue
-        if isinstance(value, nn.Module):
-            waiting.extend(_of_module(registered.get(id(value), path), value))
-        elif not isinstance(value, torch.Tensor):
-            waiting.extend(_within(path, value))
-        elif is_plain(value):  # the attributes of a wrapper subclass are its payload
-            waiting.extend((f"{path}.{name}", item) for name, item in list(vars(value).items()))
+        waiting.extend(_referents(registered.get(id(value), path), value))
+
+
+def _referents(path: str, value: object) -> Iterator[Reference]:
+    """Yields what a module, a function, a method, a container or an object of the user refers to, with its path."""
+    home = type(value).__module__
+    if isinstance(value, nn.Module):
+        yield from _of_module(path, value)
+    elif isinstance(value, torch.Tensor):
+        if is_plain(value):  # the attributes of a wrapper subclass are its payload
+            yield from ((f"{path}.{name}", item) for name, item in list(vars(value).items()))
+    elif isinstance(value, types.FunctionType):
+        yield from _of_function(path, value)
+    elif isinstance(value, _METHODS):
+        yield f"{path}.__self__", value.__self__
+        yield path, getattr(value, "__func__", None)
+    elif isinstance(value, functools.partial):
+        yield from ((f"{path}.func", value.func), (f"{path}.args", value.args), (f"{path}.keywords", value.keywords))
+        yield from _attributes(path, value)
+    elif isinstance(value, dict):
+        yield from ((f"{path}[{key!r}]", item) for key, item in list(dict.items(value)))
+    elif isinstance(value, _CONTAINERS):
+        kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
+        items = list(kind.__iter__(value))  # a subclass may override iteration, or its length
+        yield from ((f"{path}[{index}]", item) for index, item in enumerate(items))
+    elif isinstance(value, weakref.ref):
+        if isinstance(value(), nn.Module):
+            yield f"{path}()", value()
+    elif not isinstance(value, type | types.ModuleType) and (
+        home.partition(".")[0] not in ("torch", "builtins") or home.startswith("torch.nn.")
+    ):
+        yield from _attributes(path, value)
 
 
 def _of_module(path: str, module: nn.Module) -> Iterator[Reference]:
@@ -356,26 +383,6 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Reference]:
             yield from ((f"{path}.{key}" if path else key, item) for key, item in list(value.items()))
         else:
             yield f"{path}.{name}" if path else name, value
-
-
-def _within(path: str, value: object) -> Iterable[Reference]:
-    """The objects that a function, a method, a container or an object of the user refers to."""
-    if isinstance(value, types.FunctionType):
-        return _of_function(path, value)
-    if isinstance(value, _METHODS):
-        return [(f"{path}.__self__", value.__self__), (path, getattr(value, "__func__", None))]
-    if isinstance(value, functools.partial):
-        parts = [(f"{path}.func", value.func), (f"{path}.args", value.args), (f"{path}.keywords", value.keywords)]
-        return [*parts, *_attributes(path, value)]
-    if isinstance(value, dict):
-        return [(f"{path}[{key!r}]", item) for key, item in list(dict.items(value))]
-    if isinstance(value, _CONTAINERS):
-        return [(f"{path}[{index}]", item) for index, item in enumerate(items_of_container(value))]
-    if isinstance(value, weakref.ref):
-        return [(f"{path}()", value())] if isinstance(value(), nn.Module) else []
-    home = type(value).__module__
-    of_torch = home.partition(".")[0] in ("torch", "builtins") and not home.startswith("torch.nn.")
-    return [] if isinstance(value, type | types.ModuleType) or of_torch else _attributes(path, value)
 
 
 def _of_function(path: str, value: types.FunctionType) -> Iterator[Reference]:
@@ -415,11 +422,3 @@ def _attributes(path: str, value: object) -> Iterator[Reference]:
         item = getattr(value, name, None)
         if item is not None:
             yield f"{path}.{name}", item
-
-
-def items_of_container(value: Any) -> list[object]:
-    """The items of a list, a tuple, a set, a deque or a dict, also where a subclass overrides iteration or length."""
-    if isinstance(value, dict):
-        return [*dict.values(value)]
-    kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
-    return [*kind.__iter__(value)]

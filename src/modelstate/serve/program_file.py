@@ -221,8 +221,6 @@ class ProgramFile:
             if self._file.read(4) != b"PK\5\6":
                 raise zipfile.BadZipFile("the end of the archive is missing")
             self._archive = zipfile.ZipFile(self._file)
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in self._archive.infolist()):
-                raise zipfile.BadZipFile("it has compressed entries, which torch does not write")
             damaged = self._archive.testzip()
         except zipfile.BadZipFile as error:
             raise DamagedFileError(
