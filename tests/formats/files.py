@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from modelstate.io import linux
 from modelstate.spec import StoredTensor
 
 
@@ -56,3 +57,12 @@ def evict(path: Path) -> None:
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
+
+
+def cached_share(path: Path) -> float | None:
+    """The part of a file that is in the page cache; None where the kernel does not say."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return linux.cached_share(descriptor, 0, path.stat().st_size)
+    finally:
+        os.close(descriptor)

@@ -4,7 +4,6 @@ import ctypes
 import errno
 import fcntl
 import gc
-import mmap
 import os
 import signal
 import subprocess
@@ -21,7 +20,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.io import lease
 from tests.conftest import Log
 
 SIZE = 1024
@@ -68,6 +66,18 @@ def run(*command: str | Path) -> None:
 
 def python(code: str, *arguments: str | Path) -> None:
     run(sys.executable, "-c", f"import sys, os\n{code}", *arguments)
+
+
+WRITERS = {
+    "cut": "import os; os.truncate({path!r}, 100)",
+    "cut to nothing": "open({path!r}, 'wb')",
+    "overwritten": "open({path!r}, 'r+b').write(b'x' * 1000)",
+    "replaced": "import os; open({path!r} + '.new', 'wb').write(b'x'); os.replace({path!r} + '.new', {path!r})",
+}
+
+
+def writer(name: str, path: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-S", "-c", WRITERS[name].format(path=str(path))])
 
 
 def _write(path: Path, new: Path) -> None:
@@ -497,26 +507,3 @@ def test_the_memory_is_one_region(folder: Path) -> None:
         regions += first < end and last > at
     assert regions <= 3
     assert model.weight[::1000].eq(1).all()
-
-
-def test_the_kernels_patience_is_not_outlived(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no time left, memory stays the map that it is, and the lease is given back."""
-
-    path = saved(folder / "model.safetensors")
-    model = mapped(path)
-    monkeypatch.setattr(lease, "safe_seconds", lambda: -1.0)
-    run("cp", saved(folder / "new", 2.0), path)
-    assert writes_at_once(path)
-    assert model.weight.eq(2).all()  # as of any map that nothing protects
-
-
-def test_pages_are_copied_while_others_use_the_map() -> None:
-    """The memory of a map that has gone is not written to."""
-
-    shown = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE)
-    shown[:3] = b"abc"
-    address = ctypes.addressof(ctypes.c_char.from_buffer(shown))
-    assert lease._replace(address, len(shown), time.monotonic() + 60) == len(shown)
-    assert shown[:3] == b"abc"
-    assert lease._replace(address, len(shown), time.monotonic() - 1) == 0
-    assert shown[:3] == b"abc"

@@ -116,16 +116,10 @@ def test_the_second_writer_is_told_who_the_first_is(directory: Path, holder: Hol
     when = r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d"
     assert re.fullmatch(rf"process {holder.process.pid} on {host}, {when}", caught.value.found)
     assert str(directory) in str(caught.value)
+    assert another_process(directory).startswith(f"LockedError process {holder.process.pid} ")
     holder.end()
     with locked(directory) as mine:
         assert mine.held
-
-
-def test_a_refused_writer_leaves_the_first_one_its_lock(directory: Path, holder: Holder) -> None:
-    for _ in range(2):
-        with pytest.raises(LockedError):
-            WriterLock(directory).acquire()
-    assert another_process(directory).startswith(f"LockedError process {holder.process.pid} ")
 
 
 def test_the_lock_of_a_killed_process_is_taken_over(directory: Path, holder: Holder) -> None:
@@ -187,36 +181,6 @@ def test_two_paths_of_one_directory(directory: Path) -> None:
         WriterLock(directory / "link").acquire()
 
 
-def test_other_directories_are_free(directory: Path) -> None:
-    for name in "ab":
-        (directory / name).mkdir()
-    with locked(directory / "a") as first, locked(directory / "b") as second:
-        assert first.held
-        assert second.held
-
-
-def test_of_many_threads_one_gets_it(directory: Path) -> None:
-    locks, refused = [WriterLock(directory) for _ in range(16)], []
-    start = threading.Barrier(len(locks))
-
-    def take(one: WriterLock) -> None:
-        start.wait()
-        try:
-            one.acquire()
-        except LockedError as error:
-            refused.append(error)
-
-    threads = [threading.Thread(target=take, args=(one,)) for one in locks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (sum(one.held for one in locks), len(refused)) == (1, 15)
-    assert another_process(directory).startswith("LockedError")
-    for one in locks:
-        one.release()
-
-
 @pytest.mark.slow
 def test_an_object_that_nobody_has_gives_it_back(directory: Path) -> None:
     dropped = WriterLock(directory)
@@ -252,28 +216,6 @@ def test_a_child_does_not_keep_the_lock_of_a_dead_parent(directory: Path) -> Non
     for stream in (parent.process.stdin, parent.process.stdout):
         assert stream is not None
         stream.close()
-
-
-@pytest.mark.slow
-def test_a_child_can_take_it_when_the_parent_gives_it_back(directory: Path) -> None:
-    mine = WriterLock(directory)
-    mine.acquire()
-    read, write = os.pipe()
-
-    def wait_and_take() -> str:
-        os.close(write)
-        os.read(read, 1)
-        with locked(directory) as theirs:
-            return f"{theirs.held} {another_process(directory).split()[0]}"
-
-    def give_back() -> None:
-        mine.release()
-        os.close(write)
-
-    timer = threading.Timer(0.5, give_back)
-    timer.start()
-    assert in_a_child(wait_and_take) == "True LockedError"
-    os.close(read)
 
 
 def test_a_fork_while_another_thread_takes_it_does_not_hang(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,10 +281,6 @@ def test_a_directory_where_no_file_stays(directory: Path, monkeypatch: pytest.Mo
         WriterLock(directory).acquire()
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOSPC])
 def test_a_directory_that_cannot_be_written_to(directory: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
     def refuse(path: Any, *arguments: Any, **options: Any) -> int:
@@ -353,13 +291,6 @@ def test_a_directory_that_cannot_be_written_to(directory: Path, monkeypatch: pyt
         WriterLock(directory).acquire()
     assert os.strerror(error) in caught.value.found
     assert caught.value.remedy
-
-
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_a_directory_without_the_permission(directory: Path) -> None:
-    directory.chmod(0o500)
-    with pytest.raises(WriteFailedError):
-        WriterLock(directory).acquire()
 
 
 def test_what_is_no_directory(directory: Path) -> None:
@@ -382,29 +313,21 @@ def test_a_lock_file_that_is_none(directory: Path) -> None:
         WriterLock(directory).acquire()
 
 
-@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
 def test_a_file_system_without_locks(directory: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
     def refuse(*arguments: Any) -> None:
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    before = open_files()
-    with pytest.raises(WriteFailedError, match="the file system has no locks") as caught:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(WriteFailedError) as caught:
         WriterLock(directory).acquire()
-    assert "flock" in caught.value.remedy
-    assert open_files() == before
-
-
-def test_an_input_output_error_is_no_lack_of_locks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    mine, before = WriterLock(directory), open_files()
-    monkeypatch.setattr(fcntl, "flock", fail)
-    with pytest.raises(WriteFailedError, match="Input/output error"):
-        mine.acquire()
-    assert not mine.held
-    assert open_files() == before
+    if error == errno.EIO:
+        assert "Input/output error" in str(caught.value)
+    else:
+        assert "the file system has no locks" in str(caught.value)
+        assert "flock" in caught.value.remedy
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_full_disk_is_in_nobodys_way(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,15 +357,3 @@ def test_a_disk_that_fails_does_not_keep_the_lock(directory: Path, monkeypatch: 
         mine.release()
     assert another_process(directory) == "acquired"
     os.close(copy)
-
-
-def test_no_descriptor_stays_open(directory: Path, holder: Holder) -> None:
-    before = open_files()
-    for _ in range(3):
-        with pytest.raises(LockedError):
-            WriterLock(directory).acquire()
-    holder.end()
-    for _ in range(3):
-        with locked(directory):
-            pass
-    assert open_files() <= before

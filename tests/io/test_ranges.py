@@ -14,11 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modelstate.errors import ReadFailedError
-from modelstate.io import engine, system
+from modelstate.io import system
 from modelstate.io.engine import Batch, Request, coalesce, read_ranges
 from modelstate.io.files import current_fingerprints
 from modelstate.spec import ByteRange
-from tests.faults import faulty_reads
 
 FILE_BYTES = 96
 ranges = st.builds(
@@ -267,19 +266,3 @@ def test_a_file_that_has_changed_is_not_read(files: dict[str, str], monkeypatch:
         read(sources, fingerprints=stamps)
     assert caught.value.where == files["b"]
     assert "another file" not in caught.value.found
-
-
-@pytest.mark.parametrize(("nbytes", "call_bytes"), [(64 << 10, 4 << 10), (1 << 20, 16 << 10)])
-def test_calls_are_larger_where_much_is_read(
-    nbytes: int, call_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "BATCH_BYTES", 4 << 10)
-    monkeypatch.setattr(engine, "_MOST_BATCH_BYTES", 16 << 10)
-    path = tmp_path / "data"
-    path.write_bytes(os.urandom(nbytes))
-    memory = torch.empty(nbytes, dtype=torch.uint8)
-    with faulty_reads() as seen:
-        request = Request(ByteRange(str(path), 0, nbytes), memory.data_ptr())
-        read_ranges([request], fingerprints=current_fingerprints([str(path)]), threads=2)
-    assert memory.numpy().tobytes() == path.read_bytes()
-    assert sum(asked.call == "preadv" for asked in seen.requests) == nbytes // call_bytes

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,14 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelstate import process
 from modelstate.errors import ReadFailedError
 from modelstate.io.blocks import Block, Buffers, Wait, Wanted, in_blocks, stream
 from modelstate.io.engine import ReadStrategy, read_threads
 from modelstate.io.files import current_fingerprints
 from modelstate.process import parallel_for, stopped_by
 from modelstate.spec import ByteRange
-from tests.sweeps import at_instruction, interrupt
 
 units = st.integers(1, 300)
 wanted_ranges = st.lists(
@@ -172,26 +170,6 @@ def test_the_threads_compute_alone_and_leave_the_setting_as_it_was(of_caller: in
         torch.set_num_threads(before)
 
 
-def test_an_interrupt_leaves_the_setting_and_the_lock_as_they_were() -> None:
-    def call(at: int) -> int:
-        with at_instruction(at, lambda code: code.co_filename == process.__file__, interrupt, as_signal=True) as found:
-            parallel_for(lambda stop: None, 2, with_torch=True)
-        return found.count
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        for at in range(1, call(0) + 1):
-            with suppress(KeyboardInterrupt):
-                call(at)
-            is_free = process._torch_threads_lock.acquire(timeout=0)
-            process._torch_threads_lock.release()
-            assert is_free, at
-            assert (torch.get_num_threads(), threads_of_a_new_thread()) == (3, 3), at
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_a_nested_call_starts_no_threads() -> None:
     before = torch.get_num_threads()
     try:
@@ -226,21 +204,6 @@ def test_the_callers_thread_takes_part_where_it_can_end_with_the_work(
     assert is_there == (takes_part and not may_stop and not with_torch)
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
-def test_an_error_of_the_callers_thread_stops_the_others(error: BaseException) -> None:
-    caller, ended = threading.current_thread(), []
-
-    def work(stop: threading.Event) -> None:
-        if threading.current_thread() is caller:
-            raise error
-        assert stop.wait(60)
-        ended.append(None)
-
-    with pytest.raises(type(error)):
-        parallel_for(work, 3, takes_part=True)
-    assert len(ended) == 2
-
-
 @pytest.mark.parametrize(("with_torch", "takes_part"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
 def test_an_error_of_one_thread_stops_the_others(error: BaseException, with_torch: bool, takes_part: bool) -> None:
@@ -270,21 +233,3 @@ def test_a_file_that_ends_early(path: str) -> None:
             fingerprints=stamps,
             on_block=lambda block, seconds: None,
         )
-
-
-def test_threads_that_compute_use_the_stream_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread would begin with the default stream, whose copies do not wait for other streams."""
-    used: list[object] = []
-    stream, both = object(), threading.Barrier(2)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda one: used.append((threading.get_ident(), one)))
-    seen: list[object] = []
-
-    def work(_: threading.Event) -> None:
-        both.wait(60)
-        seen.append((threading.get_ident(), stream))
-
-    parallel_for(work, 2, with_torch=True)
-    assert sorted(map(repr, used)) == sorted(map(repr, seen))
-    assert len(used) == 2

@@ -17,8 +17,7 @@ from torch import nn
 import modelstate as ms
 from tests.faults import Request, faulty_reads
 from tests.formats.files import evict
-from tests.io.test_lease import can_lease
-from tests.io.test_leased import WRITERS, writer
+from tests.io.test_lease import WRITERS, can_lease, writer
 from tests.loading.loads import write_shards
 from tests.sweeps import EXHAUSTIVE
 
