@@ -179,6 +179,9 @@ def test_versions_under_keys_and_prefixes(checkpoint: Checkpoint) -> None:
     assert checkpoint.select("optimizer").versions is None
 
 
+# Values.
+
+
 def test_versions_of_a_flat_state_dict_under_a_prefix() -> None:
     state = torch.nn.ModuleDict(
         {"m": torch.nn.Sequential(torch.nn.BatchNorm1d(2)), "mm": torch.nn.Linear(1, 1)}
@@ -186,9 +189,6 @@ def test_versions_of_a_flat_state_dict_under_a_prefix() -> None:
     assert ms.open(state).versions == state._metadata  # type: ignore[attr-defined]
     assert ms.open(state, key="m").versions == {"": {"version": 1}, "0": {"version": 2}}
     assert ms.open({"net": state}, key="net.m.0").versions == {"": {"version": 2}}
-
-
-# Values.
 
 
 def test_values_by_their_paths(checkpoint: Checkpoint) -> None:
@@ -422,15 +422,6 @@ def test_memory_that_is_not_contiguous(rich: Checkpoint, name: str) -> None:
     assert torch.equal(across, true)
 
 
-def test_parameters_and_conjugates_can_be_read_into(rich: Checkpoint) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(4, 6))
-    rich.read_into("views.0", parameter)
-    assert torch.equal(parameter, rich.tensor("views.0"))
-    out = torch.zeros(3, dtype=torch.complex64).conj()
-    rich.read_into("complex.z", out)
-    assert torch.equal(out, rich.tensor("complex.z"))
-
-
 @pytest.mark.parametrize("name", ["views.0", "views.1"], ids=["contiguous", "strided"])
 def test_autograd_sees_that_memory_was_read_into(rich: Checkpoint, name: str) -> None:
     out = torch.zeros(rich[name].shape)
@@ -567,13 +558,6 @@ def test_a_file_that_cannot_be_read(checkpoint: Checkpoint) -> None:
 def test_live_tensors_without_a_shape() -> None:
     with pytest.raises(errors.UnsupportedTensorError, match="without a shape"):
         ms.open({"w": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])})
-
-
-def test_what_a_lazy_module_has_not_initialised_is_no_tensor() -> None:
-    checkpoint = ms.open(torch.nn.LazyLinear(2).state_dict())
-    assert (list(checkpoint), list(checkpoint.extra)) == ([], ["weight", "bias"])
-    with pytest.raises(errors.KeyNotFoundError):
-        checkpoint["weight"]
 
 
 @pytest.mark.parametrize("change", [lambda t: t.float(), lambda t: torch.full((1,), -5.0), lambda t: t[1:]])

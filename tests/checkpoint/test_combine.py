@@ -213,6 +213,9 @@ def test_values_that_are_no_tensors_must_agree() -> None:
             opened(one, other)
 
 
+# Loading it.
+
+
 def test_versions_that_differ() -> None:
     states = [OrderedDict(net(0).state_dict()) for _ in range(2)]
     states[0]._metadata = {"1": {"version": 1}}  # type: ignore[attr-defined]
@@ -220,9 +223,6 @@ def test_versions_that_differ() -> None:
     with pytest.raises(CombineError, match="versions of a module"):
         ms.open(states, combine=ms.merge.Average())
     assert ms.open([*states[:1], dict(states[0])], combine=ms.merge.Average()).versions == {"1": {"version": 1}}
-
-
-# Loading it.
 
 
 @pytest.mark.parametrize("target", ["live", "skeleton"])
@@ -245,16 +245,6 @@ def test_loading_is_as_of_the_same_tensors_in_a_file(target: str, options: dict[
     for name, value in wanted.state_dict().items():
         assert torch.equal(model.state_dict()[name], value)
         assert model.state_dict()[name].dtype == value.dtype
-
-
-def test_rules_are_applied_to_what_is_combined() -> None:
-    states = [{f"module.{name}": value for name, value in net(seed).state_dict().items()} for seed in range(2)]
-    states = [{name.replace("2.", "last."): value for name, value in state.items()} for state in states]
-    states = [state | {"module.last.weight": state["module.last.weight"].T.contiguous()} for state in states]
-    rules = [ms.rules.Prefix("module."), ms.rules.Rename("last.*", "2.*"), ms.rules.Transpose("2.weight")]
-    model = net(3)
-    ms.load(model, ms.open(states, combine=ms.merge.Average()), rules=rules)
-    assert torch.equal(model[2].weight, (net(0)[2].weight.double() + net(1)[2].weight.double()).div(2).float())
 
 
 def test_nothing_is_computed_before_it_is_wanted() -> None:

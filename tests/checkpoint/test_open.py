@@ -204,15 +204,6 @@ def test_files_that_are_no_checkpoints(error: type[OpenError], text: str, conten
     assert str(raised.value).replace("\n", "").isprintable()
 
 
-def test_json_is_said_to_be_an_answer_where_it_stands_for_a_file(tmp_path: Path) -> None:
-    for name, what, remedy in (("model.pt", "server's answer", "download"), ("config.json", "JSON", str(tmp_path))):
-        (tmp_path / name).write_text('{"error": "Invalid credentials"}')
-        with pytest.raises(UnknownFormatError, match=what) as raised:
-            ms.open(tmp_path / name)
-        assert "Invalid credentials" in raised.value.found
-        assert remedy in raised.value.remedy
-
-
 def test_an_index_in_an_index(tmp_path: Path) -> None:
     index = tmp_path / "x.index.json"
     index.write_text(index_text({"a": "x.index.json"}))
@@ -435,16 +426,6 @@ def test_damaged_safetensors(data: st.DataObject, tmp_path: Path) -> None:
     assert len(different) <= (2 if how == "zero" else 1)
 
 
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(content=st.binary(max_size=300), suffix=st.sampled_from(["", ".pt", ".safetensors", ".index.json"]))
-def test_any_bytes(content: bytes, suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"x{suffix}"
-    path.write_bytes(content)
-    with pytest.raises(OpenError):
-        ms.open(path)
-
-
 @pytest.mark.parametrize("length", range(8, len(WHOLE), 13))
 def test_a_cut_file_is_told_from_one_of_another_kind(length: int, tmp_path: Path) -> None:
     path = tmp_path / "x"
@@ -511,15 +492,6 @@ def test_flax_is_named(content: bytes, name: str, tmp_path: Path) -> None:
     for path in (tmp_path / name, tmp_path):
         with pytest.raises(UnknownFormatError, match=r"Flax \.msgpack"):
             ms.open(path)
-
-
-def test_a_folder_with_weights_of_keras_alone(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "tf_model.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + b"\0" * 40)
-    with pytest.raises(UnknownFormatError, match="HDF5"):
-        ms.open(tmp_path)
-    save_file(STATE, tmp_path / "model.safetensors")
-    assert_opens(tmp_path)
 
 
 def test_arguments_of_torch_load_are_answered(tmp_path: Path) -> None:

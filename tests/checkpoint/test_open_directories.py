@@ -63,13 +63,6 @@ def test_shards_of_safetensors_are_preferred_too(tmp_path: Path) -> None:
     assert_opens(tmp_path)
 
 
-def test_variants_and_originals_beside_the_model(tmp_path: Path) -> None:
-    save_sharded(tmp_path)
-    save_file({"other": torch.ones(1)}, tmp_path / "consolidated.safetensors")
-    save_file({"other": torch.ones(1)}, tmp_path / "model.fp16.safetensors")
-    assert_opens(tmp_path)
-
-
 @pytest.mark.parametrize("content", [LFS, b"", b"<html>", save(STATE)[:-1]])
 def test_nothing_is_taken_in_place_of_a_damaged_model(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)

@@ -165,17 +165,6 @@ def test_the_payloads_of_quantized_tensors(writer: str, bits: int | str, tmp_pat
     assert {"qdata", "scale"} <= {tensor.part for tensor in diff.tensors}
 
 
-@pytest.mark.slow
-def test_a_scale_that_is_not_finite_is_counted() -> None:
-    values = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([math.nan, math.inf]), (3,))
-    stats = ms.inspect({"a.s": values, "a.w": torch.ones(2)}).stats()
-    assert "a.s, values" in str(stats)
-    found = json.loads(stats.to_json())
-    assert found["tensors"][0]["parts"][1]["nan"] == 1
-    assert (found["totals"]["nan"], found["totals"]["infinite"]) == (1, 1)
-    assert stats.to_frame()["Bytes"].sum() == found["totals"]["bytes"]  # the bytes of parts count once
-
-
 def test_a_negative_view_has_values_of_its_own() -> None:
     values = torch.tensor([1 + 2j, 3 + 4j])
     stats = ms.inspect({"imag": values.imag, "conj": values.conj().imag}).stats()

@@ -97,15 +97,6 @@ def test_verify_describes_what_it_compared(path: str, checkpoint: Checkpoint) ->
         ms.verify(path)
 
 
-def test_a_part_is_verified_by_its_own_digests(tmp_path: Path) -> None:
-    torch.save({"a": {"w": torch.ones(4)}}, tmp_path / "a.pt")
-    ms.save({"b": {"w": torch.ones(2)}}, tmp_path / "b.safetensors")
-    whole = ms.open([tmp_path / "a.pt", tmp_path / "b.safetensors"])
-    assert ms.verify(whole).algorithms == ("crc32", "xxh3-128")
-    result = ms.verify(whole, key="b")
-    assert (result.bytes, result.algorithms) == (8, ("xxh3-128",))
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "mapping"])
 def test_nothing_to_verify_against(tmp_path: Path, kind: str) -> None:
     save_file({"a": WEIGHT}, tmp_path / "x.safetensors")

@@ -356,15 +356,6 @@ def test_it_can_be_written_over_its_source(training: Path) -> None:
     assert (found.format, found["embed.weight"].dtype) == ("torch zip", torch.float16)
 
 
-def test_saving_a_checkpoint(training: Path, tmp_path: Path) -> None:
-    ms.save(ms.open(training), tmp_path / "a.safetensors", extra={"from": "training"}, schema="3")
-    found = ms.open(tmp_path / "a.safetensors")
-    assert_same(ms.open(training), found)
-    assert (found.metadata["schema"], found.metadata["extra"]) == ("3", {"from": "training"})
-    ms.save(found.select("model"), tmp_path / "b.pt", format="torch")
-    Tied().load_state_dict(torch.load(tmp_path / "b.pt"))
-
-
 # What fails leaves nothing behind, and what was there.
 
 
@@ -445,7 +436,6 @@ NBYTES = 1 << 28
     [
         ("dict(dtype=torch.bfloat16)", 60 << 20),
         ("dict(dtype=torch.bfloat16, max_memory_bytes=16 << 20)", 40 << 20),
-        ("dict(dtype=torch.bfloat16, format='torch')", 60 << 20),
     ],
 )
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, options: str, most_bytes: int) -> None:

@@ -205,23 +205,6 @@ def test_keeping_references_leaves_tracing_to_torch() -> None:
     assert weight.tolist() == values
 
 
-@pytest.mark.parametrize("case", ["a view", "data", "a part of a flat tensor"])
-def test_common_memory_of_two_tensors_and_a_function_that_returns_views(case: str) -> None:
-    """What is returned begins in the middle of its storage."""
-    flat = torch.arange(8.0)
-    module = holding(whole=flat[4:], part=flat[5:7])
-    fn = {
-        "a view": lambda t: t[:],
-        "data": lambda t: t.data,
-        "a part of a flat tensor": lambda t: torch.cat([torch.zeros(3), t])[3:],
-    }[case]
-    with ms.reference_keeping():
-        module._apply(fn)  # type: ignore[no-untyped-call]
-    assert (module.whole.tolist(), module.part.tolist()) == ([4, 5, 6, 7], [5, 6])
-    module.whole[1] = 50
-    assert module.part.tolist() == [50, 6]
-
-
 @pytest.mark.parametrize("source", [np.float64, np.float32, np.float16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
 def test_buffers_over_one_numpy_array_share_memory_or_the_report_says_that_they_do_not(

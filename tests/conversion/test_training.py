@@ -146,13 +146,6 @@ def close(one: Training, other: Training, tolerance: float = 1e-6) -> None:
     assert one.losses == pytest.approx(other.losses, rel=tolerance, abs=tolerance)
 
 
-def test_there_is_no_optimizer_that_was_forgotten() -> None:
-    below = {one for one in torch.optim.Optimizer.__subclasses__() if one.__module__.startswith("torch.optim")}
-    assert below <= {*CLASSES.values()}
-    assert {name for name, _ in VARIANTS.values()} == {*CLASSES}
-    assert {"Adam foreach", "Adam fused", "Adam amsgrad", "Adam a tensor as lr", "LBFGS strong Wolfe"} <= {*VARIANTS}
-
-
 @pytest.mark.slow
 @every_optimizer
 def test_there_and_back_without_loss(variant: str) -> None:
