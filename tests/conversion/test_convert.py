@@ -75,7 +75,7 @@ def test_weights_become_a_subclass_under_their_identity() -> None:
     assert module.weight is weight is optimizer.param_groups[0]["params"][0]
     assert isinstance(weight, quantized)
     assert isinstance(weight, nn.Parameter)
-    assert [(step.name, step.placement) for step in report.steps] == [("weight", "swap")]
+    assert [(step.name, step.way) for step in report.steps] == [("weight", "new")]
     ms.convert(
         module, transform=lambda name, t: t.elem.double() if isinstance(t, quantized) else ms.conversion.UNCHANGED
     )
@@ -154,10 +154,10 @@ def test_the_report_tells_everything() -> None:
     report = ms.convert(module, torch.bfloat16, device="cpu")
     text = str(report)
     assert "Sequential converted to bfloat16 on device cpu: 8 of 9 tensors changed" in text
-    assert "data: 8 tensors" in text
+    assert "new: 8 tensors" in text
     assert "8 tensors from float32 to bfloat16" in text
     assert "all references kept" in text
-    assert {(step.placement, step.cast) for step in report.steps} == {("data", "float32 to bfloat16")}
+    assert {(step.way, step.cast) for step in report.steps} == {("new", "float32 to bfloat16")}
     assert report.references_lost == ()
     assert '"action": "converted to bfloat16 on device cpu"' in report.to_json()
 

@@ -195,7 +195,7 @@ def test_the_default_needs_no_second_copy_on_the_device(large: tuple[nn.Module, 
     allocated = torch.cuda.memory_allocated()
     report = ms.load(module, path)
     assert torch.cuda.max_memory_allocated() - allocated < 100 << 20
-    assert all("read lease" in step.how.why for step in report.steps), report.notes
+    assert all("read lease" in step.why for step in report.steps), report.notes
     after = values_of(module)
     assert_same(after, {name: ms.open(path).tensor(name) for name in before})
     module(torch.ones(2, 2500, device="cuda")).sum().backward()

@@ -114,7 +114,6 @@ def test_a_cast_is_made_block_by_block(folder: Path) -> None:
     path, net = tensors(state(2.0), folder / "x"), module(1.0, torch.bfloat16)
     report = ms.load(net, path, dtype=torch.bfloat16)
     assert whys(report) == {LEASED}
-    assert {step.route for step in report.steps} == {"streamed", "direct"}  # the counter is not cast
     assert 0 < report.peak_memory_bytes <= ms.plan(net, path, dtype=torch.bfloat16).peak_memory_bytes
     assert values(net) == {2.0}
 

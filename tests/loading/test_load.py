@@ -427,7 +427,7 @@ def test_extra_state_is_loaded_and_is_a_copy(tmp_path: Path) -> None:
     first[1].p.zero_()
     assert torch.equal(second[1].p, torch.arange(3.0))
     assert second[1].log == [1, 2]
-    assert report.steps[-1].placement == "call"
+    assert report.steps[-1].way == "code"
     with pytest.raises(ms.PlanError, match="_extra_state"):
         ms.load(nn.Sequential(nn.Linear(2, 2), Extra()), {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)})
 

@@ -93,8 +93,8 @@ def test_a_budget_names_in_place_to_who_has_not_asked_for_it(
     options: dict[str, Any], named: bool, tmp_path: Path
 ) -> None:
     module = nn.Module()
-    module.register_buffer("counts", torch.zeros(1000, dtype=torch.uint16))  # which waits in memory of its own
-    torch.save({"counts": torch.ones(1000, dtype=torch.uint16)}, tmp_path / "x.pt")
+    module.register_buffer("counts", torch.zeros(1000, dtype=torch.complex32))  # which torch copies in part
+    torch.save({"counts": torch.zeros(1000, dtype=torch.complex32)}, tmp_path / "x.pt")
     with pytest.raises(MemoryBudgetError) as caught:
         ms.load(module, tmp_path / "x.pt", max_memory_bytes=1, **options)
     assert ("in_place=True" in str(caught.value)) == named
@@ -144,15 +144,13 @@ class Labelled(nn.Parameter):
     """A class of parameters without behaviour of its own."""
 
 
-def test_a_read_in_place_of_a_class_of_parameters_counts_its_buffer(tmp_path: Path) -> None:
+def test_a_read_in_place_of_a_class_of_parameters_needs_no_buffer(tmp_path: Path) -> None:
     save_file({"weight": torch.randn(300, 200)}, tmp_path / "x.safetensors")
     module = nn.Module()
     module.weight = Labelled(torch.zeros(300, 200))
     planned = ms.plan(module, tmp_path / "x.safetensors", in_place=True)
-    report = ms.load(module, tmp_path / "x.safetensors", in_place=True)
-    assert report.peak_memory_bytes == planned.peak_memory_bytes == 240_000
-    with pytest.raises(MemoryBudgetError):
-        ms.load(module, tmp_path / "x.safetensors", in_place=True, max_memory_bytes=1000)
+    report = ms.load(module, tmp_path / "x.safetensors", in_place=True, max_memory_bytes=0)
+    assert report.peak_memory_bytes == planned.peak_memory_bytes == 0
 
 
 def test_a_plan_states_the_memory_of_a_load_from_it_too(tmp_path: Path) -> None:

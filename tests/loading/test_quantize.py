@@ -323,7 +323,7 @@ def test_the_report_names_it(path: Path) -> None:
     report = ms.load(skeleton(), path, transform={"up": ms.loading.Quantize(Q.Int8WeightOnlyConfig())})
     assert "Int8Tensor made by Quantize(Int8WeightOnlyConfig)" in str(report)
     (step,) = (step for step in report.steps if step.name == "up.weight")
-    assert (step.placement, step.nbytes, step.mapped) == ("swap", 96 * 64 * 4, False)
+    assert (step.way, step.nbytes, step.mapped) == ("new", 96 * 64 * 4, False)
 
 
 def test_several_configs_by_pattern(path: Path) -> None:

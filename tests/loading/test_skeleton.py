@@ -11,7 +11,7 @@ from torch.nn.utils.prune import l1_unstructured
 from torch.overrides import TorchFunctionMode
 
 import modelstate as ms
-from modelstate.planning import plain_table
+from modelstate.planning import transfer
 
 
 class Rotary(nn.Module):
@@ -234,7 +234,7 @@ def test_a_load_under_inference_mode_can_be_trained_afterwards(tmp_path: Any) ->
 def test_columns_of_a_matrix_are_loaded_under_inference_mode(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, in_place: bool | None
 ) -> None:
-    monkeypatch.setattr(plain_table, "_LEAST_LEASED_BYTES", 0)
+    monkeypatch.setattr(transfer, "_LEAST_LEASED_BYTES", 0)
     columns = torch.randn(32, 64)[:, :32]  # so few that the thread of the caller reads them
     torch.save({"weight": columns}, tmp_path / "x.pt")
     module = nn.Linear(32, 32, bias=False)

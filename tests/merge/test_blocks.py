@@ -119,7 +119,6 @@ def test_values_are_computed_into_the_memory_that_is_there(
     plan = ms.plan(net, checkpoint, in_place=in_place)
     report = ms.load(net, checkpoint, in_place=in_place)
     assert wrong(net, merged) == []
-    assert [step.route for step in plan.steps] == [step.route for step in report.steps]
     assert {step.why for step in plan.steps} == {step.why for step in report.steps}
     for name, value in net.state_dict(keep_vars=True).items():
         address, version = before[name]
@@ -129,7 +128,6 @@ def test_values_are_computed_into_the_memory_that_is_there(
         assert {step.why for step in report.steps} == {STAGED}
     else:
         assert all(step.why.startswith("into the existing memory, directly") for step in report.steps)
-        assert {step.route for step in report.steps} <= {"computed", "direct"}
         assert report.peak_memory_bytes <= plan.peak_memory_bytes
 
 

@@ -13,6 +13,7 @@ import torch
 
 from modelstate.conversion.tensors import DATA, Target
 from modelstate.planning.plan import Step
+from modelstate.planning.transfer import Way
 from modelstate.torch_compat.dtypes import Overflows, can_overflow, has_finite_sum
 from modelstate.torch_compat.plain import has_its_memory, is_plain
 from modelstate.torch_compat.private import copy_each, flattened
@@ -125,7 +126,8 @@ class Casts:
                 names[0],
                 kind,
                 source="",
-                how=DATA,
+                way=Way.NEW,
+                why=DATA,
                 shape=tuple(shape),
                 dtype=new,
                 stored_dtype=old,

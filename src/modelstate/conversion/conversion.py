@@ -26,7 +26,6 @@ from modelstate.conversion.tensors import (
     swappable,
 )
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
-from modelstate.planning.assignment import Placement
 from modelstate.planning.plan import Step
 from modelstate.process import ONE_VARIABLE, ThreadValue, cached_attribute, deferred_signals, reference_count
 from modelstate.spec import span
@@ -249,7 +248,7 @@ class Conversion:
             return value
         return value.clone(memory_format=torch.preserve_format if is_dense(value) else torch.contiguous_format)
 
-    def _swappable(self, slot: Slot, value: torch.Tensor, placement: Placement, shared: bool) -> torch.Tensor:
+    def _swappable(self, slot: Slot, value: torch.Tensor, placement: str, shared: bool) -> torch.Tensor:
         """Returns the value as an object that can be swapped with the tensor, if the placement needs that."""
         if is_fake(value) and not is_fake(slot.tensor):
             raise PlacementError(
@@ -266,7 +265,7 @@ class Conversion:
         self._swapped.add(id(value))
         return swappable(slot.name, slot.tensor, value, shared)
 
-    def _add(self, slot: Slot, value: torch.Tensor, placement: Placement, fn: Apply | None) -> None:
+    def _add(self, slot: Slot, value: torch.Tensor, placement: str, fn: Apply | None) -> None:
         """Adds the change of a slot, with that of its gradient. `GRADIENT` as placement changes only the gradient."""
         old_grad = grad = slot.tensor.grad if slot.tensor.is_leaf else None
         if old_grad is not None and id(old_grad) not in self._grads:

@@ -11,7 +11,7 @@ from modelstate.arguments import check_flag
 from modelstate.conversion.conversion import Conversion, apply_in_conversion, running_conversion
 from modelstate.conversion.tensors import Target
 from modelstate.forks import fork_safe_lock
-from modelstate.planning.assignment import COPYABLE
+from modelstate.planning.transfer import COPYABLE
 from modelstate.process import gc_paused
 from modelstate.torch_compat.modules import MethodOverride, Overrides, is_cast_of_torch, modules_of, tensors_of
 from modelstate.torch_compat.plain import is_fake

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from modelstate.errors import ModelStateError, PlacementError, TransformError
-from modelstate.planning.assignment import COPYABLE, Placement
 from modelstate.planning.plan import Step
+from modelstate.planning.transfer import COPYABLE, Way
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import has_dispatch, has_its_memory, is_plain, same_values
@@ -207,15 +207,16 @@ class ByFunction(Target):
         return grad.to(new.device, new.dtype)
 
 
-DATA = Placement("data", "other memory under the same object")
-GRADIENT = Placement("data", "its gradient alone")
-SUBCLASS = Placement("swap", "a tensor subclass: its payload has to change with it")
-_LAYOUT = Placement("swap", "a layout that has no data pointer to be changed")
-_MEMORY = Placement("swap", "has no memory, or will have none")
-_CORE = Placement("swap", "torch cannot change what it points to")
+DATA = "other memory under the same object"
+GRADIENT = "its gradient alone"
+SUBCLASS = "a tensor subclass: its payload has to change with it"
+_LAYOUT = "a layout that has no data pointer to be changed"
+_MEMORY = "has no memory, or will have none"
+_CORE = "torch cannot change what it points to"
+"""Placements: why a tensor gets a new value in the way that it does."""
 
 
-def placement_of(tensor: torch.Tensor, value: torch.Tensor) -> Placement:
+def placement_of(tensor: torch.Tensor, value: torch.Tensor) -> str:
     """Returns the cheapest placement of a new value that keeps every reference to the tensor."""
     if has_dispatch(tensor) or has_dispatch(value):
         return SUBCLASS
@@ -242,7 +243,7 @@ class Change(Write):
         self,
         slot: Slot,
         value: torch.Tensor,
-        placement: Placement,
+        placement: str,
         old_grad: torch.Tensor | None,
         grad: torch.Tensor | None = None,
     ) -> None:
@@ -285,7 +286,8 @@ def step_of(change: Change) -> Step:
     tensor, value, (names, kind, _) = change.target, change.value, change.slot
     shape = () if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tuple(tensor.shape)
     nbytes = nbytes_of(tensor)
-    return Step(names[0], kind, "", change.placement, shape, value.dtype, tensor.dtype, value.device, nbytes, names[1:])
+    way = Way.NEW, change.placement
+    return Step(names[0], kind, "", *way, shape, value.dtype, tensor.dtype, value.device, nbytes, names[1:])
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

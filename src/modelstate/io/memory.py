@@ -109,8 +109,11 @@ def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
                 if left + more > _ARENA_BYTES:
                     break
                 left += more
-            arena = new_mapping(left)
-        flat = torch.frombuffer(arena, dtype=dtype, count=count, offset=free)
+            arena = None if left == nbytes < _LARGE_BYTES else new_mapping(left)
+        if arena is None:
+            flat = torch.empty(count, dtype=dtype, device="cpu")
+        else:
+            flat = torch.frombuffer(arena, dtype=dtype, count=count, offset=free)
         free, left = free + nbytes, left - nbytes
         # Reshaped in place, without another object.
         tensors.append(flat.resize_(shape) if stride is None else flat.as_strided_(shape, stride))

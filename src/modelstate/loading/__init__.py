@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from modelstate.loading.background import LoadHandle
     from modelstate.loading.quantize import Quantize
     from modelstate.loading.report import RankReport
-    from modelstate.planning.assignment import ReadRoute
     from modelstate.planning.options import LoadOptions
+    from modelstate.planning.transfer import Way
     from modelstate.planning.transforms import ModuleTransform
 else:
     __getattr__, __dir__ = attach(
@@ -18,8 +18,8 @@ else:
             "modelstate.loading.background": ("LoadHandle",),
             "modelstate.loading.quantize": ("Quantize",),
             "modelstate.loading.report": ("RankReport",),
-            "modelstate.planning.assignment": ("ReadRoute",),
             "modelstate.planning.options": ("LoadOptions",),
+            "modelstate.planning.transfer": ("Way",),
             "modelstate.planning.transforms": ("ModuleTransform",),
         },
     )
@@ -30,5 +30,5 @@ __all__ = [
     "ModuleTransform",
     "Quantize",
     "RankReport",
-    "ReadRoute",
+    "Way",
 ]

@@ -10,11 +10,12 @@ import torch
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import BackgroundCancelledError, OptionError
 from modelstate.loading.report import LoadReport
-from modelstate.loading.stage import Progress, prefetch_range, stage
+from modelstate.loading.stage import prefetch_range, stage
 from modelstate.loading.staging import Staging
-from modelstate.planning.assignment import Assignment
-from modelstate.planning.plain_table import PlainTable, Planned
+from modelstate.loading.stream import Progress
 from modelstate.planning.plan import LoadPlan
+from modelstate.planning.preparation import Preparation
+from modelstate.planning.transfer import Transfer, Transfers, Way
 from modelstate.process import progress_bar, stopped_by
 from modelstate.rules.expression import Derived, Source
 from modelstate.torch_compat.plain import is_plain
@@ -32,14 +33,14 @@ class StagedLoad:
     """
 
     def __init__(
-        self, plan: LoadPlan, staging: Staging, planned: Iterable[Planned], verify: bool, notes: Sequence[str]
+        self, plan: LoadPlan, staging: Staging, transfers: Iterable[Transfers], verify: bool, notes: Sequence[str]
     ) -> None:
         """Takes over what a load reads, before the transaction in which it was planned is undone.
 
         Args:
             plan: The plan of the load.
             staging: How the values are read. The caller must not use it afterwards.
-            planned: What the plan reads. The caller must not use it afterwards.
+            transfers: What the plan reads. The caller must not use it afterwards.
             verify: Whether `read` compares the file with its checksums.
             notes: Notes for the report.
 
@@ -50,22 +51,16 @@ class StagedLoad:
         self.verified_bytes = 0
         self._verification = staging.checkpoint.verification() if verify else None
         self._notes = [*notes]
-        self._handed_over: list[Assignment] = []
-        self.tables = [item for item in planned if isinstance(item, PlainTable)]
-        """The values that have no assignment of their own. The load that commits takes them over with their slots."""
-        self._assignments = [item for item in planned if isinstance(item, Assignment) and _is_staged(item)]
-        for assignment in self._assignments:
-            if is_plain(assignment.param):
-                assignment.param = assignment.param.detach()  # keeps its metadata when the model changes
+        self._handed_over: list[Transfers] = []
+        self._transfers = [item for item in transfers if not isinstance(item, Transfer) or _is_staged(item)]
+        for item in self._transfers:
+            if isinstance(item, Transfer) and is_plain(item.param):
+                item.params = [item.param.detach()]  # keeps its metadata when the model changes
         if staging.options.transform is not None:
             _ = staging.own_memory  # computed now, in the thread that uses the model
         self.staging = staging
         """How the values are read, which the load that commits takes over."""
-        self.nbytes = sum(item.nbytes for item in self._planned)
-
-    @property
-    def _planned(self) -> list[Planned]:
-        return [*self._assignments, *self.tables]
+        self.nbytes = sum(item.nbytes for item in self._transfers)
 
     def read(self, progress: Progress) -> None:
         """Reads, casts and transforms the values.
@@ -78,49 +73,41 @@ class StagedLoad:
             ChecksumError: The file is damaged.
             TransformError: A transform raises, or returns a tensor that cannot be loaded.
         """
-        staging, assignments = self.staging, self._assignments
+        staging, transfers = self.staging, self._transfers
         if self._verification:
             self.verified_bytes = self._verification.run(lambda _: progress(0))
-        self._notes += prefetch_range(staging, self._planned)
-        for assignment in assignments:
-            if assignment.placement.mapped:
-                assignment.final = assignment.value
-        stage(staging, self._planned, progress)
+        self._notes += prefetch_range(staging, transfers)
+        stage(staging, transfers, progress)
         # Other threads use the tensors on other streams: the copies on the streams of this thread must have ended.
-        finals = [assignment.final for assignment in assignments if assignment.final is not None]
-        devices = {final.device for final in finals} | {table.device for table in self.tables}
-        for device in (device for device in devices if device.type == "cuda"):
-            torch.cuda.current_stream(device).synchronize()
+        for device in {final.device for item in transfers for final in item.finals}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
-    def hand_over(self, staging: Staging, assignments: Sequence[Assignment]) -> list[str]:
-        """Hands the values to the load that commits, but for those of tables. Returns notes for the report."""
-        ready = {assignment.name: assignment for assignment in self._assignments if assignment.final is not None}
-        rows: dict[str, tuple[PlainTable, torch.Tensor]] = {}
-        for table in self.tables if assignments else ():  # code of the model may have come to have a say
-            rows.update(
-                (slot.name, (table, final)) for slot, final in zip(table.slots, table.final or (), strict=False)
-            )
-        for assignment in assignments:
-            if assignment.name in rows and assignment.final is None:
-                table, assignment.final = rows[assignment.name]
-                assignment.placement, assignment.route = table.placement, table.route
-                assignment.seconds = table.seconds * assignment.nbytes / table.nbytes
-                self._handed_over.append(assignment)
+    def hand_over(self, staging: Staging, preparation: Preparation) -> list[str]:
+        """Hands the values to the load that commits. Returns notes for the report."""
+        ready = {name: (item, row) for item in self._transfers if item.finals for row, name in enumerate(item.names)}
+        columns = [item for item in self._transfers if not isinstance(item, Transfer)]
+        if preparation.plain:  # no code of the model has come since: the columns are the same
+            slots = preparation.slots.by_name
+            for item in columns:
+                item.params = [slots[name].tensor for name in item.names]
+            preparation.plain = columns
+            self._handed_over += columns
+        for item in preparation.singles:
+            staged, row = ready.get(item.name, (None, 0))
+            if staged is None or item.finals or item.stored is None:
                 continue
-            staged = ready.get(assignment.name)
-            if staged is None or assignment.final is not None or assignment.stored is None:
-                continue
-            final = staged.final
-            # The model may have come to hold the memory that a transform returned.
-            if final is not None and assignment.placement.name == "copy" and staged.transform is not None:
-                final = final.clone() if staging.own_memory.hold(final) else final
-            assignment.final, assignment.dtype, assignment.placement = final, staged.dtype, staged.placement
-            assignment.freezes, assignment.seconds = staged.freezes, staged.seconds
-            self._handed_over.append(assignment)
-        finals = [assignment.final for assignment in self._handed_over]
-        finals += [final for table in self.tables if table.device.type == "cuda" for final in table.final or ()]
-        for final in finals:
-            if final is not None and final.is_cuda and is_plain(final):
+            final = staged.finals[row]
+            item.way, item.why, item.maps = staged.way, staged.why, staged.maps
+            if isinstance(staged, Transfer):
+                # The model may have come to hold the memory that a transform returned.
+                if item.way is Way.STAGED and staged.transform is not None:
+                    final = final.clone() if staging.own_memory.hold(final) else final
+                item.dtypes, item.freezes = staged.dtypes, staged.freezes
+            item.finals, item.seconds = [final], staged.seconds * item.nbytes / max(staged.nbytes, 1)
+            self._handed_over.append(item)
+        for final in (final for item in self._handed_over for final in item.finals):
+            if final.is_cuda and is_plain(final):
                 # It was allocated on the stream of the thread that read it. torch uses the memory of a freed tensor
                 # again in the order of that stream, but it is the caller's stream that copies from it.
                 final.record_stream(torch.cuda.current_stream(final.device))
@@ -128,17 +115,17 @@ class StagedLoad:
 
     def release(self) -> None:
         """Frees all values that have been read, also where other objects still refer to the plans."""
-        for item in (*self._planned, *self._handed_over):
-            item.final = None
-        self._assignments, self.tables, self._handed_over = [], [], []
+        for item in (*self._transfers, *self._handed_over):
+            item.finals = []
+        self._transfers, self._handed_over = [], []
 
 
-def _is_staged(assignment: Assignment) -> bool:
+def _is_staged(item: Transfer) -> bool:
     """Whether the value must still be read, and depends on the checkpoint alone."""
-    if assignment.final is not None or assignment.stored is None or not _is_from_checkpoint(assignment.stored):
+    if item.finals or item.stored is None or not _is_from_checkpoint(item.stored):
         return False
-    stays = assignment.placement.name == "copy" and not assignment.is_transformed
-    return not (stays and isinstance(assignment.stored, torch.Tensor))
+    stays = item.way is Way.STAGED and not item.is_transformed
+    return not (stays and isinstance(item.stored, torch.Tensor))
 
 
 def _is_from_checkpoint(stored: Source) -> bool:

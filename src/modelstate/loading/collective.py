@@ -92,16 +92,16 @@ def rank_reports(
 
     A rank sends four numbers, whatever the size of the model.
     """
-    # The values of tables are in no DTensor.
-    read_bytes_here = whole_bytes = sum(table.nbytes for table in preparation.tables if not table.placement.mapped)
-    is_read_here = set(map(id, to_read_here(preparation.assignments, staging.shared)))
-    for assignment in preparation.assignments:
-        stored, whole = assignment.stored, assignment.stored
-        if stored is None or assignment.placement.mapped:
+    # Those in columns are in no DTensor.
+    read_bytes_here = whole_bytes = sum(item.nbytes for item in preparation.plain if item.maps is None)
+    is_read_here = set(map(id, to_read_here(preparation.singles, staging.shared)))
+    for item in preparation.singles:
+        stored, whole = item.stored, item.stored
+        if stored is None or item.maps is not None:
             continue
-        if assignment.sharded is not None:
-            whole = preparation.incoming.origin_of(assignment.sharded.value)[1]
-        read_bytes_here += read_bytes(stored) if id(assignment) in is_read_here else 0
+        if item.sharded is not None:
+            whole = preparation.incoming.origin_of(item.sharded.value)[1]
+        read_bytes_here += read_bytes(stored) if id(item) in is_read_here else 0
         whole_bytes += 0 if whole is None else read_bytes(whole)
     times = [int(agreement.seconds.get(name, 0) * 1e9) for name in (PLANNING, READING, COMMIT)]
     ranks = [
@@ -133,8 +133,8 @@ def _slots(preparation: Preparation) -> Iterator[object]:
         yield slot.names, slot.kind, tuple(tensor.shape), tensor.dtype, layout
     if preparation.options.read_once:
         # Which values one rank reads for others depends on where they go, and whether they may be maps.
-        for assignment in preparation.assignments:
-            yield assignment.name, assignment.on_cpu, bool(preparation.options.map and assignment.param.is_meta)
+        for item in preparation.singles:
+            yield item.name, item.on_cpu, bool(preparation.options.map and item.param.is_meta)
 
 
 def _source(checkpoint: Checkpoint) -> Iterator[object]:

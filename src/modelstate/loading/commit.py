@@ -8,9 +8,10 @@ import torch
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError
 from modelstate.io.leased import LeasedFiles, leased_files
 from modelstate.loading.place import Place
-from modelstate.loading.stage import Progress, limit_memory, read_in_place, stage
+from modelstate.loading.stage import limit_memory, reads_into_slots, stage
 from modelstate.loading.staging import Staging
-from modelstate.planning.plain_table import PlainTable, Planned
+from modelstate.loading.stream import Progress
+from modelstate.planning.transfer import Transfer, Transfers, Way
 from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.torch_compat.private import without_modes
@@ -18,14 +19,15 @@ from modelstate.transaction.swap_tensors import give_memory_to_all
 from modelstate.transaction.transaction import Transaction
 
 
-def overwrite(staging: Staging, planned: Iterable[Planned], advance: Progress) -> None:
+def overwrite(staging: Staging, transfers: Iterable[Transfers], advance: Progress) -> None:
     """Reads values straight into the memory of their slots, as a load with `in_place=True` does.
 
     Raises:
         ReadFailedError, MemoryBudgetError, PlacementError: Values may be partly overwritten, and the error says so.
     """
     try:
-        read_in_place(staging, planned, advance)
+        for read in reads_into_slots(staging, transfers, advance):
+            read()
     except ReadFailedError as error:
         raise ReadFailedError(
             "reading failed while the model was read in place: its values are partly overwritten",
@@ -49,19 +51,18 @@ def overwrite(staging: Staging, planned: Iterable[Planned], advance: Progress) -
         ) from error
 
 
-def place_fallible(transaction: Transaction, planned: Iterable[Planned]) -> None:
+def place_fallible(transaction: Transaction, transfers: Iterable[Transfers]) -> None:
     """Gives memory to slots on meta, and places values that may run code of a tensor subclass: all can be undone."""
-    for item in planned:
-        if isinstance(item, PlainTable) and item.final is not None and item.placement.name == "swap":
+    for item in transfers:
+        if not isinstance(item, Transfer) and item.way in (Way.MAP, Way.NEW):
             try:
                 with without_modes():
-                    give_memory_to_all(item.params, item.final, transaction.register_undo)
+                    give_memory_to_all(item.params, item.finals, transaction.register_undo)
             except Exception as error:
-                rows = zip(item.slots, item.final, strict=True)
-                slot, value = next((slot, value) for slot, value in rows if not value.is_meta)
-                raise _placement_error(slot.name, slot.tensor, value, error) from error
+                row = next(row for row, value in enumerate(item.finals) if not value.is_meta)
+                raise _placement_error(item.names[row], item.params[row], item.finals[row], error) from error
     for write in transaction.writes:
-        if not isinstance(write, Place) or write.done or write.assignment.placement.direct:
+        if not isinstance(write, Place) or write.done or write.transfer.way is Way.INTO:
             continue
         if write.target.is_meta or not write.cannot_fail:
             try:
@@ -69,7 +70,7 @@ def place_fallible(transaction: Transaction, planned: Iterable[Planned]) -> None
             except ModelStateError:
                 raise
             except Exception as error:
-                raise _placement_error(write.assignment.name, write.target, write.value, error) from error
+                raise _placement_error(write.transfer.name, write.target, write.value, error) from error
 
 
 def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error: Exception) -> PlacementError:
@@ -92,14 +93,14 @@ def _placement_remedy(target: torch.Tensor) -> str:
 
 @contextmanager
 def leased_for_commit(
-    staging: Staging, waiting: Sequence[Planned], planned: Sequence[Planned], advance: Progress
+    staging: Staging, waiting: Sequence[Transfers], transfers: Sequence[Transfers], advance: Progress
 ) -> Iterator[LeasedFiles | None]:
     """Leases the files that are read at the commit. Where they cannot be leased, their values are staged now.
 
     Args:
         staging: How the values are read.
         waiting: What is read at the commit.
-        planned: Everything that the load reads.
+        transfers: Everything that the load reads.
         advance: Called with numbers of bytes that are done.
 
     Yields:
@@ -118,16 +119,16 @@ def leased_for_commit(
             return
     for item in waiting:
         item.stage_instead(files.refusal)
-    limit_memory(staging, planned)
-    stage(staging, planned, advance)
+    limit_memory(staging, transfers)
+    stage(staging, transfers, advance)
     yield None
 
 
 def commit_values(
     transaction: Transaction,
-    waiting: Sequence[Planned],
-    planned: Sequence[Planned],
-    read: Callable[[], Exception | None] | None,
+    waiting: Sequence[Transfers],
+    transfers: Sequence[Transfers],
+    reads: Sequence[Callable[[], object]],
     last: Sequence[Callable[[], None]],
 ) -> None:
     """Commits, and reads what is read at the commit.
@@ -135,8 +136,8 @@ def commit_values(
     Args:
         transaction: The transaction of the load.
         waiting: What is read at the commit, if files are leased.
-        planned: Everything that the load reads.
-        read: Reads from leased files, and returns the first error.
+        transfers: Everything that the load reads.
+        reads: Read from leased files. All of them are called, and the first error is raised after the commit.
         last: Called at the end of the commit; they must not raise.
 
     Raises:
@@ -144,25 +145,29 @@ def commit_values(
         PlacementError: The same for what was read, and could not be cast or copied.
     """
     error: Exception | None = None
-    tables = (item for item in planned if isinstance(item, PlainTable) and item.placement.staged)
-    staged = [(table.params, table.final) for table in tables if table.final is not None]
+    staged = [item for item in transfers if not isinstance(item, Transfer) and item.way is Way.STAGED]
 
     @torch.no_grad()
     def first() -> None:
         nonlocal error
-        if read is not None:
-            error = read()
-        for params, values in staged:
-            for param, value in zip(params, values, strict=True):
+        for read in reads:
+            try:
+                read()
+            except Exception as raised:
+                error = error or raised
+        for item in waiting if reads else ():
+            item.finals = item.params  # also after an error: nothing reads them again
+        for item in staged:
+            for param, value in zip(item.params, item.finals, strict=True):
                 param.copy_(value)
 
-    transaction.commit(*last, first=first if read is not None or staged else None)
+    transaction.commit(*last, first=first if reads or staged else None)
     if error is not None:
         kind = ReadFailedError if isinstance(error, ReadFailedError) else PlacementError
         raise kind(
             "values could not be read into the model at the commit: these tensors may be old or damaged, and all "
             "others are loaded",
-            where=listed([name for item in waiting for name in item.slot_names], 8),
+            where=listed([name for item in waiting for name in item.names], 8),
             found=error if isinstance(error, ModelStateError) else f"{type(error).__name__}: {error}",
             remedy="load again with in_place=False, which keeps the old values until all is read",
         ) from error

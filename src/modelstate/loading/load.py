@@ -39,20 +39,14 @@ from modelstate.loading.commit import (
 from modelstate.loading.place import Place
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
 from modelstate.loading.report import LoadReport
-from modelstate.loading.stage import (
-    leased_reads,
-    limit_memory,
-    prefetch_range,
-    stage,
-)
+from modelstate.loading.stage import limit_memory, prefetch_range, reads_into_slots, stage
 from modelstate.loading.staging import Staging
-from modelstate.planning.assignment import Assignment
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadArguments, LoadOptions, PlanArguments, check_model, checked_options
-from modelstate.planning.plain_table import PlainTable, Planned, stage_unleased
 from modelstate.planning.plan import LoadPlan
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.record import bind, record
+from modelstate.planning.transfer import Transfer, Transfers, Way, stage_unleased
 from modelstate.problems import glob_patterns
 from modelstate.process import deferred_signals, gc_paused, progress_bar
 from modelstate.text_format import listed
@@ -151,10 +145,10 @@ def load(
         The report of the load; with `background=True`, the handle.
 
     Raises:
-        PlanError: The checkpoint does not fit the model. The error lists every problem.
+        PlanError: The checkpoint does not fit the model, with every problem; or `source` is a plan, and the model has
+            changed since the plan was created.
         OpenError: The checkpoint cannot be opened.
         OptionError: An argument is invalid.
-        PlanError: `source` is a plan, and the model has changed since the plan was created.
         ModelCodeError: The model's own code raises.
         TransformError: A transform raises, or returns a tensor that cannot be loaded.
         PlacementError: A tensor subclass refuses a value.
@@ -266,7 +260,7 @@ def load_then(
             *(transaction, checkpoint, options, agreement, time.perf_counter()),
             then=then,
             check=check,
-            with_tables=not runs_code,
+            in_columns=not runs_code,
         )
 
 
@@ -279,10 +273,10 @@ def _stage_in_background(model: nn.Module, source: Source | LoadPlan, options: L
             )
         if preparation.problems:
             raise preparation.error()
-        limit_memory(staging, preparation.planned)
-        _check_optimizers(preparation.assignments, options.optimizers)
+        limit_memory(staging, preparation.transfers)
+        _check_optimizers(preparation.singles, options.optimizers)
         notes = [preparation.note_on_mapping()] if preparation.not_mapped else []
-        return StagedLoad(preparation.plan(), staging, preparation.planned, options.verify, notes)
+        return StagedLoad(preparation.plan(), staging, preparation.transfers, options.verify, notes)
 
 
 def _execute(
@@ -294,7 +288,7 @@ def _execute(
     staged: StagedLoad | None = None,
     then: Callable[[Set[str]], None] | None = None,
     check: Callable[[Preparation], None] | None = None,
-    with_tables: bool = True,
+    in_columns: bool = True,
 ) -> LoadReport:
     """Loads into the root of a transaction. `staged` holds values that have been read in the background.
 
@@ -313,19 +307,21 @@ def _execute(
             agreement,
             call_extra_state=True,
             staged=staged,
-            with_tables=with_tables,
+            in_columns=in_columns,
         )
         if check is not None:
             check(preparation)
         if preparation.problems:
             raise preparation.error()
-        assignments, notes = preparation.assignments, preparation.notes
+        notes = preparation.notes
         if optimizers:
-            _check_optimizers(assignments, optimizers)
-        planned = preparation.planned
+            _check_optimizers(preparation.singles, optimizers)
         if staged is None:
-            limit_memory(staging, planned)
-    to_stage = [*preparation.moves, *(to_read_here(planned, staging.shared) if staging.shared else planned)]
+            limit_memory(staging, preparation.transfers)
+        else:
+            notes += staged.hand_over(staging, preparation)
+        transfers = preparation.transfers
+    to_stage = [*preparation.moves, *(to_read_here(transfers, staging.shared) if staging.shared else transfers)]
     nbytes = sum(item.nbytes for item in to_stage)
     with progress_bar(options.progress, nbytes, "loading") as advance, ExitStack() as held:
         with phase(READING), ExitStack() as random:
@@ -339,34 +335,33 @@ def _execute(
                 notes += prefetch_range(staging, to_stage)
             else:
                 verified = staged.verified_bytes
-                notes += staged.hand_over(staging, assignments)
             stage(staging, to_stage, advance)
         if agreement is not None and staging.shared:
             with phase(SHARING), agreement.barrier():
                 broadcast(staging.shared, agreement)
         effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
         with phase(LAST_CHECKS, decides=True, effect=effect):
-            new_state = following_state(optimizers, _final_values(planned), before) if optimizers else []
-            place_fallible(transaction, planned)
-            if any(assignment.sharded is not None for assignment in assignments):
+            new_state = following_state(optimizers, _final_values(transfers), before) if optimizers else []
+            place_fallible(transaction, transfers)
+            if any(item.sharded is not None for item in preparation.singles):
                 transaction.register_undo(refresh_shards(preparation.slots.modules.values()))
-            is_mapped = any(item.placement.mapped for item in planned)
-            if is_mapped:
-                # Mapped values are not read, so no read notices a change.
-                for maps in {preparation.incoming.maps, *(table.maps for table in preparation.tables if table.maps)}:
-                    maps.check_unchanged()
+            # Mapped values are not read, so no read notices a change.
+            for maps in {item.maps for item in transfers if item.maps is not None}:
+                maps.check_unchanged()
+            waiting = [item for item in transfers if item.way is Way.INTO and not item.finals]
             if staging.options.in_place:
-                overwrite(staging, planned, advance)
+                overwrite(staging, waiting, advance)
+                waiting = []
             if then is not None:
                 then(preparation.initialised)
-            waiting = [item for item in planned if item.placement.leased and item.final is None]
-            files = held.enter_context(leased_for_commit(staging, waiting, planned, advance)) if waiting else None
-            read = None if files is None else leased_reads(staging, waiting, files)
+            waiting = [item for item in waiting if item.way is Way.INTO]  # `then` may have used others
+            files = held.enter_context(leased_for_commit(staging, waiting, transfers, advance)) if waiting else None
+            reads = [] if files is None else reads_into_slots(staging, waiting, lambda _: None, files)
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
                 held.enter_context(deferred_signals())
         with phase(COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, *item) for state, *item in new_state]
-            commit_values(transaction, waiting, planned, read, last)
+            commit_values(transaction, waiting, transfers, reads, last)
         ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(preparation, staging, agreement)
     target, source_name = preparation.names
     return LoadReport(
@@ -394,12 +389,12 @@ def prepare(
     call_extra_state: bool,
     staged: StagedLoad | None = None,
     in_use: str = "",
-    with_tables: bool = True,
+    in_columns: bool = True,
 ) -> tuple[Preparation, Staging]:
     """Plans a load, or binds a plan that was made before, and returns with it how its values are read.
 
-    `in_use` is why no value can be read at the commit. `with_tables` is whether plain
-    values may be planned together.
+    `in_use` is why no value can be read at the commit. `in_columns` is whether
+    values without facts of their own may be planned together.
     """
     if "torch.distributed.fsdp" in sys.modules:
         reshard(transaction.root)
@@ -413,25 +408,24 @@ def prepare(
         matched = source.binding.matched
     # Of values that are staged, the memory of the model is looked up again.
     staging = Staging(matched.part, options, transaction.root) if staged is None else replace(staged.staging)
-    write = partial(Place, staging)
     preparation = Preparation(
-        *(transaction, view, matched, staging.overflows, write),
+        *(transaction, view, matched, partial(Place, staging)),
         call_extra_state=call_extra_state,
-        with_tables=with_tables,
-        staged_tables=None if staged is None else staged.tables,
+        in_columns=in_columns,
     )
     if not isinstance(source, LoadPlan):
         record(preparation)
     else:
         bind(preparation, source, "make the plan again" if staged is None else LOAD_AGAIN)
     if options.read_once:
-        staging.shared = shared_reads(preparation.assignments, agreement or agreement_of(transaction.root))
+        staging.shared = shared_reads(preparation.singles, agreement or agreement_of(transaction.root))
         preparation.notes += notes_on_shared(staging.shared)
-    stage_unleased(preparation.planned, matched.part.fingerprints, in_use)
+    if staged is None and not options.in_place:
+        stage_unleased(preparation.transfers, matched.part.fingerprints, in_use)
     return preparation, staging
 
 
-def _check_optimizers(assignments: Iterable[Assignment], optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+def _check_optimizers(transfers: Iterable[Transfer], optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
     """Raises `OptionError` where a transform of modules replaces a parameter of an optimizer.
 
     The state that fits the new tensor is unknown.
@@ -440,27 +434,25 @@ def _check_optimizers(assignments: Iterable[Assignment], optimizers: tuple[torch
         param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
     }
     replaced = [
-        assignment
-        for assignment in assignments
-        if assignment.module_transform is not None and assignment.slot_tensor in optimized_parameters
+        item for item in transfers if item.module_transform is not None and item.slot_tensor in optimized_parameters
     ]
     if replaced:
         alone = ", ".join(f"{pattern!r}: None" for pattern in glob_patterns(item.name for item in replaced))
         raise OptionError(
             "the state of an optimizer cannot follow a parameter that the transform replaces",
-            where=listed([assignment.name for assignment in replaced], 3),
-            found=replaced[0].placement.why,
+            where=listed([item.name for item in replaced], 3),
+            found=replaced[0].why,
             remedy=f"build the optimizer after the load, or leave these alone: transform={{{alone}, '*': transform}}; "
             "where transform= is a mapping, its patterns follow these names",
         )
 
 
-def _final_values(planned: Iterable[Planned]) -> dict[torch.Tensor, torch.Tensor]:
+def _final_values(transfers: Iterable[Transfers]) -> dict[torch.Tensor, torch.Tensor]:
     """The final value of each parameter, before the commit. Parameters of tensor subclasses have theirs already."""
     finals: dict[torch.Tensor, torch.Tensor] = {}
-    for item in planned:
-        if isinstance(item, PlainTable):
-            finals.update(zip(item.params, item.final or (), strict=False))
+    for item in transfers:
+        if not isinstance(item, Transfer):
+            finals.update(zip(item.params, item.finals, strict=False))
         elif item.final is not None and is_plain(item.final):
             finals[item.slot_tensor] = item.final
     return finals

@@ -12,9 +12,9 @@ from torch import nn
 from modelstate.arguments import checked_call
 from modelstate.errors import keep_interrupt
 from modelstate.formats.tree import refused_in
-from modelstate.planning.assignment import copy_cannot_fail
 from modelstate.planning.options import check_model
 from modelstate.planning.recorder import IncompatibleKeys, walk
+from modelstate.planning.transfer import copy_cannot_fail
 from modelstate.process import gc_paused
 from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.modules import needs_protocol

@@ -1,13 +1,12 @@
 """`Place`: the write that puts a staged value into its slot."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 
 from modelstate.loading.stage import stage_one
 from modelstate.loading.staging import Staging
-from modelstate.planning.assignment import Assignment, copy_cannot_fail
+from modelstate.planning.transfer import Transfer, Way, copy_cannot_fail
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.sharding import dtensor_like
 from modelstate.transaction.swap_tensors import become, give_memory, point_to, refusals
@@ -15,76 +14,72 @@ from modelstate.transaction.transaction import Transaction, Write
 
 
 class Place(Write):
-    """The write that executes an assignment. The final value decides how."""
+    """The write that executes a transfer. The final value decides how."""
 
-    __slots__ = ("assignment", "staging")
+    __slots__ = ("staging", "transfer")
 
-    def __init__(self, staging: Staging, assignment: Assignment) -> None:
-        self.target, self.value, self.done, self.order = assignment.param, assignment.value, False, 0
-        self.staging, self.assignment = staging, assignment
+    def __init__(self, staging: Staging, transfer: Transfer) -> None:
+        super().__init__(transfer.param, transfer.value)
+        self.staging, self.transfer = staging, transfer
 
     @property
     def cannot_fail(self) -> bool:
         """Whether only a copy between existing memory remains."""
-        assignment, final = self.assignment, self.assignment.final
-        if (
-            final is None
-            or assignment.placement.by_handler
-            or assignment.param.is_meta
-            or not _keeps_memory(assignment)
-        ):
+        transfer, param, final = self.transfer, self.transfer.param, self.transfer.final
+        if final is None or transfer.way is Way.CODE or param.is_meta or not _keeps_memory(transfer):
             return False
-        return final is assignment.param or copy_cannot_fail(assignment.param, final)
+        return final is param or copy_cannot_fail(param, final)
 
     def run(self, transaction: Transaction | None) -> None:
-        assignment, param = self.assignment, self.target
-        if assignment.final is None:
+        transfer, param = self.transfer, self.target
+        if transfer.final is None:
             if transaction is not None:
-                if assignment.placement.leased:
-                    assignment.stage_instead("code of the model uses it")
-                assignment.placement = replace(assignment.placement, mapped=False)  # model code uses the value
-                assignment.choose_route()
-            stage_one(self.staging, assignment)
-        final = assignment.final
+                if transfer.way is Way.INTO and self.staging.options.in_place is None:
+                    transfer.stage_instead("code of the model uses it")
+                transfer.maps = None  # the value is read: code uses it
+                if transfer.way is Way.MAP:
+                    transfer.way, transfer.why = Way.NEW, "was on meta: code of the model uses it"
+            stage_one(self.staging, transfer)
+        final = transfer.final
         assert final is not None
         if final is param:
             return  # the value was read in place
         if transaction is None:
             param.copy_(final)
-        elif assignment.sharded is not None and (param.is_meta or not _keeps_memory(assignment) or not is_plain(final)):
+        elif transfer.sharded is not None and (param.is_meta or not _keeps_memory(transfer) or not is_plain(final)):
             # The DTensor stays the same object. In inference mode it would become one that cannot be trained.
-            held = assignment.sharded.tensor
+            held = transfer.sharded.tensor
             with torch.inference_mode(final.is_inference()), torch.no_grad():
                 transaction.save_metadata(held)
                 transaction.register_undo(become(held, dtensor_like(held, final), _converted_grad(held, final)))
-        elif param.is_meta and not assignment.placement.by_handler and is_plain(final):
+        elif param.is_meta and transfer.way is not Way.CODE and is_plain(final):
             transaction.register_undo(give_memory(param, final))
         else:
             with torch.no_grad():
                 self._replace(param, final, transaction)
-        if assignment.freezes and assignment.slot_tensor.requires_grad:
-            _freeze(assignment.slot_tensor, transaction)
+        if transfer.freezes and transfer.slot_tensor.requires_grad:
+            _freeze(transfer.slot_tensor, transaction)
 
     def _replace(self, param: torch.Tensor, final: torch.Tensor, transaction: Transaction) -> None:
-        assignment = self.assignment
-        if assignment.placement.by_handler or not is_plain(final):
-            if assignment.placement.by_handler:
+        transfer = self.transfer
+        if transfer.way is Way.CODE or not is_plain(final):
+            if transfer.way is Way.CODE:
                 transaction.save_tensor(param)
-                _by_handler(assignment.name, param, final, transaction)
+                _by_handler(transfer.name, param, final, transaction)
             else:
                 transaction.save_metadata(param)
-                _take_over(assignment.name, param, final, transaction)
-            assignment.dtype, assignment.device = param.dtype, param.device
-        elif _keeps_memory(assignment):
+                _take_over(transfer.name, param, final, transaction)
+            transfer.dtypes, transfer.device = [param.dtype], param.device
+        elif _keeps_memory(transfer):
             transaction.save_tensor(param)
             param.copy_(final)
         else:
             transaction.register_undo(point_to(param, final, _converted_grad(param, final)))
 
 
-def _keeps_memory(assignment: Assignment) -> bool:
+def _keeps_memory(transfer: Transfer) -> bool:
     """Whether the slot keeps its memory."""
-    return assignment.param.dtype == assignment.dtype and assignment.param.device == assignment.device
+    return transfer.param.dtype == transfer.dtype and transfer.param.device == transfer.device
 
 
 def _converted_grad(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:

@@ -6,7 +6,6 @@ user computes are read by every rank, and so are those for other devices than th
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import TypeVar
 
 import msgspec
 import torch
@@ -14,19 +13,17 @@ import torch.distributed as dist
 
 from modelstate.distributed.agreement import Agreement
 from modelstate.io.memory import fresh_tensors
-from modelstate.planning.assignment import Assignment
+from modelstate.planning.transfer import Transfer, Transfers, Way
 from modelstate.rules.expression import Derived
 from modelstate.spec import AT_ONCE_BYTES
 from modelstate.text_format import count, size
 from modelstate.torch_compat.sharding import replicas_of
 
-_T = TypeVar("_T")
-
 
 class SharedRead(msgspec.Struct, frozen=True):
     """A value that one rank reads for several."""
 
-    assignment: Assignment
+    transfer: Transfer
     ranks: tuple[int, ...]
     """The ranks that hold the same part of the tensor."""
     reader: int
@@ -35,37 +32,37 @@ class SharedRead(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Bytes of the value as it is loaded."""
-        return self.assignment.param.numel() * self.assignment.dtype.itemsize
+        return self.transfer.param.numel() * self.transfer.dtype.itemsize
 
 
-def shared_reads(assignments: Sequence[Assignment], agreement: Agreement) -> list[SharedRead]:
+def shared_reads(transfers: Sequence[Transfer], agreement: Agreement) -> list[SharedRead]:
     """Chooses the values that one rank reads for its replicas, and has them staged before the commit.
 
-    The ranks of a group take turns by bytes. All of them come to the same choice, since their assignments are the same.
+    The ranks of a group take turns by bytes. All of them come to the same choice, since their transfers are the same.
     """
     turns: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     found: list[SharedRead] = []
-    for assignment in assignments:
+    for item in transfers:
         ranks = agreement.ranks
-        if assignment.sharded is not None:
-            ranks = replicas_of(assignment.sharded.tensor)
-        if len(ranks) < 2 or not _is_shared(assignment):
+        if item.sharded is not None:
+            ranks = replicas_of(item.sharded.tensor)
+        if len(ranks) < 2 or not _is_shared(item):
             continue
         reader = min(ranks, key=turns[ranks].__getitem__)
-        turns[ranks][reader] += assignment.nbytes
-        found.append(SharedRead(assignment, ranks, reader))
-        if assignment.placement.name == "copy":
-            assignment.stage_instead(f"rank {reader} reads it for {len(ranks)} ranks")
+        turns[ranks][reader] += item.nbytes
+        found.append(SharedRead(item, ranks, reader))
+        if item.way in (Way.INTO, Way.STAGED):
+            item.stage_instead(f"rank {reader} reads it for {len(ranks)} ranks")
     return found
 
 
-def _is_shared(assignment: Assignment) -> bool:
-    stored = assignment.stored
-    is_computed = assignment.is_transformed or assignment.placement.by_handler
+def _is_shared(item: Transfer) -> bool:
+    stored = item.stored
+    is_computed = item.is_transformed or item.way is Way.CODE
     is_certain = stored.is_certain if isinstance(stored, Derived) else True
     in_file = stored is not None and not isinstance(stored, torch.Tensor)
-    has_bytes = assignment.param.numel() > 0 and not assignment.placement.mapped
-    return in_file and is_certain and has_bytes and assignment.plain and assignment.on_cpu and not is_computed
+    has_bytes = item.param.numel() > 0 and item.maps is None
+    return in_file and is_certain and has_bytes and item.on_cpu and not is_computed
 
 
 def notes_on_shared(shared: Sequence[SharedRead]) -> list[str]:
@@ -78,13 +75,13 @@ def notes_on_shared(shared: Sequence[SharedRead]) -> list[str]:
     ]
 
 
-def to_read_here(assignments: Sequence[_T], shared: Sequence[SharedRead]) -> list[_T]:
-    """Returns the assignments that this rank reads itself."""
+def to_read_here(transfers: Sequence[Transfers], shared: Sequence[SharedRead]) -> list[Transfers]:
+    """Returns the transfers that this rank reads itself."""
     if not shared:
-        return list(assignments)
+        return list(transfers)
     rank = dist.get_rank()
-    received = {id(read.assignment) for read in shared if read.reader != rank}
-    return [assignment for assignment in assignments if id(assignment) not in received]
+    received = {id(read.transfer) for read in shared if read.reader != rank}
+    return [item for item in transfers if id(item) not in received]
 
 
 def connect(shared: Sequence[SharedRead], agreement: Agreement) -> None:
@@ -101,10 +98,10 @@ def broadcast(shared: Sequence[SharedRead], agreement: Agreement) -> None:
     Small values are sent in a buffer of limited size. Raises `RankLostError` where a rank does not take part.
     """
     rank = dist.get_rank()
-    received = [read.assignment for read in shared if read.reader != rank]
-    finals = fresh_tensors([assignment.layout for assignment in received])
-    for assignment, final in zip(received, finals, strict=True):
-        assignment.final = final
+    received = [read.transfer for read in shared if read.reader != rank]
+    finals = fresh_tensors([layout for item in received for layout in item.layouts()])
+    for item, final in zip(received, finals, strict=True):
+        item.finals = [final]
     groups: dict[tuple[tuple[int, ...], int], list[SharedRead]] = defaultdict(list)
     for read in shared:
         groups[read.ranks, read.reader].append(read)
@@ -114,7 +111,7 @@ def broadcast(shared: Sequence[SharedRead], agreement: Agreement) -> None:
 
 
 def _send(batch: Sequence[SharedRead], ranks: tuple[int, ...], reader: int, agreement: Agreement) -> None:
-    finals = [read.assignment.final for read in batch if read.assignment.final is not None]
+    finals = [read.transfer.final for read in batch if read.transfer.final is not None]
     # Their elements may lie in another order on each rank.
     values = [final.detach().contiguous() for final in finals]
     tensors = [value.view(-1).view(torch.uint8) for value in values]

@@ -6,7 +6,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from modelstate.html.page import Page
-from modelstate.planning.plan import LoadSummary, placements, steps_page
+from modelstate.planning.plan import LoadSummary, steps_page, ways
 from modelstate.text_format import count, listed, printable, seconds, size
 
 
@@ -66,7 +66,7 @@ class LoadReport(LoadSummary):
 
     def __str__(self) -> str:
         lines = self._conversion() if self.action else self._load()
-        lines += [f"  {line}" for line in placements(self.steps)]
+        lines += [f"  {line}" for line in ways(self.steps)]
         lines += [f"  {line}" for line in self._of_ranks()]
         lines += [f"  note: {printable(note)}" for note in self.notes]
         if self.verified_bytes:

@@ -4,25 +4,26 @@ import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
 import torch
 
-from modelstate.io.blocks import Block, Buffers, Consume, Part, Wait, Wanted, in_blocks, stream
+from modelstate.io.blocks import Block, Buffers, Part, Wait, Wanted, in_blocks, stream
 from modelstate.io.engine import common_align_bytes
 from modelstate.io.leased import LeasedFiles
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.pinned import pinned_memory
 from modelstate.loading.staging import Staging
-from modelstate.planning.assignment import Assignment, after_module_transform, transform_errors
-from modelstate.planning.plain_table import PlainTable
-from modelstate.planning.transforms import BlockFunction
-from modelstate.spec import StoredTensor
+from modelstate.planning.transfer import BY_SUBCLASS, Transfer, Transfers, Way, choose_way
+from modelstate.planning.transforms import BlockFunction, transform_errors
+from modelstate.spec import ByteRange
 from modelstate.torch_compat.dtypes import UNCHECKED, Overflows, can_overflow, extremes, is_range_within, is_within
+from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import copy_each
 
+Progress = Callable[[int], None]
 _MOST_DIRECT = 4
 """So many parts of a block are copied to a device one by one."""
 _FEW = 16
@@ -205,9 +206,6 @@ class StreamBuffers(Buffers):
         self._taken = 0
 
 
-Progress = Callable[[int], None]
-
-
 class Leased(NamedTuple):
     """Files that are leased, and the buffers of the reads from them, which are made when all of these are planned."""
 
@@ -216,105 +214,53 @@ class Leased(NamedTuple):
 
 
 def streamed_read(
-    staging: Staging, streamed: Sequence[Assignment], progress: Progress, leased: Leased | None = None
+    staging: Staging, transfers: Sequence[Transfers], progress: Progress, leased: Leased | None = None
 ) -> Callable[[], None]:
-    """Returns a function that reads the final values of assignments that can be streamed.
+    """Returns a function that reads the final values of transfers that pass through blocks.
 
-    It reads in place where the placement says so, and from the files of `leased`, where that is passed.
+    It reads into the slots where that is the way, and from the files of `leased`, where that is passed. Values that
+    adjoin in a file are read as one range, and the bytes of a value that has several names once.
 
-    It raises `ReadFailedError` and `TransformError`; memory that is read in place is then partly overwritten.
+    It raises `ReadFailedError` and `TransformError`; memory that is read into is then partly overwritten.
     """
-    buffers = StreamBuffers(staging, (one.device for one in streamed)) if leased is None else leased.buffers
-    consumer = _BlockConsumer(staging, streamed, buffers.queues)
-    ranges = [one.stored.extent for one in streamed if isinstance(one.stored, StoredTensor)]
-    wanted = [Wanted(extent, one.unit_bytes) for extent, one in zip(ranges, streamed, strict=True)]
-
-    def on_block(block: Block, seconds: float) -> None:
-        consumer.on_block(block, seconds)
-        progress(block.wanted_bytes)
-
-    return _stream(
-        *(staging, wanted, consumer.consume, buffers, on_block, consumer.end, leased),
-        to_device=any(one.device in buffers.queues for one in streamed),
-    )
-
-
-def table_read(
-    staging: Staging,
-    table: PlainTable,
-    targets: Sequence[torch.Tensor],
-    progress: Progress,
-    leased: Leased | None = None,
-) -> Callable[[], None]:
-    """Returns a function that reads the values of a streamed table into tensors, and casts them.
-
-    Values that adjoin in a file are read as one range, and the bytes of a value that has several names once.
-
-    With `leased` it reads from these files.
-
-    It raises `ReadFailedError`; memory that is read in place is then partly overwritten.
-    """
-    dtype, sources, extents = table.stored_dtype, table.sources, table.extents
-    in_order = sorted(range(len(sources)), key=sources.__getitem__)
-    begins = [(path, start) for path, start, _ in map(sources.__getitem__, in_order)]
-    ends = [(path, start + nbytes) for path, start, nbytes in map(sources.__getitem__, in_order)]
-    buffers = StreamBuffers(staging, [table.device]) if leased is None else leased.buffers
-    queue = buffers.queues.get(table.device)
-
-    def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
-        runs = [run_of(part) for part in block.parts]
-        if queue is not None:
-            return queue.run(buffer, block.nbytes, runs, staging.overflows)
-        copy_runs(runs, buffer, staging.overflows)
-        return None
-
-    def run_of(part: Part) -> Run:
-        path, first = extents[part.which].path, extents[part.which].start + part.first
-        values = []
-        for row in in_order[bisect_right(ends, (path, first)) : bisect_left(begins, (path, first + part.nbytes))]:
-            _, start, nbytes = sources[row]
-            begin, end = max(start, first), min(start + nbytes, first + part.nbytes)
-            target = targets[row]
-            if end - begin < nbytes:
-                at = target.storage_offset() + (begin - start) // dtype.itemsize
-                target = target.as_strided(((end - begin) // dtype.itemsize,), (1,), at)
-            elif target.dim() != 1:
-                target = target.view(-1)
-            values.append(Value(table.slots[row].name, (begin - first) // dtype.itemsize, target))
-        return Run(part.at, part.nbytes // dtype.itemsize, dtype, values)
-
-    def on_block(block: Block, seconds: float) -> None:
-        table.seconds += seconds
-        progress(block.wanted_bytes)
-
-    def end() -> None:
-        progress(table.nbytes - sum(extent.nbytes for extent in extents))
-
-    wanted = [Wanted(extent, dtype.itemsize) for extent in extents]
-    return _stream(
-        *(staging, wanted, consume, buffers, on_block, end, leased),
-        to_device=queue is not None,
-    )
-
-
-def _stream(
-    staging: Staging,
-    wanted: Sequence[Wanted],
-    consume: Consume,
-    buffers: StreamBuffers,
-    on_block: Callable[[Block, float], None],
-    end: Callable[[], None],
-    leased: Leased | None,
-    *,
-    to_device: bool,
-) -> Callable[[], None]:
-    """Returns the function that reads the ranges, and gives blocks to `consume`."""
-    strategy, fingerprints = staging.strategy, staging.checkpoint.fingerprints
-    if to_device:
+    buffers = StreamBuffers(staging, (item.device for item in transfers)) if leased is None else leased.buffers
+    fingerprints, strategy = staging.checkpoint.fingerprints, staging.strategy
+    wanted, owners = list[Wanted](), list[tuple[_Rows | _Transformed, ByteRange]]()
+    for item in transfers:
+        owner: _Rows | _Transformed
+        if isinstance(item, Transfer) and item.block_function is not None:
+            owner = _Transformed(staging, item, item.block_function)
+        else:
+            owner = _Rows(item, _memory_for(item))
+        wanted += [Wanted(extent, item.unit_bytes) for extent in item.extents]
+        owners += [(owner, extent) for extent in item.extents]
+    staging.held.take(sum(item.staged_bytes for item in transfers))
+    if any(item.device in buffers.queues for item in transfers):
         strategy = strategy.for_devices(sum(aligned(entry.source.nbytes) for entry in wanted))
     align_bytes = common_align_bytes({entry.source.path for entry in wanted}, fingerprints)
     blocks = in_blocks(wanted, strategy.block_bytes, align_bytes)
     buffers.need(blocks, strategy.threads)
+
+    def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
+        runs = defaultdict[torch.device, list[Run]](list)
+        for part in block.parts:
+            owner, extent = owners[part.which]
+            if isinstance(owner, _Transformed):
+                owner.write(part, buffer)
+            else:
+                runs[owner.transfers.device].append(owner.run_of(part, extent))
+        waits = list[Wait]()
+        for device, of_device in runs.items():
+            if device in buffers.queues:
+                waits.append(buffers.queues[device].run(buffer, block.nbytes, of_device, staging.overflows))
+            else:
+                copy_runs(of_device, buffer, staging.overflows)
+        return (lambda: [wait() for wait in waits]) if waits else None
+
+    def on_block(block: Block, seconds: float) -> None:
+        for part in block.parts:
+            owners[part.which][0].transfers.seconds += seconds * part.nbytes / block.wanted_bytes
+        progress(block.wanted_bytes)
 
     def run() -> None:
         try:
@@ -333,94 +279,92 @@ def _stream(
                 queue.wait()
         if leased is None:
             buffers.release()
-        end()
+        for owner in dict.fromkeys(owner for owner, _ in owners):
+            owner.end()
+        progress(sum(item.nbytes for item in transfers) - sum(entry.source.nbytes for entry in wanted))
 
     return run
 
 
-class _BlockConsumer:
-    """Casts, moves or transforms the parts of blocks, and writes them to the final tensors."""
+class _Rows:
+    """The rows of transfers, in the order of the files, with their final memory."""
 
-    def __init__(
-        self, staging: Staging, streamed: Sequence[Assignment], queues: Mapping[torch.device, CudaQueue]
-    ) -> None:
-        self._streamed, self._queues, self._overflows = streamed, queues, staging.overflows
-        self._parts = {
-            index: assignment.block_function.parts(assignment.param.shape[0])
-            for index, assignment in enumerate(streamed)
-            if assignment.block_function is not None
-        }
-        cast = [index for index, assignment in enumerate(streamed) if assignment.block_function is None]
-        self._finals = dict(zip(cast, _memory([streamed[index] for index in cast]), strict=True))
-        self._flat = {index: final.detach().view(-1) for index, final in self._finals.items()}
-        self._tracker = staging.held
-        self._tracker.take(sum(assignment.staged_bytes for assignment in streamed))
+    def __init__(self, transfers: Transfers, targets: list[torch.Tensor]) -> None:
+        self.transfers, self._targets, self._sources = transfers, targets, transfers.sources
+        self._order = sorted(range(len(self._sources)), key=self._sources.__getitem__)
+        ordered = [self._sources[row] for row in self._order]
+        self._begins = [(path, start) for path, start, _ in ordered]
+        self._ends = [(path, start + nbytes) for path, start, nbytes in ordered]
 
-    def consume(self, block: Block, buffer: torch.Tensor) -> Wait | None:
-        """Processes a block. Returns a function that waits until the buffer can be used again."""
-        queues = self._queues
-        runs = defaultdict[torch.device, list[Run]](list)
-        for part in block.parts:
-            assignment = self._streamed[part.which]
-            itemsize = assignment.value.dtype.itemsize
-            run = Run(part.at, part.nbytes // itemsize, assignment.value.dtype, ())
-            if assignment.block_function is None:
-                first = part.first // itemsize
-                target = self._flat[part.which][first : first + run.numel]
-                runs[target.device].append(run._replace(values=[Value(assignment.name, 0, target)]))
-            else:
-                self._transform(assignment, assignment.block_function, part, run.shown(buffer))
-        waits = list[Wait]()
-        for device, its in runs.items():
-            if device in queues:
-                waits.append(queues[device].run(buffer, block.nbytes, its, self._overflows))
-            else:
-                copy_runs(its, buffer, self._overflows)
-        return (lambda: [wait() for wait in waits]) if waits else None
+    def run_of(self, part: Part, extent: ByteRange) -> Run:
+        """Returns the values of a part of a range."""
+        dtype, first, values = self.transfers.stored_dtype, extent.start + part.first, list[Value]()
+        end = first + part.nbytes
+        from_row = bisect_right(self._ends, (extent.path, first))
+        for row in self._order[from_row : bisect_left(self._begins, (extent.path, end))]:
+            _, start, nbytes = self._sources[row]
+            begin, until = max(start, first), min(start + nbytes, end)
+            target = self._targets[row]
+            if until - begin < nbytes:
+                at = target.storage_offset() + (begin - start) // dtype.itemsize
+                target = target.as_strided(((until - begin) // dtype.itemsize,), (1,), at)
+            elif target.dim() != 1:
+                target = target.view(-1)
+            values.append(Value(self.transfers.names[row], (begin - first) // dtype.itemsize, target))
+        return Run(part.at, part.nbytes // dtype.itemsize, dtype, values)
 
-    def _transform(self, assignment: Assignment, function: BlockFunction, part: Part, value: torch.Tensor) -> None:
+    def end(self) -> None:
+        """Sets the final values."""
+        self.transfers.finals = self._targets
+
+
+class _Transformed:
+    """A value that a function transforms block by block, with the parts of its result."""
+
+    def __init__(self, staging: Staging, transfer: Transfer, function: BlockFunction) -> None:
+        self.transfers, self._function, self._staging = transfer, function, staging
+        self._parts = function.parts(transfer.param.shape[0])
+
+    def write(self, part: Part, buffer: torch.Tensor) -> None:
         """Transforms the rows of a part, and writes them where they belong."""
-        rows = value.view(-1, *assignment.value.shape[1:])
-        first = part.first // assignment.unit_bytes
-        cast_bytes = 0 if value.dtype == assignment.dtype else rows.numel() * assignment.dtype.itemsize
-        with self._tracker.during(function.extra_bytes + cast_bytes):
-            cast = rows.to(assignment.dtype)
-            assignment.overflows.check(assignment.name, rows, cast)
-            parts = {name: tensor[first : first + len(rows)] for name, tensor in self._parts[part.which].items()}
-            with transform_errors(assignment.name):
+        transfer, function = self.transfers, self._function
+        value = buffer[part.at : part.at + part.nbytes].view(transfer.stored_dtype)
+        rows = value.view(-1, *transfer.value.shape[1:])
+        first = part.first // transfer.unit_bytes
+        cast_bytes = 0 if value.dtype == transfer.dtype else rows.numel() * transfer.dtype.itemsize
+        with self._staging.held.during(function.extra_bytes + cast_bytes):
+            cast = rows.to(transfer.dtype)
+            self._staging.overflows.check(transfer.name, rows, cast)
+            parts = {name: tensor[first : first + len(rows)] for name, tensor in self._parts.items()}
+            with transform_errors(transfer.name):
                 function.write(cast, parts)
 
     @torch.inference_mode(False)
     def end(self) -> None:
-        """Sets the final values of the assignments."""
-        for index, assignment in enumerate(self._streamed):
-            if assignment.block_function is None:
-                assignment.final = self._finals[index]
-                continue
-            result = assignment.block_function.whole(self._parts[index], assignment.param.shape)
-            assignment.final, assignment.freezes = result.detach(), not result.requires_grad
-            assignment.dtype = assignment.final.dtype
-            assignment.placement = after_module_transform(assignment.placement, assignment.param, assignment.final)
-
-    def on_block(self, block: Block, seconds: float) -> None:
-        """Records the seconds that a block took."""
-        wanted_bytes = block.wanted_bytes
-        for part in block.parts:
-            assignment = self._streamed[part.which]
-            assignment.seconds += seconds * part.nbytes / wanted_bytes
+        """Sets the final value."""
+        result = self._function.whole(self._parts, self.transfers.param.shape)
+        set_transformed(self.transfers, result.detach(), freezes=not result.requires_grad)
 
 
-def _memory(cast: Sequence[Assignment]) -> list[torch.Tensor]:
-    """The final memory of each assignment."""
-    on_cpu = [assignment for assignment in cast if assignment.on_cpu and not assignment.placement.direct]
-    fresh = iter(fresh_tensors([assignment.layout for assignment in on_cpu]))
-    memory = []
+def set_transformed(transfer: Transfer, final: torch.Tensor, *, freezes: bool) -> None:
+    """Sets the result of a module's transform, whose class and dtype the slot gets, as the final value."""
+    transfer.finals, transfer.freezes, transfer.dtypes = [final], freezes, [final.dtype]
+    if is_plain(final, transfer.param):
+        transfer.way, transfer.why = choose_way(
+            *(transfer.param, final.dtype, final.device), can_map=False, in_place=False, can_read_into=False
+        )
+    elif is_plain(final):
+        transfer.way, transfer.why = Way.CODE, BY_SUBCLASS
+    else:
+        transfer.why = f"{type(final).__name__} {transfer.why}"
+
+
+def _memory_for(transfers: Transfers) -> list[torch.Tensor]:
+    """The final memory of values: the slots, or new memory."""
+    if transfers.way is Way.INTO:
+        return transfers.params
+    if transfers.device.type == "cpu":
+        return fresh_tensors(transfers.layouts())
     with torch.inference_mode(False):
-        for assignment in cast:
-            if assignment.placement.direct:
-                memory.append(assignment.param)
-            elif assignment.on_cpu:
-                memory.append(next(fresh))
-            else:
-                memory.append(torch.empty(assignment.param.shape, dtype=assignment.dtype, device=assignment.device))
-    return memory
+        layouts = transfers.layouts()
+        return [torch.empty(shape, dtype=dtype, device=transfers.device) for shape, _, dtype in layouts]

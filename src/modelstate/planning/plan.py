@@ -10,9 +10,9 @@ import msgspec
 import torch
 
 from modelstate.html.page import ColumnKind, Page, Shown
-from modelstate.planning.assignment import Placement, ReadRoute
 from modelstate.planning.matching import MatchedCheckpoint
 from modelstate.planning.options import LoadOptions
+from modelstate.planning.transfer import Way
 from modelstate.problems import Problem, explain
 from modelstate.text_format import count, printable, size
 from modelstate.torch_compat.dtypes import short
@@ -20,7 +20,7 @@ from modelstate.transaction.slots import SlotSignatures
 
 
 class Step(NamedTuple):
-    """A step of a plan or a report: the source of one slot, its placement, and the reason for the placement.
+    """A step of a plan or a report: the source of one slot, its way into the slot, and the reason for the way.
 
     Comparisons ignore `seconds`.
     """
@@ -32,8 +32,10 @@ class Step(NamedTuple):
     source: str
     """The name in the checkpoint; several names where a rule joins tensors; empty where a rule or the model's code
     computes the value."""
-    how: Placement
-    """The placement in the slot."""
+    way: Way
+    """How the value gets into the slot."""
+    why: str
+    """The reason for the way."""
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     """After the load; None for extra state."""
@@ -47,8 +49,8 @@ class Step(NamedTuple):
     """Other names of the same tensor in the model."""
     rules: tuple[str, ...] = ()
     """The rules that lead from the source to the name; with `init_missing=`, the methods that initialise the tensor."""
-    route: ReadRoute | None = None
-    """How the bytes get to the slot; None for extra state."""
+    mapped: bool = False
+    """Whether the value is a map of the file, so that nothing is copied."""
     shard: str = ""
     """The part of a DTensor that this rank loads: "[2:4, 0:8]"; several parts where they do not adjoin."""
     seconds: float = 0.0
@@ -58,26 +60,8 @@ class Step(NamedTuple):
     @property
     def decision(self) -> tuple[object, ...]:
         """What a plan decides. Whether bytes are mapped, or read at the commit, depends on other processes too."""
-        return (*self[:3], self.how.name, self.how.by_handler, *self[4:11], self.shard)
-
-    @property
-    def placement(self) -> str:
-        """The kind of placement.
-
-        "copy" copies into the existing memory. "data" gives the tensor other memory. "swap" gives memory to a tensor on
-        meta, or changes the class of the tensor, which stays the same object. "call" calls `set_extra_state`.
-        """
-        return self.how.name
-
-    @property
-    def why(self) -> str:
-        """The reason for the placement."""
-        return self.how.why
-
-    @property
-    def mapped(self) -> bool:
-        """Whether the memory of the tensor is a map of the file, so that nothing is copied."""
-        return self.how.mapped
+        way = {Way.MAP: Way.NEW, Way.INTO: Way.STAGED}.get(self.way, self.way)
+        return (*self[:3], way, *self[5:12], self.shard)
 
     @property
     def cast(self) -> str:
@@ -101,7 +85,7 @@ class Step(NamedTuple):
             "name": self.name,
             "kind": self.kind,
             "source": self.source,
-            "placement": self.placement,
+            "way": self.way,
             "why": self.why,
             "shape": list(self.shape),
             "dtype": short(self.dtype) if self.dtype is not None else "",
@@ -111,7 +95,6 @@ class Step(NamedTuple):
             "mapped": self.mapped,
             "ties": list(self.ties),
             "rules": list(self.rules),
-            "route": self.route or "",
             "shard": self.shard,
         }
 
@@ -230,7 +213,7 @@ class LoadPlan(LoadSummary):
         lines = [
             f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled",
             f"  {size(self.bytes)} to read, {size(self.peak_memory_bytes)} of memory beyond the final tensors",
-            *(f"  {line}" for line in placements(self.steps)),
+            *(f"  {line}" for line in ways(self.steps)),
             *(f"  note: {printable(note)}" for note in self.notes),
         ]
         if self.problems:
@@ -268,7 +251,7 @@ def steps_page(
     text: str = "",
 ) -> Page:
     """Returns the page of a plan or a report."""
-    columns = ("Name", "Kind", "From", "Shape", "Dtype", "Cast", "Bytes", "Placement", "Reason", "Route", "Time in ms")
+    columns = ("Name", "Kind", "From", "Shape", "Dtype", "Cast", "Bytes", "Way", "Reason", "Time in ms")
     kinds = {"Bytes": ColumnKind.BYTES, "Time in ms": ColumnKind.MEASURE}
     is_timed = any(step.seconds for step in steps)
     return Page(
@@ -277,35 +260,31 @@ def steps_page(
         tuple((name, kinds.get(name, ColumnKind.TEXT)) for name in columns[: None if is_timed else -1]),
         [
             (step.name, step.kind, step.source, str(list(step.shape)), short(step.dtype) if step.dtype else "")
-            + (step.cast, step.nbytes, step.placement, step.why, step.route or "")
+            + (step.cast, step.nbytes, step.way, step.why)
             + ((step.seconds * 1000,) if is_timed else ())
             for step in steps
         ],
         table="Steps",
         text=text,
-        notes=(*placements(steps), *notes),
+        notes=(*ways(steps), *notes),
     )
 
 
-def placements(steps: tuple[Step, ...]) -> list[str]:
-    """Returns a line for each kind of placement, and for each cast."""
-    ways: Counter[tuple[str, str]] = Counter()
+def ways(steps: tuple[Step, ...]) -> list[str]:
+    """Returns a line for each way with its reason, and for each cast."""
+    counts: Counter[tuple[Way, str]] = Counter()
     casts: Counter[str] = Counter()
-    read: Counter[str | None] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[Way, str]] = Counter()
     for step in steps:
-        ways[step.placement, step.why] += 1
-        sizes[step.placement, step.why] += step.nbytes
+        counts[step.way, step.why] += 1
+        sizes[step.way, step.why] += step.nbytes
         if step.cast:
             casts[step.cast] += 1
-        if step.route not in (None, ReadRoute.IN_MEMORY):
-            read[step.route] += step.nbytes
+    extra = {(step.way, step.why) for step in steps if step.dtype is None}
     lines = [
-        f"{placement}: {count(number, 'tensor')}, {size(sizes[placement, why])}: {why}"
-        if placement != "call"
-        else f"{placement}: {count(number, 'extra state')}: {why}"
-        for (placement, why), number in ways.most_common()
+        f"{way}: {count(number, 'extra state')}: {why}"
+        if (way, why) in extra
+        else f"{way}: {count(number, 'tensor')}, {size(sizes[way, why])}: {why}"
+        for (way, why), number in counts.most_common()
     ]
-    if read:
-        lines.append("bytes: " + ", ".join(f"{size(nbytes)} {route}" for route, nbytes in read.most_common()))
     return lines + [f"cast: {count(number, 'tensor')} from {cast}" for cast, number in casts.most_common()]

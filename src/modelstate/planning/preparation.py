@@ -1,6 +1,6 @@
-"""`Preparation`: the assignments of a load, and every problem that keeps a value from its slot."""
+"""`Preparation`: the transfers of a load, and every problem that keeps a value from its slot."""
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
@@ -11,24 +11,27 @@ from torch.nn.parameter import is_lazy
 from modelstate.checkpoint.mapped import UNALIGNED
 from modelstate.errors import CodecError, ExtraStateError, ModelStateError, PlanError
 from modelstate.io.engine import ReadStrategy
-from modelstate.planning.assignment import (
-    CALL,
-    DEVICES_READ_INTO,
-    Assignment,
-    Placement,
-    choose,
-)
 from modelstate.planning.mapped_state import MappedState
 from modelstate.planning.matching import MatchedCheckpoint, ModelSchemaView, StoredEntries
 from modelstate.planning.memory import peak_bytes
-from modelstate.planning.plain_table import PlainTable, Planned, plain_tables
 from modelstate.planning.plan import Binding, LoadPlan, Step
 from modelstate.planning.sharded import LocalSlot, ShardedSlot, sharded_slot
+from modelstate.planning.transfer import (
+    BY_SUBCLASS,
+    DEVICES_READ_INTO,
+    Transfer,
+    Transfers,
+    Way,
+    choose_way,
+    copy_cannot_fail,
+    plain_transfers,
+)
 from modelstate.planning.transforms import (
     NO_TRANSFORM,
+    BlockFunction,
     BlockTransform,
-    Bound,
     Choice,
+    ModuleTransform,
     Transforms,
     block_shape_of,
     extra_bytes_of,
@@ -45,11 +48,12 @@ from modelstate.problems import (
 )
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, Source, is_dequantized, lacks_values, placed_tensors, read_bytes
-from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredComposite, StoredTensor, is_run
+from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredTensor, is_run
 from modelstate.text_format import count, printable, size
-from modelstate.torch_compat.dtypes import Overflows, cast_between, short
+from modelstate.torch_compat.dtypes import cast_between, short
 from modelstate.torch_compat.plain import (
     has_its_memory,
+    is_dense,
     is_fake,
     is_plain,
     is_quantized,
@@ -83,19 +87,17 @@ class Preparation:
     """A load that is planned: the values that go to the slots of a model, with the problems and notes.
 
     The constructor makes an empty one, which `record` or `bind` fills: they call `tensor` with the values of the
-    checkpoint, or `rebind` with the steps of a plan. `assign` turns a value and its slot into an `Assignment`, and adds
-    a write to the transaction. The write waits until the load is committed, unless code of the model uses the tensor
-    before. The owner of the transaction must roll it back where there are problems.
+    checkpoint. `assign` turns a value and its slot into a `Transfer`, and adds a write to the transaction. The write
+    waits until the load is committed, unless code of the model uses the tensor before. The owner of the transaction
+    must roll it back where there are problems.
 
     Args:
         transaction: The transaction of the load, whose root is the model.
         view: The slots of the model.
         matched: The part of the checkpoint that is loaded.
-        overflows: Counts values that casts make infinite or NaN.
-        make_write: Returns the write that executes an assignment.
+        make_write: Returns the write that executes a transfer.
         call_extra_state: Whether `set_extra_state` is called; a plan only checks values.
-        with_tables: Whether plain values are planned together, as the rows of `PlainTable`.
-        staged_tables: The tables of the plan with their values, where these have been read already.
+        in_columns: Whether values without facts of their own are planned together.
     """
 
     def __init__(
@@ -103,12 +105,10 @@ class Preparation:
         transaction: Transaction,
         view: ModelSchemaView,
         matched: MatchedCheckpoint,
-        overflows: Overflows,
-        make_write: Callable[[Assignment], Write],
+        make_write: Callable[[Transfer], Write],
         *,
         call_extra_state: bool,
-        with_tables: bool = False,
-        staged_tables: Sequence[PlainTable] | None = None,
+        in_columns: bool = False,
     ) -> None:
         self.transaction, self.model = transaction, transaction.root
         self.matched, self.view = matched, view
@@ -123,13 +123,11 @@ class Preparation:
         self._incoming: MappedState | None = None
         self.problems: list[Problem] = []
         self.notes: list[str] = []
-        self.overflows = overflows
-        self.assignments: list[Assignment] = []
-        self.tables: list[PlainTable] = []
-        """The values that have no assignment of their own."""
-        self.planned: list[Planned] = []
-        """Everything that is read; set by `settle`."""
-        self.moves: list[Assignment] = []
+        self.singles: list[Transfer] = []
+        """The values with facts of their own."""
+        self.plain: list[Transfers] = []
+        """The other values."""
+        self.moves: list[Transfer] = []
         """Tensors that get no value, and only move to another device."""
         self.used: set[str] = set()
         """Names, after the rules, whose values have been assigned to a slot."""
@@ -140,9 +138,9 @@ class Preparation:
         self.extra_states: list[str] = []
         self.compared: list[str] = []
         """Names of non-persistent buffers that equal the checkpoint's values."""
-        self.filled: dict[int, Assignment | None] = {}
-        """By the ids of the tensors that get a value, under whatever name. None stands for a row of a table."""
-        self._in_memory: list[Assignment] = []
+        self.filled: dict[int, Transfer | None] = {}
+        """By the ids of the tensors that get a value, under whatever name. None stands for a row of `plain`."""
+        self._in_memory: list[Transfer] = []
         """Those that get into plain memory of the model, which that of others may overlap."""
         self._mapped_storages: set[ByteRange] = set()
         """The storages of files that slots map. Slots that are not tied must not share memory."""
@@ -156,8 +154,7 @@ class Preparation:
         cannot change that dtype."""
         self.not_mapped = 0
         """The number of tensors that are read although the plan that is executed maps them."""
-        self._make_write, self._call_extra_state, self._with_tables = make_write, call_extra_state, with_tables
-        self._staged_tables = staged_tables
+        self._make_write, self._call_extra_state, self._in_columns = make_write, call_extra_state, in_columns
         self._cause: Exception | None = None
         self._has_shards = False
         # Code of the model may change a lazy parameter before `plan` is called.
@@ -180,14 +177,18 @@ class Preparation:
             self._incoming.settle()
             self.notes += self._incoming.maps.notes
         self.notes = [*dict.fromkeys(self.notes)]
-        self.planned = [*self.assignments, *self.tables]
+
+    @property
+    def transfers(self) -> list[Transfers]:
+        """Everything that is loaded."""
+        return [*self.singles, *self.plain]
 
     def _notes_on_strides(self) -> list[str]:
         """Says how the parts of DTensors are read whose bytes do not adjoin in the file."""
         strided = [
-            (assignment.nbytes, read_bytes(assignment.stored))
-            for assignment in self.assignments
-            if assignment.sharded is not None and assignment.stored is not None and not assignment.is_run_of_bytes
+            (item.nbytes, read_bytes(item.stored))
+            for item in self.singles
+            if item.sharded is not None and item.stored is not None and item.columns is None
         ]
         in_runs = [needed for needed, read in strided if needed and read <= needed]
         with_gaps = [(needed, read) for needed, read in strided if read > needed]
@@ -205,30 +206,26 @@ class Preparation:
         are_read = f"{count(self.not_mapped, 'tensor')} {'is' if self.not_mapped == 1 else 'are'} read into memory"
         return f"{are_read}; when the plan was made, the file could be mapped"
 
-    def take_plain(self) -> Collection[str]:
-        """Takes plain values all at once, and returns their names. Called where a load runs no code of the model."""
+    def add_plain(self) -> Collection[str]:
+        """Adds plain values all at once, and returns their names. Called where a load runs no code of the model."""
         options, entries = self.options, self.matched.applied.entries
         has_others = options.transform is not None or options.read_once
-        if has_others or not (self._with_tables and isinstance(entries, StoredEntries)):
+        if has_others or not (self._in_columns and isinstance(entries, StoredEntries)):
             return ()
-        if self._staged_tables is not None:
-            self.tables = [table.rebound(self.slots.by_name) for table in self._staged_tables]
-        else:
-            self.tables = plain_tables(self.slots.tensors, entries.tensors, options, lambda: self.incoming.maps)
-        for table in self.tables:
-            self.used.update(slot.names[0] for slot in table.slots)
-            self.filled.update(dict.fromkeys(map(id, table.params)))
+        self.plain = plain_transfers(self.slots.tensors, entries.tensors, options, lambda: self.incoming.maps)
+        for item in self.plain:
+            self.used.update(item.names)
+            self.filled.update(dict.fromkeys(map(id, item.params)))
         rows = entries.tensors.rows
         if len({*rows.values()}) < len(rows):  # other names of the same bytes are not mapped
-            for table in self.tables:
-                self._mapped_storages.update(table.sources if table.placement.mapped else ())
+            for item in self.plain:
+                self._mapped_storages.update(item.sources if item.way is Way.MAP else ())
         return self.used
 
     @property
     def mapped(self) -> int:
         """The number of tensors that become maps of a file."""
-        in_tables = sum(len(table.slots) for table in self.tables if table.placement.mapped)
-        return in_tables + sum(assignment.placement.mapped for assignment in self.assignments)
+        return sum(len(item.names) for item in self.transfers if item.maps is not None)
 
     @property
     def signatures(self) -> SlotSignatures:
@@ -288,7 +285,7 @@ class Preparation:
         why = ": ".join(filter(None, (error.what, error.found)))
         self.problems.append(Problem(ProblemKind.UNREAD, key, why=printable(why), remedy=error.remedy))
 
-    # Values and slots become assignments.
+    # Values and slots become transfers.
 
     def assign(self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor) -> None:
         """Assigns `value` to `param`, or adds the problem that keeps it from going there."""
@@ -299,27 +296,28 @@ class Preparation:
             if not self._equals(first, value, stored):
                 self.problems.append(self._tie_conflict(name, first.name))
             return
-        assignment = self._assignment(name, kind, param, value, given, stored)
-        self.filled[id(param)] = assignment
-        self.assignments.append(assignment)
-        param, value, stored = assignment.param, assignment.value, assignment.stored
-        if not assignment.plain and self._has_other_class(assignment):
+        item = self._transfer(name, kind, param, value, given, stored)
+        self.filled[id(param)] = item
+        self.singles.append(item)
+        param, value, stored = item.param, item.value, item.stored
+        if not is_plain(param, value) and self._has_other_class(item):
             return  # the value is never written, even where the model's own code uses the tensor
-        if assignment.sharded is not None and assignment.placement.name == "data" and self._shards_are_in_use:
-            self.problems.append(Problem(ProblemKind.SHARDS_IN_USE, name, why=assignment.placement.why))
+        gets_memory = item.way is Way.NEW and not param.is_meta and item.module_transform is None
+        if item.sharded is not None and gets_memory and self._shards_are_in_use:
+            self.problems.append(Problem(ProblemKind.SHARDS_IN_USE, name, why=item.why))
         if value.is_meta or (isinstance(stored, torch.Tensor) and lacks_values(stored)):
             self.problems.append(Problem(ProblemKind.NO_VALUES, name))
-        elif value.dtype != assignment.dtype:
-            self._check_dtype(assignment)
+        elif value.dtype != item.dtype:
+            self._check_dtype(item)
         if not param.is_meta:
-            self._check_memory(assignment)
-        self.transaction.add(self._make_write(assignment))
+            self._check_memory(item)
+        self.transaction.add(self._make_write(item))
 
-    def _assignment(
+    def _transfer(
         self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor, given: str, stored: Source | None
-    ) -> Assignment:
+    ) -> Transfer:
         options, choice = self.options, NO_TRANSFORM if self.transforms is None else self.transforms.of(name)
-        transform, transformed, sharded = choice.first, choice.first is not None, None
+        transform, transformed, last, sharded = choice.first, choice.first is not None, choice.last, None
         device = self.device_after(param)
         if is_sharded(param) and (slots := self._sharded_slot(name, param, value, stored, choice)) is not None:
             sharded, (param, value, stored, transform) = slots
@@ -330,41 +328,51 @@ class Preparation:
         # The argument of a transform is read: a mapped file must not be truncated while the transform uses it.
         # FSDP2 gathers shards at every step, and pads them: they get memory of their own unless a map is asked for.
         has_own_memory = sharded is not None or options.read_once
-        may_map = is_meta and not transformed and (options.map is True if has_own_memory else options.map is not False)
-        if may_map and isinstance(stored, StoredTensor) and stored.is_contiguous:
+        can_map = is_meta and not transformed and (options.map is True if has_own_memory else options.map is not False)
+        if can_map and isinstance(stored, StoredTensor) and stored.is_contiguous:
             # Two slots that are not tied must not map the same bytes.
-            may_map = stored.storage not in self._mapped_storages
+            can_map = stored.storage not in self._mapped_storages
             if stored.nbytes and stored.extent.start % stored.dtype.itemsize:
-                may_map = False
+                can_map = False
                 self.incoming.maps.note(UNALIGNED, stored.extent.path)
         else:
-            may_map = False
-        placement = choose(
-            param,
-            value,
-            dtype,
-            device,
-            map=may_map,
-            in_place=not is_meta and self._in_place(param, device, stored),
-            transformed=transformed,
-        )
-        plain = not placement.by_handler
-        if choice.last is not None:
-            placement = Placement("swap", f"made by {choice.last.transform}")
-        elif placement.mapped and isinstance(stored, StoredTensor):
-            if not self.incoming.maps.can_map(stored.extent, options.map):
-                placement = choose(param, value, dtype, device, map=False, in_place=False, transformed=False)
+            can_map = False
+        is_plain_slot = is_plain(param, value)
+        can_map = can_map and is_plain(value) and dtype == value.dtype and last is None
+        if is_plain_slot:
+            can_map = can_map and device.type == "cpu" and value.stride() == param.stride()
+        if can_map and isinstance(stored, StoredTensor):
+            can_map = self.incoming.maps.can_map(stored.extent, options.map)
             self._mapped_storages.update([stored.storage] if stored.nbytes else [])
-        assignment = Assignment(
-            *(name, kind, param, value, given, stored, placement, plain, dtype, device, self.overflows, transform),
+        if last is not None:
+            way, why = Way.NEW, f"made by {last.transform}"
+        elif is_plain_slot:
+            can_read_into = not (is_meta or transformed) and self._can_read_into(param, value, device, stored)
+            way, why = choose_way(
+                *(param, dtype, device), can_map=can_map, in_place=options.in_place, can_read_into=can_read_into
+            )
+        else:
+            way, why = Way.CODE, BY_SUBCLASS
+        block_function, transform_bytes = None, 0
+        if last is not None:
+            block_function = self._block_function(last.transform, param, stored, dtype, device)
+            if block_function is None:
+                transform_bytes = extra_bytes_of(last.transform, name, tuple(param.shape), dtype)
+        return Transfer(
+            *([name], [kind], [param], [dtype], device, way, why),
+            maps=self.incoming.maps if can_map else None,
+            value=value,
+            given=given,
+            stored=stored,
+            transform=transform,
+            module_transform=last,
+            block_function=block_function,
+            transform_bytes=transform_bytes,
             sharded=sharded,
         )
-        if choice.last is not None:
-            self._set_module_transform(assignment, choice.last)
-        return assignment
 
-    def _equals(self, first: Assignment, value: torch.Tensor, stored: Source | None) -> bool:
-        """Whether another value for the slot of an assignment is the same. Each rank compares its part of a DTensor."""
+    def _equals(self, first: Transfer, value: torch.Tensor, stored: Source | None) -> bool:
+        """Whether another value for the slot of an item is the same. Each rank compares its part of a DTensor."""
         whole = first.value if first.sharded is None else first.sharded.value
         if whole is value:
             return True
@@ -402,53 +410,48 @@ class Preparation:
             local = local._replace(value=self.incoming.maps.tensor(local.stored))
         return slot, local
 
-    def _in_place(self, param: torch.Tensor, device: torch.device, stored: Source | None) -> bool | None:
-        """Whether a value can get into existing memory without temporary memory for all values.
-
-        None stands for bytes of files that are read, cast or combined block by block, without a call of other code.
-        """
-        if self.options.in_place is None:
-            by_blocks = is_run(stored)
-            if (
-                not by_blocks
-                and device == _CPU
-                and isinstance(stored, Described | Derived)
-                and stored.dtype == param.dtype
-            ):
-                in_blocks = stored.read_in_blocks if isinstance(stored, Derived) else None
-                by_blocks = in_blocks is not None or bool(placed_tensors(stored))
-            is_strided = param.layout is torch.strided  # compressed sparse tensors raise in is_contiguous
-            in_order = is_strided and param.is_contiguous() and not (param.is_conj() or param.is_neg())
-            return None if by_blocks and device.type in DEVICES_READ_INTO and not param.is_meta and in_order else False
-        if not self.options.in_place:
+    def _can_read_into(
+        self, param: torch.Tensor, value: torch.Tensor, device: torch.device, stored: Source | None
+    ) -> bool:
+        """Whether a value can get into existing memory without temporary memory for all values."""
+        if not isinstance(stored, Described | Derived) or not copy_cannot_fail(param, value):
             return False
-        if isinstance(stored, Derived):
-            return stored.is_certain and stored.of_files
-        if isinstance(stored, StoredTensor | StoredComposite):
-            return bool(placed_tensors(stored)) or (isinstance(stored, StoredTensor) and stored.is_contiguous)
-        return isinstance(stored, torch.Tensor)
+        by_blocks = stored.read_in_blocks is not None if isinstance(stored, Derived) else False
+        if self.options.in_place:
+            return (
+                by_blocks
+                or bool(placed_tensors(stored))
+                or (
+                    stored.is_certain and stored.of_files
+                    if isinstance(stored, Derived)
+                    else isinstance(stored, StoredTensor) and stored.is_contiguous
+                )
+            )
+        # Bytes of files are read, cast or combined block by block, without a call of other code.
+        if not is_run(stored):
+            same = device == _CPU and stored.dtype == param.dtype
+            if not (same and (by_blocks or bool(placed_tensors(stored)))):
+                return False
+        in_order = param.is_contiguous() and not (param.is_conj() or param.is_neg())
+        return device.type in DEVICES_READ_INTO and in_order
 
     @staticmethod
-    def _set_module_transform(assignment: Assignment, bound: Bound) -> None:
-        """Sets the transform of a module that computes the value, and the memory that each call needs."""
-        assignment.module_transform, transform, shape = bound, bound.transform, tuple(assignment.param.shape)
-        in_rows = assignment.own_stride is None and assignment.is_run_of_bytes and assignment.nbytes > 0
-        if isinstance(transform, BlockTransform) and in_rows and assignment.on_cpu:
-            assignment.block_function = transform.block_function(shape, assignment.dtype)
-        if assignment.block_function is None:
-            assignment.transform_bytes = extra_bytes_of(transform, assignment.name, shape, assignment.dtype)
-        assignment.choose_route()
+    def _block_function(
+        transform: ModuleTransform, param: torch.Tensor, stored: Source | None, dtype: torch.dtype, device: torch.device
+    ) -> BlockFunction | None:
+        """The function that computes the result of a module's transform in blocks of rows, where there is one."""
+        in_order = param.is_contiguous() or not is_dense(param)
+        if isinstance(transform, BlockTransform) and in_order and is_run(stored) and device == _CPU:
+            return transform.block_function(tuple(param.shape), dtype)
+        return None
 
     def move(self, slot: Slot, device: torch.device) -> None:
         """Moves a tensor that gets no value to a device when the load is committed."""
         value = slot.tensor.detach()
-        placement = Placement("data", f"moves to {device}")
-        assignment = Assignment(
-            *(slot.name, slot.kind, slot.tensor, value, "", value, placement, is_plain(slot.tensor)),
-            *(value.dtype, device, self.overflows),
-        )
-        self.moves.append(assignment)
-        self.transaction.add(self._make_write(assignment))
+        columns = [slot.name], [slot.kind], [slot.tensor], [value.dtype], device
+        item = Transfer(*columns, Way.NEW, f"moves to {device}", value=value, given="", stored=value)
+        self.moves.append(item)
+        self.transaction.add(self._make_write(item))
 
     def hidden_buffer(self, slot: Slot, name: str) -> bool:
         """Fills a non-persistent buffer on meta; elsewhere the value must equal the buffer. Returns whether it does."""
@@ -493,90 +496,86 @@ class Preparation:
         seen = self.matched.name_for_rules(name)
         return seen if seen != name else ""
 
-    # Checks of single assignments.
+    # Checks of single transfers.
 
-    def _has_other_class(self, assignment: Assignment) -> bool:
+    def _has_other_class(self, item: Transfer) -> bool:
         """Adds a problem where the classes of the two tensors rule out a copy. Returns whether they do.
 
         A FakeTensor has no values, and torch cannot copy from a DTensor to a whole tensor.
         """
         problem: Problem | None = None
-        if is_fake(assignment.param) or is_fake(assignment.value):
-            side = "model" if is_fake(assignment.param) else "checkpoint"
-            problem = Problem(ProblemKind.FAKE_TENSORS, assignment.name, found=side)
-        elif is_sharded(assignment.param):
+        if is_fake(item.param) or is_fake(item.value):
+            side = "model" if is_fake(item.param) else "checkpoint"
+            problem = Problem(ProblemKind.FAKE_TENSORS, item.name, found=side)
+        elif is_sharded(item.param):
             return True  # `_assignment` has added the problem
-        elif is_sharded(assignment.value):
-            problem = Problem(ProblemKind.SHARDED_TENSORS, assignment.name)
+        elif is_sharded(item.value):
+            problem = Problem(ProblemKind.SHARDED_TENSORS, item.name)
         self.problems += [problem] if problem is not None else []
         return problem is not None
 
-    def _check_memory(self, assignment: Assignment) -> None:
+    def _check_memory(self, item: Transfer) -> None:
         """Adds problems of slots whose memory is freed, and notes the others for `_check_overlaps`."""
-        param, is_copied = assignment.param, assignment.placement.name == "copy"
-        if not (assignment.plain or is_plain(param)):
+        param = item.param
+        if not is_plain(param):
             return
-        if is_copied and not (
-            assignment.placement.direct or has_its_memory(param)
-        ):  # `choose` has asked for direct ones
+        if item.way is Way.STAGED and not has_its_memory(param):
             stored = param.untyped_storage().nbytes()
-            self.problems.append(Problem(ProblemKind.FREED_MEMORY, assignment.name, param.nbytes, stored))
+            self.problems.append(Problem(ProblemKind.FREED_MEMORY, item.name, param.nbytes, stored))
             return
         if storage_id(param):
-            self._in_memory.append(assignment)
+            self._in_memory.append(item)
 
     def _check_overlaps(self) -> None:
         """Adds problems of slots whose memory overlaps, where one would overwrite the values of the other."""
-        for group in sharing(self._in_memory, [assignment.param for assignment in self._in_memory]):
+        for group in sharing(self._in_memory, [item.param for item in self._in_memory]):
             # Where many slots are the same view of the same memory, each is compared with the first of them only.
-            first_at: dict[Hashable, Assignment] = {}
+            first_at: dict[Hashable, Transfer] = {}
             pairs = [(first_at.setdefault(place_of(second.param), second), second) for second in group]
             pairs = [(first, second) for first, second in pairs if first is not second]
             distinct = list(first_at.values())
-            pairs += overlapping(distinct, [assignment.param for assignment in distinct])
+            pairs += overlapping(distinct, [item.param for item in distinct])
             for first, second in pairs:
                 if first.value.shape != first.param.shape:
                     continue
-                if second.placement.name != "copy":
+                if second.way not in (Way.INTO, Way.STAGED):
                     self.notes.append(f"{first.name} and {second.name} share memory now, and not after the load")
                 elif self._clash(first, second):
                     self.problems.append(self._tie_conflict(second.name, first.name))
 
-    def _clash(self, first: Assignment, second: Assignment) -> bool:
+    def _clash(self, first: Transfer, second: Transfer) -> bool:
         if first.sharded is None and second.sharded is None and same_place(first.param, second.param):
             return not self.incoming.are_equal(first.value, second.value)
         return clash(first.param, self._values(first), second.param, self._values(second))
 
-    def _values(self, assignment: Assignment) -> torch.Tensor:
-        """The values of an assignment for a comparison. The local part of a deferred value is never computed."""
-        if assignment.sharded is not None and isinstance(assignment.stored, StoredTensor):
-            return self.incoming.maps.tensor(assignment.stored)
-        return self.incoming.with_values(assignment.value)
+    def _values(self, item: Transfer) -> torch.Tensor:
+        """The values of an item for a comparison. The local part of a deferred value is never computed."""
+        if item.sharded is not None and isinstance(item.stored, StoredTensor):
+            return self.incoming.maps.tensor(item.stored)
+        return self.incoming.with_values(item.value)
 
-    def _check_dtype(self, assignment: Assignment) -> None:
-        if assignment.transform is not None:
+    def _check_dtype(self, item: Transfer) -> None:
+        if item.transform is not None:
             return  # the result of a transform may have any dtype
-        if not is_plain(assignment.value):
-            keeps_class = assignment.param.is_meta or is_quantized(
-                assignment.param
-            )  # else the class converts it to a plain tensor
-            if self.options.dtype is not None and keeps_class and is_quantized(assignment.value):
-                found = f"{type(assignment.value.data).__name__} of {short(assignment.value.dtype)}"
-                problem = Problem(ProblemKind.QUANTIZED_CAST, assignment.name, short(assignment.dtype), found)
+        if not is_plain(item.value):
+            keeps_class = item.param.is_meta or is_quantized(item.param)  # else the class converts it to a plain tensor
+            if self.options.dtype is not None and keeps_class and is_quantized(item.value):
+                found = f"{type(item.value.data).__name__} of {short(item.value.dtype)}"
+                problem = Problem(ProblemKind.QUANTIZED_CAST, item.name, short(item.dtype), found)
                 self.problems.append(problem)
             return
-        cast = cast_between(assignment.value.dtype, assignment.dtype)
-        is_requested = self.options.dtype is not None and assignment.dtype == self.options.dtype
-        is_rounded = assignment.dtype in (torch.bfloat16, torch.float16) and is_dequantized(assignment.stored)
+        cast = cast_between(item.value.dtype, item.dtype)
+        is_requested = self.options.dtype is not None and item.dtype == self.options.dtype
+        is_rounded = item.dtype in (torch.bfloat16, torch.float16) and is_dequantized(item.stored)
         if cast == "kind" or (cast == "lossy" and not (is_requested or is_rounded)):
             self.problems.append(
                 Problem(
                     ProblemKind.WRONG_DTYPE,
-                    assignment.name,
-                    short(assignment.dtype),
-                    short(assignment.value.dtype),
+                    item.name,
+                    short(item.dtype),
+                    short(item.value.dtype),
                     why=CHANGES_KIND if cast == "kind" else LOSES_VALUES,
-                    name_for_rules=self.other_name(assignment.name),
+                    name_for_rules=self.other_name(item.name),
                 )
             )
 
@@ -610,7 +609,7 @@ class Preparation:
             problems=tuple(self.problems),
             notes=tuple(self.notes),
             slots=self.slot_count,
-            peak_memory_bytes=peak_bytes(self.planned, ReadStrategy.fastest()),
+            peak_memory_bytes=peak_bytes(self.transfers, ReadStrategy.fastest()),
             binding=Binding(self.matched, self.signatures, self.transaction.armed, self.mapped),
             make_steps=self.step_maker(),
         )
@@ -626,40 +625,63 @@ class Preparation:
 
         It holds no tensor.
         """
-        steps = [self._step(assignment) for assignment in self.assignments]
-        extra = [Step(name, EXTRA, self.incoming.source_of(name), CALL) for name in self.extra_states]
-        tables = [table.step_maker() for table in self.tables]
-        names = [*self.slots.by_name] if tables and len(tables) + len(steps) > 1 else []
+        steps = [self._step(item) for item in self.singles]
+        passed = Way.CODE, "passed to set_extra_state"
+        extra = [Step(name, EXTRA, self.incoming.source_of(name), *passed) for name in self.extra_states]
+        plain = [steps_of(item) for item in self.plain]
+        names = [*self.slots.by_name] if plain and len(plain) + len(steps) > 1 else []
 
         def make() -> tuple[Step, ...]:
-            unordered = [*steps, *(step for table in tables for step in table())]
+            unordered = [*steps, *(step for make_steps in plain for step in make_steps())]
             positions = {name: position for position, name in enumerate(names)}
             return (*sorted(unordered, key=lambda step: positions.get(step.name, len(names))), *extra)
 
         return make
 
-    def _step(self, assignment: Assignment) -> Step:
-        slot, entry = self.slots.by_name.get(assignment.name), self.incoming.entry_of(assignment.given)
+    def _step(self, item: Transfer) -> Step:
+        slot, entry = self.slots.by_name.get(item.name), self.incoming.entry_of(item.given)
         return Step(
-            name=assignment.name,
-            kind=assignment.kind,
-            source=assignment.given if entry is None else ", ".join(entry.sources),
-            how=assignment.placement,
-            shape=assignment.slot_tensor.shape,
-            dtype=assignment.dtype,
-            stored_dtype=assignment.value.dtype,
-            device=assignment.device,
-            nbytes=assignment.nbytes,
-            ties=() if slot is None else tuple(name for name in slot.names if name != assignment.name),
+            name=item.name,
+            kind=item.kind,
+            source=item.given if entry is None else ", ".join(entry.sources),
+            way=item.way,
+            why=item.why,
+            shape=item.slot_tensor.shape,
+            dtype=item.dtype,
+            stored_dtype=item.value.dtype,
+            device=item.device,
+            nbytes=item.nbytes,
+            ties=() if slot is None else tuple(name for name in slot.names if name != item.name),
             rules=() if entry is None else entry.rules,
-            route=assignment.route,
-            shard="" if assignment.sharded is None else str(assignment.sharded.shard),
-            seconds=assignment.seconds,
+            mapped=item.maps is not None,
+            shard="" if item.sharded is None else str(item.sharded.shard),
+            seconds=item.seconds,
         )
 
     def steps(self) -> tuple[Step, ...]:
         """Returns the steps."""
         return self.step_maker()()
+
+
+def steps_of(transfers: Transfers) -> Callable[[], list[Step]]:
+    """Returns a function that makes the step of each row without facts of its own. It holds no tensor."""
+    columns, dtypes, names, kinds = transfers.columns, transfers.dtypes, transfers.names, transfers.kinds
+    way, why, device, is_mapped = transfers.way, transfers.why, transfers.device, transfers.maps is not None
+    seconds = transfers.seconds / transfers.nbytes
+    assert columns is not None
+
+    def make() -> list[Step]:
+        rows = zip(names, kinds, dtypes, columns.rows(), strict=True)
+        return [
+            Step(
+                *(name, kind, name, way, why, torch.Size(shape), dtype, stored_dtype, device, nbytes),
+                mapped=is_mapped,
+                seconds=seconds * nbytes,
+            )
+            for name, kind, dtype, (stored_dtype, shape, _, _, nbytes) in rows
+        ]
+
+    return make
 
 
 def _are_equal(value: torch.Tensor, buffer: torch.Tensor) -> bool:

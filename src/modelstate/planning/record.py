@@ -17,12 +17,12 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelStateError, PlanError, keep_interrupt
 from modelstate.formats.sharded import other_shards
 from modelstate.formats.tree import leaves
-from modelstate.planning.assignment import Assignment
 from modelstate.planning.differences import adapter_names, one_prefix, prefixes
 from modelstate.planning.matching import Patterns, StoredEntries
 from modelstate.planning.plan import LoadPlan
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.recorder import IncompatibleKeys, outermost, walk
+from modelstate.planning.transfer import Transfer
 from modelstate.problems import Problem, ProblemKind, model_errors, wrong_shape
 from modelstate.rules.expression import lacks_values
 from modelstate.rules.rule import Value
@@ -67,7 +67,7 @@ def record(preparation: Preparation) -> None:
                 calls_own=True,
             )
     else:
-        common, outcome.missing, outcome.unexpected = compare_names(slots, names, preparation.take_plain())
+        common, outcome.missing, outcome.unexpected = compare_names(slots, names, preparation.add_plain())
         with model_errors("code of a tensor subclass or a transform", preparation.model) if common else nullcontext():
             for name in common:
                 value = preparation.incoming[name]
@@ -133,8 +133,8 @@ def bind(preparation: Preparation, plan: LoadPlan, stale_remedy: str) -> None:
         _check_same(preparation, was.by_name(), now.by_name(), stale_remedy)
     if not plan.binding.mapped:
         preparation.options = replace(preparation.options, map=False)
-    preparation.notes += plan.notes  # also those on tables whose values have been read already
     record(preparation)
+    preparation.notes[:] = dict.fromkeys([*plan.notes, *preparation.notes])  # those on maps may be of the plan alone
     if preparation.problems:
         return
     # Whether a file may be mapped depends on other processes too: it does not make a plan stale.
@@ -167,28 +167,28 @@ def _check_quantized(preparation: Preparation) -> None:
     of the model's tensor.
     """
     converts: dict[type, bool] = {}
-    for assignment in preparation.assignments:
-        if assignment.plain or assignment.param.is_meta or assignment.is_transformed or is_plain(assignment.value):
+    for item in preparation.singles:
+        if item.param.is_meta or item.is_transformed or is_plain(item.value):
             continue
-        if not (is_plain(assignment.param) and is_quantized(assignment.value)) or lacks_values(assignment.value):
+        if not (is_plain(item.param) and is_quantized(item.value)) or lacks_values(item.value):
             continue
-        cls = type(assignment.value.data)
+        cls = type(item.value.data)
         if cls not in converts:
-            converts[cls] = _becomes_plain(preparation.checkpoint, assignment)
+            converts[cls] = _becomes_plain(preparation.checkpoint, item)
         if not converts[cls]:
-            expected, found = short(assignment.param.dtype), f"{cls.__name__} of {short(assignment.value.dtype)}"
-            problem = Problem(ProblemKind.QUANTIZED_INTO_PLAIN, assignment.name, expected, found)
+            expected, found = short(item.param.dtype), f"{cls.__name__} of {short(item.value.dtype)}"
+            problem = Problem(ProblemKind.QUANTIZED_INTO_PLAIN, item.name, expected, found)
             preparation.problems.append(problem)
 
 
-def _becomes_plain(checkpoint: Checkpoint, assignment: Assignment) -> bool:
-    """Whether `module_load` accepts the value, as it will when the assignment is executed."""
+def _becomes_plain(checkpoint: Checkpoint, item: Transfer) -> bool:
+    """Whether `module_load` accepts the value, as it will when the item is executed."""
     try:
         with torch.inference_mode(False), torch.no_grad():
-            stored = assignment.stored
-            value = checkpoint.read(stored) if isinstance(stored, StoredComposite) else assignment.value.detach()
-            param = torch.empty_like(assignment.param)
-            target = nn.Parameter(param, False) if assignment.kind == PARAMETER else param
+            stored = item.stored
+            value = checkpoint.read(stored) if isinstance(stored, StoredComposite) else item.value.detach()
+            param = torch.empty_like(item.param)
+            target = nn.Parameter(param, False) if item.kind == PARAMETER else param
             target.module_load(value, assign=False)  # type: ignore[no-untyped-call]
     except ModelStateError:
         raise
@@ -336,7 +336,7 @@ class _Coverage:
 
     def _computed(self) -> list[str]:
         """Names that the checkpoint lacks and whose values the model's code computed."""
-        return [item.name for item in self.preparation.assignments if not item.given and item.kind != HIDDEN]
+        return [item.name for item in self.preparation.singles if not item.given and item.kind != HIDDEN]
 
     def _unexpected(self) -> list[str]:
         """Unexpected names that are not allowed, and fill no non-persistent buffer."""
@@ -441,9 +441,7 @@ class _Coverage:
     def _note_options(self) -> None:
         """Notes effects of the arguments that a plan cannot check."""
         changed = [
-            assignment.name
-            for assignment in self.preparation.assignments
-            if not assignment.param.is_meta and assignment.param.dtype != assignment.dtype
+            item.name for item in self.preparation.singles if not item.param.is_meta and item.param.dtype != item.dtype
         ]
         if changed:
             self._note(changed, "change their dtype: pass optimizers= that have state for them")
@@ -453,16 +451,12 @@ class _Coverage:
         """Notes tensors that get another dtype than the model's, because the checkpoint has quantized tensors."""
         if self.preparation.options.dtype is not None:
             return
-        others = [
-            assignment
-            for assignment in self.preparation.assignments
-            if assignment.param.is_meta and assignment.param.dtype != assignment.dtype
-        ]
+        others = [item for item in self.preparation.singles if item.param.is_meta and item.param.dtype != item.dtype]
         if others:
-            stored = ", ".join(sorted({short(assignment.dtype) for assignment in others}))
-            own = ", ".join(sorted({short(assignment.param.dtype) for assignment in others}))
+            stored = ", ".join(sorted({short(item.dtype) for item in others}))
+            own = ", ".join(sorted({short(item.param.dtype) for item in others}))
             what = f"get the checkpoint's {stored} instead of the model's {own}, as it has quantized tensors"
-            self._note([assignment.name for assignment in others], what)
+            self._note([item.name for item in others], what)
 
     def _note_lost_versions(self) -> None:
         """Notes modules whose loading code depends on a version that the checkpoint lacks."""
@@ -491,7 +485,7 @@ class _Coverage:
             if not slot.tensor.is_meta and slot.tensor.device != device:
                 self.preparation.move(slot, device)
         if self.preparation.moves:
-            self._note([assignment.name for assignment in self.preparation.moves], f"only moved to {device}")
+            self._note([item.name for item in self.preparation.moves], f"only moved to {device}")
 
     def _note(self, names: Collection[str], what: str) -> None:
         self.preparation.notes.append(f"{len(names)} {what}: {listed(sorted(names), 4)}")

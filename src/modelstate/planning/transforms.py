@@ -1,7 +1,7 @@
 """`ModuleTransform`, and the choice of the transform of each tensor."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import ClassVar, NamedTuple, Protocol
@@ -10,9 +10,10 @@ import msgspec
 import torch
 from torch import nn
 
-from modelstate.errors import TransformError
+from modelstate.errors import ModelStateError, TransformError
 from modelstate.problems import Problem, ProblemKind
 from modelstate.process import cached_attribute
+from modelstate.text_format import short_repr
 from modelstate.torch_compat.modules import named_modules_of
 from modelstate.transaction.slots import Slots
 
@@ -222,6 +223,41 @@ def extra_bytes_of(transform: ModuleTransform, name: str, shape: tuple[int, ...]
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+BY_TRANSFORM = "transform="
+
+
+def called(transform: Transform, name: str, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Calls a transform, and returns its result, a tensor of this shape. Raises `TransformError`."""
+    with transform_errors(name):
+        result = transform(name, value)
+    if not isinstance(result, torch.Tensor) or result.shape != torch.Size(shape) or result.is_meta:
+        is_tensor = isinstance(result, torch.Tensor)
+        raise TransformError(
+            "the transform returned something that cannot be loaded; nothing has been changed",
+            where=name,
+            expected=f"a tensor of shape {tuple(shape)}",
+            found=f"shape {tuple(result.shape)} on {result.device}" if is_tensor else short_repr(result),
+            remedy="have it return a tensor of this shape with values; to change shapes, use rules=",
+        )
+    return result
+
+
+@contextmanager
+def transform_errors(name: str) -> Iterator[None]:
+    """Turns exceptions of a transform into `TransformError` with the name of the tensor."""
+    try:
+        yield
+    except ModelStateError:
+        raise
+    except Exception as error:
+        raise TransformError(
+            "the transform raised; nothing has been changed",
+            where=name,
+            found=f"{type(error).__name__}: {error}",
+            remedy="see the traceback of the cause; a transform is called with the name and the tensor",
+        ) from error
 
 
 @contextmanager

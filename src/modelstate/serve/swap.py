@@ -16,12 +16,11 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open_source
 from modelstate.errors import ModelStateError, PlacementError, PlanError, Remedy, WeightsError
 from modelstate.loading.load import Source, load_then
-from modelstate.planning.assignment import Assignment
 from modelstate.planning.differences import wrapper_rule
 from modelstate.planning.matching import select_part
 from modelstate.planning.options import checked_options
-from modelstate.planning.plain_table import PlainTable, Planned
 from modelstate.planning.preparation import Preparation
+from modelstate.planning.transfer import Transfer, Transfers
 from modelstate.problems import Problem, ProblemKind, Remedies, allowing, casting, extended, ignoring, plan_error
 from modelstate.rules.expression import is_dequantized
 from modelstate.rules.rule import Rule
@@ -184,7 +183,7 @@ def _stage(
         if preparation.problems:
             raise preparation.error()
         if options.exact:
-            _check_casts(preparation.planned, part.source)
+            _check_casts(preparation.transfers, part.source)
         if not given.keys() <= {*preparation.filled, *kept}:  # code of the model leaves them out
             raise WeightsError("the checkpoint lacks weights that code of the module does not ask for")
 
@@ -319,15 +318,14 @@ def _dtype_error(found: list[tuple[str, str]], where: str, remedy: str) -> Weigh
     return _error("weights have another dtype than the program", found, where, "the dtype of the program", remedy)
 
 
-def _check_casts(planned: Iterable[Planned], where: str) -> None:
+def _check_casts(transfers: Iterable[Transfers], where: str) -> None:
     """Raises `WeightsError` where a load casts a weight."""
-    cast: list[tuple[str, str]] = []
-    for item in planned:
-        if isinstance(item, Assignment) and item.value.dtype != item.dtype and not is_dequantized(item.stored):
-            cast.append((item.name, f"{short(item.value.dtype)} to {short(item.dtype)}"))
-        elif isinstance(item, PlainTable) and item.casts:
-            rows = zip(item.slots, item.dtypes, strict=True)
-            cast += [(slot.name, f"{short(item.stored_dtype)} to {short(dtype)}") for slot, dtype in rows]
+    cast = [
+        (name, f"{short(stored)} to {short(dtype)}")
+        for item in transfers
+        if not (isinstance(item, Transfer) and is_dequantized(item.stored))
+        for name, stored, dtype in item.casts()
+    ]
     if cast:
         remedy = "give weights with the dtype of the program, or swap with exact=False, which converts without loss"
         raise _dtype_error(cast, where, remedy)

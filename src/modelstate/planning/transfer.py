@@ -1,0 +1,603 @@
+"""`Transfers`: the values of a load, with the one way in which they get into their slots.
+
+Most slots of most loads are plain tensors with the shape that the file has, and a file may have tens of thousands of
+small ones. So values are rows of columns, and rows that go the same way are planned, read and placed together. A value
+with facts of its own (rules, a transform, a shard, code of the model, a tensor subclass) is a `Transfer`: the only row
+of its columns, with these facts.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+import numpy as np
+import torch
+
+from modelstate.checkpoint.mapped import UNALIGNED, Maps
+from modelstate.io.engine import Request, Rows
+from modelstate.io.files import FileFingerprint
+from modelstate.io.leased import why_no_lease
+from modelstate.io.memory import Layout
+from modelstate.planning.options import LoadOptions
+from modelstate.planning.sharded import ShardedSlot
+from modelstate.planning.transforms import BlockFunction, Bound, Transform
+from modelstate.rules.expression import Derived, PlacedTensor, Source, placed_tensors
+from modelstate.spec import (
+    ByteRange,
+    Combined,
+    StoredComposite,
+    StoredTensor,
+    StoredTensors,
+    TensorColumns,
+    contiguous_stride,
+    is_run,
+)
+from modelstate.torch_compat.dtypes import cast_between, short
+from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain, is_writable_memory
+from modelstate.torch_compat.private import payload_of, storage_id
+from modelstate.transaction.slots import HIDDEN, Slot, sharing
+
+_CPU = torch.device("cpu")
+COPYABLE = frozenset(
+    dtype
+    for kind, sizes in {
+        "float": ("64", "32", "16", "8_e4m3fn", "8_e5m2", "8_e4m3fnuz", "8_e5m2fnuz", "8_e8m0fnu"),
+        "bfloat": ("16",),
+        "complex": ("64", "128"),
+        "int": ("64", "32", "16", "8"),
+        "uint": ("64", "32", "16", "8"),
+        "bool": ("",),
+    }.items()
+    for size in sizes
+    if (dtype := getattr(torch, kind + size, None)) is not None
+)
+"""Dtypes between which a copy of torch cannot fail."""
+_DTYPES: dict[str, torch.dtype] = {short(dtype): dtype for dtype in COPYABLE}
+DEVICES_READ_INTO = ("cpu", "cuda")
+"""The types of devices with memory that can be read into at the commit: no step of the way there allocates memory."""
+LEAST_AHEAD_BYTES = 64 << 10
+"""Reading fewer bytes takes less time than handing them to another thread."""
+_LEAST_LEASED_BYTES = 1 << 20
+"""Fewer bytes are staged: it takes no longer than to lease their files."""
+
+
+class Way(StrEnum):
+    """How a value gets into its slot. The tensor in the slot stays the same object."""
+
+    MAP = "map"
+    """A tensor on meta becomes a map of the file."""
+    NEW = "new"
+    """The tensor gets new memory."""
+    INTO = "into"
+    """The bytes go straight into the memory that the tensor has."""
+    STAGED = "staged"
+    """The value is read into temporary memory, and copied into the memory of the tensor when all values are read."""
+    CODE = "code"
+    """The value is passed to code: `module_load` of a tensor subclass, or `set_extra_state`."""
+
+
+IN_PLACE = "into the existing memory, directly"
+LEASED = f"{IN_PLACE}, while a read lease holds the file"
+AFTER_READS = "into the existing memory, after all reads"
+BY_SUBCLASS = "a tensor subclass or layout decides in module_load"
+
+
+class Sink(Enum):
+    """What stands between the bytes of a file and the final memory of a value."""
+
+    MEMORY = 0
+    """Nothing: they are read into it."""
+    BLOCKS = 1
+    """Blocks, which are cast, moved to a device or transformed while the next ones are read."""
+    COMPUTED = 2
+    """A computation in blocks from several tensors."""
+    WHOLE = 3
+    """The whole value, in memory of its own."""
+
+
+def choose_way(
+    param: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    can_map: bool,
+    in_place: bool | None,
+    can_read_into: bool,
+) -> tuple[Way, str]:
+    """Returns the way of a plain value into a plain slot, and the reason.
+
+    Args:
+        param: The tensor of the slot.
+        dtype: The dtype of the slot after the load.
+        device: The device of the slot after the load.
+        can_map: Whether a tensor on meta may be a map of the file, and the file has what it needs.
+        in_place: The option of the load.
+        can_read_into: Whether a read into the memory of the slot can fail only because of the file.
+    """
+    if param.is_meta:
+        return (Way.MAP, "was on meta: becomes a map of the file") if can_map else (Way.NEW, "was on meta: gets memory")
+    if dtype != param.dtype:
+        return Way.NEW, f"changes its dtype to {short(dtype)}"
+    if device != param.device:
+        return Way.NEW, f"moves to {device}"
+    if in_place is False or not can_read_into:
+        return Way.STAGED, AFTER_READS
+    return Way.INTO, IN_PLACE if in_place else LEASED
+
+
+def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `target.copy_(value)` cannot fail, for equal shapes."""
+    if not is_plain(target, value) or storage_id(target) == storage_id(value):
+        return False
+    dtype, value_dtype = target.dtype, value.dtype
+    if dtype not in COPYABLE or value.is_meta or target.is_inference():
+        return False
+    if value_dtype != dtype and (
+        value_dtype not in COPYABLE
+        or dtype.is_complex < value_dtype.is_complex  # torch warns, and a warning may be made an error
+    ):
+        return False
+    return target.is_meta or ((target.is_contiguous() or is_dense(target)) and has_its_memory(target))
+
+
+@dataclass(eq=False, slots=True)
+class Transfers:
+    """Values that get into their slots in one way: a row for each slot, in columns of equal length."""
+
+    names: list[str]
+    """The names in the model."""
+    kinds: list[str]
+    params: list[torch.Tensor]
+    """The tensors that are in the slots before the load."""
+    dtypes: list[torch.dtype]
+    """After the load."""
+    device: torch.device
+    """After the load."""
+    way: Way
+    why: str
+    """The reason for the way."""
+    columns: TensorColumns | None
+    """Where the values are in files; None for a row whose value is not one range of a file."""
+    sink: Sink
+    """All rows in blocks have one dtype in the files."""
+    maps: Maps | None = None
+    """Maps the values; None where they are read."""
+    placed: tuple[PlacedTensor, ...] = ()
+    """The parts of files that a value consists of, where it is several ranges; empty for other values."""
+    finals: list[torch.Tensor] = field(default_factory=list)
+    """The final values, or the slots that they were read into; empty until then."""
+    seconds: float = 0.0
+    _extents: list[ByteRange] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read: the sum of the parts for a value that is computed from several tensors."""
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The bytes to read for each row."""
+        assert self.columns is not None
+        return self.columns.nbytes
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the first value in its file."""
+        assert self.columns is not None
+        return _DTYPES[self.columns.dtype_names[0]]
+
+    @property
+    def sources(self) -> list[ByteRange]:
+        """The range of each value that is one range of a file."""
+        columns = self.columns
+        return [] if columns is None else [*map(ByteRange, columns.paths, columns.starts, columns.nbytes)]
+
+    @property
+    def unit_bytes(self) -> int:
+        """The smallest number of bytes that a value in blocks can be split into: an element, or a row."""
+        return self.stored_dtype.itemsize
+
+    def working_bytes(self, block_bytes: int) -> int:
+        """Bytes of memory that each thread needs for a value in blocks in addition to its read buffer."""
+        return 0
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of memory that the values need until they are copied into their slots."""
+        if self.way is not Way.STAGED:
+            return 0
+        if self.sink is Sink.MEMORY:
+            return self.nbytes
+        itemsize = self.stored_dtype.itemsize
+        rows = zip(self.sizes, self.dtypes, strict=True)
+        return sum(nbytes // itemsize * dtype.itemsize for nbytes, dtype in rows)
+
+    @property
+    def extents(self) -> list[ByteRange]:
+        """The ranges of files that the values are read from. Ranges that adjoin are one, and so are equal ranges."""
+        if self._extents is None:
+            self._extents = _joined(self.columns) if self.columns is not None else []
+        return self._extents
+
+    def casts(self) -> list[tuple[str, torch.dtype, torch.dtype]]:
+        """The name, the dtype in the file and the dtype after the load of each row that is cast."""
+        if self.sink is Sink.MEMORY:
+            return []
+        stored, rows = self.stored_dtype, zip(self.names, self.dtypes, strict=True)
+        return [(name, stored, dtype) for name, dtype in rows if dtype is not stored]
+
+    def requests(self, targets: Iterable[torch.Tensor]) -> list[Request | Rows]:
+        """The reads of values into contiguous memory: a target for each row."""
+        return [*map(Request, self.sources, [target.data_ptr() for target in targets])]
+
+    def layouts(self) -> list[Layout]:
+        """Shape, stride and dtype of new memory for each slot. The stride is None unless it is a dense format."""
+        assert self.columns is not None
+        # Not the shapes of the slots, which may change during a load in the background.
+        return [(torch.Size(shape), None, dtype) for shape, dtype in zip(self.columns.shapes, self.dtypes, strict=True)]
+
+    def mapped(self) -> list[torch.Tensor]:
+        """The values as maps of their files."""
+        assert self.maps is not None
+        assert self.columns is not None
+        return self.maps.tensors(self.columns)
+
+    def stage_instead(self, reason: str) -> None:
+        """Has values staged that were planned to be read at the commit."""
+        self.way, self.why = Way.STAGED, f"{AFTER_READS}: {reason}"
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Transfer(Transfers):
+    """A value with facts of its own: the only row of its columns."""
+
+    columns: TensorColumns | None = field(init=False, default=None)
+    sink: Sink = field(init=False)
+    value: torch.Tensor
+    """The value as it is in the checkpoint: a map of the file, whose bytes have not been read."""
+    given: str
+    """The name of the value in the state dict for the model; empty where code of the model computed the value."""
+    stored: Source | None
+    """The source of the value; None where the model's code computed the value, or may have changed it."""
+    transform: Transform | None = None
+    """Called with the value as it is in the checkpoint. Its result may have any dtype."""
+    module_transform: Bound | None = None
+    """Called with the value as it would be loaded: cast, and on its device."""
+    transform_bytes: int = 0
+    """Bytes of memory that a call of `module_transform` needs in addition to its argument and its result."""
+    block_function: BlockFunction | None = None
+    """Computes the result of `module_transform` in blocks of rows; None where a call needs the whole value."""
+    freezes: bool = False
+    """Whether the result of `module_transform` clears `requires_grad` of the slot."""
+    sharded: ShardedSlot | None = None
+    """The DTensor whose local tensor is `param`; None for a slot that is on one rank."""
+    own_stride: tuple[int, ...] | None = field(init=False)
+    """The stride of a slot whose elements are dense in memory and in another order than a new tensor's; else None."""
+    _size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        stored, param = self.stored, self.param
+        if is_run(stored):
+            columns = [short(stored.dtype)], [stored.shape], [stored.extent.path], [stored.extent.start]
+            self.columns = TensorColumns(*columns, [stored.nbytes])
+        elif isinstance(stored, (StoredTensor, StoredComposite, Derived)):
+            self.placed = placed_tensors(stored)
+        if isinstance(stored, (StoredTensor, StoredComposite, Derived)):
+            self._size = stored.nbytes
+        else:
+            parts = sum(part.numel() * part.itemsize for part in payload_of(self.value))
+            self._size = parts or self.value.numel() * self.value.itemsize
+        is_ordered = is_plain(param) and not param.is_contiguous() and is_dense(param)
+        self.own_stride = tuple(param.stride()) if is_ordered else None
+        self.sink = self._choose_sink()
+
+    def _choose_sink(self) -> Sink:
+        if self.way is Way.CODE or self.transform is not None:
+            return Sink.WHOLE
+        param = self.param
+        in_order = self.own_stride is None
+        if self.way is Way.INTO:
+            in_order = in_order and param.is_contiguous() and not (param.is_conj() or param.is_neg())
+        is_final = in_order and self.value.dtype == self.dtype and self.on_cpu and self.module_transform is None
+        if is_final and self.combined is not None:
+            return Sink.COMPUTED
+        if is_final and self.is_read_into_place:
+            return Sink.MEMORY
+        in_rows = self.module_transform is None or self.block_function is not None
+        return Sink.BLOCKS if self.columns is not None and in_order and in_rows else Sink.WHOLE
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def kind(self) -> str:
+        return self.kinds[0]
+
+    @property
+    def param(self) -> torch.Tensor:
+        return self.params[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dtypes[0]
+
+    @property
+    def final(self) -> torch.Tensor | None:
+        """The final value; None until it has been read, cast and transformed."""
+        return self.finals[0] if self.finals else None
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        return (self._size,)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def slot_tensor(self) -> torch.Tensor:
+        """The tensor of the model: `param`, or the DTensor whose local tensor it is."""
+        return self.param if self.sharded is None else self.sharded.tensor
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether a transform computes the final value."""
+        return self.transform is not None or self.module_transform is not None
+
+    @property
+    def is_read_into_place(self) -> bool:
+        """Whether the value is ranges of files that can be read to where its elements belong."""
+        return self.columns is not None or bool(self.placed)
+
+    @property
+    def combined(self) -> Combined | None:
+        """The tensor that can be computed in blocks from several tensors of files; None for other values."""
+        return self.stored.read_in_blocks if isinstance(self.stored, Derived) else None
+
+    def casts(self) -> list[tuple[str, torch.dtype, torch.dtype]]:
+        return [(self.name, self.value.dtype, self.dtype)] if self.value.dtype != self.dtype else []
+
+    def requests(self, targets: Iterable[torch.Tensor]) -> list[Request | Rows]:
+        if self.columns is not None:
+            return Transfers.requests(self, targets)
+        (address,) = [target.data_ptr() for target in targets]
+        return [request for part in self.placed for request in part.requests(address)]
+
+    @property
+    def extents(self) -> list[ByteRange]:
+        if isinstance(self.stored, StoredTensor):
+            return [self.stored.extent]
+        if self.placed:
+            return [part.stored.extent for part in self.placed]
+        parts = () if self.combined is None else self.combined.parts
+        return [part.extent for part in parts if isinstance(part, StoredTensor)]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the temporary memory that the value is read into, or computed in."""
+        if self.is_read_into_place:
+            return self.nbytes
+        if isinstance(self.stored, Derived):
+            return self.stored.result_bytes + self.stored.scratch_bytes
+        if isinstance(self.stored, StoredTensor) and not self.stored.is_contiguous:
+            read = self.stored.read_bytes
+            return read if read == self.nbytes else read + self.nbytes  # gathers strided elements
+        return self.nbytes
+
+    @property
+    def staged_bytes(self) -> int:
+        if self.way is Way.CODE and self.maps is None:
+            # The value, which a handler copies, and the old tensor of the slot, for an undo.
+            parts = [part for part in payload_of(self.param) if not part.is_meta and storage_id(part)]
+            return self.nbytes + sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
+        waits = self.way is Way.STAGED and not isinstance(self.stored, torch.Tensor)
+        return self.value.numel() * self.dtype.itemsize if waits else 0
+
+    @property
+    def is_buffered(self) -> bool:
+        """Whether a value that is needed whole is read into a buffer, which the next value reuses."""
+        return self.is_read_into_place and self.transform is None and self.way is not Way.CODE
+
+    @property
+    def turn_bytes(self) -> int:
+        """Bytes of memory that a value that is needed whole takes for itself, as far as known before a transform."""
+        has_memory = self.is_buffered or self.maps is not None or isinstance(self.stored, torch.Tensor)
+        if self.transform is not None:
+            return self.buffer_bytes  # the argument of the transform
+        as_it_is = self.value.dtype == self.dtype and self.on_cpu and self.own_stride is None
+        is_read = self.is_read_into_place and as_it_is and self.module_transform is None
+        own = 0 if has_memory or is_read else self.buffer_bytes
+        return own + self.passing_bytes
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes of memory that a module's transform needs for this value."""
+        if self.module_transform is None:
+            return 0
+        ordered = all(tensor.is_contiguous() for tensor in (self.value, self.param) if is_plain(tensor))
+        straight = self.value.dtype == self.dtype and ordered and not isinstance(self.stored, Derived)
+        copied = 0 if straight or not self.on_cpu else self.value.numel() * self.dtype.itemsize
+        return self.transform_bytes + copied + (self.nbytes if isinstance(self.stored, torch.Tensor) else 0)
+
+    @property
+    def is_read_ahead(self) -> bool:
+        """Whether another thread reads the value while the one before is cast or transformed."""
+        is_large_run = self.columns is not None and self.nbytes >= LEAST_AHEAD_BYTES
+        return is_large_run and (self.is_buffered or self.transform is not None)
+
+    def layouts(self) -> list[Layout]:
+        return [(self.param.size(), self.own_stride, self.dtype)]
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """The stride of new memory for the slot."""
+        return self.own_stride or contiguous_stride(self.param.size())
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.value.itemsize if self.block_function is None else self.nbytes // self.value.shape[0]
+
+    def working_bytes(self, block_bytes: int) -> int:
+        if self.block_function is None:
+            return 0
+        cast = min(max(block_bytes, self.unit_bytes), self.nbytes) // self.value.itemsize * self.dtype.itemsize
+        return self.block_function.extra_bytes + (cast if self.value.dtype != self.dtype else 0)
+
+    def mapped(self) -> list[torch.Tensor]:
+        return [self.value]
+
+
+def _joined(columns: TensorColumns) -> list[ByteRange]:
+    """The ranges of the rows in the order of the files, where ranges that adjoin or are equal are one."""
+    numbers = dict[str, int]()
+    paths = np.array([numbers.setdefault(path, len(numbers)) for path in columns.paths])
+    starts, nbytes = np.array(columns.starts), np.array(columns.nbytes)
+    order = np.lexsort((starts, paths))
+    paths, starts, ends = paths[order], starts[order], (starts + nbytes)[order]
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = (paths[1:] != paths[:-1]) | (starts[1:] > ends[:-1])
+    first = np.flatnonzero(is_first)
+    last = np.append(first[1:], len(order)) - 1
+    names = [*numbers]
+    runs = zip(paths[first].tolist(), starts[first].tolist(), ends[last].tolist(), strict=True)
+    return [ByteRange(names[path], start, end - start) for path, start, end in runs]
+
+
+def stage_unleased(transfers: Iterable[Transfers], fingerprints: Mapping[str, FileFingerprint], in_use: str) -> None:
+    """Has values staged that are planned to be read at the commit, where it is known that their files cannot be leased.
+
+    Args:
+        transfers: What a load with `in_place=None` reads.
+        fingerprints: The files, by path.
+        in_use: Another reason to stage them; empty without one.
+    """
+    waiting = [item for item in transfers if item.way is Way.INTO]
+    if sum(item.nbytes for item in waiting) < _LEAST_LEASED_BYTES:
+        reason = "they are small"
+    else:
+        extents = [extent for item in waiting for extent in item.extents]
+        reason = why_no_lease(extents, fingerprints) or in_use
+    for item in waiting if reason else ():
+        item.stage_instead(reason)
+
+
+# Values without facts of their own.
+
+_Row = tuple[Slot, int, torch.dtype]
+"""A slot, the row of its value, and the dtype after the load."""
+
+
+def plain_transfers(
+    slots: Iterable[Slot], tensors: StoredTensors, options: LoadOptions, maps_of_load: Callable[[], Maps]
+) -> list[Transfers]:
+    """Returns the transfers of the slots that get the tensor of their name in a way that cannot fail.
+
+    A slot whose memory overlaps that of another one is left out.
+
+    Args:
+        slots: All slots of a model.
+        tensors: The values, by the names of the model.
+        options: The options of the load.
+        maps_of_load: Returns what maps values, where a slot may be a map.
+    """
+    rows, columns, by_tensor = tensors.rows, tensors.columns, options.device_of_meta
+    # By way and reason, the stored dtype where values pass through blocks, and the device after the load.
+    groups: defaultdict[tuple[Way, str, str, torch.device], list[_Row]] = defaultdict(list)
+    kinds: dict[tuple[str, torch.dtype, bool, int | torch.device], tuple[list[_Row], torch.dtype] | None] = {}
+    others: list[torch.Tensor] = []
+    for slot in slots:
+        names, kind, param = slot
+        row = rows.get(names[0])
+        if (
+            row is not None
+            and len(names) == 1
+            and kind != HIDDEN
+            and is_writable_memory(param)
+            and param.shape == tuple(columns.shapes[row])
+        ):
+            is_meta = param.is_meta
+            where = param.get_device() if by_tensor is None or not is_meta else by_tensor(param)
+            key = columns.dtype_names[row], param.dtype, is_meta, where
+            if key not in kinds:
+                dtype, device = _dtype_after(*key[:3], options), options.device_after(param)
+                stays = device.type in DEVICES_READ_INTO and (is_meta or param.device == device)
+                kinds[key] = None
+                if dtype is not None and stays:
+                    is_changed = device != _CPU or dtype != _DTYPES.get(key[0])
+                    can_map = options.map is not False and not is_changed
+                    way, why = choose_way(
+                        *(param, dtype, device), can_map=can_map, in_place=options.in_place, can_read_into=True
+                    )
+                    kinds[key] = groups[way, why, key[0] if is_changed else "", device], dtype
+            found = kinds[key]
+            if found is not None:
+                group, dtype = found
+                group.append((slot, row, dtype))
+                continue
+        if is_plain(param) and not param.is_meta:
+            others.append(param)
+    filled = [slot.tensor for group in groups.values() for slot, _, _ in group if not slot.tensor.is_meta]
+    with_memory = [*filled, *others]
+    shared = {id(tensor) for tensors in sharing(with_memory, with_memory) for tensor in tensors}
+    found_transfers = list[Transfers]()
+
+    def add(group: list[_Row], way: Way, why: str, in_blocks: str, device: torch.device, maps: Maps | None) -> None:
+        if group:
+            of_group, indices, dtypes = map(list, zip(*group, strict=True))
+            names, kinds, params = map(list, zip(*of_group, strict=True))
+            sink = Sink.BLOCKS if in_blocks else Sink.MEMORY
+            selected = columns.selected(indices)
+            found_transfers.append(
+                Transfers([name for (name,) in names], kinds, params, dtypes, device, way, why, selected, sink, maps)
+            )
+
+    for (way, why, in_blocks, device), group in groups.items():
+        if way is Way.MAP:
+            maps = maps_of_load()
+            mapped, unmapped = _split_by_map(group, columns, options.map, maps)
+            add(mapped, way, why, in_blocks, device, maps)
+            add(unmapped, Way.NEW, "was on meta: gets memory", in_blocks, device, None)
+        else:
+            add([row for row in group if id(row[0].tensor) not in shared], way, why, in_blocks, device, None)
+    return found_transfers
+
+
+def _dtype_after(stored_name: str, dtype: torch.dtype, is_meta: bool, options: LoadOptions) -> torch.dtype | None:
+    """Returns the dtype of a slot after the load; None where a value of the file cannot be copied or cast to it."""
+    stored, own_dtype = _DTYPES.get(stored_name), dtype
+    if stored is None:
+        return None
+    if options.dtype is not None and stored.is_floating_point and dtype.is_floating_point:
+        dtype = options.dtype
+    if dtype not in COPYABLE or not (is_meta or dtype == own_dtype):
+        return None
+    cast = cast_between(stored, dtype)
+    return dtype if cast in ("same", "lossless") or (cast == "lossy" and dtype == options.dtype) else None
+
+
+def _split_by_map(
+    on_meta: list[_Row], columns: TensorColumns, requested: bool | None, maps: Maps
+) -> tuple[list[_Row], list[_Row]]:
+    """Returns the slots that may be maps of their file, and those that get memory. No two slots map the same bytes."""
+    can_map: dict[str, bool] = {}
+    mapped: dict[int, _Row] = {}
+    rest: list[_Row] = []
+    for row in on_meta:
+        _, index, _ = row
+        path, start, nbytes = columns.paths[index], columns.starts[index], columns.nbytes[index]
+        is_aligned = start % _DTYPES[columns.dtype_names[index]].itemsize == 0
+        if not is_aligned:
+            maps.note(UNALIGNED, path)
+        elif path not in can_map:
+            can_map[path] = maps.can_map(ByteRange(path, start, nbytes), requested)
+        if is_aligned and can_map[path] and index not in mapped:
+            mapped[index] = row
+        else:
+            rest.append(row)
+    return [*mapped.values()], rest
