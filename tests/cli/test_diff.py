@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.cli.main import app, main
+from tests.cli.command import run
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +22,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_file({name: tensor + int(name[6] in "13") for name, tensor in state.items()}, "b.safetensors")
     torch.save({"model_state": state, "ema": state, "step": 3}, "training.pt")
     return tmp_path
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments)
 
 
 def test_equal_checkpoints_exit_with_0() -> None:
@@ -139,20 +134,3 @@ def test_a_page_replaces_pages_only(project: Path) -> None:
     assert "web pages only" in done.stderr
     assert (project / "a.safetensors").read_bytes() == content
     assert [run("diff", "a.safetensors", "b.safetensors", "--html", "a.html").exit_code for _ in "12"] == [1, 1]
-
-
-def test_a_closed_standard_output_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr("sys.stdout", None)
-    with pytest.raises(SystemExit) as raised:
-        main()
-    assert raised.value.code == 2
-    assert "standard output is closed" in capsys.readouterr().err
-
-
-def test_a_size_without_a_unit_is_asked_about() -> None:
-    for number in ("5", "0.5"):
-        done = run("convert", "a.safetensors", "new.safetensors", "--shard-size", number)
-        assert done.exit_code == 2
-        assert f"{number}GB" in done.stderr
-        assert f"{number}B" in done.stderr
-    assert run("convert", "a.safetensors", "new.safetensors", "--shard-size", "4096B").exit_code == 0

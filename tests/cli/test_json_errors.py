@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import modelstate as ms
-from modelstate.cli.main import app
+from tests.cli.command import run
 
 FIELDS = {"error", "what", "where", "expected", "found", "to_do", "page"}
 MODULE = """
@@ -75,8 +74,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_an_error_is_one_value(command: str, error: str) -> None:
     arguments = command.split()
-    plain = CliRunner().invoke(app, arguments)
-    done = CliRunner().invoke(app, [*arguments, "--json"])
+    plain = run(*arguments)
+    done = run(*arguments, "--json")
     value: dict[str, Any] = json.loads(done.stdout)
     assert value.keys() == FIELDS
     assert value["error"] == error
@@ -89,7 +88,7 @@ def test_an_error_is_one_value(command: str, error: str) -> None:
 
 
 def test_the_fields_are_those_of_the_error() -> None:
-    value = json.loads(CliRunner().invoke(app, ["inspect", "nowhere.pt", "--json"]).stdout)
+    value = json.loads(run("inspect", "nowhere.pt", "--json").stdout)
     with pytest.raises(ms.errors.SourceNotFoundError) as caught:
         ms.open("nowhere.pt")
     error = caught.value
@@ -98,9 +97,9 @@ def test_the_fields_are_those_of_the_error() -> None:
 
 
 def test_what_to_do_is_an_option_of_the_command() -> None:
-    value = json.loads(CliRunner().invoke(app, ["convert", "other.safetensors", "taken.pt", "--json"]).stdout)
+    value = json.loads(run("convert", "other.safetensors", "taken.pt", "--json").stdout)
     assert "--overwrite" in value["to_do"]
-    value = json.loads(CliRunner().invoke(app, ["inspect", "--json"]).stdout)
+    value = json.loads(run("inspect", "--json").stdout)
     assert value["to_do"] == "modelstate inspect --help"
 
 
@@ -110,7 +109,7 @@ def test_an_unexpected_error_and_an_interrupt(monkeypatch: pytest.MonkeyPatch) -
             raise error
 
         monkeypatch.setattr(ms, "inspect", inspect)
-        return CliRunner().invoke(app, ["inspect", "other.safetensors", "--json"])
+        return run("inspect", "other.safetensors", "--json")
 
     done = fails(ZeroDivisionError("odd"))
     value = json.loads(done.stdout)
@@ -123,14 +122,14 @@ def test_an_unexpected_error_and_an_interrupt(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_traceback_goes_to_stderr() -> None:
-    done = CliRunner().invoke(app, ["inspect", "nowhere.pt", "--json", "--debug"])
+    done = run("inspect", "nowhere.pt", "--json", "--debug")
     assert json.loads(done.stdout)["error"] == "SourceNotFoundError"
     assert "Traceback" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["", "inspect", "store", "store ls", "plan", "explain"])
 def test_a_short_option_shows_the_help(command: str) -> None:
-    long, short = (CliRunner().invoke(app, [*command.split(), option]) for option in ("--help", "-h"))
+    long, short = (run(*command.split(), option) for option in ("--help", "-h"))
     assert short.exit_code == 0
     assert short.stdout == long.stdout
     assert "Usage: modelstate" in short.stdout

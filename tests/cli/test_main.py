@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.cli.main import app
+from tests.cli.command import app, run
 
 MODULE = """
 import torch
@@ -52,7 +51,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken_zoo.py").write_text("import there_is_no_such_module\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("ZOO", name)
+    monkeypatch.setenv("MODELS", name)
     save_file(tiny().state_dict(), tmp_path / "tiny.safetensors")
     torch.save({"epoch": 3, "model_state": tiny().state_dict()}, tmp_path / "training.pt")
     return tmp_path
@@ -61,10 +60,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tiny() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, [argument.replace("ZOO", os.environ["ZOO"]) for argument in arguments])
 
 
 class TestInspect:
@@ -133,7 +128,7 @@ class TestSuggest:
         torch.save({"epoch": 3, "model_state": state}, "nested.pt")
 
     def test_prints_python_that_works(self) -> None:
-        done = run("suggest", "ZOO:tiny", "renamed.safetensors")
+        done = run("suggest", "MODELS:tiny", "renamed.safetensors")
         assert done.exit_code == 0, done.output
         scope: dict[str, object] = {"ms": ms}
         exec(done.stdout, scope)
@@ -142,18 +137,18 @@ class TestSuggest:
         assert "building" in done.stderr
 
     def test_nothing_to_do(self) -> None:
-        done = run("suggest", "ZOO:tiny", "tiny.safetensors")
+        done = run("suggest", "MODELS:tiny", "tiny.safetensors")
         assert done.exit_code == 0
         assert done.stdout.startswith("rules = []")
 
     def test_what_stays_open_is_exit_code_1(self) -> None:
-        done = run("suggest", "ZOO:wide", "renamed.safetensors")
+        done = run("suggest", "MODELS:wide", "renamed.safetensors")
         assert done.exit_code == 1
         assert "0.weight" in done.stdout
         assert done.stderr.replace("building", "").strip() == ""
 
     def test_json(self) -> None:
-        done = run("suggest", "ZOO:tiny", "nested.pt", "--key", "model_state", "--json")
+        done = run("suggest", "MODELS:tiny", "nested.pt", "--key", "model_state", "--json")
         assert done.exit_code == 0
         found = json.loads(done.stdout)
         assert found["complete"]
@@ -162,19 +157,19 @@ class TestSuggest:
     def test_a_guess_is_marked(self) -> None:
         state = {name.replace("0.", "alpha."): tensor for name, tensor in tiny().state_dict().items()}
         save_file(state | {"beta": torch.ones(3)}, "guessed.safetensors")
-        done = run("suggest", "ZOO:tiny", "guessed.safetensors", "--json")
+        done = run("suggest", "MODELS:tiny", "guessed.safetensors", "--json")
         assert done.exit_code == 1
         found = json.loads(done.stdout)
         assert not found["complete"]
         assert found["guesses"]
         assert all(rule["guess"] is True for rule in found["rules"])
-        assert "ms.rules.Guess(" in run("suggest", "ZOO:tiny", "guessed.safetensors").stdout
-        done = run("plan", "ZOO:tiny", "guessed.safetensors", "--suggest", "--allow-unexpected", "beta")
+        assert "ms.rules.Guess(" in run("suggest", "MODELS:tiny", "guessed.safetensors").stdout
+        done = run("plan", "MODELS:tiny", "guessed.safetensors", "--suggest", "--allow-unexpected", "beta")
         assert done.exit_code == 0, done.output
 
     def test_a_plan_with_the_rules_that_it_works_out(self) -> None:
-        assert run("plan", "ZOO:tiny", "renamed.safetensors").exit_code == 1
-        done = run("plan", "ZOO:tiny", "renamed.safetensors", "--suggest")
+        assert run("plan", "MODELS:tiny", "renamed.safetensors").exit_code == 1
+        done = run("plan", "MODELS:tiny", "renamed.safetensors", "--suggest")
         assert done.exit_code == 0, done.output
         rules, plan = done.stdout.split("\n\n", 1)
         scope: dict[str, object] = {"ms": ms}
@@ -184,7 +179,7 @@ class TestSuggest:
         assert plan == f"{ms.plan(model, 'renamed.safetensors', rules=scope['rules'])}\n"  # type: ignore[arg-type]
 
     def test_a_plan_with_other_rules_too(self) -> None:
-        done = run("plan", "ZOO:tiny", "renamed.safetensors", "--suggest", "--strip-prefix", "net.")
+        done = run("plan", "MODELS:tiny", "renamed.safetensors", "--suggest", "--strip-prefix", "net.")
         assert done.exit_code == 2
         assert "leave out the options that change names" in done.stderr
 
@@ -195,15 +190,15 @@ class TestPlan:
         missing = ["--allow-missing", "0.bias", "--allow-missing", "1.*"]
         unexpected = ["--allow-unexpected", "m*"]
         for command in ("plan", "load"):
-            assert run(command, "ZOO:tiny", "part.safetensors", *missing).exit_code == 1
-            assert run(command, "ZOO:tiny", "part.safetensors", *unexpected).exit_code == 1
-            done = run(command, "ZOO:tiny", "part.safetensors", *missing, *unexpected)
+            assert run(command, "MODELS:tiny", "part.safetensors", *missing).exit_code == 1
+            assert run(command, "MODELS:tiny", "part.safetensors", *unexpected).exit_code == 1
+            done = run(command, "MODELS:tiny", "part.safetensors", *missing, *unexpected)
             assert done.exit_code == 0, done.stderr
 
     @pytest.mark.parametrize("command", ["plan", "load"])
     def test_the_prefix_of_a_wrapper_needs_no_option(self, command: str) -> None:
         save_file({f"module.{name}": value for name, value in tiny().state_dict().items()}, "wrapped.safetensors")
-        done = run(command, "ZOO:tiny", "wrapped.safetensors")
+        done = run(command, "MODELS:tiny", "wrapped.safetensors")
         assert done.exit_code == 0
         assert "without module" in done.stdout
 
@@ -211,18 +206,18 @@ class TestPlan:
 class TestLoad:
     @pytest.mark.parametrize("path", ["tiny.safetensors", "training.pt"])
     def test_that_fits(self, path: str) -> None:
-        done = run("load", "ZOO:tiny", path)
+        done = run("load", "MODELS:tiny", path)
         assert done.exit_code == 0, done.stderr
         assert done.stdout
 
     def test_dtype(self) -> None:
-        done = run("load", "ZOO:tiny", "tiny.safetensors", "--dtype", "bfloat16", "--device", "cpu")
+        done = run("load", "MODELS:tiny", "tiny.safetensors", "--dtype", "bfloat16", "--device", "cpu")
         assert done.exit_code == 0, done.stderr
         assert "bfloat16" in done.stdout
 
     def test_a_class_attribute_names_a_factory_too(self) -> None:
         save_file(nn.Linear(4, 3).state_dict(), "linear.safetensors")
-        assert run("load", "ZOO:Zoo.small", "linear.safetensors").exit_code == 0
+        assert run("load", "MODELS:Zoo.small", "linear.safetensors").exit_code == 0
 
 
 class TestExplain:
@@ -238,7 +233,7 @@ class TestExplain:
         assert "no page about 'WrongShap'; the nearest is size-mismatch" in done.stderr
 
     def test_what_errors_say_works(self) -> None:
-        for command in (["inspect", "missing.pt"], ["load", "ZOO:wide", "tiny.safetensors"]):
+        for command in (["inspect", "missing.pt"], ["load", "MODELS:wide", "tiny.safetensors"]):
             (line,) = [line for line in run(*command).stderr.splitlines() if "more: " in line]
             _, _, asked = line.partition("more: modelstate ")
             assert run(*asked.split()).exit_code == 0
@@ -248,12 +243,12 @@ class TestModelArgument:
     @pytest.mark.parametrize(
         ("spec", "says"),
         [
-            ("ZOO", "package.module:factory"),
+            ("MODELS", "package.module:factory"),
             ("no_such_module:tiny", "cannot import 'no_such_module'"),
             ("broken_zoo:tiny", "there_is_no_such_module"),
             ("broken_zoo.py:tiny", "give broken_zoo:tiny"),
-            ("ZOO:tinny", "no 'tinny'"),
-            ("ZOO:not_callable", "callable"),
+            ("MODELS:tinny", "no 'tinny'"),
+            ("MODELS:not_callable", "callable"),
         ],
     )
     def test_that_leads_nowhere_is_a_usage_error(self, spec: str, says: str) -> None:
@@ -266,9 +261,9 @@ class TestModelArgument:
     @pytest.mark.parametrize(
         ("spec", "says"),
         [
-            ("ZOO:fails", "LookupError: no such size"),
-            ("ZOO:number", "gave a value of type int"),
-            ("ZOO:needs", "must work without arguments"),
+            ("MODELS:fails", "LookupError: no such size"),
+            ("MODELS:number", "gave a value of type int"),
+            ("MODELS:needs", "must work without arguments"),
         ],
     )
     def test_that_gives_no_model_is_a_problem(self, spec: str, says: str) -> None:
@@ -276,7 +271,7 @@ class TestModelArgument:
         assert done.exit_code == 1
         assert says in done.stderr
         assert "Traceback" not in done.stderr
-        assert "Traceback" in run("load", spec, "tiny.safetensors", "--debug").stderr or spec == "ZOO:number"
+        assert "Traceback" in run("load", spec, "tiny.safetensors", "--debug").stderr or spec == "MODELS:number"
 
     def test_import_error_with_debug_shows_where(self) -> None:
         done = run("load", "broken_zoo:tiny", "tiny.safetensors", "--debug")
@@ -302,14 +297,15 @@ def test_in_a_pipe_that_closes_early(project: Path) -> None:
         ("explain >/dev/full", 1, "", "error: standard output: the output cannot be written"),
         ("diff tiny.safetensors tiny.safetensors >/dev/full", 2, "", "error: standard output: the output cannot be"),
         ("store --help >/dev/full", 1, "", "error: standard output: the output cannot be written"),
-        ("load ZOO:tiny $'caf\\xe9.safetensors'", 0, r"caf\udce9.safetensors into Sequential", ""),
+        ("inspect tiny.safetensors >&-", 2, "", "error: standard output is closed"),
+        ("load MODELS:tiny $'caf\\xe9.safetensors'", 0, r"caf\udce9.safetensors into Sequential", ""),
     ],
 )
 def test_streams_that_do_not_take_all_text(project: Path, command: str, code: int, out: str, err: str) -> None:
     save_file(tiny().state_dict(), project / "named.safetensors")
     os.rename("named.safetensors", os.fsdecode(b"caf\xe9.safetensors"))
     done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m modelstate {command.replace('ZOO', os.environ['ZOO'])}"],
+        ["bash", "-c", f"{sys.executable} -m modelstate {command.replace('MODELS', os.environ['MODELS'])}"],
         capture_output=True,
         text=True,
         check=False,
@@ -350,7 +346,7 @@ def test_verify_prints_json(project: Path) -> None:
 
 def test_a_load_compares_digests_where_it_is_asked_to(project: Path) -> None:
     ms.save(tiny(), project / "saved.safetensors")
-    model = f"{os.environ['ZOO']}:tiny"
+    model = f"{os.environ['MODELS']}:tiny"
     assert json.loads(run("load", model, "saved.safetensors", "--verify", "--json").stdout)["verified_bytes"]
     with open("saved.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -376,7 +372,7 @@ def test_a_shell_completes_commands(shell: str) -> None:
 
 @pytest.mark.parametrize("command", [[], ["store"]])
 def test_summaries_fit_the_width(command: list[str]) -> None:
-    done = CliRunner().invoke(app, [*command, "--help"], terminal_width=80)
+    done = run(*command, "--help", terminal_width=80)
     assert done.exit_code == 0
     assert "..." not in done.stdout.partition("Commands:")[2]
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -400,8 +396,8 @@ class TestManners:
         calls = (
             ("inspect", "tiny.safetensors"),
             ("inspect", "tiny.safetensors", "--stats"),
-            ("plan", "ZOO:tiny", "tiny.safetensors"),
-            ("load", "ZOO:tiny", "tiny.safetensors"),
+            ("plan", "MODELS:tiny", "tiny.safetensors"),
+            ("load", "MODELS:tiny", "tiny.safetensors"),
             ("convert", "tiny.safetensors", str(tmp_path / "new.safetensors")),
             ("verify", "training.pt"),
             ("diff", "tiny.safetensors", "tiny.safetensors"),
@@ -436,13 +432,13 @@ class TestManners:
         assert done.stdout == ""
 
     def test_arguments_in_the_wrong_order(self) -> None:
-        done = run("plan", "tiny.safetensors", "ZOO:tiny")
+        done = run("plan", "tiny.safetensors", "MODELS:tiny")
         assert done.exit_code == 2
         assert "the model comes first" in done.stderr
 
 
 def test_names_in_a_plan_cannot_control_the_terminal() -> None:
     save_file({"\x1b[31mred": torch.ones(2)}, "red.safetensors")
-    done = CliRunner().invoke(app, ["plan", f"{os.environ['ZOO']}:tiny", "red.safetensors"], color=True)
+    done = run("plan", "MODELS:tiny", "red.safetensors", color=True)
     assert done.exit_code == 1
     assert r"\x1b[31mred [2]" in done.stdout

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.cli.main import app
+from tests.cli.command import run
 from tests.programs import run_program
 
 MODULE = """
@@ -96,7 +95,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("FACTORIES", name)
+    monkeypatch.setenv("MODELS", name)
     save_file(tiny(), tmp_path / "tiny.safetensors")
     return tmp_path
 
@@ -104,10 +103,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tiny() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).state_dict()
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, [argument.replace("FACTORIES", os.environ["FACTORIES"]) for argument in arguments])
 
 
 def proposed(text: str) -> list[str]:
@@ -143,27 +138,27 @@ def works_as_proposed(model: str, path: str, *more: str) -> str:
 )
 def test_other_names(change: Any, option: str) -> None:
     save_file({change(name): value for name, value in tiny().items()}, "other.safetensors")
-    assert works_as_proposed("FACTORIES:tiny", "other.safetensors").startswith(option)
+    assert works_as_proposed("MODELS:tiny", "other.safetensors").startswith(option)
 
 
 def test_names_of_which_nothing_is_proved() -> None:
     """The command that finds rules out is named, and it does."""
     save_file({f"{'ab'[name[0] == '0']}.{name}": value for name, value in tiny().items()}, "other.safetensors")
-    done = run("plan", "FACTORIES:tiny", "other.safetensors")
+    done = run("plan", "MODELS:tiny", "other.safetensors")
     assert "modelstate suggest MODEL SOURCE works out rules" in done.stdout
     assert any(line.startswith("--allow-unexpected") for line in proposed(done.stdout))
-    assert run("suggest", "FACTORIES:tiny", "other.safetensors").exit_code == 0
+    assert run("suggest", "MODELS:tiny", "other.safetensors").exit_code == 0
 
 
 def test_a_prefix_that_the_file_lacks() -> None:
     save_file({name.partition(".")[2]: value for name, value in tiny().items() if name[0] == "0"}, "part.safetensors")
-    line = works_as_proposed("FACTORIES:tiny", "part.safetensors", "--allow-missing", "1.*")
+    line = works_as_proposed("MODELS:tiny", "part.safetensors", "--allow-missing", "1.*")
     assert line == "--add-prefix 0."
 
 
 def test_a_head_of_another_size() -> None:
     save_file({**tiny(), "0.weight": torch.ones(5, 4), "0.bias": torch.ones(5)}, "wider.safetensors")
-    line = works_as_proposed("FACTORIES:tiny", "wider.safetensors", "--no-skeleton")
+    line = works_as_proposed("MODELS:tiny", "wider.safetensors", "--no-skeleton")
     assert line.startswith("--ignore 0.weight --ignore 0.bias --allow-missing 0.weight --allow-missing 0.bias,")
 
 
@@ -171,31 +166,31 @@ def test_a_head_of_another_size() -> None:
 def test_what_the_file_lacks_and_has_beyond(prefix: str) -> None:
     save_file({prefix + name: value for name, value in tiny().items() if name != "0.bias"}, "part.safetensors")
     save_file({**tiny(), "more": torch.ones(1), "odd[0]": torch.ones(1)}, "more.safetensors")
-    lacking = works_as_proposed("FACTORIES:tiny", "part.safetensors", "--no-skeleton")
+    lacking = works_as_proposed("MODELS:tiny", "part.safetensors", "--no-skeleton")
     assert lacking.startswith("--allow-missing 0.bias")
-    beyond = works_as_proposed("FACTORIES:tiny", "more.safetensors")
+    beyond = works_as_proposed("MODELS:tiny", "more.safetensors")
     assert beyond.startswith("--allow-unexpected more")
 
 
 def test_two_different_values_for_a_tie() -> None:
     state = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict()
     torch.save(state, "untied.pt")
-    (line,) = [line for line in proposed(run("plan", "FACTORIES:tied", "untied.pt").stdout) if "--ignore" in line]
+    (line,) = [line for line in proposed(run("plan", "MODELS:tied", "untied.pt").stdout) if "--ignore" in line]
     choices = line.partition(",")[0].split(" or ")
     assert choices == ["--ignore 1.weight", "--ignore 0.weight"]  # which value is right, only the user knows
     for choice in choices:
-        assert run("load", "FACTORIES:tied", "untied.pt", *shlex.split(choice)).exit_code == 0
+        assert run("load", "MODELS:tied", "untied.pt", *shlex.split(choice)).exit_code == 0
 
 
 def test_a_cast_that_loses_something() -> None:
-    assert works_as_proposed("FACTORIES:half", "tiny.safetensors").startswith("--dtype float16")
+    assert works_as_proposed("MODELS:half", "tiny.safetensors").startswith("--dtype float16")
 
 
 def test_an_adapter_is_merged_in_python() -> None:
     low = {"0.lora_A.weight": torch.ones(2, 4), "0.lora_B.weight": torch.ones(3, 2)}
     save_file({**tiny(), **{f"base_model.model.{name}": value for name, value in low.items()}}, "adapted.safetensors")
     for command in ("plan", "load"):
-        done = run(command, "FACTORIES:tiny", "adapted.safetensors")
+        done = run(command, "MODELS:tiny", "adapted.safetensors")
         assert done.exit_code == 1
         call = "modelstate.load(model, modelstate.open([BASE, ADAPTER], combine=modelstate.merge.LoRA()))"
         assert f"an adapter is merged in Python: {call}" in done.output
@@ -204,21 +199,21 @@ def test_an_adapter_is_merged_in_python() -> None:
 def test_several_state_dicts() -> None:
     torch.save({"model": tiny(), "ema": tiny()}, "two.pt")
     for command in ("plan", "load"):
-        (line,) = proposed(run(command, "FACTORIES:tiny", "two.pt").stderr)
-        assert run(command, "FACTORIES:tiny", "two.pt", *shlex.split(line)).exit_code == 0
+        (line,) = proposed(run(command, "MODELS:tiny", "two.pt").stderr)
+        assert run(command, "MODELS:tiny", "two.pt", *shlex.split(line)).exit_code == 0
     assert "--key KEY" in run("inspect", "two.pt", "--key", "modle").stderr
 
 
 @pytest.mark.slow
 def test_a_class_that_has_to_be_allowed(project: Path) -> None:
-    module = os.environ["FACTORIES"]
+    module = os.environ["MODELS"]
     code = f"""
 import torch, {module} as made
 torch.manual_seed(0)
 torch.save({{"model": made.tiny().state_dict(), "settings": made.Settings()}}, "settings.pt")
 """
     run_program(code, cwd=project)
-    for arguments in (["inspect"], ["plan", "FACTORIES:tiny"], ["load", "FACTORIES:tiny"]):
+    for arguments in (["inspect"], ["plan", "MODELS:tiny"], ["load", "MODELS:tiny"]):
         command = [*arguments, "settings.pt", "--key", "model"]
         done = run(*command)
         assert done.exit_code == 1
@@ -231,7 +226,7 @@ torch.save({{"model": made.tiny().state_dict(), "settings": made.Settings()}}, "
 
 def test_a_store_in_the_place_of_a_file() -> None:
     ms.Store("runs").save(1, {"model": nn.Linear(2, 2)})
-    for command in (("inspect", "runs"), ("load", "FACTORIES:tiny", "runs"), ("convert", "runs", "out.pt")):
+    for command in (("inspect", "runs"), ("load", "MODELS:tiny", "runs"), ("convert", "runs", "out.pt")):
         assert "to do: modelstate store restore DIR PATH writes one object" in run(*command).stderr
     assert run("store", "restore", "runs", "model.pt").exit_code == 0
     assert run("inspect", "model.pt").exit_code == 0
@@ -254,19 +249,19 @@ def test_what_fails_without_values_works_with_them(factory: str) -> None:
     save_file(nn.Linear(4, 3).state_dict(), "linear.safetensors")
     path = "tiny.safetensors" if factory == "reads_in_a_hook" else "linear.safetensors"
     for command in ("plan", "load"):
-        done = run(command, f"FACTORIES:{factory}", path)
+        done = run(command, f"MODELS:{factory}", path)
         assert done.exit_code == 1
         assert "--no-skeleton builds the model with values" in done.stderr
-        done = run(command, f"FACTORIES:{factory}", path, "--no-skeleton")
+        done = run(command, f"MODELS:{factory}", path, "--no-skeleton")
         assert done.exit_code == 0, done.output
 
 
 def test_a_model_itself() -> None:
     """It is not called: a module can be, and would run its forward pass."""
     for command in ("plan", "load", "suggest"):
-        done = run(command, "FACTORIES:instance", "tiny.safetensors")
+        done = run(command, "MODELS:instance", "tiny.safetensors")
         assert done.exit_code == 0, done.output
-    done = run("plan", "FACTORIES:torch", "tiny.safetensors")
+    done = run("plan", "MODELS:torch", "tiny.safetensors")
     assert done.exit_code == 2
     assert "a function that returns a torch.nn.Module, or one itself" in " ".join(done.stderr.split())
 
@@ -276,43 +271,43 @@ def test_the_model_initialises_what_the_file_lacks() -> None:
     del state["0.weight"]
     save_file(state, "part.safetensors")
     for command in ("plan", "load"):
-        done = run(command, "FACTORIES:tiny", "part.safetensors")
+        done = run(command, "MODELS:tiny", "part.safetensors")
         assert done.exit_code == 1
         (line,) = proposed(done.output)  # --allow-missing would leave it on meta
         assert options_of(line) == ["--init-missing"]
-        done = run(command, "FACTORIES:tiny", "part.safetensors", "--init-missing")
+        done = run(command, "MODELS:tiny", "part.safetensors", "--init-missing")
         assert done.exit_code == 0
         assert "initialised by Linear.reset_parameters: 0.weight" in done.output
 
 
 def test_a_hook_that_raises() -> None:
     for command in ("plan", "load"):
-        done = run(command, "FACTORIES:hooked", "tiny.safetensors")
+        done = run(command, "MODELS:hooked", "tiny.safetensors")
         assert done.exit_code == 1
         assert proposed(done.stderr) == ["--debug shows the traceback of the cause"]
-        assert "the hook is broken" in run(command, "FACTORIES:hooked", "tiny.safetensors", "--debug").stderr
+        assert "the hook is broken" in run(command, "MODELS:hooked", "tiny.safetensors", "--debug").stderr
 
 
 @pytest.mark.parametrize("factory", ["ends", "ends_in_a_hook"])
 @pytest.mark.parametrize("command", ["plan", "load"])
 def test_code_of_the_model_does_not_decide_the_exit_code(factory: str, command: str) -> None:
-    done = run(command, f"FACTORIES:{factory}", "tiny.safetensors")
+    done = run(command, f"MODELS:{factory}", "tiny.safetensors")
     assert done.exit_code == 1
     assert done.stderr.startswith("error: ")
     assert "SystemExit" in done.stderr
     assert "--debug" in done.stderr
-    assert "--debug" not in run(command, f"FACTORIES:{factory}", "tiny.safetensors", "--debug").stderr
+    assert "--debug" not in run(command, f"MODELS:{factory}", "tiny.safetensors", "--debug").stderr
 
 
 def test_what_a_model_prints_is_not_in_the_output() -> None:
     for command in ("plan", "load"):
-        done = run(command, "FACTORIES:prints", "tiny.safetensors", "--json")
+        done = run(command, "MODELS:prints", "tiny.safetensors", "--json")
         assert done.stdout.startswith("{")
         assert "loading" in done.stderr
 
 
 def test_a_device_that_is_not_here() -> None:
-    done = run("load", "FACTORIES:tiny", "tiny.safetensors", "--device", "cuda:77")
+    done = run("load", "MODELS:tiny", "tiny.safetensors", "--device", "cuda:77")
     assert done.exit_code == 1
     assert "to do: --device " in done.stderr
     assert "cuda:77" in done.stderr
@@ -337,7 +332,7 @@ def test_a_device_that_is_not_here() -> None:
 )
 def test_a_wrong_command_line_exits_2(option: tuple[str, str], says: str) -> None:
     for command in ("plan", "load"):
-        done = run(command, "FACTORIES:tiny", "tiny.safetensors", *option)
+        done = run(command, "MODELS:tiny", "tiny.safetensors", *option)
         assert done.exit_code == 2, done.output
         assert says in " ".join(done.stderr.replace("│", "").split())
 
@@ -346,7 +341,7 @@ def test_rules_apply_in_their_order() -> None:
     state = {f"module.net.{name}": value for name, value in tiny().items()}
     save_file(state, "other.safetensors")
     rules = ["--strip-prefix", "module.", "--strip-prefix", "net", "--add-prefix", "a=b", "--rename", "a=b.*=c.*"]
-    done = run("load", "FACTORIES:tiny", "other.safetensors", *rules, "--rename-regex", r"^c\.=")
+    done = run("load", "MODELS:tiny", "other.safetensors", *rules, "--rename-regex", r"^c\.=")
     assert done.exit_code == 0, done.output
 
 
@@ -360,25 +355,25 @@ def test_rules_from_a_module() -> None:
     save_file({f"net.{name}": value for name, value in tiny().items()}, "old.safetensors")
     save_file({f"net.{name.replace('0.', 'x.')}": value for name, value in tiny().items()}, "older.safetensors")
     for command in ("plan", "load"):
-        assert run(command, "FACTORIES:tiny", "old.safetensors", "--rules", "their_rules:rules").exit_code == 0
-        assert run(command, "FACTORIES:tiny", "old.safetensors", "--rules", "their_rules:schema").exit_code == 0
+        assert run(command, "MODELS:tiny", "old.safetensors", "--rules", "their_rules:rules").exit_code == 0
+        assert run(command, "MODELS:tiny", "old.safetensors", "--rules", "their_rules:schema").exit_code == 0
         more = ["--rules", "their_rules:rules", "--rename", "x.*=0.*"]
-        assert run(command, "FACTORIES:tiny", "older.safetensors", *more).exit_code == 0
+        assert run(command, "MODELS:tiny", "older.safetensors", *more).exit_code == 0
         for wrong, says in (
             ("their_rules:nothing", "has no rules"),
             ("their_rules:absent", "it has rules, schema, nothing"),
             ("absent:rules", "cannot import"),
             ("rules", "no rules: give"),
         ):
-            done = run(command, "FACTORIES:tiny", "old.safetensors", "--rules", wrong)
+            done = run(command, "MODELS:tiny", "old.safetensors", "--rules", wrong)
             assert done.exit_code == 2
             assert says in " ".join(done.stderr.replace("│", "").split())
-        both = run(command, "FACTORIES:tiny", "old.safetensors", "--rules", "their_rules:schema", "--ignore", "a")
+        both = run(command, "MODELS:tiny", "old.safetensors", "--rules", "their_rules:schema", "--ignore", "a")
         assert both.exit_code == 2
 
 
 def test_a_rule_that_applies_to_nothing_is_a_problem() -> None:
-    done = run("load", "FACTORIES:tiny", "tiny.safetensors", "--strip-prefix", "modul.")
+    done = run("load", "MODELS:tiny", "tiny.safetensors", "--strip-prefix", "modul.")
     assert done.exit_code == 1
     assert "modul." in done.stderr
 
@@ -392,10 +387,10 @@ def test_a_file_without_checksums() -> None:
 
 def test_what_needs_python_says_so() -> None:
     save_file({name: value.to(torch.int8) for name, value in tiny().items()}, "numbers.safetensors")
-    assert "a transform is given in Python" in run("plan", "FACTORIES:tiny", "numbers.safetensors").stdout
+    assert "a transform is given in Python" in run("plan", "MODELS:tiny", "numbers.safetensors").stdout
 
 
 def test_values_that_would_stay_on_meta() -> None:
-    done = run("plan", "FACTORIES:lost", "tiny.safetensors")
+    done = run("plan", "MODELS:lost", "tiny.safetensors")
     assert done.exit_code == 1
     assert proposed(done.stdout)[0].startswith("--no-skeleton")

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 
 import modelstate as ms
-from modelstate.cli.main import app
+from tests.cli.command import run
 from tests.programs import Forks
 
 COMMAND = "import sys; from modelstate.cli.main import main; sys.exit(main())"
@@ -109,7 +108,7 @@ def test_these_formats_need_no_torch(
 ) -> None:
     ended = without_torch.run(COMMAND, *arguments.split(), cwd=checkpoints)
     monkeypatch.chdir(checkpoints)
-    with_torch = CliRunner().invoke(app, arguments.split())
+    with_torch = run(*arguments.split())
     assert ended.returncode == with_torch.exit_code == code, ended.stderr
     assert _without_times(ended.stdout) == _without_times(with_torch.stdout)
     assert ended.stderr == with_torch.stderr

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 import modelstate as ms
-from modelstate.cli.main import app
+from tests.cli.command import run
 
 STATE = {
     "layer.0.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -25,10 +24,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_file(STATE, "m.safetensors")
     torch.save({"model": {"w": STATE["layer.0.weight"].t()}, "s": torch.eye(2).to_sparse()}, "m.pt")
     return tmp_path
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments)
 
 
 def test_pages_are_written_on_this_machine_only() -> None:

@@ -9,18 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import modelstate as ms
 from modelstate.cli.common import parse_size
-from modelstate.cli.main import app
 from modelstate.store.record import ObjectEntry
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
+from tests.cli.command import run
 
 
 def model_at(step: int) -> nn.Module:

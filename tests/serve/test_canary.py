@@ -10,7 +10,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import CanaryError, OptionError
-from modelstate.serve.canary import run_check
 
 X = torch.ones(2)
 
@@ -57,12 +56,14 @@ def test_false_of_any_kind_refuses(result: Any) -> None:
 
 @pytest.mark.parametrize("result", NOT_FALSE, ids=repr)
 def test_whatever_else_accepts_without_an_error(result: Any) -> None:
-    run_check(lambda _: result, None)
+    live = ms.Live(Says(lambda k: k).eval())
+    assert live.swap({"weight": torch.tensor([2.0])}, canary=lambda v: result).version == 2
 
 
 def test_a_check_whose_result_cannot_be_looked_at_is_a_check_that_raises() -> None:
+    live = ms.Live(Says(lambda k: k).eval())
     with pytest.raises(CanaryError, match="check raised"):
-        run_check(lambda _: torch.ones(2, dtype=torch.bool, device="meta"), None)
+        live.swap({"weight": torch.tensor([2.0])}, canary=lambda v: torch.ones(2, dtype=torch.bool, device="meta"))
 
 
 @pytest.mark.parametrize(

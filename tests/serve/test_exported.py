@@ -12,7 +12,6 @@ from torch.export import Dim
 
 import modelstate as ms
 from modelstate.errors import ExportError, LiveTargetError, ProgramInputError
-from modelstate.torch_compat.private import torch_version
 from tests.serve.models import Decoder, Fused, Halves, Nested, randomised
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(2))
@@ -95,7 +94,7 @@ def test_a_constant_may_be_nan(tmp_path: Path) -> None:
     try:
         ms.export(Filled().eval(), (X, math.nan), tmp_path / "filled.pt2")
     except ExportError as error:
-        if torch_version() >= (2, 11):
+        if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11):
             raise
         pytest.skip(f"this torch cannot write NaN: {error.found}")
     live = ms.Live(tmp_path / "filled.pt2")

@@ -1,5 +1,6 @@
 """`follow`: what is saved is taken up, what is bad is skipped and said once, and the old version serves on."""
 
+import math
 import shutil
 import threading
 import warnings
@@ -126,6 +127,31 @@ def test_a_store_that_is_begun_anew(tmp_path: Path) -> None:
     assert log == []
 
 
+@pytest.mark.parametrize(
+    ("select", "step"),
+    [
+        ("latest", 4),
+        ("best:loss", 2),
+        ("best:loss:min", 2),
+        ("best:loss:max", 1),
+        ("best:eval:loss", 3),
+        ("best:eval:loss:max", 1),
+        ("best:max", 3),
+        ("best:max:max", 2),
+        ("best:accuracy", None),
+    ],
+)
+def test_which_checkpoint_is_selected(tmp_path: Path, select: str, step: int | None) -> None:
+    """Of equal ones the earlier is better; one with NaN, or without the metric, is left out."""
+    store = ms.Store(tmp_path)
+    rows = {1: (0.5, 3.0, 1.0), 2: (0.2, 2.0, 2.0), 3: (0.2, 1.0, 0.0), 4: (math.nan, math.nan, math.nan)}
+    for number, (loss, other, most) in rows.items():
+        store.save(number, {"model": linear(number)}, metrics={"loss": loss, "eval:loss": other, "max": most})
+    following, log = by_hand(ms.Live(linear(0)), store, select=select)
+    following.poll()
+    assert (following.step, log) == (step, [])
+
+
 @pytest.mark.slow
 def test_the_best(tmp_path: Path) -> None:
     store, live = ms.Store(tmp_path), ms.Live(linear(0))
@@ -173,8 +199,7 @@ def test_a_rollback_stays_until_there_is_a_newer_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"select": "newest"},
-        {"select": None},
+        *({"select": text} for text in ("", "best", "best:", "newest", "loss", None, 3, b"latest")),
         {"poll_seconds": 0},
         {"poll_seconds": -1},
         {"poll_seconds": float("nan")},
