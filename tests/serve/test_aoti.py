@@ -239,7 +239,7 @@ def test_a_manifest_that_is_not_of_the_package() -> None:
             ms.Live(rewritten(path, edited(inputs=inputs)))
     tensor = {"name": "weight", "shape": [4, 5], "dtype": "float32", "stride": [5, 1], "role": "parameter"}
     with pytest.raises(DamagedFileError, match="differs from the weights"):
-        ms.Live(rewritten(path, edited(names=None, tensors=[{**tensor, "mutable": False, "alias": "weight"}])))
+        ms.Live(rewritten(path, edited(names=None, tensors=[{**tensor, "alias": "weight"}])))
 
 
 def test_buffers_are_written_in_the_memory_of_the_version() -> None:

@@ -64,13 +64,10 @@ def test_what_the_file_says(kind: Any, path: Path) -> None:
         "dtype": "float32",
         "stride": [4, 1],
         "role": "parameter",
-        "mutable": False,
         "alias": "a.weight",
     }
     assert tensors["b.weight"]["alias"] == "a.weight"
     assert [name for name, one in tensors.items() if one["role"] == "hidden"] == ["shift"]
-    mutable = {name for name, one in tensors.items() if one["mutable"]}
-    assert mutable == {"seen", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     assert set(tensors) == {*ms.serve.runtime_state(Everything()), "shift"}
 
 
@@ -269,7 +266,6 @@ TENSOR = {
     "dtype": "float32",
     "stride": [1],
     "role": "buffer",
-    "mutable": False,
     "alias": "a",
 }
 

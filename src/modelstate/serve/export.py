@@ -117,9 +117,7 @@ def export(
     program = _exported(model, args, kwargs, dynamic_shapes, strict)
     trial = _Trial(model, args, kwargs, kind)  # before the compiler, which takes longer
     files, inputs = (None, None) if kind == "exported" else _compiled(program, model, options or {})
-    extra = names.extra if names is not None else ()
-    tensors = _tensors(model, trial.mutable)
-    manifest = Manifest(kind, tensors, names, reason, extra, str(torch.__version__), inputs)
+    manifest = Manifest(kind, _tensors(model), names, reason, str(torch.__version__), inputs)
     with atomic_file(where, overwrite=overwrite) as output:
         _write(output, program, files, manifest, where)
         trial.verify(target_factory(output.path, None, training))
@@ -226,7 +224,7 @@ def _write(
             raise ExportError("torch cannot write the program", where=where, found=_first_lines(error)) from error
 
 
-def _tensors(module: nn.Module, mutable: frozenset[str]) -> tuple[ProgramTensor, ...]:
+def _tensors(module: nn.Module) -> tuple[ProgramTensor, ...]:
     state: dict[str, torch.Tensor] = runtime_state(module)
     everything = state | dict(module.named_buffers(remove_duplicate=False))
     first: dict[int, str] = {}
@@ -237,7 +235,6 @@ def _tensors(module: nn.Module, mutable: frozenset[str]) -> tuple[ProgramTensor,
             dtype=str(tensor.dtype).removeprefix("torch."),
             stride=tensor.stride(),
             role="hidden" if name not in state else "parameter" if isinstance(tensor, nn.Parameter) else "buffer",
-            mutable=name in mutable,
             alias=first.setdefault(id(tensor), name),
         )
         for name, tensor in everything.items()
@@ -290,11 +287,9 @@ class _Trial:
         self._inputs, self._state = (args, dict(named)), runtime_state(module)
         self._where = type(module).__name__
         self._skeleton = meta_clone(module)
-        self.mutable: frozenset[str] = frozenset()
-        """Buffers that a call has changed."""
-        self._first = self._of_module(self._state)
         # An exported program draws the same random numbers; what is compiled draws others.
-        if kind == "aoti" and _difference(self._of_module(self._state, seed=1), self._first):
+        first = self._of_module(self._state)
+        if kind == "aoti" and _difference(self._of_module(self._state, seed=1), first):
             raise ExportError(
                 "the answers of the module are random, so the compiled program cannot be verified",
                 where=self._where,
@@ -309,8 +304,7 @@ class _Trial:
         Raises:
             ExportError: The answers of the program differ, or do not follow a change of some weights.
         """
-        difference = _difference(self._of_program(target, self._state), self._first)
-        if difference:
+        if difference := self._difference_with(target, {}):
             raise _answer_error(self._where, difference, "the weights that it was made with")
         for offset in _OFFSETS:
             changes = self._changes(offset)
@@ -356,20 +350,13 @@ class _Trial:
                 own_parameters(owner)[last] = cast(nn.Parameter, value)
             else:
                 own_buffers(owner)[last] = value
-        before = {name: value.clone() for name, value in module.named_buffers()}
-        answer = self._answer(module, lambda: dict(module.named_buffers()), seed)
-        after = dict(module.named_buffers())
-        for name, value in before.items():
-            other = after.get(name)
-            if other is None or value.shape != other.shape or not torch.equal(value, other):
-                self.mutable |= {name}
-        return answer
+        return self._answer(module, module, seed)
 
     def _of_program(self, target: Target, state: State) -> _Answer:
         """Returns the answer of a version of the program. Raises `ExportError` where the program raises."""
         program: Program = target.program(state_module(_copies(state), meta=False))
         try:
-            return self._answer(program, lambda: buffers_of(program.module), 0)
+            return self._answer(program, program.module)
         except Exception as error:
             raise ExportError(
                 "the program raised where the module does not",
@@ -378,7 +365,7 @@ class _Trial:
                 remedy="export it with other options, or serve the module",
             ) from error
 
-    def _answer(self, call: Callable[..., object], buffers: Callable[[], State], seed: int) -> _Answer:
+    def _answer(self, call: Callable[..., object], module: nn.Module, seed: int = 0) -> _Answer:
         leaves, spec = flatten(self._inputs)
         args, named = unflatten([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
         is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -386,7 +373,7 @@ class _Trial:
             torch.manual_seed(seed)
             outputs, spec = flatten(call(*args, **named))
         values: dict[str, object] = {f"output {index}": value for index, value in enumerate(outputs)}
-        return _Answer(values | {f"buffer {name}": value for name, value in buffers().items()}, spec)
+        return _Answer(values | {f"buffer {name}": value for name, value in buffers_of(module).items()}, spec)
 
 
 def _perturbed(tensor: torch.Tensor, offset: float, seed: int) -> torch.Tensor:

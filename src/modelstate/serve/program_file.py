@@ -1,8 +1,8 @@
 """Reads program files, `.pt2`, without running code from them, and the manifest that `modelstate.export` adds.
 
 The fields of the manifest: `format` and `version` of the manifest; the versions of `modelstate` and `torch` that wrote
-it; `kind`; `tensors`, each with `name`, `shape`, `dtype`, `stride`, `role`, `mutable` and the `alias` that it is tied
-to; `names`, a map of names, or `names_reason`, the reason why there is none; `extra_state`; `inputs`, for a package.
+it; `kind`; `tensors`, each with `name`, `shape`, `dtype`, `stride`, `role` and the `alias` that it is tied to; `names`,
+a map of names, or `names_reason`, the reason why there is none; `inputs`, for a package.
 """
 
 import io
@@ -55,8 +55,6 @@ class ProgramTensor(msgspec.Struct, frozen=True):
     """In elements."""
     role: Literal["parameter", "buffer", "hidden"]
     """ "hidden" is a buffer that is not in the state dict."""
-    mutable: bool
-    """Whether requests change it, as far as the inputs of the export show."""
     alias: _Text
     """The first name of the tensor; it differs from `name` where the tensor is tied."""
 
@@ -91,8 +89,6 @@ class Manifest(msgspec.Struct, frozen=True):
     """A map from the names of the module's `state_dict()`; None where no map can express the module's hooks."""
     names_reason: str
     """The reason why there is no map; empty where there is one."""
-    extra_state: tuple[str, ...]
-    """Names of extra state in the state dict, which a program does not have."""
     torch_version: str = msgspec.field(name="torch")
     inputs: Mapping[str, Any] | None = None
     """The description of a package's inputs; None for an exported program, which contains it."""
