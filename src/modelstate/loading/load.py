@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Literal, Unpack, overload
@@ -236,7 +236,7 @@ def load_then(
     transaction: Transaction,
     checkpoint: Checkpoint,
     options: LoadOptions,
-    then: Callable[[Set[str]], None] | None = None,
+    then: Callable[[], None] | None = None,
     *,
     agreement: Agreement | None = None,
     check: Callable[[Preparation], None] | None = None,
@@ -248,8 +248,8 @@ def load_then(
 
     `then` is called before the commit, when every tensor has its final shape, dtype and device, and only copies between
     existing memory remain. Code that reads tensors in `then`, within the transaction's `model_code`, sees the new
-    values, if `runs_code` says that `then` runs such code. The argument of `then` is the names of the tensors that the
-    model initialises. `then` registers an undo for each of its changes with the transaction.
+    values, if `runs_code` says that `then` runs such code. `then` registers an undo for each of its changes with the
+    transaction. `check` is called when the load is planned, before its problems are raised.
     """
     if agreement is None:
         agreement = _ranks_of(transaction.root)
@@ -286,7 +286,7 @@ def _execute(
     agreement: Agreement | None,
     started: float,
     staged: StagedLoad | None = None,
-    then: Callable[[Set[str]], None] | None = None,
+    then: Callable[[], None] | None = None,
     check: Callable[[Preparation], None] | None = None,
     in_columns: bool = True,
 ) -> LoadReport:
@@ -353,7 +353,7 @@ def _execute(
                 overwrite(staging, waiting, advance)
                 waiting = []
             if then is not None:
-                then(preparation.initialised)
+                then()
             waiting = [item for item in waiting if item.way is Way.INTO]  # `then` may have used others
             files = held.enter_context(leased_for_commit(staging, waiting, transfers, advance)) if waiting else None
             reads = [] if files is None else reads_into_slots(staging, waiting, lambda _: None, files)

@@ -409,14 +409,16 @@ def plan_by_name(
     sources = _sources(params, groups, checked, origins)
     known = set().union(*sources.values())
     foreign = [name for name in by_name if name not in params] + sorted(in_groups - known)
-    unexpected = [name for name in dict.fromkeys(foreign) if not may_exceed(name)]
+    may_be_gone = {name for name in (*saved_names, *foreign) if may_exceed(name)}
+    unexpected = [name for name in dict.fromkeys(foreign) if name not in may_be_gone]
     new = {param: name for param, name in names.items() if sources[param].isdisjoint(in_groups)}
-    missing = [name for name in new.values() if not may_miss(name)]
+    may_lack = {name for name in names.values() if may_miss(name)}
+    missing = [name for name in new.values() if name not in may_lack]
     name_problems = [f"{name}: the optimizer has no such parameter" for name in unexpected]
     name_problems += [f"{name}: nothing was saved for it" for name in missing]
     if any(by_name.values()):
         present = {params[name] for name in by_name if name in params}
-        lost = [name for param, name in names.items() if not (param in present or param in new or may_miss(name))]
+        lost = [name for param, name in names.items() if not (param in present or param in new or name in may_lack)]
         name_problems += [f"{name}: its state is not there" for name in lost]
         missing += lost
     by_param: dict[torch.Tensor, Values] = {}
@@ -688,17 +690,6 @@ def _state_and_groups(state: object) -> tuple[dict[str, Any], list[dict[str, Any
         names.update(zip(group["params"], param_names, strict=True))
         group["params"] = list(param_names)
     return {name: dict(state["state"].get(number, {})) for number, name in names.items()}, groups
-
-
-def names_with_paths(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: object, rules: Iterable[Rule], paths: Sequence[str]
-) -> list[str]:
-    """Returns the names of the parameters in a state of an optimizer, as `plan_by_name` sees them."""
-    owned = {param for group in optimizer.param_groups for param in group["params"]}
-    params = {name: param for name, param in model.named_parameters(remove_duplicate=False) if param in owned}
-    by_name, groups = _state_and_groups(state)
-    path_of = _paths_of_names(by_name, params, renaming(rules), paths, isinstance(state, Mapping) and CLASS in state)
-    return [path_of(name) for name in dict.fromkeys([*by_name, *(at for group in groups for at in group["params"])])]
 
 
 def _paths_of_names(

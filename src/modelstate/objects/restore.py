@@ -7,8 +7,8 @@ transaction undoes all of it on any error.
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -25,7 +25,6 @@ from modelstate.checkpoint.open import patterns_of
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.errors import (
     KeyNotFoundError,
-    ModelStateError,
     ObjectStateError,
     OptimizerStateError,
     OptionError,
@@ -54,7 +53,6 @@ from modelstate.objects.optimizer_state import (
     OptimizerPlan,
     check_keep_options,
     misfit,
-    names_with_paths,
     plan_by_name,
     remedies_for_names,
 )
@@ -64,6 +62,7 @@ from modelstate.objects.schedulers import go_on_from_kept_rates
 from modelstate.objects.whole_optimizer import DTYPES, WholeOptimizer, is_whole
 from modelstate.planning.matching import Patterns
 from modelstate.planning.options import LoadOptions, checked_options
+from modelstate.planning.preparation import Preparation
 from modelstate.planning.recorder import ModuleContainer
 from modelstate.problems import RULES_FROM_SUGGEST, Problem, ProblemKind, glob_patterns, plan_error
 from modelstate.remote.cache import Cache
@@ -214,7 +213,7 @@ def restore(
         ChecksumError: With `verify`, the file is not what was saved.
         RollbackError: After another error, an object did not take its own earlier state back.
 
-    The rules and options raise `RuleError`, `RuleError` and `OptionError`; the load raises what `modelstate.load`
+    The rules and options raise `RuleError` and `OptionError`; the load raises what `modelstate.load`
     raises.
 
     Examples:
@@ -368,27 +367,23 @@ def restore_objects(
             keeps = partial(_keeps, kept_options, path)
             wrapper = WholeOptimizer(targets[path].obj, parameter_names(modules), own_rules, keeps, _start_anew(path))
             targets[path], saved[path] = Target(Kind.STATEFUL, wrapper), replace(part, kind=Kind.STATEFUL)
-        restoring = _Restoring(targets, saved, checkpoints, own_rules, may_miss, may_exceed, kept_options)
-        restoring.note_used_patterns()
+        restoring = _Restoring(targets, saved, checkpoints, own_rules, source_name, may_miss, may_exceed, kept_options)
     models = ModuleContainer({path: targets[path].obj for path in checkpoints})
-    try:
-        with agreement.collective(), exclusive(models), Transaction(models) as transaction:
-            register_undo(restoring.targets, transaction)
-            report = load_then(
-                transaction,
-                combined_checkpoint(checkpoints),
-                replace(
-                    options,
-                    rules=own_rules,
-                    optimizers=tuple(targets[path].obj for path in missing if targets[path].kind is Kind.OPTIMIZER),
-                    used_patterns=frozenset(may_miss.used | may_exceed.used),
-                ),
-                partial(restoring.restore_others, transaction),
-                agreement=agreement,
-                runs_code=any(target.kind is Kind.STATEFUL for _, target in restoring.targets),
-            )
-    except PlanError as error:
-        raise restoring.plan_error(error, checkpoints, source_name, options.init_missing) from error.__cause__
+    with agreement.collective(), exclusive(models), Transaction(models) as transaction:
+        register_undo(restoring.targets, transaction)
+        report = load_then(
+            transaction,
+            combined_checkpoint(checkpoints),
+            replace(
+                options,
+                rules=own_rules,
+                optimizers=tuple(targets[path].obj for path in missing if targets[path].kind is Kind.OPTIMIZER),
+            ),
+            partial(restoring.restore_others, transaction),
+            agreement=agreement,
+            check=restoring.plan_optimizers,
+            runs_code=any(target.kind is Kind.STATEFUL for _, target in restoring.targets),
+        )
     plain = {path: saved[path].tree for path, target in restoring.targets if target.kind is Kind.VALUE}
     report = dataclasses.replace(report, notes=(*report.notes, *restoring.notes))
     return Restored(plain, report, missing, unexpected, restoring.drawn_from)
@@ -479,6 +474,7 @@ class _Restoring:
         saved: Mapping[str, Part],
         checkpoints: Mapping[str, Checkpoint],
         rules: tuple[Rule, ...],
+        source_name: str,
         may_miss: Patterns,
         may_exceed: Patterns,
         keep_options: tuple[str, ...],
@@ -500,35 +496,41 @@ class _Restoring:
         )
         self._container = modules_of(targets)
         self._paths = [path for path, target in targets.items() if target.kind is Kind.MODULE]
-        self._saved, self._checkpoints, self._rules = saved, checkpoints, rules
+        self._saved, self._checkpoints, self._rules, self._source_name = saved, checkpoints, rules, source_name
         self._may_miss, self._may_exceed, self._keep_options = may_miss, may_exceed, keep_options
+        self._plans: dict[str, OptimizerPlan] = {}
 
-    def note_used_patterns(self) -> None:
-        """Marks patterns that match parameters of optimizers as used, so that the load does not report them."""
-        names = [name for name, _ in self._container.named_parameters()]
+    def plan_optimizers(self, preparation: Preparation) -> None:
+        """Plans the optimizers when the modules are planned, and raises one error with the problems of all of them.
+
+        Optimizers may lack the state of parameters that the load initialises.
+        """
         for path, target in self.targets:
             if target.kind is Kind.OPTIMIZER:
-                for name in names:
-                    self._may_miss.allow(f"{path}.{name}")
-                with suppress(ModelStateError):  # the plan of the optimizer raises it
-                    state = self._saved[path].tree
-                    for name in names_with_paths(self._container, target.obj, state, self._rules, self._paths):
-                        self._may_exceed.allow(f"{path}.{name}")
+                with (
+                    suppress(Exception) if preparation.problems else nullcontext(),  # it may follow from these problems
+                    object_code(path, "its state cannot be loaded; nothing has been changed"),
+                ):
+                    self._plans[path] = self._plan_optimizer(path, target.obj, preparation.initialised.__contains__)
+        used = self._may_miss.used | self._may_exceed.used
+        problems = [
+            problem
+            for problem in preparation.problems
+            if problem.kind is not ProblemKind.IDLE_PATTERN or problem.name not in used
+        ]
+        if problems:
+            raise self._plan_error(problems)
+        preparation.problems.clear()
+        if misfits := {path: plan for path, plan in self._plans.items() if plan.problems}:
+            raise _misfits(misfits)
 
-    def restore_others(self, transaction: Transaction, initialised: Set[str]) -> None:
-        """Restores all objects except modules. Optimizers may lack the state of `initialised` parameters."""
+    def restore_others(self, transaction: Transaction) -> None:
+        """Restores all objects except modules."""
         if any(target.kind is Kind.STATEFUL for _, target in self.targets):
             transaction.arm()  # the modules may hold optimizers, which are about to be changed
-        plans: dict[str, OptimizerPlan] = {}
-        for path, target in self.targets:
-            if target.kind is Kind.OPTIMIZER:
-                with object_code(path, "its state cannot be loaded; nothing has been changed"):
-                    plans[path] = self._plan_optimizer(path, target.obj, initialised.__contains__)
-        if misfits := {path: plan for path, plan in plans.items() if plan.problems}:
-            raise _misfits(misfits)
         recorded = list[Recorded]()
         transaction.at_commit(partial(into_recorded_memory, recorded))
-        for path, plan in plans.items():
+        for path, plan in self._plans.items():
             with object_code(path, "its state cannot be loaded; nothing has been changed"):
                 recorded += plan.load()
             self.notes += [f"{path}: {plan.note}"] if plan.note else []
@@ -577,54 +579,45 @@ class _Restoring:
             paths=self._paths,
         )
 
-    def plan_error(
-        self, error: PlanError, checkpoints: Mapping[str, Checkpoint], source_name: str, init_missing: bool
-    ) -> PlanError:
-        """Returns the error of the modules in terms of several objects, with the problems of the optimizers added.
-
-        With `init_missing` any parameter counts as one that the load would have initialised.
-        """
+    def _plan_error(self, module_problems: Sequence[Problem]) -> PlanError:
+        """Returns the error of the modules in terms of several objects, with the problems of the optimizers added."""
         misshapen = {
             problem.name
-            for problem in error.problems
+            for problem in module_problems
             if problem.kind in (ProblemKind.WRONG_SHAPE, ProblemKind.OTHER_DIMENSIONS)
         }
-        plans: dict[str, OptimizerPlan] = {}
-        problems = []
-        for path, target in self.targets:
-            if target.kind is Kind.OPTIMIZER:
-                with suppress(Exception):  # an error here may only follow from the model that was not loaded
-                    plans[path] = self._plan_optimizer(path, target.obj, lambda _: init_missing)
-        for path, plan in plans.items():
+        problems = list(module_problems)
+        for path, plan in self._plans.items():
             for line in plan.problems:
                 name, _, why = line.partition(": ")
                 if name not in misshapen:  # else its state has the shape of the checkpoint's parameter
                     whole = f"{path}.{name}" if why else path
                     problems.append(Problem(ProblemKind.OPTIMIZER_MISFIT, whole, why=why or line))
-        missing, unexpected = _refused(plans)
-        missing = [problem.name for problem in error.problems if problem.kind is ProblemKind.MISSING] + missing
-        unexpected = [problem.name for problem in error.problems if problem.kind is ProblemKind.UNEXPECTED] + unexpected
-        remedies = _own_remedies(plans)
-        if any(problem.kind is ProblemKind.OTHER_NAMES for problem in error.problems):
+        missing, unexpected = _refused(self._plans)
+        missing = [problem.name for problem in problems if problem.kind is ProblemKind.MISSING] + missing
+        unexpected = [problem.name for problem in problems if problem.kind is ProblemKind.UNEXPECTED] + unexpected
+        remedies = _own_remedies(self._plans)
+        if any(problem.kind is ProblemKind.OTHER_NAMES for problem in problems):
             remedies.append("pass the rule above: optimizers follow rules")
         else:
             remedies += remedies_for_names(missing, unexpected, f"allow_unexpected={glob_patterns(unexpected)!r}")
+        checkpoints = self._checkpoints
         sources = list(dict.fromkeys(checkpoint.source for checkpoint in checkpoints.values()))
         renamed = [
             path
             for path in checkpoints
             if all(
-                any(problem.kind is kind and problem.name.startswith(f"{path}.") for problem in error.problems)
+                any(problem.kind is kind and problem.name.startswith(f"{path}.") for problem in problems)
                 for kind in (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
             )
         ]
-        suggested = ", ".join(f"{path!r}: {_suggest_code(path, checkpoints[path], source_name)}" for path in renamed)
+        code = ", ".join(f"{path!r}: {_suggest_code(path, checkpoints[path], self._source_name)}" for path in renamed)
         return plan_error(
             ", ".join(checkpoints),
             listed(sources, 3),
-            [*error.problems, *problems],
+            problems,
             {ProblemKind.OPTIMIZER_MISFIT: "; ".join(remedies)},
-            Remedy(f"work out rules: rules={{{suggested}}}") if suggested else RULES_FROM_SUGGEST,
+            Remedy(f"work out rules: rules={{{code}}}") if code else RULES_FROM_SUGGEST,
         )
 
 

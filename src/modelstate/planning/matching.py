@@ -411,9 +411,9 @@ def _matches(
 class Patterns:
     """Glob patterns that allow names, and the patterns that have matched."""
 
-    def __init__(self, option: str, patterns: Sequence[str], of_use: Iterable[str] = ()) -> None:
+    def __init__(self, option: str, patterns: Sequence[str]) -> None:
         self.option, self.patterns = option, tuple(patterns)
-        self.used: set[str] = set(of_use)
+        self.used: set[str] = set()
         self._globs = [pattern for pattern in self.patterns if any(map(pattern.__contains__, "*?["))]
         self._names = {*self.patterns}.difference(self._globs)  # found by hash: there may be as many as tensors
 

@@ -131,8 +131,6 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout_seconds: float = TIMEOUT_SECONDS
     device_of_meta: Callable[[torch.Tensor], torch.device] | None = None
     """Inside: the device of each tensor on meta, after a load without `device`. None stands for the CPU."""
-    used_patterns: frozenset[str] = frozenset()
-    """Inside: patterns of names that match elsewhere, and may match nothing in this load."""
 
     def device_after(self, tensor: torch.Tensor) -> torch.device:
         """Returns the device of a tensor of the model after the load."""

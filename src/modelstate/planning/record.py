@@ -204,8 +204,8 @@ class _Coverage:
     def __init__(self, preparation: Preparation, outcome: IncompatibleKeys) -> None:
         self.preparation, self.outcome = preparation, outcome
         options = preparation.options
-        self.may_miss = Patterns("allow_missing", options.allow_missing, options.used_patterns)
-        self.may_exceed = Patterns("allow_unexpected", options.allow_unexpected, options.used_patterns)
+        self.may_miss = Patterns("allow_missing", options.allow_missing)
+        self.may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
 
     def settle(self) -> None:
         """Adds the problems and notes of the load."""
