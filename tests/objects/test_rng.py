@@ -159,7 +159,6 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "python: short": (_with(python=(3, PYTHON[1][:-1], None)), "python:"),
     "python: position outside": (_with(python=(3, (*PYTHON[1][:-1], 625), None)), "python:"),
     "python: too large": (_with(python=(3, (2**32 + 5, *PYTHON[1][1:]), None)), "python:"),
-    "python: no number left over": (_with(python=(3, PYTHON[1], "x")), "python:"),
     "numpy: a tuple": (_with(numpy=np.random.get_state()), "numpy:"),
     "numpy: position outside": (_numpy_with(10**6), "numpy:"),
     "numpy: negative position": (_numpy_with(-1), "numpy:"),
@@ -175,7 +174,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "generators: foreign": (_own_with(py=7), "generators: py:"),
     "generators: exchanged": (
         _own_with(np=np.random.Philox(1).state),
-        "the state is of Philox, the generator is PCG64",
+        "generators: np: state must be for a PCG64",
     ),
     "generators: a loader's": (_own_with(loader=torch.ones(3)), "generators: loader:"),
 }

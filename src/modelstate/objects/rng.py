@@ -3,19 +3,15 @@
 import random
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
-from torch import nn
 
 from modelstate.arguments import check_flag
 from modelstate.errors import ObjectStateError, OptionError
 from modelstate.formats.tree import same_value
 from modelstate.text_format import printable, short_repr
-from modelstate.transaction.transaction import Transaction
 
 _VERSION = 1
 _GLOBAL = ("python", "numpy", "torch")
@@ -23,20 +19,19 @@ _FIELDS = ("version", *_GLOBAL, "cuda", "generators")
 _KINDS = "torch.Generator, numpy.random.Generator, BitGenerator or RandomState, or random.Random"
 
 
-class _Generator(msgspec.Struct, frozen=True):
+class _Generator(NamedTuple):
     """One interface to the generators of all libraries."""
 
     get: Callable[[], object]
     """Returns the state, which shares no memory with the generator."""
-    set: Callable[..., object]
-    check: Callable[..., None]
-    """Raises for a state that `set` refuses, or accepts although it is invalid. Changes nothing."""
+    set: Callable[[Any], object]
+    """Sets the state. Raises for one that the generator does not take as it is."""
 
 
 _POSITIONS = {"MT19937": ("state", "pos", 624), "Philox": ("", "buffer_pos", 4)}
 """Where the state of a generator of NumPy contains an index into itself, and the largest value of that."""
-_Pairs = list[tuple[_Generator, object]]
-"""Generators with the states that they get."""
+_Settings = list[tuple[str, _Generator, object]]
+"""Generators with their names in messages, and the states that they get."""
 
 
 class RNG:
@@ -71,7 +66,7 @@ class RNG:
             raise OptionError("generators= has generators by names", expected="a dict", found=short_repr(generators))
         check_flag("cuda", cuda)
         self._global = {
-            "python": _Generator(random.getstate, random.setstate, _check_python),
+            "python": _Generator(random.getstate, partial(_set_python, random)),
             "numpy": _numpy_legacy(np.random),
             "torch": _torch_generator(torch.default_generator),
         }
@@ -96,7 +91,7 @@ class RNG:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Sets all generators, or none: the state is checked before the first generator is set.
+        """Sets all generators, or none: on an error each one gets its earlier state back.
 
         Args:
             state_dict: the result of `state_dict`, of the same generators.
@@ -118,24 +113,27 @@ class RNG:
         if type(version) is not int or version != _VERSION:
             raise _refused([], "a state of a version that is not known here", found=short_repr(version))
         problems: list[str] = []
-        pairs = [
-            *_paired(self._global, {name: state_dict[name] for name in _GLOBAL}, "", problems),
-            *self._cuda_pairs(state_dict["cuda"], problems),
-            *_paired(self._own, state_dict["generators"], "generators: ", problems),
+        settings = [
+            *_matched(self._global, {name: state_dict[name] for name in _GLOBAL}, "", problems),
+            *self._of_cuda(state_dict["cuda"], problems),
+            *_matched(self._own, state_dict["generators"], "generators: ", problems),
         ]
-        if problems:
-            raise _refused(problems, "the state does not fit the random generators; nothing has been changed")
+        before: list[tuple[_Generator, object]] = []
         try:
-            with Transaction(nn.Module()) as transaction:
-                for generator, state in pairs:
-                    transaction.register_undo(partial(generator.set, generator.get()))
+            for name, generator, state in settings:
+                before.append((generator, generator.get()))
+                try:
                     generator.set(state)
-                transaction.commit()
-        except Exception as error:
-            message = "a random generator could not be set; nothing has been changed"
-            raise _refused([_first_line(error)], message) from error
+                except Exception as error:
+                    problems.append(f"{name}: {_first_line(error)}")
+            if problems:
+                raise _refused(problems, "the state does not fit the random generators; nothing has been changed")
+        except BaseException:
+            for generator, state in reversed(before):
+                generator.set(state)
+            raise
 
-    def _cuda_pairs(self, states: object, problems: list[str]) -> _Pairs:
+    def _of_cuda(self, states: object, problems: list[str]) -> _Settings:
         if not self._cuda or states is None:
             return []
         if not isinstance(states, list | tuple):
@@ -146,25 +144,18 @@ class RNG:
             devices = f"the state is of {len(states)} devices, and there are {len(generators)}"
             problems.append(f"cuda: {devices}; RNG(cuda=False) leaves CUDA out")
             return []
-        by_index = {str(index): state for index, state in enumerate(states)}
-        return _paired({index: generators[int(index)] for index in by_index}, by_index, "cuda: ", problems)
+        return [(f"cuda: {index}", generators[index], state) for index, state in enumerate(states)]
 
 
-def _paired(generators: Mapping[str, _Generator], states: object, prefix: str, problems: list[str]) -> _Pairs:
-    """Returns the generators with their states, each of which has been checked; adds to the problems."""
+def _matched(generators: Mapping[str, _Generator], states: object, prefix: str, problems: list[str]) -> _Settings:
+    """Returns the generators with their states; adds to the problems."""
     if not isinstance(states, Mapping):
         problems.append(f"{prefix}a {type(states).__qualname__}, where states by names should be")
         return []
     problems += [f"{prefix}{name}: nothing was saved for it" for name in generators if name not in states]
     unknown = [printable(str(name)) for name in states if name not in generators]
     problems += [f"{prefix}{name}: there is no such generator" for name in unknown]
-    pairs = [(name, generator, states[name]) for name, generator in generators.items() if name in states]
-    for name, generator, state in pairs:
-        try:
-            generator.check(state)
-        except Exception as error:
-            problems.append(f"{prefix}{name}: {_first_line(error)}")
-    return [(generator, state) for _, generator, state in pairs]
+    return [(f"{prefix}{name}", generator, states[name]) for name, generator in generators.items() if name in states]
 
 
 def _first_line(error: Exception) -> str:
@@ -187,14 +178,13 @@ def _user_generator(name: str, given: object) -> _Generator:
         generator = _numpy_legacy(given)
     elif isinstance(given, np.random.Generator | np.random.BitGenerator):
         bits = given.bit_generator if isinstance(given, np.random.Generator) else given
-        get = partial(getattr, bits, "state")
-        generator = _Generator(get, partial(setattr, bits, "state"), partial(_check_numpy, get))
+        generator = _numpy_generator(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
     elif isinstance(given, random.Random):
-        generator = _Generator(given.getstate, given.setstate, _check_python)
+        generator = _Generator(given.getstate, partial(_set_python, given))
     else:
         raise OptionError("no random generator", where=name, expected=_KINDS, found=f"a {type(given).__qualname__}")
     try:
-        generator.check(generator.get())
+        generator.get()
     except Exception as error:
         raise OptionError(
             "a random generator whose state cannot be saved",
@@ -205,43 +195,34 @@ def _user_generator(name: str, given: object) -> _Generator:
     return generator
 
 
-def _check_python(state: tuple[object, ...]) -> None:
-    trial = random.Random(0)
-    trial.setstate(state)
-    # setstate cuts off the upper bits of numbers that are too large, and takes any value for the cached Gaussian.
-    if trial.getstate() != state or not isinstance(state[2], float | NoneType):
+def _set_python(owner: Any, state: object) -> None:
+    """Sets a `random.Random`, or the module `random`, which has the same methods."""
+    owner.setstate(state)
+    if owner.getstate() != state:  # setstate cuts off the upper bits of numbers that are too large
         raise ValueError("no state of random.Random")
 
 
 def _numpy_legacy(owner: Any) -> _Generator:
     """Returns the interface to a `RandomState`, or to `numpy.random` itself, which has the same methods."""
-    get = partial(owner.get_state, legacy=False)
-    return _Generator(get, owner.set_state, partial(_check_numpy, get))
+    return _numpy_generator(partial(owner.get_state, legacy=False), owner.set_state)
 
 
-def _check_numpy(get: Callable[[], Any], state: Mapping[str, Any]) -> None:
-    name = get()["bit_generator"]
-    if state["bit_generator"] != name:
-        raise ValueError(f"the state is of {state['bit_generator']}, the generator is {name}")
-    # NumPy takes a position outside the state, and reads out of bounds there.
-    place, key, most = _POSITIONS.get(name, ("", "", 0))
-    position = (state[place] if place else state)[key] if key else 0
-    if type(position) is not int or not 0 <= position <= most:
-        raise ValueError(f"the position in the state is not one from 0 to {most}")
-    bits = getattr(np.random, name)(0)
-    bits.state = {key: value for key, value in state.items() if key not in ("has_gauss", "gauss")}
-    if "gauss" in state:
-        np.random.RandomState(bits).set_state(dict(state))
-    if not same_value(dict(bits.state), {key: state[key] for key in bits.state}):
-        raise ValueError(f"no state of {name}")
+def _numpy_generator(get: Callable[[], Any], set_state: Callable[[object], None]) -> _Generator:
+    def checked_set(state: Mapping[str, Any]) -> None:
+        # NumPy takes a position outside the state, and reads out of bounds there.
+        place, key, most = _POSITIONS.get(get()["bit_generator"], ("", "", 0))
+        position = (state.get(place, {}) if place else state).get(key, 0)
+        if type(position) is not int or not 0 <= position <= most:
+            raise ValueError(f"the position in the state is not one from 0 to {most}")
+        set_state(state)
+        if not same_value(dict(get()), dict(state)):
+            raise ValueError(f"no state of {get()['bit_generator']}")
+
+    return _Generator(get, checked_set)
 
 
 def _torch_generator(generator: torch.Generator) -> _Generator:
-    return _Generator(
-        generator.get_state,
-        lambda state: generator.set_state(_state_bytes(state)),
-        partial(_check_torch, generator.device),
-    )
+    return _Generator(generator.get_state, lambda state: generator.set_state(_state_bytes(state)))
 
 
 def _cuda_generators() -> list[_Generator]:
@@ -251,14 +232,9 @@ def _cuda_generators() -> list[_Generator]:
         return _Generator(
             partial(torch.cuda.get_rng_state, index),
             lambda state: torch.cuda.set_rng_state(_state_bytes(state), index),
-            partial(_check_torch, torch.device("cuda", index)),
         )
 
     return [of_device(index) for index in range(torch.cuda.device_count())]
-
-
-def _check_torch(device: torch.device, state: object) -> None:
-    torch.Generator(device).set_state(_state_bytes(state))
 
 
 def _state_bytes(state: object) -> torch.Tensor:
