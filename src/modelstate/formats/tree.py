@@ -137,6 +137,13 @@ def map_leaves(node: Any, function: Callable[[tuple[object, ...], Any], Any], pa
     return type(node)._make(items) if is_named else type(node)(items)
 
 
+def leaf_paths(node: object) -> list[tuple[tuple[object, ...], Any]]:
+    """Returns the leaves of nested containers with their paths, as `map_leaves` visits them."""
+    leaves: list[tuple[tuple[object, ...], Any]] = []
+    map_leaves(node, lambda path, leaf: leaves.append((path, leaf)))
+    return leaves
+
+
 def paths_of_containers(node: object, path: str = "") -> Iterator[str]:
     """The dotted paths of the mappings, lists and tuples below a node of a tree that `flatten` accepts."""
     if not isinstance(node, StoredTensors):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,20 +22,20 @@ from modelstate.checkpoint.open import patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.distributed.reports import Digest
 from modelstate.errors import OptimizerStateError, OptionError
-from modelstate.formats.tree import map_leaves, refused_in
+from modelstate.formats.tree import leaf_paths, refused_in
 from modelstate.loading.collective import before_call, described, text_of
 from modelstate.objects.optimizer_values import (
     CLASS,
     Group,
+    ParamState,
     Path,
     Recorded,
-    StateLayout,
     Values,
     class_name,
+    expected_state,
     group_options,
     in_memory_orders,
     into_recorded_memory,
-    is_number,
     is_torchs,
     memory_order,
     place,
@@ -42,6 +43,7 @@ from modelstate.objects.optimizer_values import (
     placed_state,
     recorded_by_graphs,
     same_state,
+    trial_state,
     value_problems,
     why_not_restored,
 )
@@ -142,9 +144,9 @@ def load_optimizer_state(
     Tensors take the device of their parameter; `step` stays where the optimizer keeps it. Tensors keep the dtype that
     was saved: momentum in float32 beside weights in bfloat16 stays in float32. Where the parameter had another dtype
     when its state was saved, tensors that had the parameter's dtype get the new one. A `state_dict()` of torch does not
-    have that dtype; its tensors get the parameter's dtype if the optimizer cannot step without it. A parameter with an
-    empty saved state has no state afterwards. LBFGS, which keeps all parameters in one vector, takes only the same ones
-    in the same order.
+    have that dtype; tensors of its optimizers get the parameter's dtype, as from torch's own `load_state_dict`. A
+    parameter with an empty saved state has no state afterwards. LBFGS, which keeps all parameters in one vector, takes
+    only the same ones in the same order.
 
     The state of another class of optimizer is refused where it does not fit, and where the saved options would change
     what this optimizer computes: the state of an `Adam` would turn off the decoupled weight decay of an `AdamW`. With
@@ -172,8 +174,7 @@ def load_optimizer_state(
         DistributedError: The model has DTensors, and there is no process group of all ranks of their mesh.
         OptimizerStateError: The state does not fit. The error has every name, shape, group, option and class that does
             not.
-        RuleError: A rule cannot be applied.
-        RuleError: The version of the state cannot be found.
+        RuleError: A rule cannot be applied, or the version of the state cannot be found.
         OptionError: An argument is of another type, or a pattern matches no option.
 
     Examples:
@@ -280,14 +281,12 @@ class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
     """The plan of loading the state of an optimizer. Made by `plan_by_name`."""
 
     optimizer: torch.optim.Optimizer
-    values: Mapping[torch.Tensor, Values]
+    states: Mapping[torch.Tensor, ParamState]
     """The saved state of each parameter that has some."""
     other: Mapping[str, object]
     """The saved state under other keys than parameters."""
-    dtypes: Mapping[torch.Tensor, str]
-    """The dtypes that the parameters had when their state was saved, as far as they are known."""
-    layout: StateLayout
-    """Has the saved options that each group gets."""
+    options: list[tuple[dict[str, Any], dict[str, Any]]]
+    """Groups of the optimizer, each with the saved options that it gets."""
     missing: list[str]
     """Names of parameters that lack saved state, and may not."""
     unexpected: list[str]
@@ -337,9 +336,9 @@ class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
         with ExitStack() as uninterrupted:
             with copying or nullcontext():
                 try:
-                    new_state = placed_state(self.values, self.dtypes, self.layout)
+                    new_state = placed_state(optimizer, self.states)
                     other = placed_options(self.other, cast(Group, optimizer.state))
-                    new_options = [(group, placed_options(options, group)) for group, options in self.layout.matched]
+                    new_options = [(group, placed_options(options, group)) for group, options in self.options]
                 except Exception as error:
                     raise OptimizerStateError(
                         "a value of the state cannot be copied; nothing has been changed",
@@ -392,12 +391,12 @@ def plan_by_name(
         saved_names = [*by_name, *(name for group in groups for name in group["params"])]
         rules = rules.rules(rules.version_of_names(saved_names, type(optimizer).__name__))
     checked = check_rules(rules)
-    saved_dtypes = state.get(DTYPES)
+    saved_dtypes = cast(Mapping[str, object], state.get(DTYPES, {}))
     if paths:
         path_of = _paths_of_names(by_name, params, renaming(checked), paths, CLASS in state)
         by_name = {path_of(name): values for name, values in by_name.items()}
         groups = [{**group, "params": [path_of(name) for name in group["params"]]} for group in groups]
-        if CLASS in state and isinstance(saved_dtypes, Mapping):
+        if CLASS in state:
             saved_dtypes = {path_of(name): dtype for name, dtype in saved_dtypes.items()}
     grouped = [name for group in groups for name in group["params"]]
     in_groups, saved_names = set(grouped), [*by_name, *grouped]
@@ -430,8 +429,8 @@ def plan_by_name(
     is_same_class = state.get(CLASS) == class_name(cls)
     may_add = is_same_class and not is_torchs(cls)
     option_problems: list[str] = []
-    layout = StateLayout(optimizer, _matched_groups(groups, optimizer, sources, option_problems, keeps))
-    option_problems += [line for group, own in layout.matched for line in _option_problems(own, group, may_add)]
+    options = _matched_groups(groups, optimizer, sources, option_problems, keeps)
+    option_problems += [line for group, saved in options for line in _option_problems(saved, group, may_add)]
     elsewhere = cast(Mapping[str, object], state.get(_OTHER, {}))
     keys = listed(map(repr, elsewhere), 8)
     if isinstance(optimizer, torch.optim.LBFGS) or elsewhere:
@@ -444,22 +443,24 @@ def plan_by_name(
     if elsewhere:
         unfit += changed_values(checked, grouped)
         unfit += [] if is_same_class else [f"{cls.__name__} has no state under {keys}"]
-    for param, values in by_param.items():
-        expected = None if may_add else layout.values_of(param)
-        unfit += value_problems(names[param], values, param, optimizer, expected, is_same_class)
+    saved_options = {id(group): saved for group, saved in options}
+    states: dict[torch.Tensor, ParamState] = {}
+    for group in optimizer.param_groups:
+        new_options = {**group, **saved_options.get(id(group), {})}
+        trial = cache(partial(trial_state, type(optimizer), options=new_options))
+        for param in group["params"]:
+            if param in by_param:
+                expected = None if may_add else expected_state(optimizer, param, trial(param.dim()))
+                unfit += value_problems(names[param], by_param[param], param, expected, is_same_class)
+                dtypes = {str(saved_dtypes[name]) for name in sources[param] if name in saved_dtypes}
+                dtype = dtypes.pop() if len(dtypes) == 1 else None
+                states[param] = ParamState(by_param[param], dtype, new_options, expected)
     other, note = _other_class(state, groups, optimizer, keeps, bool(option_problems or unfit), not unfit)
-    dtypes: dict[torch.Tensor, str] = {}
-    if isinstance(saved_dtypes, Mapping):
-        for param in by_param:
-            of_sources = {str(saved_dtypes[name]) for name in sources[param] if name in saved_dtypes}
-            if len(of_sources) == 1:
-                dtypes[param] = of_sources.pop()
     return OptimizerPlan(
         optimizer=optimizer,
-        values=by_param,
+        states=states,
         other=elsewhere,
-        dtypes=dtypes,
-        layout=layout,
+        options=options,
         missing=missing,
         unexpected=unexpected,
         name_problems=name_problems,
@@ -593,28 +594,18 @@ def _check_values(
     orders: list[list[object]] = []
     by_storage: dict[int, list[tuple[torch.Tensor, Path]]] = {}
 
-    def check(path: Path, leaf: object) -> None:
-        name = path[0]
+    params: dict[object, torch.Tensor] = {name: param for param, name in names.items()}
+    for path, leaf in [*leaf_paths(dict(state)), *leaf_paths({_OTHER: dict(other)})]:
         why = why_not_restored(leaf)
-        if isinstance(leaf, torch.Tensor) and (leaf in names or _address(leaf) in places):
-            why = "shares the memory of a parameter, which a restore would not share"
-        elif isinstance(leaf, torch.Tensor):
-            param = params.get(name)
+        if isinstance(leaf, torch.Tensor):
+            if leaf in names or _address(leaf) in places:
+                why = "shares the memory of a parameter, which a restore would not share"
             if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
                 by_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append((leaf, path))
-            if param is not None and (dims := memory_order(leaf, param)) is not None:
+            if path[0] in params and (dims := memory_order(leaf, params[path[0]])) is not None:
                 orders.append([list(path), dims])
         if why:
-            problems.append(f"{name}: {place(path[1:])} {why}")
-
-    params: dict[object, torch.Tensor] = {name: param for param, name in names.items()}
-    for name, values in state.items():
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor):
-                check((name, key), value)
-            else:
-                map_leaves(value, check, (name, key))
-    map_leaves(dict(other), check, (_OTHER,))
+            problems.append(f"{path[0]}: {place(path[1:])} {why}")
     for address, sharing in by_storage.items():
         if address and len(sharing) > 1:
             problems += _overlaps(sharing)
@@ -702,7 +693,7 @@ def _paths_of_names(
     """Returns what puts the path of a module before the names of a state that has the names of the module alone.
 
     A state that `modelstate.save` has written has names with paths; those of torch's optimizers and of
-    `torch.distributed.checkpoint` have none. Names that fit the parameters tell which they are.
+    `torch.distributed.checkpoint` have none. The way in which more names fit the parameters is taken.
 
     Args:
         saved: the names of the state.
@@ -723,10 +714,7 @@ def _paths_of_names(
         return f"{candidates[0]}.{name}" if len(candidates) == 1 else name
 
     as_saved, below_paths = sum(map(fits, saved)), sum(fits(with_path(name)) for name in saved)
-    if as_saved == below_paths and not as_saved:
-        has_paths = all(any(name.startswith(f"{path}.") for path in paths) for name in saved)
-    else:
-        has_paths = as_saved > below_paths or (as_saved == below_paths and has_class)
+    has_paths = has_class if as_saved == below_paths else as_saved > below_paths
     return str if has_paths else with_path
 
 
@@ -777,24 +765,10 @@ def _matched_groups(
 
 
 def _option_problems(saved: Mapping[str, object], group: Group, may_add: bool) -> list[str]:
-    """Returns a line for the saved options that the optimizer does not have, and for each that is of another kind.
+    """Returns a line for the saved options that the optimizer does not have.
 
     With `may_add`, the class of the optimizer adds options when it steps, as a counter of the steps of a group.
     """
     unknown = [] if may_add else sorted(set(saved) - set(group) - SCHEDULER_OPTIONS, key=str)
     noun = "option" if len(unknown) == 1 else "options"
-    problems = [f"the optimizer does not have the saved {noun} {', '.join(map(str, unknown))}"] if unknown else []
-    return problems + [
-        f"the option {key} is {value!r}, where the optimizer has {group[key]!r}"
-        for key, value in saved.items()
-        if key in group and not _same_kind(value, group[key])
-    ]
-
-
-def _same_kind(saved: object, live: object) -> bool:
-    """Whether two values of an option are of one kind. None is of every kind, since an option may be optional."""
-    if isinstance(saved, tuple | list) and isinstance(live, tuple | list):
-        return len(saved) == len(live) and all(map(_same_kind, saved, live))
-    if is_number(live) and not isinstance(live, bool):  # a choice such as fused= may also be None
-        return is_number(saved)
-    return saved is None or live is None or isinstance(saved, type(live)) or isinstance(live, type(saved))
+    return [f"the optimizer does not have the saved {noun} {', '.join(map(str, unknown))}"] if unknown else []

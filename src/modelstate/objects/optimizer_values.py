@@ -4,14 +4,14 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from modelstate.codec.codec import encode
 from modelstate.errors import keep_interrupt
-from modelstate.formats.tree import deep_copy, map_leaves, same_value
+from modelstate.formats.tree import deep_copy, leaf_paths, map_leaves, same_value
 from modelstate.planning.sharded import ShardedSlot, sharded_slot
 from modelstate.rules.expression import Read, values_of
 from modelstate.torch_compat.plain import is_sharded
@@ -22,8 +22,6 @@ CLASS = "class"
 """The key of the class in a saved state."""
 Group = Mapping[str, Any]
 """A parameter group: "params", and options by name."""
-Matched = list[tuple[dict[str, Any], dict[str, Any]]]
-"""Groups of an optimizer, each with the saved options that it gets."""
 Values = Mapping[str, object]
 """The state of one parameter, such as "exp_avg" and "step"; values can be nested in containers."""
 Path = tuple[object, ...]
@@ -58,88 +56,61 @@ def is_torchs(cls: type) -> bool:
     return cls.__module__.startswith("torch.optim")
 
 
-class StateLayout:
-    """The state that an optimizer keeps, or would keep, for each of its parameters."""
+class ParamState(NamedTuple):
+    """The saved state of one parameter."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, matched: Matched) -> None:
-        self.matched, self._optimizer = matched, optimizer
-        self._group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
-        self._new_options = {id(group): options for group, options in matched}
-        self._trials: dict[object, tuple[torch.optim.Optimizer, nn.Parameter] | None] = {}
-        self._steps: dict[object, bool] = {}
-
-    @property
-    def is_of_torch(self) -> bool:
-        return is_torchs(type(self._optimizer))
-
-    def values_of(self, param: torch.Tensor) -> Values | None:
-        """Returns what the state of a parameter would be with the new options, else what it is; None for unknown."""
-        if isinstance(self._optimizer, torch.optim.LBFGS):
-            return None  # its names depend on the steps that were taken: `al` is added by the second direction
-        key = id(self._group_of[param]), param.dim()
-        if key not in self._trials:
-            self._trials[key] = self._trial(param, torch.float32)
-        trial = self._trials[key]
-        return (self._optimizer.state.get(param) or None) if trial is None else trial[0].state.get(trial[1], {})
-
-    def steps_with(self, values: Values, param: torch.Tensor) -> bool:
-        """Whether an optimizer of torch's takes a step with tensors in the dtypes of the values; true for others."""
-        dtypes = {key: value.dtype for key, value in values.items() if isinstance(value, torch.Tensor) and value.dim()}
-        group = self._group_of[param]
-        key = id(group), param.dim(), param.dtype, *sorted((name, str(dtype)) for name, dtype in dtypes.items())
-        if key not in self._steps:
-            trial = self._trial(param, param.dtype)
-            self._steps[key] = trial is None or _steps_with(*trial, dtypes)
-        return self._steps[key]
-
-    def _trial(self, param: torch.Tensor, dtype: torch.dtype) -> tuple[torch.optim.Optimizer, nn.Parameter] | None:
-        """Returns an optimizer of torch's with the new options, after a step, and its small parameter.
-
-        None where it cannot step, or is not of torch.
-        """
-        build: Any = type(self._optimizer)
-        if not is_torchs(build):
-            return None
-        options = {**self.options_of(param), "capturable": False}  # the trial runs on the CPU
-        arguments = {
-            key: options[key] for key in inspect.signature(build).parameters if key in options.keys() - {"params"}
-        }
-        try:
-            small = nn.Parameter(torch.zeros([2] * param.dim(), dtype=dtype, device="cpu"))
-            small.grad = torch.ones_like(small)
-            trial: torch.optim.Optimizer = build([small], **arguments)
-            trial.step()
-        except Exception as error:  # it needs a closure, sparse gradients, another device or dtype
-            keep_interrupt(error)
-            return None
-        return trial, small
-
-    def options_of(self, param: torch.Tensor) -> dict[str, object]:
-        """Returns the options that the group of a parameter is going to have."""
-        group = self._group_of[param]
-        return {**group, **self._new_options.get(id(group), {})}
+    values: Values
+    dtype: str | None
+    """The dtype that the parameter had when its state was saved, if it is known."""
+    options: Mapping[str, object]
+    """The options that the group of the parameter is going to have."""
+    expected: Values | None
+    """What the optimizer keeps, as `expected_state` returns it."""
 
 
-def _steps_with(trial: torch.optim.Optimizer, param: nn.Parameter, dtypes: Mapping[str, torch.dtype]) -> bool:
-    state = trial.state[param]
-    state.update(
-        {key: state[key].to(dtype) for key, dtype in dtypes.items() if isinstance(state.get(key), torch.Tensor)}
-    )
+def trial_state(build: Any, dims: int, options: Mapping[str, object]) -> Values | None:
+    """Returns what an optimizer of torch keeps for a parameter whose sizes are all 2, after a step.
+
+    None where the class is not of torch, or cannot make a step; and for LBFGS, whose names depend on the steps.
+    """
+    if not is_torchs(build) or build is torch.optim.LBFGS:
+        return None
+    options = {**options, "capturable": False}  # the trial runs on the CPU
+    arguments = {key: options[key] for key in inspect.signature(build).parameters if key in options and key != "params"}
     try:
+        param = nn.Parameter(torch.zeros([2] * dims, device="cpu"))
+        grad = torch.ones_like(param)
+        param.grad = grad.to_sparse() if build is torch.optim.SparseAdam else grad
+        trial: torch.optim.Optimizer = build([param], **arguments)
         trial.step()
-    except RuntimeError:  # its operations do not take several dtypes
-        return False
-    return True
+    except Exception as error:
+        keep_interrupt(error)
+        return None
+    return cast(Values, trial.state.get(param, {}))
 
 
-def value_problems(
-    name: str,
-    values: Values,
-    param: torch.Tensor,
-    optimizer: torch.optim.Optimizer,
-    expected: Values | None,
-    may_add: bool,
-) -> list[str]:
+def expected_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, trial: Values | None) -> Values | None:
+    """Returns what the optimizer keeps for a parameter, by a `trial_state` or by its present state; None for unknown.
+
+    In a trial, a size of 1 stands for one value for a whole row or column.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    if trial is None:
+        return optimizer.state.get(param) or None
+    return {
+        key: torch.empty(
+            [1 if small == 1 else size for small, size in zip(value.shape, param.shape, strict=True)],
+            dtype=value.dtype,
+            device="meta",
+        )
+        if isinstance(value, torch.Tensor) and value.dim() == param.dim()
+        else value
+        for key, value in trial.items()
+    }
+
+
+def value_problems(name: str, values: Values, param: torch.Tensor, expected: Values | None, may_add: bool) -> list[str]:
     """Returns a line for each saved value of a parameter that does not fit; `expected` is the state that it keeps.
 
     With `may_add`, the state is of the same class, and may have more than that.
@@ -149,19 +120,10 @@ def value_problems(
     problems = [f"{name}: the optimizer does not keep the saved {', '.join(unknown)}"] if unknown else []
     problems += [f"{name}: {key} is lacking" for key in known if key not in values]
     for key, value in values.items():
-        reasons: list[str] = []
-
-        def check(path: Path, leaf: object, reasons: list[str] = reasons) -> None:
-            why = why_not_restored(leaf)
-            if not why and isinstance(leaf, torch.Tensor):
-                why = _unfit_for_param(leaf, param, optimizer, is_nested=len(path) > 1)
-            if why:
-                reasons.append(f"{place(path)} {why}")
-
-        map_leaves(value, check, (key,))
-        if not reasons and key in known and (unlike := _unlike(value, known[key])):
-            reasons = [f"{key} {unlike}"]
-        problems += [f"{name}: {reason}" for reason in reasons[:1]]
+        for path, leaf in leaf_paths({key: value}):
+            if why := why_not_restored(leaf) or _unfit(leaf, param, known.get(key) if len(path) == 1 else None):
+                problems.append(f"{name}: {place(path)} {why}")
+                break
     return problems
 
 
@@ -206,14 +168,8 @@ def memory_order(tensor: torch.Tensor, param: torch.Tensor | None = None) -> lis
 
 def memory_orders(tree: object) -> list[list[object]]:
     """Returns `[path, dims]` for each tensor of nested containers that has a `memory_order`."""
-    orders: list[list[object]] = []
-
-    def note(path: Path, leaf: object) -> None:
-        if isinstance(leaf, torch.Tensor) and (dims := memory_order(leaf)) is not None:
-            orders.append([list(path), dims])
-
-    map_leaves(tree, note)
-    return orders
+    orders = [(path, memory_order(leaf)) for path, leaf in leaf_paths(tree) if isinstance(leaf, torch.Tensor)]
+    return [[list(path), dims] for path, dims in orders if dims is not None]
 
 
 def in_memory_orders(tree: Any, orders: object) -> Any:
@@ -229,24 +185,27 @@ def in_memory_orders(tree: Any, orders: object) -> Any:
     return map_leaves(tree, order) if dims_of else tree
 
 
-def _unfit_for_param(
-    value: torch.Tensor, param: torch.Tensor, optimizer: torch.optim.Optimizer, is_nested: bool
-) -> str:
-    """Returns why a tensor cannot be state of a parameter; empty where it can."""
-    if is_sharded(value) or (is_sharded(param) and value.dim()):
-        return _unfit_for_shard(value, param)
-    if value.is_meta:
-        return "has no values that could be copied: it is on meta"
-    if not is_torchs(type(optimizer)):
-        return ""  # a foreign optimizer may keep state of any shape and dtype
-    if value.is_complex() and not param.is_complex():
-        return "is complex, and the parameter is not"
-    if not value.dim() or is_nested or isinstance(optimizer, torch.optim.LBFGS):
+def _unfit(value: object, param: torch.Tensor, expected: object) -> str:
+    """Returns why a value cannot be state of a parameter, where the optimizer has `expected`; empty where it can.
+
+    A number and a tensor of one element are alike.
+    """
+    if isinstance(value, torch.Tensor):
+        if is_sharded(value) or (is_sharded(param) and value.dim()):
+            return _unfit_for_shard(value, param)
+        if value.is_meta:
+            return "has no values that could be copied: it is on meta"
+    if value is None or expected is None or (is_number(value) and is_number(expected)):
         return ""
-    fits = value.shape == param.shape
-    if isinstance(optimizer, torch.optim.Adafactor):  # one value for each element, or for each row or column
-        fits = _is_reduced(value, param)
-    return "" if fits else f"has the shape {list(value.shape)}, the parameter {list(param.shape)}"
+    if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
+        if value.shape != expected.shape:
+            return f"has the shape {list(value.shape)}, where the optimizer has {list(expected.shape)}"
+        is_inexact = value.is_floating_point() or (value.is_complex() and param.is_complex())
+        fits = is_inexact == (expected.is_floating_point() or expected.is_complex())
+        return "" if fits else f"is {value.dtype}, where the optimizer has {expected.dtype}"
+    if isinstance(value, torch.Tensor) != isinstance(expected, torch.Tensor):
+        return f"is {type(value).__name__}, where the optimizer has {type(expected).__name__}"
+    return ""
 
 
 def _unfit_for_shard(value: torch.Tensor, param: torch.Tensor) -> str:
@@ -254,78 +213,48 @@ def _unfit_for_shard(value: torch.Tensor, param: torch.Tensor) -> str:
     if not is_sharded(param):
         return "is a DTensor, and the parameter is not"
     if value.shape != param.shape:
-        text = f"has the shape {list(value.shape)}, the parameter {list(param.shape)}"
-        rows = ": one value for each row or column, which is not split over the ranks of a DTensor"
-        return text + (rows if _is_reduced(value, param) else "")
+        return (
+            f"has the shape {list(value.shape)}, the parameter {list(param.shape)}: other values than one for each "
+            "element are not split over the ranks of a DTensor"
+        )
     slot = sharded_slot("", param, value, None)
     return "" if isinstance(slot, ShardedSlot) else f"cannot be split over the ranks: {slot.kind.title}"
 
 
-def _is_reduced(value: torch.Tensor, param: torch.Tensor) -> bool:
-    """Whether each size is that of the parameter, or 1 where a value stands for a whole row or column."""
-    return value.dim() == param.dim() and all(a in (1, b) for a, b in zip(value.shape, param.shape, strict=True))
-
-
-def _unlike(value: object, expected: object) -> str:
-    """Returns how a value differs from what the optimizer keeps; a number and a tensor of one element are alike."""
-    if value is None or expected is None or (is_number(value) and is_number(expected)):
-        return ""
-    if isinstance(value, torch.Tensor) != isinstance(expected, torch.Tensor):
-        return f"is {type(value).__name__}, where the optimizer has {type(expected).__name__}"
-    if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
-        if value.dim() != expected.dim():
-            return f"has {value.dim()} dimensions, where the optimizer has {expected.dim()}"
-        if value.is_floating_point() != expected.is_floating_point():
-            return f"is {value.dtype}, where the optimizer has {expected.dtype}"
-    return ""
-
-
 @torch.inference_mode(False)  # a tensor made in that mode could never be updated
 def placed_state(
-    by_param: Mapping[torch.Tensor, Values],
-    dtypes: Mapping[torch.Tensor, str],
-    layout: StateLayout,
+    optimizer: torch.optim.Optimizer, states: Mapping[torch.Tensor, ParamState]
 ) -> dict[torch.Tensor, dict[str, object]]:
     """Returns copies of the state of each parameter on the device, and in the dtype, that the optimizer needs.
 
     A tensor that several parameters share stays one tensor. Optimizers of torch share none: there it is a tensor that
     the state has been given for several parameters.
-
-    Args:
-        by_param: The saved state.
-        dtypes: The dtypes that the parameters had when their state was saved, as far as they are known.
-        layout: What the optimizer keeps.
     """
-    copies: dict[tuple[object, ...], torch.Tensor] = {}
-    return {param: _placed(values, param, dtypes.get(param), layout, copies) for param, values in by_param.items()}
+    is_of_torch, copies = is_torchs(type(optimizer)), dict[tuple[object, ...], torch.Tensor]()
+    return {param: _placed(state, param, is_of_torch, copies) for param, state in states.items()}
 
 
 def _placed(
-    values: Values,
-    param: torch.Tensor,
-    saved_dtype: str | None,
-    layout: StateLayout,
-    copies: dict[tuple[object, ...], torch.Tensor],
+    state: ParamState, param: torch.Tensor, is_of_torch: bool, copies: dict[tuple[object, ...], torch.Tensor]
 ) -> dict[str, object]:
-    options = layout.options_of(param)
-    casts = saved_dtype is None and not layout.steps_with(values, param)
-    step_on_device = bool(options.get("capturable") or options.get("fused"))
+    casts = state.dtype is None and is_of_torch  # as torch's own load_state_dict does
+    step_on_device = bool(state.options.get("capturable") or state.options.get("fused"))
 
     def copied(path: Path, leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return deepcopy(leaf)
-        had_it = leaf.is_floating_point() if casts else str(leaf.dtype) == saved_dtype
+        had_it = leaf.is_floating_point() if casts else str(leaf.dtype) == state.dtype
         follows = had_it and follows_dtype(path, leaf, param, leaf.dtype)
         dtype = param.dtype if follows and param.is_complex() == leaf.is_complex() else leaf.dtype
-        of_param = param if layout.is_of_torch else None
+        of_param = param if is_of_torch else None
         key = _identity(leaf), dtype, param.device, path == ("step",), of_param
         if key not in copies:
             copies[key] = _copied(path, leaf, param, dtype, step_on_device)
         return copies[key]
 
-    placed: dict[str, object] = map_leaves(dict(values), copied)
+    placed: dict[str, object] = map_leaves(dict(state.values), copied)
     step = placed.get("step")
-    if isinstance((layout.values_of(param) or {}).get("step"), torch.Tensor) and isinstance(step, int | float):
+    if isinstance((state.expected or {}).get("step"), torch.Tensor) and isinstance(step, int | float):
         device = param.device if step_on_device else "cpu"
         placed["step"] = torch.tensor(float(step), device=device)  # torch keeps it as a tensor since 1.12
     return placed

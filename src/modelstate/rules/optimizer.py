@@ -5,7 +5,7 @@ from typing import TypeGuard
 
 import torch
 
-from modelstate.formats.tree import map_leaves, same_value
+from modelstate.formats.tree import leaf_paths, map_leaves, same_value
 from modelstate.problems import Problem, ProblemKind, rule_error
 from modelstate.rules.expression import values_of
 from modelstate.rules.names import Fill
@@ -57,7 +57,7 @@ def apply_to_optimizer(
     elementwise: dict[Path, dict[str, Entry]] = {}
     shapes: dict[str, set[tuple[int, ...]]] = {name: set() for name in state}
     for name, values in state.items():
-        for path, leaf in _leaves(values):
+        for path, leaf in leaf_paths(dict(values)):
             if _is_elementwise(leaf):
                 elementwise.setdefault(path, {})[name] = Entry(leaf.detach(), (name,))
                 shapes[name].add(tuple(leaf.shape))
@@ -113,13 +113,6 @@ Path = tuple[object, ...]
 """The keys and positions that lead to a value in the state of a parameter: ("exp_avg",), ("factors", "L")."""
 _ELEMENTS = "the elements"
 """Takes the place of an elementwise tensor."""
-
-
-def _leaves(values: Mapping[str, object]) -> list[tuple[Path, object]]:
-    """Returns the values in nested containers, with their paths."""
-    leaves: list[tuple[Path, object]] = []
-    map_leaves(dict(values), lambda path, leaf: leaves.append((path, leaf)))
-    return leaves
 
 
 def _without_elements(values: Mapping[str, object]) -> dict[str, object]:
