@@ -286,7 +286,7 @@ def unfit_states() -> list[str]:
 
 def test_states_that_no_rank_can_take_its_part_of(ranks: Ranks) -> None:
     for factored, other_ranks in ranks.values(unfit_states):
-        assert "one value for each row or column, which is not split over the ranks of a DTensor" in factored
+        assert "other values than one for each element are not split over the ranks of a DTensor" in factored
         assert "cannot be split over the ranks: DTensors that are placed in another way" in other_ranks
 
 

@@ -169,16 +169,3 @@ def test_one_lowest_rate_for_groups_that_change_differently_is_refused(tmp_path:
     of["optimizer"].param_groups[0]["lr"] = 0.5
     with pytest.raises(OptionError, match="eta_min"):
         ms.restore(of, tmp_path / "run.safetensors", keep_options=["optimizer.lr"])
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("builder", ["OneCycleLR", "CyclicLR"])
-def test_a_kept_momentum_that_a_scheduler_cycles_is_refused(builder: str, tmp_path: Path) -> None:
-    saved_after(4, BUILDERS[builder], tmp_path)
-    of = built(BUILDERS[builder])
-    with pytest.raises(OptionError, match=r"optimizer\.momentum.*\n.*cycles the momentum") as caught:
-        ms.restore(of, tmp_path / "run.safetensors", keep_options=["optimizer.momentum"])
-    assert "keep_options=['optimizer.lr']" in str(caught.value.remedy)
-    ms.restore(of, tmp_path / "run.safetensors", keep_options=["optimizer.lr"])
-    if builder == "OneCycleLR":  # its momenta are options, which are kept too
-        ms.restore(of, tmp_path / "run.safetensors", keep_options=["optimizer"])

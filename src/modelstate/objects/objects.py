@@ -250,7 +250,7 @@ def _walk(objects: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple
                 found=len(path.encode()),
             )
         kind = _kind(value)
-        if kind is None and _holds_objects(value):
+        if kind is None and holds_objects(value):
             if not isinstance(value, Mapping):
                 first = next(type(item).__name__ for item in value if _kind(item) is not None)
                 raise OptionError(
@@ -301,20 +301,13 @@ def _kind(value: object) -> Kind | None:
     return Kind.STATEFUL if all(map(callable, methods)) else None
 
 
-def _holds_objects(value: object, depth: int = 0) -> bool:
+def holds_objects(value: object, depth: int = 0) -> bool:
     """Whether a mapping holds an object at any depth, or a list or tuple holds one directly."""
     if isinstance(value, list | tuple):
         return any(_kind(item) is not None for item in value)
     if not isinstance(value, Mapping) or depth > _MAX_DEPTH:
         return False
-    return any(_kind(item) is not None or _holds_objects(item, depth + 1) for item in value.values())
-
-
-def holds_stateful(value: object, depth: int = 0) -> bool:
-    """Whether a mapping holds, at any depth, an object whose state only its own `state_dict` gives."""
-    if not isinstance(value, Mapping) or depth > _MAX_DEPTH:
-        return False
-    return any(_kind(item) not in (None, Kind.GENERATOR) or holds_stateful(item, depth + 1) for item in value.values())
+    return any(_kind(item) is not None or holds_objects(item, depth + 1) for item in value.values())
 
 
 def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:

@@ -18,7 +18,7 @@ from modelstate.distributed.writing import PLANNING
 from modelstate.errors import UnsavableError
 from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
-from modelstate.objects.objects import capture, check_loadable, holds_stateful, targets_of, tensors_within
+from modelstate.objects.objects import capture, check_loadable, holds_objects, targets_of, tensors_within
 from modelstate.problems import GATHER
 from modelstate.torch_compat.modules import state_dict_of, unwrapped
 
@@ -143,7 +143,7 @@ def save_with(
 
 
 def _tree_of(state: object) -> Mapping[Any, object]:
-    if isinstance(state, Mapping) and holds_stateful(state):
+    if isinstance(state, Mapping) and holds_objects(state):
         return _nested({path: part.tree for path, part in capture(targets_of(state)).items()})
     tree: Any = state
     if isinstance(state, nn.Module):

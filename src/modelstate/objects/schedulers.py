@@ -35,12 +35,11 @@ def go_on_from_kept_rates(
     Raises:
         OptionError: A scheduler would set the rate of the optimizer to another one, and cannot be scaled.
     """
+    if not keeps("lr"):
+        return
     for name, obj in objects.items():
         for scheduler in _schedulers_of(obj, optimizer):
             inner = [*_within(scheduler)]
-            _check_momentum(path, name, inner, keeps)
-            if not keeps("lr"):
-                continue
             rates = [float(group["lr"]) for group in optimizer.param_groups]
             last = [float(rate) for rate in getattr(scheduler, "_last_lr", ())]
             if rates == last:
@@ -74,23 +73,6 @@ def _scale(scheduler: Any, factors: list[float]) -> None:
             setattr(scheduler, name, [rate * factor for rate, factor in zip(rates, factors, strict=True)])
     if getattr(scheduler, _RATE_OF_ALL, 0):
         setattr(scheduler, _RATE_OF_ALL, getattr(scheduler, _RATE_OF_ALL) * factors[0])
-
-
-def _check_momentum(path: str, name: str, inner: list[Any], keeps: Callable[[str], bool]) -> None:
-    """Raises for a kept momentum that a scheduler cycles between momenta that are not kept."""
-    for scheduler in inner:
-        option = "betas" if getattr(scheduler, "use_beta1", False) else "momentum"
-        is_from_options = not hasattr(scheduler, "max_momentums")  # OneCycleLR keeps them in the groups
-        if not getattr(scheduler, "cycle_momentum", False) or not keeps(option):
-            continue
-        if not (is_from_options and keeps("max_momentum")):
-            raise OptionError(
-                "a scheduler that is restored would set an option that is kept; nothing has been changed",
-                where=f"keep_options of {path}.{option}",
-                found=f"{name}: {type(scheduler).__name__} cycles the momentum",
-                remedy=f"keep the rate alone: keep_options=[{path + '.lr'!r}]; or leave the scheduler out of the "
-                f"objects, with allow_unexpected=[{name!r}]",
-            )
 
 
 def _refusal(path: str, name: str, why: str) -> OptionError:

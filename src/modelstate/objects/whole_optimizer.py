@@ -5,19 +5,20 @@ state is in the order of the parameters. The names of the parameters are saved b
 parameters, or with another order, is refused.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from modelstate.errors import OptimizerStateError
-from modelstate.formats.tree import deep_copy, map_leaves, same_value
+from modelstate.formats.tree import deep_copy, leaf_paths, same_value
 from modelstate.objects.optimizer_values import CLASS, class_name, group_options, in_memory_orders, memory_orders
 from modelstate.rules.optimizer import changed_values
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renaming
 from modelstate.text_format import listed
-from modelstate.torch_compat.values import is_tensor
+from modelstate.torch_compat.values import is_tensor, is_uninitialised
 
 DTYPES = "dtypes"
 """The key of the dtypes of the parameters in a saved state."""
@@ -123,15 +124,24 @@ class WholeOptimizer:
         saved = in_memory_orders(state[_STATE], state[ORDERS])
         optimizer.load_state_dict(deep_copy(saved))
         if [*state[DTYPES].values()] == [str(param.dtype) for param in _params(optimizer)]:
-            _put_back(optimizer.state_dict(), saved)
-            if (place := _difference(optimizer.state_dict(), saved)) is not None:
-                raise OptimizerStateError(
-                    "the optimizer's load_state_dict does not give it the state that its state_dict returned; nothing "
-                    "has been changed",
-                    where=type(optimizer).__name__,
-                    found=f"another value of {'.'.join(map(str, place)) or 'the state'}",
-                    remedy="mend load_state_dict in the class of the optimizer",
-                )
+            live = dict(leaf_paths(optimizer.state_dict()))
+            for path, value in leaf_paths(saved):
+                own = live.get(path)
+                if (
+                    isinstance(own, torch.Tensor)
+                    and isinstance(value, torch.Tensor)
+                    and own.shape == value.shape
+                    and own.dtype != value.dtype
+                ):
+                    own.data = value.detach().to(own.device, copy=True)
+                if not same_value(own, value):
+                    raise OptimizerStateError(
+                        "the optimizer's load_state_dict does not give it the state that its state_dict returned; "
+                        "nothing has been changed",
+                        where=type(optimizer).__name__,
+                        found=f"another value of {'.'.join(map(str, path))}",
+                        remedy="mend load_state_dict in the class of the optimizer",
+                    )
         for each, of_groups in kept:
             for group, options in zip(each.param_groups, of_groups, strict=False):
                 group.update(group_options(options))
@@ -178,64 +188,19 @@ def hidden_attributes(optimizer: _Optimizer) -> list[str]:
     if type(optimizer).state_dict is not _Optimizer.state_dict:
         return []
     params = _params(optimizer)
-    shapes = sorted(tuple(param.shape) for param in params if not torch.nn.parameter.is_lazy(param))
+    shapes = Counter(param.shape for param in params if not is_uninitialised(param))
     hidden = []
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups", "defaults") or not isinstance(value, _Optimizer | dict | list | tuple):
             continue
-        inner = [value] if isinstance(value, _Optimizer) else []
-        tensors: list[torch.Tensor] = []
-
-        def note(_: object, leaf: object, inner: list[Any] = inner, tensors: list[Any] = tensors) -> None:
-            if isinstance(leaf, _Optimizer):
-                inner.append(leaf)
-            elif isinstance(leaf, torch.Tensor) and leaf not in params and not torch.nn.parameter.is_lazy(leaf):
-                tensors.append(leaf)
-
-        map_leaves(value, note)
-        found = sorted(tuple(tensor.shape) for tensor in tensors)
-        if any(other.state is not optimizer.state for other in inner) or (shapes and _contains(found, shapes)):
+        leaves = [leaf for _, leaf in leaf_paths(value)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf not in params]
+        in_attribute = Counter(tensor.shape for tensor in tensors if not is_uninitialised(tensor))
+        has_optimizer = any(isinstance(leaf, _Optimizer) and leaf.state is not optimizer.state for leaf in leaves)
+        if has_optimizer or (shapes and shapes <= in_attribute):
             hidden.append(name)
     return hidden
 
 
-def _contains(found: list[tuple[int, ...]], shapes: list[tuple[int, ...]]) -> bool:
-    """Whether each of the shapes, with its multiplicity, is among those that were found. Both are sorted."""
-    iterator = iter(found)
-    return all(shape in iterator for shape in shapes)
-
-
 def _params(optimizer: _Optimizer) -> dict[torch.Tensor, None]:
     return {param: None for group in optimizer.param_groups for param in group["params"]}
-
-
-def _put_back(live: Any, saved: Any) -> Any:
-    """Returns the live value with the saved leaves that a cast has changed in its place, in its own containers."""
-    if isinstance(live, dict) and isinstance(saved, Mapping):
-        for key in live.keys() & saved.keys():
-            live[key] = _put_back(live[key], saved[key])
-    elif isinstance(live, list) and isinstance(saved, list | tuple) and len(live) == len(saved):
-        live[:] = map(_put_back, live, saved)
-    elif isinstance(live, tuple) or isinstance(saved, Mapping | list | tuple) or same_value(live, saved):
-        return live
-    elif isinstance(saved, torch.Tensor):
-        if isinstance(live, torch.Tensor) and live.shape == saved.shape and live.dtype != saved.dtype:
-            return saved.detach().to(live.device, copy=True)
-    else:
-        return deep_copy(saved)
-    return live
-
-
-def _difference(live: Any, saved: Any) -> tuple[object, ...] | None:
-    """Returns the place of the first saved value that is not the live one; None where all are. More may be live."""
-    if isinstance(live, Mapping) and isinstance(saved, Mapping):
-        pairs = [(key, live.get(key), saved[key]) for key in saved]
-    elif isinstance(live, list | tuple) and isinstance(saved, list | tuple) and len(live) == len(saved):
-        pairs = [(index, *pair) for index, pair in enumerate(zip(live, saved, strict=True))]
-    else:
-        return None if same_value(live, saved) else ()
-    for key, own, other in pairs:
-        place = _difference(own, other)
-        if place is not None:
-            return (key, *place)
-    return None
