@@ -8,7 +8,6 @@ that the project uses are in it.
 
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
@@ -18,7 +17,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from modelstate.errors import ResumeWarning
-from modelstate.forks import fork_safe_lock
 from modelstate.objects.rng import RNG
 
 GENERATOR_KEY = "modelstate.generator"
@@ -121,29 +119,20 @@ def checked_iterators(objects: Iterable[object]) -> Iterator[None]:
     torchdata = sys.modules.get("torchdata.stateful_dataloader")
     stateful = getattr(torchdata, "StatefulDataLoader", None)
     classes: list[Any] = [DataLoader] if stateful is None else [DataLoader, stateful]
+    originals = [cls.__iter__ for cls in classes]
+    _saved_objects.append(saved)
     try:
-        with _lock:
-            _saved_objects.append(saved)
-            for cls in classes:
-                if cls not in _original_iter:
-                    _original_iter[cls] = cls.__iter__
-                    cls.__iter__ = _checking(cls.__iter__)
+        for cls in classes:
+            cls.__iter__ = _checking(cls.__iter__)
         yield
     finally:
-        with _lock:
-            _saved_objects[:] = [other for other in _saved_objects if other is not saved]
-            for cls in [] if _saved_objects else list(_original_iter):
-                # Other code may have wrapped it since; then it stays.
-                if getattr(cls.__iter__, "__wrapped__", None) is _original_iter[cls]:
-                    cls.__iter__ = _original_iter[cls]
-                del _original_iter[cls]
+        _saved_objects[:] = [other for other in _saved_objects if other is not saved]
+        for cls, original in zip(classes, originals, strict=True):
+            cls.__iter__ = original
 
 
-_lock = fork_safe_lock()
 _saved_objects: list[list[object]] = []
 """The objects of each `checked_iterators` block that is running."""
-_original_iter: dict[type[Any], Callable[..., object]] = {}
-"""The own `__iter__` of each class that is wrapped now."""
 
 
 def _checking(iter_method: Callable[..., object]) -> Callable[..., object]:
@@ -158,10 +147,9 @@ def _checking(iter_method: Callable[..., object]) -> Callable[..., object]:
 
 def _resume_problem(loader: Loader) -> str:
     """Returns why a resumed run would build the loader's next iterator in another way; empty where it would not."""
-    running = _saved_objects.copy()  # another thread may end its block
-    if not running:
+    if not _saved_objects:
         return ""
-    objects = [obj for saved in running for obj in saved]
+    objects = [obj for saved in _saved_objects.copy() for obj in saved]
     last = getattr(loader, _ITERATOR, None)
     is_saved = _is_stateful_loader(loader) and any(inner is loader for obj in objects for inner in _loaders(obj))
     if loader.persistent_workers and loader.num_workers > 0 and last is None and not is_saved:
@@ -171,26 +159,14 @@ def _resume_problem(loader: Loader) -> str:
             "uninterrupted run. Leave out persistent_workers=True, or put a StatefulDataLoader among the objects. "
             "Where the workers draw no random numbers, iter(loader) before the loop is enough"
         )
-    if any(obj is loader for obj in objects) and _is_in_the_middle(loader) and loader not in _warned:
-        _warned.add(loader)
-        return _LEFT
+    is_in_the_middle = getattr(last, "_num_yielded", 0) > 0 and not getattr(last, "_finished", True)
+    if is_in_the_middle and any(obj is loader for obj in objects):
+        return (
+            "a data loader among the objects is left in the middle of the data: an uninterrupted run begins it anew, "
+            "and a run that is resumed from a checkpoint goes on in the middle, so its data differ. Leave the loader "
+            "out of the objects, or read it to its end"
+        )
     return ""
-
-
-_LEFT = (
-    "a data loader among the objects is left in the middle of the data: an uninterrupted run begins it anew, and a run "
-    "that is resumed from a checkpoint goes on in the middle, so its data differ. Leave the loader out of the objects, "
-    "or read it to its end"
-)
-
-
-_warned: "weakref.WeakSet[object]" = weakref.WeakSet()
-"""Loaders that have had the warning."""
-
-
-def _is_in_the_middle(loader: object) -> bool:
-    iterator = getattr(loader, _ITERATOR, None)
-    return getattr(iterator, "_num_yielded", 0) > 0 and not getattr(iterator, "_finished", True)
 
 
 def _loaders(obj: object) -> Iterator[Loader]:
