@@ -10,9 +10,7 @@ absent where neither has any. Each class with a declaration is a layer. Loading 
 everything before the first attribute is set.
 """
 
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -26,7 +24,6 @@ from modelstate.errors import ExtraStateError, ModelStateError, OptionError, kee
 from modelstate.formats.tree import EXTRA_STATE, map_leaves, same_value
 from modelstate.planning.preparation import CHECK_EXTRA_STATE
 from modelstate.planning.recorder import KEEPS_NAMES, device_after, recording_of
-from modelstate.process import ThreadValue
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import (
     load_from_state_dict,
@@ -42,7 +39,6 @@ FORMAT = 1
 METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict", CHECK_EXTRA_STATE)
 """The methods that a declaration sets on a class."""
 _LAYER = "_modelstate_extra_state"
-_KEYS = {"modelstate", "class", "version", "values", "base"}
 _MAX_SHOWN = 8
 _ABSENT: object = object()
 
@@ -56,7 +52,7 @@ def extra_state(
     optional: bool = False,
     version: int = 1,
     defaults: Mapping[str, object] | None = None,
-    upgrade: Upgrade | str | None = None,
+    upgrade: Upgrade | None = None,
 ) -> Callable[[type[M]], type[M]]:
     """Declares attributes of a module class that are saved in its state dict and loaded from it; a decorator.
 
@@ -76,9 +72,9 @@ def extra_state(
         defaults: values for names that a checkpoint lacks. With a default for each name, a checkpoint may lack all of
             them too. Any other name that is missing, and any that is unknown, is an error.
         version: the version of the values, 1 or above, which is saved with them.
-        upgrade: a function, or the name of a static or class method, that is called as
-            `upgrade(old_version, values)` for an older version and returns the values of the present one. Version 0 is
-            a dict that a hand-written `get_extra_state` returned.
+        upgrade: a function that is called as `upgrade(old_version, values)` for an older version and returns the
+            values of the present one. It may be called twice in a load. Version 0 is a dict that a hand-written
+            `get_extra_state` returned.
 
     Returns:
         The decorator, which returns the class that it is given.
@@ -115,7 +111,7 @@ def declare_extra_state(
     optional: bool = False,
     version: int = 1,
     defaults: Mapping[str, object] | None = None,
-    upgrade: Upgrade | str | None = None,
+    upgrade: Upgrade | None = None,
 ) -> None:
     """Declares extra state for a class that cannot be edited. It holds for all instances, also for existing ones.
 
@@ -194,11 +190,16 @@ class Declaration(msgspec.Struct, frozen=True, eq=False):
     version: int = 1
     defaults: Mapping[str, object] = msgspec.field(default_factory=dict)
     """Values for names that a checkpoint lacks."""
-    upgrade: Upgrade | str | None = None
-    """The function, or the name of a static or class method."""
+    upgrade: Upgrade | None = None
 
     def __post_init__(self) -> None:
-        self._check_names()
+        if not self.names:
+            _refuse("extra state needs the name of at least one attribute", "none", 'as in @ms.extra_state("epoch")')
+        for name in self.names:
+            if not isinstance(name, str) or not name.isidentifier() or name.startswith("__"):
+                _refuse("this cannot be the name of an attribute", repr(name), 'as in @ms.extra_state("epoch")')
+        if len(set(self.names)) < len(self.names):
+            _refuse("an attribute is named twice", _quoted(self.names))
         if type(self.optional) is not bool:
             _refuse("optional= is True or False", self.optional, "for single names: defaults={name: value}")
         if type(self.version) is not int or self.version < 1:
@@ -207,24 +208,8 @@ class Declaration(msgspec.Struct, frozen=True, eq=False):
             _refuse("defaults= maps names to values", self.defaults)
         if unknown := [name for name in self.defaults if name not in self.names]:
             _refuse("a default is for a name that is declared", unknown, f"the names are {_quoted(self.names)}")
-        # A copy, so that a later change of the argument does not change the declaration.
-        try:
-            msgspec.structs.force_setattr(self, "defaults", deepcopy(dict(self.defaults)))
-        except Exception as error:
-            _refuse("a default cannot be copied", error)
-        if self.upgrade is not None and not isinstance(self.upgrade, str):
-            _check_upgrade(self.upgrade, "upgrade=")
-
-    def _check_names(self) -> None:
-        if not self.names:
-            _refuse("extra state needs the name of at least one attribute", "none", 'as in @ms.extra_state("epoch")')
-        for name in self.names:
-            if not isinstance(name, str):
-                _refuse("attributes are named by strings", name, 'as in @ms.extra_state("epoch")')
-            if not name.isidentifier() or name.startswith("__"):
-                _refuse("this cannot be the name of an attribute", repr(name))
-        if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
-            _refuse("an attribute is named twice", _quoted(twice))
+        if self.upgrade is not None and not callable(self.upgrade):
+            _refuse("upgrade= is no function", self.upgrade, "a function upgrade(old_version, values) -> values")
 
     def check_class(self, cls: object) -> None:
         """Raises `OptionError` where this class cannot have the declaration."""
@@ -238,18 +223,13 @@ class Declaration(msgspec.Struct, frozen=True, eq=False):
                 cls,
                 "write both, or none",
             )
-        if isinstance(self.upgrade, str):
-            _check_upgrade(getattr(cls, self.upgrade, None), f"{cls.__name__}.{self.upgrade}")
 
     def is_same(self, other: "Declaration") -> bool:
         """Whether the other declaration changes nothing, as when a notebook cell is run again."""
-
-        def code(upgrade: Upgrade | str | None) -> object:
-            return getattr(upgrade, "__code__", upgrade)
-
+        upgrades = [getattr(each.upgrade, "__code__", each.upgrade) for each in (self, other)]
         return (
             (self.names, self.optional, self.version) == (other.names, other.optional, other.version)
-            and code(self.upgrade) == code(other.upgrade)
+            and upgrades[0] == upgrades[1]
             and same_value(self.defaults, other.defaults)
         )
 
@@ -310,12 +290,7 @@ class Layer:
 
     def set(self, module: nn.Module, value: object) -> None:
         """Implements `set_extra_state`."""
-        handed = _handed.value
-        if handed is not None and handed[0] is module and handed[1] is value and handed[2] is self:
-            prepared = handed[3]
-        else:
-            prepared = self.prepare(module, value)
-        _set_all(module, prepared)
+        _set_all(module, self.prepare(module, value))
 
     def prepare(self, module: nn.Module, value: object) -> Prepared:
         """Checks a value for this layer and those below, and sets nothing. Raises `ExtraStateError`."""
@@ -367,17 +342,16 @@ class Layer:
                 remedy="upgrade modelstate",
             )
         version, values = value.get("version"), value.get("values")
-        wrong = {
-            "modelstate": type(number) is not int or number < 1,
-            "class": not isinstance(value.get("class"), str),
-            "version": type(version) is not int or version < 1,
-            "values": not isinstance(values, Mapping)
-            or not all(isinstance(name, str) and name.isidentifier() for name in values),
-        }
-        if problems := [f"{key!r} is {_kind(value.get(key))}" for key, is_wrong in wrong.items() if is_wrong]:
-            raise _bad_format(self.name, "a format, a class, a version and values", ", ".join(problems))
-        if unknown := [str(key) for key in value if key not in _KEYS]:
-            raise _bad_format(self.name, f"the keys {_quoted(sorted(_KEYS))}", f"also {_quoted(unknown)}")
+        if (
+            type(number) is not int
+            or number < 1
+            or not isinstance(value.get("class"), str)
+            or type(version) is not int
+            or version < 1
+            or not isinstance(values, Mapping)
+            or not all(isinstance(name, str) and name.isidentifier() for name in values)
+        ):
+            raise _bad_format(self.name, "a format, a class, a version and values", _kind(value))
 
     def _values(self, module: nn.Module, saved: object) -> dict[str, object]:
         """Returns the values of this layer's names, upgraded and completed with defaults."""
@@ -412,9 +386,6 @@ class Layer:
         """Returns the saved values as those of the present version, and a name for them in a message."""
         old, new, raw = saved["version"], self.declaration.version, saved["values"]
         upgrade = self.declaration.upgrade
-        if isinstance(upgrade, str):
-            upgrade = getattr(type(module), upgrade)  # a subclass may have overridden it
-        assert not isinstance(upgrade, str)
         if old > new or (old < new and upgrade is None):
             raise ExtraStateError(
                 "the extra state is of a newer version" if old > new else "nothing upgrades extra state this old",
@@ -461,11 +432,12 @@ class Layer:
         key, before = prefix + EXTRA_STATE, len(missing_keys)
         top = layer_of(type(module).set_extra_state)
         if top is self and key in state_dict and self._loads_plainly(module) and recording_of(module) is None:
-            # Checked before torch copies a tensor of this module: an error leaves all of it as it was.
-            with _handing_over(self, module, state_dict[key], key):
-                call()
-        else:
-            call()
+            try:  # before torch copies a tensor of this module: an error leaves all of it as it was
+                self.prepare(module, state_dict[key])
+            except ModelStateError as error:
+                error.where = f"{key}: {error.where}"
+                raise
+        call()
         if top is not None and key in missing_keys[before:] and top._may_be_absent(module):
             missing_keys[before:] = [name for name in missing_keys[before:] if name != key]
             _set_all(module, top.prepare(module, _ABSENT))
@@ -488,34 +460,6 @@ def layer_of(method: object) -> Layer | None:
     """Returns the layer whose declaration set a method; None for any other method."""
     layer = getattr(method, "modelstate_layer", None)
     return layer if isinstance(layer, Layer) else None
-
-
-_handed = ThreadValue[tuple[nn.Module, object, Layer, Prepared] | None](None)
-"""A module, a value, a layer, and the `Prepared` of them, while `_handing_over` is active."""
-
-
-@contextmanager
-def _handing_over(layer: Layer, module: nn.Module, value: object, key: str) -> Iterator[None]:
-    """Prepares a value and hands it over to `Layer.set`, so that it is decoded and upgraded once."""
-    try:
-        prepared = layer.prepare(module, value)
-    except ModelStateError as error:
-        error.where = f"{key}: {error.where}"
-        raise
-    with _handed.replaced((module, value, layer, prepared)):
-        yield
-
-
-def _check_upgrade(function: object, option: str) -> None:
-    expected = "a function upgrade(old_version, values) -> values, or the name of a static or class method"
-    if not callable(function):
-        _refuse(f"{option} is no function", function, expected)
-    try:
-        inspect.signature(function).bind(1, {})
-    except ValueError:  # written in C, without a signature
-        return
-    except TypeError:
-        _refuse(f"{option} cannot be called with a version and values", inspect.signature(function), expected)
 
 
 # The attributes of a module.
