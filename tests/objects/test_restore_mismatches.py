@@ -114,7 +114,7 @@ def test_rules_that_cannot_be() -> None:
 
 def test_an_optimizer_with_parameters_of_nobody() -> None:
     model, optimizer = nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())
-    for function in (Saved, Saved({"model": model}).restore):
+    for function in (Saved, Saved({"model": model, "opt": torch.optim.SGD(model.parameters())}).restore):
         with pytest.raises(errors.OptimizerStateError, match=r"opt: .*no names(.|\n)*2 of 2(.|\n)*add the module"):
             function({"model": model, "opt": optimizer})
 

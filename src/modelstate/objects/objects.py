@@ -15,10 +15,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from modelstate.checkpoint.checkpoint import Checkpoint, join
-from modelstate.errors import KeyNotFoundError, ModelStateError, ObjectStateError, OptimizerStateError, OptionError
+from modelstate.errors import KeyNotFoundError, ModelStateError, ObjectStateError, OptionError
 from modelstate.formats.tree import deep_copy, is_container, items_of, same_value, subtree
 from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
+from modelstate.objects.optimizer_values import parameter_names
 from modelstate.objects.parts import Kind, Part
 from modelstate.objects.whole_optimizer import WholeOptimizer, is_saved_whole, is_whole, optimizers_within
 from modelstate.planning.recorder import ModuleContainer
@@ -86,7 +87,6 @@ def capture(targets: Mapping[str, Target]) -> dict[str, Part]:
     modules: nn.Module | None = None
     if any(target.kind is Kind.OPTIMIZER for target in targets.values()):
         modules = modules_of(targets)
-        check_owners(targets, modules)
     parts = {}
     for path, target in restore_order(targets):
         tree = _state_of(path, target, modules)
@@ -108,7 +108,7 @@ def _state_of(path: str, target: Target, modules: nn.Module | None) -> object:
             case Kind.OPTIMIZER:
                 assert modules is not None
                 if is_saved_whole(target.obj):
-                    return WholeOptimizer(target.obj, parameter_names(modules)).state_dict()
+                    return WholeOptimizer(target.obj, parameter_names(modules, target.obj)).state_dict()
                 return optimizer_state(modules, target.obj)
             case Kind.GENERATOR:
                 return target.obj.get_state()
@@ -174,14 +174,6 @@ def modules_of(targets: Mapping[str, Target]) -> ModuleContainer:
     return ModuleContainer({path: target.obj for path, target in targets.items() if target.kind is Kind.MODULE})
 
 
-def parameter_names(modules: nn.Module) -> dict[torch.Tensor, list[str]]:
-    """Returns all names of each parameter."""
-    names: dict[torch.Tensor, list[str]] = {}
-    for name, param in modules.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
-    return names
-
-
 def tensors_within(objects: object, reshards: bool = False) -> Iterator[torch.Tensor]:
     """Yields the tensors of the modules in nested containers, and those in the containers. Nothing is checked.
 
@@ -202,22 +194,6 @@ def tensors_within(objects: object, reshards: bool = False) -> Iterator[torch.Te
         elif isinstance(value, Mapping | list | tuple) and not isinstance(value, Checkpoint) and id(value) not in seen:
             seen.add(id(value))
             stack += value.values() if isinstance(value, Mapping) else value
-
-
-def check_owners(targets: Mapping[str, Target], modules: nn.Module) -> None:
-    """Raises `OptimizerStateError` where an optimizer has parameters that `modules` does not have."""
-    owned = set(modules.parameters())
-    for path, target in targets.items():
-        if target.kind is Kind.OPTIMIZER:
-            params = [param for group in target.obj.param_groups for param in group["params"]]
-            foreign = sum(param not in owned for param in params)
-            if foreign:
-                raise OptimizerStateError(
-                    "the optimizer has parameters of a module that is not among the objects, so they have no names",
-                    where=path,
-                    found=f"{foreign} of {len(params)}",
-                    remedy='add the module that holds them: {"model": model, ...}',
-                )
 
 
 @contextmanager

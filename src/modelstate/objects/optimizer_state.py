@@ -38,6 +38,7 @@ from modelstate.objects.optimizer_values import (
     into_recorded_memory,
     is_torchs,
     memory_order,
+    parameter_names,
     place,
     placed_options,
     placed_state,
@@ -58,7 +59,6 @@ from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules, renaming, way_back
 from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.private import without_modes
-from modelstate.transaction.optimizers import check_optimizers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
@@ -102,7 +102,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         >>> state["param_groups"][0]["params"]
         ['weight', 'bias']
     """
-    names = _parameter_names(check_model(model), optimizer)
+    names = {param: first for param, (first, *_) in parameter_names(check_model(model), optimizer).items()}
     _check_is_by_name(optimizer)
     groups = [
         {**group_options(group), "params": [names[param] for param in group["params"]]}
@@ -291,9 +291,8 @@ class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
     """Names of parameters that lack saved state, and may not."""
     unexpected: list[str]
     """Saved names that the optimizer does not have, and may not be there."""
-    name_problems: list[str]
-    """A line of text for each name that does not fit; so are the following ones for other things."""
     option_problems: list[str]
+    """A line of text for each option that does not fit; so are the following ones for other things."""
     value_problems: list[str]
     other_class: OtherClass | None
     """Set where the class of the saved state is one of the problems."""
@@ -302,8 +301,10 @@ class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def problems(self) -> list[str]:
-        of_class = [self.other_class.text] if self.other_class else []
-        return list(dict.fromkeys([*of_class, *self.name_problems, *self.option_problems, *self.value_problems]))
+        lines = [self.other_class.text] if self.other_class else []
+        lines += [f"{name}: the optimizer has no such parameter" for name in self.unexpected]
+        lines += [f"{name}: nothing was saved for it" for name in self.missing]
+        return list(dict.fromkeys([*lines, *self.option_problems, *self.value_problems]))
 
     def own_remedies(self, keep_options: str, start_anew: str) -> list[str]:
         """Returns the remedies for all but the names of parameters.
@@ -382,9 +383,9 @@ def plan_by_name(
         keeps: whether the optimizer keeps its own value of the option of this name.
         paths: the paths of modules in `model`, where the state may have the names that these modules have alone.
     """
-    model = check_model(model)
-    names = _parameter_names(model, optimizer)
-    params = {name: param for name, param in model.named_parameters(remove_duplicate=False) if param in names}
+    all_names = parameter_names(check_model(model), optimizer)
+    names = {param: first for param, (first, *_) in all_names.items()}
+    params = {name: param for param, of_param in all_names.items() for name in of_param}
     by_name, groups = _state_and_groups(state)
     by_name = in_memory_orders(by_name, state.get(ORDERS))
     if isinstance(rules, Schema):
@@ -413,13 +414,9 @@ def plan_by_name(
     new = {param: name for param, name in names.items() if sources[param].isdisjoint(in_groups)}
     may_lack = {name for name in names.values() if may_miss(name)}
     missing = [name for name in new.values() if name not in may_lack]
-    name_problems = [f"{name}: the optimizer has no such parameter" for name in unexpected]
-    name_problems += [f"{name}: nothing was saved for it" for name in missing]
     if any(by_name.values()):
         present = {params[name] for name in by_name if name in params}
-        lost = [name for param, name in names.items() if not (param in present or param in new or name in may_lack)]
-        name_problems += [f"{name}: its state is not there" for name in lost]
-        missing += lost
+        missing += [name for param, name in names.items() if not (param in present or param in new or name in may_lack)]
     by_param: dict[torch.Tensor, Values] = {}
     unfit: list[str] = []
     for name, values in by_name.items():
@@ -463,7 +460,6 @@ def plan_by_name(
         options=options,
         missing=missing,
         unexpected=unexpected,
-        name_problems=name_problems,
         option_problems=option_problems,
         value_problems=unfit,
         other_class=other,
@@ -538,21 +534,6 @@ def _fixed_options(cls: type[torch.optim.Optimizer], names: set[str]) -> set[str
 
 
 # Names, state and groups.
-
-
-def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
-    check_optimizers([optimizer], model)
-    all_names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    foreign = sum(param not in all_names for param in params)
-    if foreign:
-        raise OptimizerStateError(
-            "the optimizer has parameters that the model has not, so they have no names",
-            where=type(optimizer).__name__,
-            found=f"{foreign} of {len(params)}",
-            remedy="give the module that holds all of its parameters",
-        )
-    return {param: all_names[param] for param in params}
 
 
 def _check_is_by_name(optimizer: torch.optim.Optimizer) -> None:
@@ -702,20 +683,17 @@ def _paths_of_names(
         paths: the paths of the modules.
         has_class: whether the state has the class of its optimizer, as one of `modelstate.optimizer_state` has.
     """
-    saved = list(saved)
-    bare_params = {without_wrappers(name) for name in params}
     of_params = [path for path in paths if any(name.startswith(f"{path}.") for name in params)]
-
-    def fits(name: str) -> bool:
-        return without_wrappers(renamed(name)) in bare_params
-
-    def with_path(name: str) -> str:
-        candidates = of_params if len(of_params) == 1 else [path for path in of_params if fits(f"{path}.{name}")]
-        return f"{candidates[0]}.{name}" if len(candidates) == 1 else name
-
-    as_saved, below_paths = sum(map(fits, saved)), sum(fits(with_path(name)) for name in saved)
-    has_paths = has_class if as_saved == below_paths else as_saved > below_paths
-    return str if has_paths else with_path
+    if len(of_params) != 1:
+        return str
+    (path,) = of_params
+    bare_params = {without_wrappers(name) for name in params}
+    fits = [
+        [without_wrappers(renamed(f"{prefix}{name}")) in bare_params for name in saved] for prefix in ("", f"{path}.")
+    ]
+    as_saved, below_path = map(sum, fits)
+    has_paths = has_class if as_saved == below_path else as_saved > below_path
+    return str if has_paths else f"{path}.{{}}".format
 
 
 def _sources(

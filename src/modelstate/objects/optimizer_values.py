@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from modelstate.codec.codec import encode
-from modelstate.errors import keep_interrupt
+from modelstate.errors import OptimizerStateError, OptionError, keep_interrupt
 from modelstate.formats.tree import deep_copy, leaf_paths, map_leaves, same_value
 from modelstate.planning.sharded import ShardedSlot, sharded_slot
 from modelstate.rules.expression import Read, values_of
@@ -40,6 +40,25 @@ def class_name(cls: type) -> str:
 def group_options(group: Group) -> dict[str, Any]:
     """Returns the options of a parameter group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, list[str]]:
+    """Returns all names that the model has for each parameter of the optimizer."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError("not an optimizer", expected="torch.optim.Optimizer", found=type(optimizer).__name__)
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    foreign = sum(param not in names for param in params)
+    if foreign:
+        raise OptimizerStateError(
+            "the optimizer has parameters that the model has not, so they have no names",
+            where=type(optimizer).__name__,
+            found=f"{foreign} of {len(params)}",
+            remedy='give the module that holds them; among objects, add the module that holds them: {"model": ...}',
+        )
+    return {param: names[param] for param in params}
 
 
 def same_state(first: Values, second: Values) -> bool:

@@ -39,11 +39,9 @@ from modelstate.loading.report import LoadReport
 from modelstate.objects.loaders import load_state, own_generator, rewind
 from modelstate.objects.objects import (
     Target,
-    check_owners,
     combined_checkpoint,
     modules_of,
     object_code,
-    parameter_names,
     register_undo,
     restore_order,
     targets_of,
@@ -56,7 +54,7 @@ from modelstate.objects.optimizer_state import (
     plan_by_name,
     remedies_for_names,
 )
-from modelstate.objects.optimizer_values import Recorded, into_recorded_memory
+from modelstate.objects.optimizer_values import Recorded, into_recorded_memory, parameter_names
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.schedulers import go_on_from_kept_rates
 from modelstate.objects.whole_optimizer import DTYPES, WholeOptimizer, is_whole
@@ -328,7 +326,6 @@ def restore_objects(
     with agreement.before(PLANNING):
         targets = targets_of(objects)
         modules = modules_of(targets)
-        check_owners(targets, modules)
         whole = {
             path: saved[path]
             for path, target in targets.items()
@@ -365,7 +362,9 @@ def restore_objects(
         own_rules = _rules(rules, checkpoints)
         for path, part in whole.items():
             keeps = partial(_keeps, kept_options, path)
-            wrapper = WholeOptimizer(targets[path].obj, parameter_names(modules), own_rules, keeps, _start_anew(path))
+            with object_code(path, "its state cannot be loaded"):
+                own_names = parameter_names(modules, targets[path].obj)
+            wrapper = WholeOptimizer(targets[path].obj, own_names, own_rules, keeps, _start_anew(path))
             targets[path], saved[path] = Target(Kind.STATEFUL, wrapper), replace(part, kind=Kind.STATEFUL)
         restoring = _Restoring(targets, saved, checkpoints, own_rules, source_name, may_miss, may_exceed, kept_options)
     models = ModuleContainer({path: targets[path].obj for path in checkpoints})
