@@ -252,7 +252,7 @@ def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
             found=type(value).__name__,
             remedy=f"look at what the file has there: modelstate.open({checkpoint.source!r}).value({path!r})",
         )
-    return Part(target.kind, value)
+    return Part(Kind.STATEFUL if is_whole(value) else target.kind, value)
 
 
 def _module_state(checkpoint: Checkpoint, path: str) -> Checkpoint | Mapping[str, object]:
@@ -325,13 +325,6 @@ def restore_objects(
         agreement = agreement_of(tensors_within(objects), call="modelstate.restore")
     with agreement.before(PLANNING):
         targets = targets_of(objects)
-        modules = modules_of(targets)
-        whole = {
-            path: saved[path]
-            for path, target in targets.items()
-            if target.kind is Kind.OPTIMIZER and path in saved and is_whole(saved[path].tree)
-        }
-        saved = {**saved, **{path: replace(part, kind=Kind.OPTIMIZER) for path, part in whole.items()}}
         in_place: object = arguments.get("in_place")
         if not (in_place is None or in_place is False):
             raise OptionError(
@@ -349,6 +342,11 @@ def restore_objects(
                 options_of_groups = {str(key) for group in target.obj.param_groups for key in group}
                 names += [path, *(f"{path}.{name}" for name in sorted(options_of_groups - {"params", "param_names"}))]
         check_keep_options(kept_options, names)
+        for path, target in targets.items():
+            if target.kind is Kind.OPTIMIZER and path in saved and is_whole(saved[path].tree):
+                with object_code(path, "its state cannot be loaded"):
+                    own_names = parameter_names(modules_of(targets), target.obj)
+                targets[path] = Target(Kind.STATEFUL, WholeOptimizer(target.obj, own_names))
         may_miss = Patterns("allow_missing", options.allow_missing)
         may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
         missing = tuple(path for path in targets if path not in saved and may_miss.allow(path))
@@ -360,12 +358,6 @@ def restore_objects(
                 with object_code(path, "its state cannot be opened"):
                     checkpoints[path] = open_checkpoint(saved[path].tree)
         own_rules = _rules(rules, checkpoints)
-        for path, part in whole.items():
-            keeps = partial(_keeps, kept_options, path)
-            with object_code(path, "its state cannot be loaded"):
-                own_names = parameter_names(modules, targets[path].obj)
-            wrapper = WholeOptimizer(targets[path].obj, own_names, own_rules, keeps, _start_anew(path))
-            targets[path], saved[path] = Target(Kind.STATEFUL, wrapper), replace(part, kind=Kind.STATEFUL)
         restoring = _Restoring(targets, saved, checkpoints, own_rules, source_name, may_miss, may_exceed, kept_options)
     models = ModuleContainer({path: targets[path].obj for path in checkpoints})
     with agreement.collective(), exclusive(models), Transaction(models) as transaction:
@@ -536,14 +528,17 @@ class _Restoring:
         generators = [target.obj for _, target in self.targets if target.is_restored_last]
         for path, target in self.targets:
             if target.kind is Kind.STATEFUL:
+                state = deep_copy(self._saved[path].tree)  # the object may keep the state that it is given
                 with (
                     object_code(path, "its load_state_dict raised; nothing has been changed"),
                     transaction.model_code(),
                 ):
-                    # A copy, since the object may keep the state that it is given.
-                    load_state(target.obj, deep_copy(self._saved[path].tree), generators)
-                if isinstance(target.obj, WholeOptimizer):
-                    self.notes.append(f"{path}: {target.obj.note}")
+                    if isinstance(target.obj, WholeOptimizer):
+                        keeps = partial(_keeps, self._keep_options, path)
+                        target.obj.load_state_dict(state, self._rules, keeps, _start_anew(path))
+                        self.notes.append(f"{path}: {target.obj.note}")
+                    else:
+                        load_state(target.obj, state, generators)
             elif target.kind is Kind.GENERATOR:
                 with object_code(path, "the generator does not take the state; nothing has been changed"):
                     target.obj.set_state(self._saved[path].tree)

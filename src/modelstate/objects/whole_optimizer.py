@@ -64,21 +64,10 @@ class WholeOptimizer:
     Args:
         optimizer: the optimizer.
         names: all names of each parameter; the first one is saved.
-        rules: the rules of the names.
-        keeps: whether the optimizer keeps its own value of the option of this name.
-        start_anew: how to begin without the saved state, for errors.
     """
 
-    def __init__(
-        self,
-        optimizer: _Optimizer,
-        names: Mapping[torch.Tensor, Sequence[str]],
-        rules: Sequence[Rule] = (),
-        keeps: Callable[[str], bool] = lambda _: False,
-        start_anew: str = "",
-    ) -> None:
-        self.optimizer, self._names, self._rules, self._keeps = optimizer, names, rules, keeps
-        self._start_anew = start_anew
+    def __init__(self, optimizer: _Optimizer, names: Mapping[torch.Tensor, Sequence[str]]) -> None:
+        self.optimizer, self._names = optimizer, names
 
     def state_dict(self) -> dict[str, object]:
         """Returns the optimizer's own state with the names and dtypes of its parameters."""
@@ -97,28 +86,39 @@ class WholeOptimizer:
     def note(self) -> str:
         return f"not by name: what {type(self.optimizer).__name__}.state_dict returns, by positions of parameters"
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        rules: Sequence[Rule] = (),
+        keeps: Callable[[str], bool] = lambda _: False,
+        start_anew: str = "",
+    ) -> None:
         """Loads the result of `state_dict` by the optimizer's own `load_state_dict`, and compares what it has then.
 
         Torch's own `load_state_dict` casts tensors to the dtypes of the parameters. They get their saved dtypes again,
         unless the parameters have other dtypes than the saved ones.
+
+        Args:
+            state: the saved state.
+            rules: the rules of the names.
+            keeps: whether the optimizer keeps its own value of the option of this name.
+            start_anew: how to begin without the saved state, for errors.
 
         Raises:
             OptimizerStateError: The state is of other parameters or of another class, or the optimizer does not have it
                 afterwards.
         """
         optimizer = self.optimizer
-        if problems := [*self._misfits(state)]:
+        if problems := [*self._misfits(state, rules)]:
             raise OptimizerStateError(
                 "the state does not fit the optimizer; nothing has been changed",
                 where=type(optimizer).__name__,
                 expected="the same class over the same parameters in the same order, since the state is in their order",
                 found=listed(problems, 8, "\n    "),
-                remedy="build the optimizer as the one that was saved; or to begin without its state: "
-                + self._start_anew,
+                remedy="build the optimizer as the one that was saved; or to begin without its state: " + start_anew,
             )
         kept = [
-            (each, [{key: group[key] for key in group if self._keeps(str(key))} for group in each.param_groups])
+            (each, [{key: group[key] for key in group if keeps(str(key))} for group in each.param_groups])
             for each in optimizers_within(optimizer)
         ]
         saved = in_memory_orders(state[_STATE], state[ORDERS])
@@ -146,12 +146,12 @@ class WholeOptimizer:
             for group, options in zip(each.param_groups, of_groups, strict=False):
                 group.update(group_options(options))
 
-    def _misfits(self, state: Mapping[str, Any]) -> Iterator[str]:
+    def _misfits(self, state: Mapping[str, Any], rules: Sequence[Rule]) -> Iterator[str]:
         cls = class_name(type(self.optimizer))
         if str(state[CLASS]).rpartition(".")[2] != cls.rpartition(".")[2]:
             yield f"the state is of {state[CLASS]}, the optimizer is {cls}"
-        yield from changed_values(self._rules, (name for names in state[_NAMES] for name in names))
-        renamed = renaming(self._rules)
+        yield from changed_values(rules, (name for names in state[_NAMES] for name in names))
+        renamed = renaming(rules)
         groups = [[self._names[param] for param in group["params"]] for group in self.optimizer.param_groups]
         saved = [[renamed(name) for name in names] for names in state[_NAMES]]
         if [len(names) for names in saved] != [len(names) for names in groups]:
