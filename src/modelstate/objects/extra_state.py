@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from modelstate.codec.codec import decode, encode
-from modelstate.errors import ExtraStateError, ModelStateError, OptionError, keep_interrupt
-from modelstate.formats.tree import EXTRA_STATE, map_leaves, same_value
+from modelstate.errors import ExtraStateError, ModelStateError, OptionError
+from modelstate.formats.tree import EXTRA_STATE, leaf_paths, map_leaves, same_value
 from modelstate.planning.preparation import CHECK_EXTRA_STATE
 from modelstate.planning.recorder import KEEPS_NAMES, device_after, recording_of
 from modelstate.text_format import listed
@@ -33,7 +33,6 @@ from modelstate.torch_compat.modules import (
     own_modules,
     own_parameters,
 )
-from modelstate.transaction.transaction import Transaction
 
 FORMAT = 1
 METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict", CHECK_EXTRA_STATE)
@@ -508,34 +507,30 @@ def _check_attribute(module: nn.Module, name: str, value: object = None) -> None
 def _set_all(module: nn.Module, prepared: Prepared) -> None:
     """Calls the hand-written `set_extra_state`, and sets the values. Any error undoes all changes."""
     before = dict(module.__dict__)
-
-    def undo() -> None:
-        module.__dict__.clear()
-        module.__dict__.update(before)
-
-    with Transaction(module) as transaction:
-        transaction.register_undo(undo)
+    of_class: list[tuple[str, object]] = []
+    """Properties and slots, whose values are not in the module's dict, with their values before."""
+    try:
         if prepared.first is not None:
             prepared.first()
         for name, value in prepared.values:
-            _set(module, name, value, transaction)
-        transaction.commit()
+            try:
+                current = getattr(module, name, None)
+            except Exception:  # a property that raises
+                current = None
+            if hasattr(type(module), name):
+                of_class.append((name, current))
+            _set(module, name, value, _target_device(module, current))
+    except BaseException:
+        for name, current in reversed(of_class):
+            setattr(module, name, current)
+        module.__dict__.clear()
+        module.__dict__.update(before)
+        raise
 
 
-def _set(module: nn.Module, name: str, value: object, transaction: Transaction) -> None:
-    try:
-        current = getattr(module, name, None)
-    except Exception as error:  # a property that raises
-        keep_interrupt(error)
-        current = None
-    if hasattr(type(module), name):  # a property or a slot, whose value is not in the module's dict
-        transaction.register_undo(partial(setattr, module, name, current))
-
+def _set(module: nn.Module, name: str, value: object, device: torch.device | None) -> None:
     def moved(_: object, leaf: object) -> object:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        device = _target_device(module, current)
-        return leaf if device is None or leaf.device == device else leaf.to(device)
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) and device is not None else leaf
 
     try:
         setattr(module, name, map_leaves(value, moved))
@@ -549,8 +544,7 @@ def _set(module: nn.Module, name: str, value: object, transaction: Transaction) 
 
 def _target_device(module: nn.Module, current: object) -> torch.device | None:
     """Returns the device of the tensors that a value replaces, or else of the module's parameters."""
-    devices: list[torch.device] = []
-    map_leaves(current, lambda _, leaf: devices.append(leaf.device) if isinstance(leaf, torch.Tensor) else None)
+    devices = [leaf.device for _, leaf in leaf_paths(current) if isinstance(leaf, torch.Tensor)]
     devices += (device_after(module, param) for param in module.parameters())
     return next((device for device in devices if device.type != "meta"), None)
 

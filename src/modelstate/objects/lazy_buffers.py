@@ -84,30 +84,16 @@ def _check(module: nn.Module, name: str) -> None:
         raise OptionError("the module is not initialised", where=where, remedy="call super().__init__() before")
     if not isinstance(name, str):
         raise OptionError("the name of a buffer is text", where=where, expected="str", found=short_repr(name))
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise BufferNameError(
-            "no name that an attribute can have",
-            where=where,
-            expected="letters, digits and underscores, as 'running_table'",
-            found=short_repr(name),
-            remedy="register it on the submodule that is meant" if "." in name else "choose another name",
-        )
+    found, remedy = short_repr(name), "choose a name of letters, digits and underscores; or register it on a submodule"
     if name in own_buffers(module):
-        is_lazy = name in vars(module).get(LAZY, ())
-        raise BufferNameError(
-            "the module has a buffer of that name",
-            where=f"{where}.{name}",
-            found="a lazy buffer" if is_lazy else "a buffer of register_buffer",
-            remedy="register it once" if is_lazy else "take the call of register_buffer away; this one takes its place",
-        )
-    if hasattr(module, name):
+        found, remedy = f"the buffer {name!r}", "register the buffer once, and only as a lazy one"
+    elif hasattr(module, name):
         value = getattr(module, name)
-        raise BufferNameError(
-            "the module has an attribute of that name",
-            where=f"{where}.{name}",
-            found="None" if value is None else f"an object of class {type(value).__name__}",
-            remedy="register the buffer before anything is assigned to it (it is None until then), or rename it",
-        )
+        found = f"the attribute {name!r}: {'None' if value is None else type(value).__name__}"
+        remedy = "register the buffer before anything is assigned to it (it is None until then), or rename it"
+    elif name.isidentifier() and not keyword.iskeyword(name):
+        return
+    raise BufferNameError("a module cannot have a buffer of that name", where=where, found=found, remedy=remedy)
 
 
 def _note_set_buffers(module: nn.Module, state_dict: object, prefix: str, local_metadata: dict[str, object]) -> None:
