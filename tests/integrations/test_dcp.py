@@ -14,7 +14,6 @@ from modelstate import errors
 from modelstate.rules.names import Rename
 from modelstate.rules.tensors import Cast, Transpose
 from modelstate.torch_compat.private import torch_version
-from tests.lossy_disk import lossy_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -85,15 +84,6 @@ def test_a_checkpoint_object_a_part_and_the_checkpoint_id(tmp_path: Path) -> Non
         found = empty(state["model"])
         dcp.load(found, storage_reader=reader, **options)
         assert same(state["model"], found)
-
-
-def test_a_step_of_a_store(tmp_path: Path) -> None:
-    model = nn.Linear(4, 2)
-    store = ms.Store(tmp_path / "store")
-    store.save(3, {"model": model})
-    found = empty(dict(model.state_dict()))
-    dcp.load(found, storage_reader=ms.dcp.Reader(store.open("model")))
-    assert same(dict(model.state_dict()), found)
 
 
 def test_rules_and_their_casts(tmp_path: Path) -> None:
@@ -220,11 +210,3 @@ def test_what_is_not_saved(
         dcp.save({"a": torch.zeros(2)}, storage_writer=ms.dcp.Writer(**options), planner=planner)
     assert [file.name for file in tmp_path.iterdir()] == ["old.safetensors"]
     assert torch.equal(ms.open("old.safetensors").tensor("a"), torch.ones(1))
-
-
-def test_a_new_directory_is_there_after_a_power_cut(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    with lossy_disk(tmp_path / "disk") as disk:
-        dcp.save({"w": torch.ones(3)}, storage_writer=ms.dcp.Writer(tmp_path / "disk" / "run" / "step-1"))
-    disk.write(tmp_path / "after", len(disk.calls), "synced")
-    assert torch.equal(ms.open(tmp_path / "after" / "run" / "step-1").tensor("w"), torch.ones(3))

@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO  # noqa: E402
 
 from modelstate.integrations.lightning import StoreCheckpointIO  # noqa: E402
-from tests.lossy_disk import lossy_disk  # noqa: E402
 
 
 class Net(lightning.LightningModule):  # type: ignore[misc,name-defined]
@@ -135,15 +134,6 @@ def test_an_error_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.
             io.save_checkpoint({"state_dict": {"a": torch.zeros(2)}}, tmp_path / "deep" / "x.ckpt")
     assert os.listdir(tmp_path / "deep") == ["x.ckpt"]
     assert torch.equal(io.load_checkpoint(tmp_path / "deep" / "x.ckpt")["state_dict"]["a"], torch.ones(2))
-
-
-def test_a_new_directory_is_there_after_a_power_cut(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    with lossy_disk(tmp_path / "disk") as disk:
-        StoreCheckpointIO().save_checkpoint({"w": torch.ones(3)}, tmp_path / "disk" / "run" / "checkpoints" / "a.ckpt")
-    disk.write(tmp_path / "after", len(disk.calls), "synced")
-    loaded = StoreCheckpointIO().load_checkpoint(tmp_path / "after" / "run" / "checkpoints" / "a.ckpt")
-    assert torch.equal(loaded["w"], torch.ones(3))  # type: ignore[arg-type]
 
 
 def test_map_location(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import OptionError, RuleError
-from tests.programs import run_program
 
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -51,27 +50,12 @@ class Case(NamedTuple):
 
 RENAMED = [
     Case("MixtralForCausalLM", "MixtralConfig", {**EXPERTS, "num_local_experts": 4}, IDS),
-    Case("PhimoeForCausalLM", "PhimoeConfig", {**EXPERTS, "num_local_experts": 4}, IDS),
-    Case("MiniMaxForCausalLM", "MiniMaxConfig", {**EXPERTS, "num_local_experts": 4, "head_dim": 8}, IDS),
-    Case(
-        "Qwen2MoeForCausalLM",
-        "Qwen2MoeConfig",
-        {
-            **EXPERTS,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 32,
-        },
-        IDS,
-    ),
     Case(
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
         {**EXPERTS, "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
         IDS,
     ),
-    Case("OlmoeForCausalLM", "OlmoeConfig", {**EXPERTS, "num_experts": 4, "num_experts_per_tok": 2}, IDS),
     Case(
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
@@ -93,89 +77,11 @@ RENAMED = [
         IDS,
     ),
     Case(
-        "Glm4MoeForCausalLM",
-        "Glm4MoeConfig",
-        {
-            **EXPERTS,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "head_dim": 8,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-        IDS,
-    ),
-    Case(
-        "Ernie4_5_MoeForCausalLM",
-        "Ernie4_5_MoeConfig",
-        {**EXPERTS, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
-        IDS,
-    ),
-    Case(
-        "HunYuanMoEV1ForCausalLM",
-        "HunYuanMoEV1Config",
-        {**EXPERTS, "num_experts": 4, "moe_topk": 2, "head_dim": 8},
-        IDS,
-    ),
-    Case(
         "GraniteMoeForCausalLM", "GraniteMoeConfig", {**EXPERTS, "num_local_experts": 4, "num_experts_per_tok": 2}, IDS
     ),
-    Case(
-        "JambaForCausalLM",
-        "JambaConfig",
-        {
-            **EXPERTS,
-            "num_experts": 4,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "mamba_d_state": 4,
-            "mamba_expand": 1,
-            "mamba_dt_rank": 4,
-            "use_mamba_kernels": False,
-        },
-        IDS,
-    ),
     Case("GPTNeoXForCausalLM", "GPTNeoXConfig", {**TEXT, "max_position_embeddings": 64}, IDS),
-    Case("EsmModel", "EsmConfig", {**TEXT, "pad_token_id": 1, "position_embedding_type": "rotary"}, IDS),
     Case("ViTForImageClassification", "ViTConfig", VISION, IMAGE),
-    Case("DeiTForImageClassification", "DeiTConfig", VISION, IMAGE),
-    Case("BeitForImageClassification", "BeitConfig", VISION, IMAGE),
-    Case("Dinov2Model", "Dinov2Config", {**VISION, "use_swiglu_ffn": True}, IMAGE),
-    Case("DINOv3ViTModel", "DINOv3ViTConfig", VISION, IMAGE),
     Case("DINOv3ConvNextModel", "DINOv3ConvNextConfig", {"hidden_sizes": [8, 16, 16, 16], "depths": [1] * 4}, IMAGE),
-    Case(
-        "SwinForImageClassification",
-        "SwinConfig",
-        {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "image_size": 32, "patch_size": 4},
-        IMAGE,
-    ),
-    Case(
-        "SegformerForImageClassification",
-        "SegformerConfig",
-        {
-            "hidden_sizes": [8, 16],
-            "num_encoder_blocks": 2,
-            "depths": [1, 1],
-            "sr_ratios": [2, 1],
-            "num_attention_heads": [1, 2],
-            "patch_sizes": [7, 3],
-            "strides": [4, 2],
-            "mlp_ratios": [2, 2],
-            "decoder_hidden_size": 16,
-        },
-        IMAGE,
-    ),
-    Case(
-        "VideoMAEForVideoClassification",
-        "VideoMAEConfig",
-        {**VISION, "num_frames": 4},
-        {"pixel_values": torch.ones(1, 4, 3, 32, 32)},
-    ),
-    Case("YolosForObjectDetection", "YolosConfig", {**VISION, "image_size": [32, 32]}, IMAGE),
     Case(
         "LlavaForConditionalGeneration",
         "LlavaConfig",
@@ -190,8 +96,6 @@ RENAMED = [
 UNCHANGED = [
     Case("BertModel", "BertConfig", TEXT, IDS),
     Case("LlamaForCausalLM", "LlamaConfig", TEXT, IDS),
-    Case("GPT2LMHeadModel", "GPT2Config", {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 99}, IDS),
-    Case("SiglipVisionModel", "SiglipVisionConfig", VISION, IMAGE),
 ]
 
 
@@ -287,25 +191,8 @@ def test_a_plan_and_a_load_in_the_background_convert_as_well(tmp_path: Path) -> 
         assert_same(model, stock)
 
 
-def test_weights_that_serve_are_swapped_for_files_of_transformers(tmp_path: Path) -> None:
-    stock = saved(VIT, tmp_path)
-    live = ms.Live(made(VIT, 2))
-    live.swap(tmp_path)
-    with torch.no_grad():
-        assert torch.equal(live(**IMAGE).logits, stock(**IMAGE).logits)
-
-
 def without_an_expert(state: dict[str, torch.Tensor]) -> None:
     del state["model.layers.1.block_sparse_moe.experts.2.w1.weight"]
-
-
-def without_the_experts_of_a_kind(state: dict[str, torch.Tensor]) -> None:
-    for index in range(4):
-        del state[f"model.layers.1.block_sparse_moe.experts.{index}.w3.weight"]
-
-
-def with_another_expert(state: dict[str, torch.Tensor]) -> None:
-    state["model.layers.0.block_sparse_moe.experts.4.w2.weight"] = torch.zeros(32, 64)
 
 
 def with_another_shape(state: dict[str, torch.Tensor]) -> None:
@@ -325,21 +212,14 @@ def with_a_name_more(state: dict[str, torch.Tensor]) -> None:
     state["model.layers.0.nothing"] = torch.zeros(1)
 
 
-def without_a_name(state: dict[str, torch.Tensor]) -> None:
-    del state["model.norm.weight"]
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         without_an_expert,
-        without_the_experts_of_a_kind,
-        with_another_expert,
         with_another_shape,
         with_another_dtype,
         with_both_names,
         with_a_name_more,
-        without_a_name,
     ],
     ids=lambda damage: damage.__name__,
 )
@@ -444,20 +324,6 @@ def test_other_modules_have_no_such_rules() -> None:
     namesake = type("PreTrainedModel", (nn.Linear,), {})(2, 2)
     with pytest.raises(ms.PlanError):
         ms.load(namesake, {"beta": torch.zeros(2)})
-
-
-def test_other_modules_do_not_import_transformers() -> None:
-    code = (
-        "import sys, torch, modelstate as ms\n"
-        "net = torch.nn.Linear(2, 2)\n"
-        "ms.load(net, torch.nn.Linear(2, 2).state_dict())\n"
-        "try: ms.load(net, {'other': torch.zeros(2)})\n"
-        "except ms.PlanError: pass\n"
-        "try: ms.rules.from_transformers(net)\n"
-        "except ms.ModelStateError: pass\n"
-        "print('transformers' in sys.modules)"
-    )
-    assert run_program(code).stdout.split() == ["False"]
 
 
 # Operations that need large models, or models that are not in this version: a model that has them all.

@@ -9,7 +9,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.planning.recorder import device_after
 from tests.loading.fingerprint import described_module
 from tests.objects.nets import Lenient, Load, Net, Plain, saved_as, stock, with_values
 
@@ -124,29 +123,6 @@ def test_tensors_go_where_the_module_is() -> None:
         skeleton = Net()
     ms.load(skeleton, state)
     assert torch.equal(skeleton.p, torch.ones(2))
-
-
-def test_where_the_module_is_going_to_be() -> None:
-    """When the extra state is set, the parameters may still have to get there."""
-    seen: list[torch.device] = []
-
-    class Asking(Plain):
-        def get_extra_state(self) -> Any:
-            return {}
-
-        def set_extra_state(self, state: Any) -> None:
-            seen.append(device_after(self, self.weight))
-
-        def _load_from_state_dict(self, *args: Any) -> None:
-            super()._load_from_state_dict(*args)
-
-    with ms.skeleton():
-        model = Asking()
-    assert device_after(model, model.weight).type == "meta"
-    ms.load(model, Asking().state_dict())
-    ms.load_state_dict(model, Asking().state_dict())
-    Asking().load_state_dict(Asking().state_dict())
-    assert [device.type for device in seen] == ["cpu", "cpu", "cpu"]
 
 
 def test_a_load_that_fails_later_leaves_every_extra_state_alone() -> None:

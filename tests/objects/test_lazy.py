@@ -84,27 +84,6 @@ def test_none_and_then_a_buffer() -> None:
     assert "p" not in module.state_dict()
 
 
-def test_what_else_is_assigned() -> None:
-    module = Lazy()
-    with pytest.raises(TypeError):
-        module.p = [1, 2]  # type: ignore[assignment]
-    assert module.p is None
-    # torch makes a buffer a parameter where one is assigned; then it is one, and loads as one.
-    module.p = nn.Parameter(torch.ones(3))
-    assert dict(module.named_parameters())["p"] is module.p
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        module.load_state_dict(Lazy(torch.ones(2)).state_dict())
-    del module.p
-    assert not hasattr(module, "p")
-    ms.register_lazy_buffer(module, "p")
-    state = Lazy(torch.ones(2)).state_dict()
-    ms.load(module, state)
-    assert same(module.p, torch.ones(2))
-    module.p = None
-    del state["p"]
-    assert module.load_state_dict(state, strict=False).missing_keys == ["p"]
-
-
 # Loading.
 
 
@@ -200,21 +179,6 @@ def test_assigning(load: Load, swaps: bool, there: Callable[[], Any]) -> None:
         assert target.p is held
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("kind", ["sparse", "quantized"])
-@pytest.mark.parametrize("there", [None, torch.zeros(2)], ids=["None", "set"])
-def test_layouts_of_their_own(kind: str, there: torch.Tensor | None) -> None:
-    eye = torch.eye(3)
-    value = eye.to_sparse() if kind == "sparse" else torch.quantize_per_tensor(eye, 0.5, 1, torch.qint8)
-    source, target = Lazy(value), Lazy(there)
-    target.load_state_dict(source.state_dict())
-    assert target.p is not None
-    assert target.p.layout is value.layout
-    assert target.p.dtype is value.dtype
-    dense = target.p.to_dense() if kind == "sparse" else target.p.dequantize()
-    assert torch.equal(dense, eye)
-
-
 # What modelstate's own loads add.
 
 
@@ -261,43 +225,6 @@ def test_a_plan_changes_nothing_and_lists_the_buffer(there: Callable[[], Any], v
     assert same(target.p, source.p)
     assert report.coverage == 1
     assert report.references_lost == (("p is gone",) if target.p is None and there() is not None else ())
-
-
-def test_arguments_of_load(tmp_path: Path) -> None:
-    source = nn.Sequential(Lazy(torch.tensor([1.0, 2, 3])))
-    torch.save(
-        {"ema": source.state_dict(), "model": {f"module.{k}": v for k, v in source.state_dict().items()}},
-        tmp_path / "c.pt",
-    )
-    for there in (lambda: None, lambda: torch.zeros(2)):
-        target = nn.Sequential(Lazy(there()))
-        ms.load(target, tmp_path / "c.pt", key="model", rules=[ms.rules.Prefix(strip="module.")], dtype=torch.bfloat16)
-        assert same(target[0].p, torch.tensor([1.0, 2, 3], dtype=torch.bfloat16))
-        target = nn.Sequential(Lazy(there()))
-        report = ms.load(target, tmp_path / "c.pt", key="ema", device="cpu", in_place=True, max_memory_bytes=0)
-        assert same(target[0].p, torch.tensor([1.0, 2, 3]))
-        assert report.coverage == 1
-        target = nn.Sequential(Lazy(there()))
-        before = whole(target)
-        with pytest.raises(errors.MemoryBudgetError):
-            ms.load(target, tmp_path / "c.pt", key="ema", max_memory_bytes=0)
-        assert whole(target) == before
-
-
-def test_conversions() -> None:
-    module = nn.Sequential(Lazy(torch.ones(3)), Lazy(), Lazy(torch.arange(2)))
-    held = module[0].p
-    report = ms.convert(module, torch.bfloat16)
-    assert not report.references_lost
-    assert module[0].p is held
-    assert same(held, torch.ones(3, dtype=torch.bfloat16))
-    assert module[1].p is None
-    assert same(module[2].p, torch.arange(2))
-    with ms.reference_keeping():
-        module.double()
-    assert module[0].p is held
-    ms.load(module, nn.Sequential(Lazy(), Lazy(torch.ones(4)), Lazy()).state_dict())
-    assert [None if one.p is None else one.p.shape for one in module] == [None, (4,), None]
 
 
 # What cannot be registered.

@@ -71,18 +71,6 @@ def test_a_file_of_torch_save_cannot_have_them(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("made", [nn.UninitializedParameter, nn.UninitializedBuffer])
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_what_is_said_of_one(tmp_path: Path, made: Any, requires_grad: bool, dtype: torch.dtype) -> None:
-    path = tmp_path / "m.safetensors"
-    ms.save({"a": made(requires_grad, dtype=dtype), "b": torch.ones(2)}, path)
-    found = ms.open(path).extra["a"]
-    assert (type(found), found.requires_grad, found.dtype) == (made, requires_grad, dtype)
-    found.materialize((2,))
-    assert found.shape == (2,)
-
-
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("make", [partly, wholly])
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
@@ -107,15 +95,6 @@ def test_a_store_before_the_first_step(tmp_path: Path, make: Any, cls: type, bac
     assert not lazy_names(again["model"].state_dict())
     assert all(torch.equal(a, b) for a, b in zip(again["model"].parameters(), now["model"].parameters(), strict=True))
     assert store.verify() == {0: "", 1: ""}
-
-
-@pytest.mark.parametrize("make", [partly, wholly])
-def test_one_file_of_several_objects(tmp_path: Path, make: Any) -> None:
-    path = tmp_path / "all.safetensors"
-    ms.save(objects(make()), path)
-    now = objects(make(1))
-    ms.restore(now, path, verify=True)
-    assert lazy_names(now["model"].state_dict()) == lazy_names(make().state_dict())
 
 
 @pytest.mark.parametrize("make", [partly, wholly])
@@ -150,36 +129,11 @@ def test_where_it_has_no_place_it_is_unexpected(tmp_path: Path) -> None:
     ms.load(model, path, allow_unexpected=["0.*"])
 
 
-def test_a_buffer_that_is_not_saved_gets_none_of_it() -> None:
-    class Hidden(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-            self.register_buffer("table", torch.ones(2), persistent=False)
-
-    with pytest.raises(ms.PlanError, match="had not initialised"):
-        ms.load(Hidden(), {"weight": torch.zeros(1), "table": nn.UninitializedBuffer()})
-
-
 def test_a_skeleton_has_lazy_modules_that_can_run() -> None:
     with ms.skeleton():
         model = partly()
     ms.load(model, partly().state_dict())
     assert model(torch.randn(3, 5)).shape == (3, 2)
-
-
-def test_on_meta_it_would_stay_there() -> None:
-    with pytest.raises(ms.PlanError) as caught:
-        ms.load(nn.LazyLinear(3, device="meta"), nn.LazyLinear(3).state_dict())
-    assert {problem.kind for problem in caught.value.problems} == {ProblemKind.UNINITIALISED}
-
-
-def test_names_that_rules_change(tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    ms.save(nn.ModuleDict({"old": partly()}), path)
-    model = partly(1)
-    ms.load(model, path, rules=[ms.rules.Prefix("old.", "")])
-    assert lazy_names(model.state_dict()) == LAZY
 
 
 def test_a_loop_that_ends_before_its_first_step(tmp_path: Path) -> None:

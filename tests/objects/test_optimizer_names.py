@@ -75,18 +75,6 @@ def test_each_parameter_gets_its_own_state(tmp_path: Path, kind: str, name: str)
 
 
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
-def test_objects_in_a_group(tmp_path: Path, kind: str) -> None:
-    source = MODELS["layers"]()
-    optimizer = trained(source)
-    state = ms.open(saved(kind, tmp_path, source, optimizer))
-    model = MODELS["layers"]()
-    other = torch.optim.AdamW(model.parameters())
-    tree = {"app": {"model": state.value("model"), "optimizer": state.value("optimizer")}}
-    ms.restore({"app": {"model": model, "optimizer": other}}, tree)
-    assert moments(model, other) == moments(source, optimizer)
-
-
-@pytest.mark.parametrize("kind", ["torch", "dcp"])
 def test_rules_for_the_model(tmp_path: Path, kind: str) -> None:
     source = nn.ModuleDict({"old": nn.Linear(2, 2), "kept": nn.Linear(2, 2)})
     optimizer = trained(source)
@@ -113,16 +101,6 @@ def test_two_models_and_their_optimizers(tmp_path: Path) -> None:
     ms.restore({"a": new_first, "b": new_second, "x": x, "y": y}, tmp_path / "run.pt")
     assert moments(new_first, x) == moments(first, of_first)
     assert moments(new_second, y) == moments(second, of_second)
-
-
-def test_a_model_in_a_wrapper(tmp_path: Path) -> None:
-    source = nn.DataParallel(MODELS["layers"]())
-    optimizer = trained(source)
-    torch.save({"model": source.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
-    model = MODELS["layers"]()
-    other = torch.optim.AdamW(model.parameters())
-    ms.restore({"model": model, "optimizer": other}, tmp_path / "run.pt")
-    assert moments(model, other) == moments(source.module, optimizer)
 
 
 def test_names_that_do_not_fit_are_refused_and_the_remedy_works(tmp_path: Path) -> None:

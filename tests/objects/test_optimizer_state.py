@@ -338,19 +338,6 @@ def test_options_follow_by_rules_that_go_one_way() -> None:
         ms.load_optimizer_state(model, fresh, ms.optimizer_state(wrapped, saved))
 
 
-def test_options_of_another_optimizer() -> None:
-    model = Separate()
-    adam, sgd = trained(model), torch.optim.SGD(model.parameters())
-    with pytest.raises(OptimizerStateError, match="does not have the saved options amsgrad, betas") as caught:
-        ms.load_optimizer_state(model, sgd, ms.optimizer_state(model, adam))
-    assert "the state is of torch.optim.AdamW, the optimizer is torch.optim.SGD" in caught.value.found
-    assert "rules" not in caught.value.remedy
-    assert "keep_options" not in caught.value.remedy
-    with pytest.raises(OptimizerStateError, match="does not have the saved options dampening") as caught:
-        ms.load_optimizer_state(model, adam, ms.optimizer_state(model, sgd))
-    assert "build the optimizer that was saved: torch.optim.SGD" in caught.value.remedy
-
-
 class Counting(torch.optim.Optimizer):
     """Keeps the number of steps, and a sum, among the options of a group, as Prodigy and the optimizers of apex do."""
 
@@ -483,15 +470,6 @@ def test_a_class_that_nothing_is_known_of_needs_a_decision() -> None:
     assert second.param_groups[0]["lr"] == 0.25
 
 
-def test_a_class_that_has_moved_to_another_module_is_the_same() -> None:
-    model = Separate()
-    first = Renamed(model.parameters(), lr=0.25)
-    state = {**ms.optimizer_state(model, first), "class": "old.module.Renamed"}
-    second = Renamed(model.parameters())
-    ms.load_optimizer_state(model, second, state)
-    assert second.param_groups[0]["lr"] == 0.25
-
-
 class Wrapper(torch.optim.Optimizer):
     """Shows the groups and the state of another optimizer, as accelerate's class does."""
 
@@ -573,13 +551,6 @@ def test_a_tied_parameter_under_its_other_name() -> None:
     assert torch.equal(
         second.state[other["a"].weight]["momentum_buffer"], first.state[one["a"].weight]["momentum_buffer"]
     )
-
-
-OPTIMIZERS = sorted(
-    name
-    for name, found in vars(torch.optim).items()
-    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
-)
 
 
 @pytest.mark.parametrize(("saved", "live"), [(None, True), (True, None), (False, True), (True, False)])

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import ModelStateError, OptimizerStateError, PlacementError, RuleError
-from tests.loading.fingerprint import described
+from modelstate.errors import ModelStateError, OptimizerStateError, RuleError
 
 ms.register_codec(deque, lambda queue: [list(queue), queue.maxlen], lambda saved: deque(*saved))
 
@@ -123,16 +122,6 @@ def test_nested_state_comes_back(way: str, renamed: bool, tmp_path: Path) -> Non
     step(saved)
     step(of)
     assert all(map(torch.equal, saved["model"].parameters(), of["model"].parameters()))
-
-
-@pytest.mark.parametrize("way", ["file", "torch file"])
-def test_text_and_containers_that_a_file_of_torch_holds(way: str, tmp_path: Path) -> None:
-    def keeps(param: torch.Tensor) -> dict[str, Any]:
-        return {"factors": kept(param)["factors"], "name": "text", "numbers": [1, (2.5, None)]}
-
-    saved, of = step(built(keeps=keeps)), built(keeps=keeps)
-    through_file(tmp_path, saved, of, suffix="pt" if way == "torch file" else "safetensors")
-    assert same_states(of, saved)
 
 
 class Holder:
@@ -322,18 +311,6 @@ def test_a_state_of_torch_without_dtypes_gets_that_of_the_parameters(cls: Any) -
     key = "exp_avg" if cls is torch.optim.Adam else "momentum_buffer"
     assert {state[key].dtype for state in of["optimizer"].state.values()} == {torch.bfloat16}
     step(of)
-
-
-def test_state_for_all_parameters_together_is_not_left_behind_by_a_conversion() -> None:
-    of = step(built())
-    of["optimizer"].state["sums"] = [torch.zeros(2, 3)]
-    before = described(of["optimizer"].state_dict()["state"]["sums"])
-    with pytest.raises(PlacementError, match="state under sums"):
-        ms.convert(of["model"], torch.float64, optimizers=[of["optimizer"]])
-    assert of["model"]["fc"].weight.dtype == torch.float32
-    assert described(of["optimizer"].state_dict()["state"]["sums"]) == before
-    of["optimizer"].state["sums"] = [torch.zeros(2, 3, dtype=torch.float16), torch.zeros(3, dtype=torch.int), 1]
-    ms.convert(of["model"], torch.float64, optimizers=[of["optimizer"]])
 
 
 def test_state_of_a_parameter_that_is_no_dict_is_refused(tmp_path: Path) -> None:

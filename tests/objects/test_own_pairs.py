@@ -97,13 +97,6 @@ class PacksBeside(Part):
         return super().load_state_dict(own, strict)
 
 
-class ListsItems(Packs):
-    """Goes through the items of the state dict."""
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        super().load_state_dict({name: value for name, value in state_dict.items() if name in ("packed", "format")})
-
-
 class Delegates(Part):
     """Has its layers saved and loaded one by one."""
 
@@ -152,7 +145,7 @@ class Within(nn.Module):
 
 PAIRS = [
     *(KeepsTrained, OnlySavesTrained, KeepsTrainedWithin, SavesByHook),
-    *(Renames, RenamesWithin, Packs, PacksBeside, ListsItems, Delegates, Derives),
+    *(Renames, RenamesWithin, Packs, PacksBeside, Delegates, Derives),
 ]
 
 
@@ -214,15 +207,6 @@ def test_what_a_module_within_a_model_saves_comes_back(tmp_path: Path, build: ty
         assert values(model) == part | {"head.weight": {1.0}, "head.bias": {1.0}}
 
 
-@pytest.mark.parametrize("build", [KeepsTrainedWithin, RenamesWithin])
-def test_wrappers_around_such_a_model(tmp_path: Path, build: type[nn.Module]) -> None:
-    wrappers: list[Any] = [torch.compile, nn.DataParallel]
-    for wrap in wrappers:
-        for model, _ in restores(lambda wrap=wrap: wrap(build()), tmp_path / str(wrappers.index(wrap))):
-            inner = model.module if isinstance(model, nn.DataParallel) else model._orig_mod
-            assert values(inner) == expected(build, inner)
-
-
 def test_a_name_that_the_model_saves_and_the_file_lacks_is_missing(tmp_path: Path) -> None:
     for build in (KeepsTrained, Renames, Packs):
         state = {"m": build().state_dict()}
@@ -244,15 +228,6 @@ def test_a_name_that_the_model_does_not_save_is_unexpected() -> None:
     report = ms.load(model, state, allow_unexpected=["other"])
     assert report.notes
     assert values(model) == expected(KeepsTrained, model)
-
-
-def test_names_that_options_allow_to_be_missing() -> None:
-    state = filled(Derives(), 1).state_dict()
-    del state["frozen.bias"]
-    model = filled(Derives(), 0)
-    ms.load(model, state, allow_missing=["frozen.bias"])
-    assert set(map(float, model.frozen.bias)) == {0.0}
-    assert model.doubled is not None
 
 
 @pytest.mark.parametrize("build", [Packs, Derives, Delegates])

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import modelstate as ms
@@ -35,31 +33,6 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(optimizer: str, schedule
     assert fresh.step == 4
     assert fresh.train(5) == losses
     assert state_of(fresh.objects) == end
-
-
-@pytest.mark.slow
-@settings(max_examples=12, deadline=None)
-@given(
-    st.sampled_from(sorted(OPTIMIZERS)),
-    st.sampled_from(sorted(SCHEDULERS)),
-    st.integers(0, 3),
-    st.integers(0, 3),
-    st.booleans(),
-)
-def test_what_was_captured_comes_back(optimizer: str, scheduler: str, before: int, after: int, elsewhere: bool) -> None:
-    run = Run(optimizer, scheduler)
-    run.train(before)
-    saved, was = Saved(run.objects), state_of(run.objects)
-    run.train(after)
-    target = Run(optimizer, scheduler) if elsewhere else run
-    restored = saved.restore(target.objects)
-    assert state_of(target.objects) == was
-    assert dict(restored) == {"step": before, "averaged.decay": 0.5}
-    assert target.head.weight is target.model.last.weight
-    # What was given is not changed, and nobody has Saved it.
-    target.train(1)
-    saved.restore(target.objects)
-    assert state_of(target.objects) == was
 
 
 def test_a_lazy_module_gets_its_shapes_before_its_optimizer_gets_its_state() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import modelstate as ms
 from modelstate import errors
 from modelstate.objects.parts import Part
 from modelstate.objects.restore import restore_objects
@@ -193,15 +192,6 @@ def test_an_interrupt_at_any_line_leaves_all_of_the_old_or_all_of_the_new() -> N
     assert False in kinds
 
 
-def test_objects_are_left_alone_where_the_modules_fail() -> None:
-    loader = Failing()
-    saved = kept({"model": nn.Linear(2, 2), "loader": loader})
-    saved["loader"].tree["at"] = 7
-    loader.load_state_dict = pytest.fail  # type: ignore[assignment]
-    with pytest.raises(errors.PlanError):
-        restore_objects({"model": nn.Linear(3, 3), "loader": loader}, saved)
-
-
 def test_asking_for_states_draws_no_numbers() -> None:
     class Drawing(Positions):
         def state_dict(self) -> dict[str, Any]:
@@ -263,14 +253,3 @@ def test_objects_that_cannot_be_undone_say_so() -> None:
         restore_objects({"loader": NoCopy()}, {"loader": Part("stateful", {})})
     with pytest.raises(errors.RollbackError, match=r"loader: its load_state_dict does not take what"):
         restore_objects({"loader": NoReturn()}, {"loader": Part("stateful", {})})
-
-
-def test_a_file_that_changes_between_two_parts(tmp_path: Any) -> None:
-    path = tmp_path / "model.pt"
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    torch.save(model.state_dict(), path)
-    first = ms.open(path, key="a")
-    torch.save({**model.state_dict(), "c": torch.ones(9)}, path)
-    saved = {"a": Part("module", first), "b": Part("module", ms.open(path, key="b"))}
-    with pytest.raises(errors.ReadFailedError, match="between the opening"):
-        restore_objects({"a": model["a"], "b": model["b"]}, saved)

@@ -13,7 +13,6 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.errors import OptimizerStateError, OptionError, PlanError
-from modelstate.problems import ProblemKind
 from tests.store.training import everything
 
 
@@ -143,17 +142,6 @@ def test_some_options_of_one_of_two_optimizers_are_kept(tmp_path: Path) -> None:
         ms.restore(of, tmp_path / "training.safetensors", keep_options=["third"])
 
 
-def test_a_model_and_an_optimizer_of_another_class_have_their_problems_in_one_error(tmp_path: Path) -> None:
-    store, of = ms.Store(tmp_path), headed("new")
-    store.save(1, headed("old"))
-    of["optimizer0"] = torch.optim.SGD(of["model"].parameters())
-    with pytest.raises(PlanError) as caught:
-        store.restore(of)
-    whys = [one.line() for one in caught.value.problems if one.kind is ProblemKind.OPTIMIZER_MISFIT]
-    assert "optimizer0: the state is of torch.optim.Adam, the optimizer is torch.optim.SGD" in whys
-    assert "build the optimizer that was saved: torch.optim.Adam" in str(caught.value)
-
-
 class Respelled(nn.Module):
     def __init__(self, first: str, last: str) -> None:
         super().__init__()
@@ -189,19 +177,6 @@ def test_the_rules_that_an_error_proposes_to_work_out_restore_everything(tmp_pat
         assert [*map(torch.Tensor.tolist, old[0].parameters())] == [*map(torch.Tensor.tolist, new[0].parameters())]
     old_moments, new_moments = ([one["exp_avg"] for one in it["optimizer"].state.values()] for it in (saved, of))
     assert all(map(torch.equal, old_moments, new_moments))
-
-
-def test_all_optimizers_have_their_problems_in_one_error(tmp_path: Path) -> None:
-    store, of = ms.Store(tmp_path), headed("new", optimizers=2)
-    store.save(1, headed("old", optimizers=2))
-    allowed = {"allow_missing": ["model.*"], "allow_unexpected": ["model.*"]}
-    before = everything(of)
-    with pytest.raises(OptimizerStateError, match=r"(?s)optimizer0.*optimizer1") as caught:
-        store.restore(of, **allowed)  # type: ignore[arg-type]
-    assert everything(of) == before
-    more = proposed(str(caught.value))
-    options = {option: [*allowed[option], *more[option]] for option in allowed}
-    assert store.restore(of, **options).step == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("restore", ["file", "store"])

@@ -1,7 +1,6 @@
 """The states of random generators: the same numbers again, or an error and nothing changed."""
 
 import copy
-import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -89,24 +88,6 @@ def test_the_next_numbers_are_the_same(before: list[str], between: list[str], se
     assert drawn(own, every_number) == expected
 
 
-@pytest.mark.slow
-@settings(max_examples=20, deadline=None)
-@given(before=draws)
-def test_a_state_goes_through_the_codec_and_json(before: list[str]) -> None:
-    own = own_generators(3)
-    drawn(own, before)
-    stored: list[torch.Tensor] = []
-
-    def leaf(tensor: torch.Tensor) -> int:
-        stored.append(tensor.clone())
-        return len(stored) - 1
-
-    text = json.dumps(encode(ms.RNG(own).state_dict(), leaf=leaf))
-    expected = drawn(own, every_number)
-    ms.RNG(own).load_state_dict(decode(json.loads(text), leaf=stored.__getitem__))
-    assert drawn(own, every_number) == expected
-
-
 def test_a_state_loads_into_other_generators_of_the_same_kinds(rng: ms.RNG, own: Own) -> None:
     other = own_generators(99)
     state = rng.state_dict()
@@ -148,35 +129,23 @@ def _numpy_with(pos: Any) -> Callable[[dict[str, Any]], Any]:
 PYTHON = random.Random(1).getstate()
 BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "nothing": (lambda state: None, "a NoneType"),
-    "empty": (lambda state: {}, "an empty mapping"),
     "another object's": (lambda state: torch.optim.SGD([torch.ones(1)]).state_dict(), "param_groups"),
     **{f"without {key}": (_without(key), "") for key in ("version", "python", "numpy", "torch", "cuda", "generators")},
     "more": (_with(jax=1), "jax"),
-    "newer": (_with(version=2), "2"),
-    "no version": (_with(version=np.ones(3)), "array"),
     "python: none": (_with(python=None), "python:"),
-    "python: of Python 2's version": (_with(python=(2, *PYTHON[1:])), "python:"),
-    "python: short": (_with(python=(3, PYTHON[1][:-1], None)), "python:"),
-    "python: position outside": (_with(python=(3, (*PYTHON[1][:-1], 625), None)), "python:"),
     "python: too large": (_with(python=(3, (2**32 + 5, *PYTHON[1][1:]), None)), "python:"),
     "numpy: a tuple": (_with(numpy=np.random.get_state()), "numpy:"),
     "numpy: position outside": (_numpy_with(10**6), "numpy:"),
-    "numpy: negative position": (_numpy_with(-1), "numpy:"),
     "numpy: of another kind": (_with(numpy=np.random.PCG64(1).state), "numpy:"),
-    "torch: a list": (_with(torch=[1, 2]), "torch:"),
     "torch: floats": (_with(torch=torch.ones(5056)), "torch:"),
-    "torch: short": (_with(torch=torch.zeros(16, dtype=torch.uint8)), "torch:"),
     "torch: noise": (_with(torch=torch.arange(5056).to(torch.uint8)), "torch: Invalid mt19937 state"),
-    "torch: on meta": (_with(torch=torch.empty(5056, dtype=torch.uint8, device="meta")), "torch:"),
     "cuda: no list": (_with(cuda=5), "cuda: a int"),
-    "generators: none": (_with(generators=None), "generators: a NoneType"),
     "generators: one more": (_own_with(sampler=1), "sampler: there is no such generator"),
     "generators: foreign": (_own_with(py=7), "generators: py:"),
     "generators: exchanged": (
         _own_with(np=np.random.Philox(1).state),
         "generators: np: state must be for a PCG64",
     ),
-    "generators: a loader's": (_own_with(loader=torch.ones(3)), "generators: loader:"),
 }
 
 

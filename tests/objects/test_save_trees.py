@@ -128,16 +128,6 @@ def test_ties_in_a_tree(tmp_path: Path) -> None:
     assert same(found, {"a": one, "b": [one, {"c": one}]})
 
 
-def test_keys_that_look_like_names_of_ours(tmp_path: Path) -> None:
-    tree = {
-        "_modelstate_extra": [torch.ones(1), {"x": torch.ones(2)}],
-        "values": [np.arange(3), {"t"}, torch.Size([3])],
-        "p": EXAMPLES,
-    }
-    tree["more"] = [{"": {"": torch.ones(3)}}]
-    assert same(again(tmp_path, tree), plain(tree))
-
-
 @pytest.mark.parametrize("target", [{"a": 1}, {"a": {}}, {"a": None, "b": []}, {"a": [[[]]]}])
 def test_trees_without_tensors(tmp_path: Path, target: Any) -> None:
     assert same(again(tmp_path, target), target)
@@ -166,13 +156,3 @@ def test_the_torch_format(tmp_path: Path) -> None:
         ms.save({"a": lambda: 1}, tmp_path / "x.pt", format="torch")
     assert torch.load(tmp_path / "x.pt", weights_only=True)["step"] == 3
     assert len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.slow
-def test_many_small_tensors(tmp_path: Path) -> None:
-    state = {f"layers.{n}.bias": torch.full((2,), float(n)) for n in range(20_000)}
-    ms.save(state, tmp_path / NAME)
-    checkpoint = ms.open(tmp_path / NAME)
-    assert len(checkpoint) == 20_000
-    assert checkpoint.verify() == 160_000
-    assert checkpoint.tensor("layers.19999.bias").tolist() == [19999.0] * 2

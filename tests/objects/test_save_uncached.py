@@ -20,7 +20,6 @@ from modelstate.io.linux import cached_share
 from tests.lossy_disk import lossy_disk
 from tests.objects import saves
 from tests.objects.saves import NAME, save, version_at
-from tests.objects.test_save_faults import sweep
 from tests.sweeps import EXHAUSTIVE, spread
 
 BLOCK_BYTES = 4 << 20
@@ -137,32 +136,12 @@ def test_a_file_system_that_has_no_such_writes(
     assert met or not can_be_past_cache(tmp_path)
 
 
-@pytest.mark.parametrize("most", [1000, 4096])
-def test_a_write_that_comes_short_is_continued(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = system.pwritev
-    monkeypatch.setattr(system, "pwritev", lambda fd, buffers, at: real(fd, [buffers[0][:most]], at))
-    save(tmp_path, 2, "file")
-    assert version_at(tmp_path / NAME) == 2
-
-
 @pytest.mark.slow
-def test_every_call_may_fail(tmp_path: Path) -> None:
-    error = OSError(errno.EIO, os.strerror(errno.EIO))
-    found = sweep(tmp_path, lambda: save(tmp_path, 1, "file"), lambda: save(tmp_path, 2, "file"), error=error)
-    # The second descriptor is a shortcut that it does without; what was written is synced through the first.
-    assert {raised is None for request, raised in found if request.call == "pwritev"} == {False}
-    silent = [request.call for request, raised in found if raised is None]
-    assert set(silent) <= {"open_to_write", "close", "unlink"}
-    assert silent.count("open_to_write") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["file", "shards"])
-def test_a_power_cut_at_every_call(tmp_path: Path, kind: str) -> None:
+def test_a_power_cut_at_every_call(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    save(tmp_path / "disk", 1, kind)
+    save(tmp_path / "disk", 1, "shards")
     with lossy_disk(tmp_path / "disk") as disk:
-        save(tmp_path / "disk", 2, kind)
+        save(tmp_path / "disk", 2, "shards")
     for point in {*spread(range(len(disk.calls)), 25), len(disk.calls)}:
         for keep in ("synced", "everything", 1, 2):
             into = tmp_path / "after"

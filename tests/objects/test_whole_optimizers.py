@@ -13,8 +13,6 @@ import modelstate as ms
 from modelstate.errors import ModelStateError, ObjectStateError, OptimizerStateError
 from tests.loading.fingerprint import described
 
-Group = dict[str, Any]
-
 
 class Lookahead(torch.optim.Optimizer):
     """Wraps an optimizer, and keeps slow weights beside it."""
