@@ -203,12 +203,13 @@ def load_optimizer_state(
                 may_miss=Patterns("allow_missing", may_miss).allow,
                 may_exceed=lambda _: False,
                 keeps=lambda option: any(fnmatchcase(option, pattern) for pattern in patterns),
+                keep_options='["*"]',
+                start_anew="do not load this state",
             )
             check_keep_options(patterns, [str(key) for group in optimizer.param_groups for key in group_options(group)])
             if planned.problems:
                 names = remedies_for_names(planned.missing, planned.unexpected, "take them out of the state")
-                remedies = [*planned.own_remedies('["*"]', "do not load this state"), *names]
-                raise misfit(type(optimizer).__name__, planned.problems, "; or ".join(remedies))
+                raise misfit(type(optimizer).__name__, planned.problems, "; or ".join([*planned.remedies, *names]))
         into_recorded_memory(planned.load(agreement.phase("reading", decides=True)))
 
 
@@ -251,32 +252,6 @@ def misfit(where: str, problems: Sequence[str], remedy: str) -> OptimizerStateEr
     )
 
 
-class OtherClass(msgspec.Struct, frozen=True):
-    """The saved state is of another class of optimizer than the live one, and cannot be loaded for that reason."""
-
-    saved: str
-    """The qualified name of the class; empty where the file does not have it."""
-    live: str
-    takes_moments: bool
-    """Whether the live optimizer could take the state of the parameters, with its own options kept."""
-    changed: tuple[str, ...]
-    """The saved options that would make the live optimizer compute as the saved one."""
-
-    @property
-    def text(self) -> str:
-        changed = f"the saved options would change what it computes ({', '.join(self.changed)})"
-        if not self.saved:
-            return f"{self.live}: {changed}"
-        return f"the state is of {self.saved}, the optimizer is {self.live}" + (f"; {changed}" if self.changed else "")
-
-    def remedy(self, keep_options: str, start_anew: str) -> str:
-        """Returns the remedy. `keep_options` is the value it proposes, `start_anew` how to begin without the state."""
-        keep = f"load the state of the parameters alone, with this optimizer's own options: keep_options={keep_options}"
-        remedies = [f"build the optimizer that was saved{': ' if self.saved else ''}{self.saved}"]
-        remedies += [keep] if self.takes_moments else []
-        return "; or ".join([*remedies, f"to begin with a new {self.live}: {start_anew}"])
-
-
 class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
     """The plan of loading the state of an optimizer. Made by `plan_by_name`."""
 
@@ -291,35 +266,12 @@ class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
     """Names of parameters that lack saved state, and may not."""
     unexpected: list[str]
     """Saved names that the optimizer does not have, and may not be there."""
-    option_problems: list[str]
-    """A line of text for each option that does not fit; so are the following ones for other things."""
-    value_problems: list[str]
-    other_class: OtherClass | None
-    """Set where the class of the saved state is one of the problems."""
+    problems: list[str]
+    """A line of text for each thing that does not fit."""
+    remedies: list[str]
+    """The remedies for all but the names of parameters."""
     note: str
     """Set where the state is of another class and is loaded all the same."""
-
-    @property
-    def problems(self) -> list[str]:
-        lines = [self.other_class.text] if self.other_class else []
-        lines += [f"{name}: the optimizer has no such parameter" for name in self.unexpected]
-        lines += [f"{name}: nothing was saved for it" for name in self.missing]
-        return list(dict.fromkeys([*lines, *self.option_problems, *self.value_problems]))
-
-    def own_remedies(self, keep_options: str, start_anew: str) -> list[str]:
-        """Returns the remedies for all but the names of parameters.
-
-        Args:
-            keep_options: the value of `keep_options` that keeps all options of this optimizer.
-            start_anew: how to begin without the saved state.
-        """
-        if self.other_class is not None:
-            return [self.other_class.remedy(keep_options, start_anew)]
-        remedies = [f"to begin without the saved state: {start_anew}"]
-        if self.value_problems or not self.option_problems:
-            return remedies if self.value_problems else []
-        keep = f"to keep this optimizer's own options: keep_options={keep_options}"
-        return remedies if self.missing or self.unexpected else [keep, *remedies]
 
     def load(self, copying: AbstractContextManager[None] | None = None) -> list[Recorded]:
         """Loads the state, all or nothing. Call it only where there are no problems.
@@ -372,6 +324,8 @@ def plan_by_name(
     may_miss: Callable[[str], bool],
     may_exceed: Callable[[str], bool],
     keeps: Callable[[str], bool],
+    keep_options: str,
+    start_anew: str,
     paths: Sequence[str] = (),
 ) -> OptimizerPlan:
     """Plans `load_optimizer_state`, and changes nothing.
@@ -381,6 +335,8 @@ def plan_by_name(
         may_miss: whether the state of the parameter of this name may be missing.
         may_exceed: whether the saved state of this name may belong to no parameter.
         keeps: whether the optimizer keeps its own value of the option of this name.
+        keep_options: the value of `keep_options` that keeps all options of this optimizer, for remedies.
+        start_anew: how to begin without the saved state, for remedies.
         paths: the paths of modules in `model`, where the state may have the names that these modules have alone.
     """
     all_names = parameter_names(check_model(model), optimizer)
@@ -452,7 +408,17 @@ def plan_by_name(
                 dtypes = {str(saved_dtypes[name]) for name in sources[param] if name in saved_dtypes}
                 dtype = dtypes.pop() if len(dtypes) == 1 else None
                 states[param] = ParamState(by_param[param], dtype, new_options, expected)
-    other, note = _other_class(state, groups, optimizer, keeps, bool(option_problems or unfit), not unfit)
+    keep = f"keep_options={keep_options}" if not unfit else ""
+    class_problem, remedies, note = _class_problem(
+        state, groups, optimizer, keeps, bool(option_problems or unfit), keep, start_anew
+    )
+    if not class_problem and (unfit or option_problems):
+        is_by_option = not (unfit or missing or unexpected)
+        remedies = [f"to keep this optimizer's own options: {keep}"] if is_by_option else []
+        remedies.append(f"to begin without the saved state: {start_anew}")
+    lines = [class_problem] if class_problem else []
+    lines += [f"{name}: the optimizer has no such parameter" for name in unexpected]
+    lines += [f"{name}: nothing was saved for it" for name in missing]
     return OptimizerPlan(
         optimizer=optimizer,
         states=states,
@@ -460,9 +426,8 @@ def plan_by_name(
         options=options,
         missing=missing,
         unexpected=unexpected,
-        option_problems=option_problems,
-        value_problems=unfit,
-        other_class=other,
+        problems=list(dict.fromkeys([*lines, *option_problems, *unfit])),
+        remedies=remedies,
         note=note,
     )
 
@@ -478,24 +443,31 @@ def _computing_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optim
     return type(optimizer)
 
 
-def _other_class(
+def _class_problem(
     state: Mapping[str, object],
     groups: Sequence[Group],
     optimizer: torch.optim.Optimizer,
     keeps: Callable[[str], bool],
     has_problems: bool,
-    takes_moments: bool,
-) -> tuple[OtherClass | None, str]:
-    """Returns the class of the saved state where it is another one that cannot be loaded; else None and a note.
+    keep: str,
+    start_anew: str,
+) -> tuple[str, list[str], str]:
+    """Compares the class of the saved state with that of the optimizer. Returns a problem, its remedies, and a note.
 
     A class and one that is derived from it may take each other's state, unless an option differs that one of the two
     sets by itself. Any other class needs `keep_options` for all options: the same names may mean something else in it.
     Of a file that does not name the class, only options that the live class sets by itself are compared.
+
+    Args:
+        state, groups, optimizer, keeps: the saved state, its groups, and what takes them.
+        has_problems: whether the state has other problems.
+        keep: the option with which the optimizer takes the state of the parameters; empty where it cannot.
+        start_anew: how to begin without the saved state.
     """
     live, saved = _computing_class(optimizer), state.get(CLASS)
     module, _, attribute = saved.rpartition(".") if isinstance(saved, str) else ("", "", "")
     if attribute == live.__name__:
-        return None, ""  # the same class, or one that has moved to another module
+        return "", [], ""  # the same class, or one that has moved to another module
     imported = getattr(sys.modules.get(module), attribute, None) if attribute else None
     is_optimizer = isinstance(imported, type) and issubclass(imported, torch.optim.Optimizer)
     classes = [live, imported] if imported is not None and is_optimizer else [live]
@@ -512,14 +484,21 @@ def _other_class(
         and saved_group[key] != group[key]
         and not keeps(key)
     }
-    if not isinstance(saved, str):
-        other = OtherClass("", class_name(live), takes_moments, tuple(changed))
-        return other if changed else None, ""
-    is_related = any(issubclass(cls, live) for cls in classes[1:]) or saved in {class_name(cls) for cls in live.__mro__}
-    may_load = not changed if is_related else all(keeps(str(key)) for group in options for key in group)
-    if may_load and (is_related or not has_problems):
-        return None, f"the state of {saved} is loaded into {class_name(live)}"
-    return OtherClass(saved, class_name(live), takes_moments, tuple(changed)), ""
+    changes = f"the saved options would change what it computes ({', '.join(changed)})" if changed else ""
+    if isinstance(saved, str):
+        is_related = any(issubclass(cls, live) for cls in classes[1:]) or saved in map(class_name, live.__mro__)
+        may_load = not changed if is_related else all(keeps(str(key)) for group in options for key in group)
+        if may_load and (is_related or not has_problems):
+            return "", [], f"the state of {saved} is loaded into {class_name(live)}"
+        problem = f"the state is of {saved}, the optimizer is {class_name(live)}" + (f"; {changes}" if changes else "")
+        remedies = [f"build the optimizer that was saved: {saved}"]
+    elif changes:
+        problem, remedies = f"{class_name(live)}: {changes}", ["build the optimizer that was saved"]
+    else:
+        return "", [], ""
+    if keep:
+        remedies.append(f"load the state of the parameters alone, with this optimizer's own options: {keep}")
+    return problem, [*remedies, f"to begin with a new {class_name(live)}: {start_anew}"], ""
 
 
 def _fixed_options(cls: type[torch.optim.Optimizer], names: set[str]) -> set[str]:
@@ -573,23 +552,28 @@ def _check_values(
     places = {_address(param) for param in names} - {0}
     problems: list[str] = []
     orders: list[list[object]] = []
-    by_storage: dict[int, list[tuple[torch.Tensor, Path]]] = {}
-
+    views: dict[tuple[object, ...], tuple[int, int, Path]] = {}
+    """The memory of each tensor that has some: where it begins and ends."""
     params: dict[object, torch.Tensor] = {name: param for param, name in names.items()}
     for path, leaf in [*leaf_paths(dict(state)), *leaf_paths({_OTHER: dict(other)})]:
         why = why_not_restored(leaf)
         if isinstance(leaf, torch.Tensor):
             if leaf in names or _address(leaf) in places:
                 why = "shares the memory of a parameter, which a restore would not share"
-            if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
-                by_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append((leaf, path))
+            if (begin := _address(leaf)) and leaf.numel():
+                extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+                key = begin, leaf.shape, leaf.stride(), leaf.dtype
+                views.setdefault(key, (begin, begin + extent * leaf.itemsize, path))
             if path[0] in params and (dims := memory_order(leaf, params[path[0]])) is not None:
                 orders.append([list(path), dims])
         if why:
             problems.append(f"{path[0]}: {place(path[1:])} {why}")
-    for address, sharing in by_storage.items():
-        if address and len(sharing) > 1:
-            problems += _overlaps(sharing)
+    ordered = sorted(views.values(), key=lambda view: (view[0], -view[1]))
+    problems += [
+        f"{path[0]}: {place(path[1:])} shares memory with {place(before)}, which a restore would not share"
+        for (_, end, before), (begin, _, path) in pairwise(ordered)
+        if begin < end
+    ]
     if problems:
         raise OptimizerStateError(
             "the optimizer keeps values that could not be restored",
@@ -605,23 +589,6 @@ def _address(tensor: torch.Tensor) -> int:
     """Returns the address of the memory of a plain tensor; 0 for one without memory of its own."""
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     return tensor.data_ptr() if is_plain else 0
-
-
-def _overlaps(sharing: Iterable[tuple[torch.Tensor, Path]]) -> list[str]:
-    """Returns a line for each tensor of one storage that overlaps another one and is not the same as that one."""
-    views: dict[tuple[Any, ...], tuple[int, int, Path]] = {}
-    for tensor, path in sharing:
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        count = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
-        begin = tensor.data_ptr()
-        key = begin, tensor.shape, tensor.stride(), tensor.dtype
-        views.setdefault(key, (begin, begin + count * tensor.itemsize, path))
-    ordered = sorted(views.values(), key=lambda view: (view[0], -view[1]))
-    return [
-        f"{path[0]}: {place(path[1:])} shares memory with {place(before)}, which a restore would not share"
-        for (_, end, before), (begin, _, path) in pairwise(ordered)
-        if begin < end
-    ]
 
 
 def _state_and_groups(state: object) -> tuple[dict[str, Any], list[dict[str, Any]]]:

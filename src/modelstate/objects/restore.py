@@ -570,6 +570,8 @@ class _Restoring:
             may_miss=lambda name: is_initialised(name) or self._may_miss.allow(f"{path}.{name}"),
             may_exceed=lambda name: self._may_exceed.allow(f"{path}.{name}"),
             keeps=partial(_keeps, self._keep_options, path),
+            keep_options=f"[{path!r}]",
+            start_anew=_start_anew(path),
             paths=self._paths,
         )
 
@@ -590,7 +592,7 @@ class _Restoring:
         missing, unexpected = _refused(self._plans)
         missing = [problem.name for problem in problems if problem.kind is ProblemKind.MISSING] + missing
         unexpected = [problem.name for problem in problems if problem.kind is ProblemKind.UNEXPECTED] + unexpected
-        remedies = _own_remedies(self._plans)
+        remedies = [remedy for plan in self._plans.values() for remedy in plan.remedies]
         if any(problem.kind is ProblemKind.OTHER_NAMES for problem in problems):
             remedies.append("pass the rule above: optimizers follow rules")
         else:
@@ -618,28 +620,17 @@ class _Restoring:
 def _misfits(plans: Mapping[str, OptimizerPlan]) -> OptimizerStateError:
     """Returns one error for all optimizers, by their paths, whose states do not fit."""
     missing, unexpected = _refused(plans)
-    class_lines: list[str] = []
-    other_lines: list[str] = []
-    for path, plan in plans.items():
-        for line in plan.problems:
-            is_about_class = plan.other_class is not None and plan.other_class.text == line
-            lines = class_lines if is_about_class else other_lines
-            lines.append(f"{path}: {line}" if len(plans) > 1 else line)
-    names = remedies_for_names(missing, unexpected, f"allow_unexpected={glob_patterns(unexpected)!r}")
-    remedy = "; ".join([*_own_remedies(plans), *names])
+    lines = [f"{path}: {line}" if len(plans) > 1 else line for path, plan in plans.items() for line in plan.problems]
+    remedies = [remedy for plan in plans.values() for remedy in plan.remedies]
+    remedies += remedies_for_names(missing, unexpected, f"allow_unexpected={glob_patterns(unexpected)!r}")
     where = ", ".join(f"{path}: {type(plan.optimizer).__name__}" for path, plan in plans.items())
-    return misfit(where, class_lines + other_lines, remedy)
+    return misfit(where, lines, "; ".join(remedies))
 
 
 def _refused(plans: Mapping[str, OptimizerPlan]) -> tuple[list[str], list[str]]:
     """Returns the names of parameters that lack state, and of saved ones that are too many, with their paths."""
     missing = [f"{path}.{name}" for path, plan in plans.items() for name in plan.missing]
     return missing, [f"{path}.{name}" for path, plan in plans.items() for name in plan.unexpected]
-
-
-def _own_remedies(plans: Mapping[str, OptimizerPlan]) -> list[str]:
-    """Returns the remedies for the states of optimizers, without those for the names of parameters."""
-    return [remedy for path, plan in plans.items() for remedy in plan.own_remedies(f"[{path!r}]", _start_anew(path))]
 
 
 def _start_anew(path: str) -> str:
