@@ -134,21 +134,6 @@ def test_what_does_not_fit_is_refused_before_a_tensor_is_touched(case: str, tmp_
     assert not found["b"].any()
 
 
-def test_weights_with_scales_are_multiplied_or_refused(tmp_path: Path) -> None:
-    numbers, scale = torch.full((2, 2), 3.0).to(torch.float8_e4m3fn), torch.tensor(0.5)
-    ms.save({"a.weight": numbers, "a.weight_scale": scale}, tmp_path / "x.safetensors")
-    found = {"a.weight": torch.zeros(2, 2, dtype=torch.bfloat16)}
-    with pytest.raises(CheckpointException, match=r"Dequantize\('\*\.weight', '\*\.weight_scale'\)"):
-        dcp.load(found, storage_reader=ms.dcp.Reader(tmp_path / "x.safetensors", allow_unexpected=["*_scale"]))
-    assert not found["a.weight"].any()
-    rule = ms.rules.Dequantize("*.weight", "*.weight_scale")
-    dcp.load(found, storage_reader=ms.dcp.Reader(tmp_path / "x.safetensors", rules=rule))
-    assert torch.equal(found["a.weight"], torch.full((2, 2), 1.5, dtype=torch.bfloat16))
-    both = {"a.weight": torch.zeros(2, 2), "a.weight_scale": torch.zeros(())}
-    dcp.load(both, storage_reader=ms.dcp.Reader(tmp_path / "x.safetensors"))
-    assert torch.equal(both["a.weight"], torch.full((2, 2), 3.0))
-
-
 def test_damage_is_found_before_a_tensor_is_touched(tmp_path: Path) -> None:
     ms.save({"a": torch.ones(8), "b": torch.ones(8)}, tmp_path / "x.safetensors")
     data = bytearray((tmp_path / "x.safetensors").read_bytes())

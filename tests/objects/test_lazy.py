@@ -123,11 +123,6 @@ def test_one_that_is_none_takes_the_dtype_and_one_that_is_set_keeps_its_own(load
         assert same(target.p, torch.tensor([1.5, 2], dtype=dtype))
 
 
-def test_a_cast_that_loses_is_a_problem_as_for_any_buffer() -> None:
-    plan = ms.plan(Lazy(torch.zeros(3, dtype=torch.int64)), Lazy(torch.ones(2)).state_dict())
-    assert [problem.kind for problem in plan.problems] == [ProblemKind.WRONG_DTYPE]
-
-
 @every_load
 @pytest.mark.parametrize("note", [True, False], ids=["noted", "not noted"])
 def test_a_value_that_has_got_lost_is_missing_where_that_is_known(load: Load, note: bool) -> None:
@@ -156,27 +151,6 @@ def test_values_that_are_no_tensors(load: Load, there: torch.Tensor | None) -> N
         load(target, {**Lazy().state_dict(), "p": 3})
     assert "nexpected" not in str(caught.value)  # the name is right
     assert target.p is there
-
-
-@pytest.mark.parametrize("swaps", [False, True])
-@pytest.mark.parametrize(
-    "load", [lambda m, s: m.load_state_dict(s, assign=True), lambda m, s: ms.load_state_dict(m, s, assign=True)]
-)
-@pytest.mark.parametrize("there", STATES.values(), ids=STATES)
-def test_assigning(load: Load, swaps: bool, there: Callable[[], Any]) -> None:
-    state = Lazy(torch.tensor([1, 2])).state_dict()
-    target = Lazy(there())
-    held, before = target.p, None if target.p is None else target.p.clone()
-    torch.__future__.set_swap_module_params_on_conversion(swaps)
-    try:
-        load(target, state)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert same(target.p, torch.tensor([1, 2]))
-    if held is not None and not swaps:
-        assert same(held, before)  # whoever holds the old one has the old values
-    if held is not None and swaps:
-        assert target.p is held
 
 
 # What modelstate's own loads add.

@@ -1,7 +1,6 @@
 """The state of an optimizer by names: it finds its parameters wherever they are, or says what does not fit."""
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
@@ -242,22 +241,6 @@ def test_new_parameters_without_state_on_request() -> None:
         ms.load_optimizer_state(7, fresh, state)  # type: ignore[arg-type]
 
 
-def test_state_that_is_lost_on_request() -> None:
-    model = nn.Linear(4, 4)
-    state = ms.optimizer_state(model, trained(model))
-    del state["state"]["bias"]
-    fresh = torch.optim.AdamW(model.parameters())
-    with pytest.raises(OptimizerStateError, match="bias: nothing was saved for it"):
-        ms.load_optimizer_state(model, fresh, state)
-    with pytest.raises(OptimizerStateError, match="bias: nothing was saved for it"):
-        ms.load_optimizer_state(model, fresh, state, allow_missing=["weight"])
-    with pytest.raises(OptionError, match="allow_missing= must be glob patterns"):
-        ms.load_optimizer_state(model, fresh, state, allow_missing=True)  # type: ignore[arg-type]
-    ms.load_optimizer_state(model, fresh, state, allow_missing=["bias"])
-    assert model.bias not in fresh.state
-    assert fresh.state[model.weight]["step"] == 3
-
-
 def test_sums_over_rows_are_moved_by_names_only() -> None:
     model = Separate()
     optimizer = torch.optim.Adafactor(model.parameters())
@@ -324,18 +307,6 @@ def test_lbfgs_takes_the_same_parameters_in_the_same_order() -> None:
             with pytest.raises((OptimizerStateError, RuleError)):
                 ms.load_optimizer_state(target, fresh, state, rules=rules, allow_missing=allow)
         assert described(fresh.state_dict()) == before
-
-
-def test_options_follow_by_rules_that_go_one_way() -> None:
-    model = Separate()
-    wrapped = nn.ModuleDict({"net": model})
-    saved = torch.optim.SGD(wrapped.parameters(), lr=0.5)
-    fresh = torch.optim.SGD(model.parameters(), lr=1e-9)
-    one_way = [ms.rules.Rename(re.compile(r"^net\."), "")]
-    ms.load_optimizer_state(model, fresh, ms.optimizer_state(wrapped, saved), rules=one_way)
-    assert fresh.param_groups[0]["lr"] == 0.5
-    with pytest.raises(OptimizerStateError, match="no such parameter"):
-        ms.load_optimizer_state(model, fresh, ms.optimizer_state(wrapped, saved))
 
 
 class Counting(torch.optim.Optimizer):
@@ -507,14 +478,6 @@ def test_options_that_the_optimizer_keeps() -> None:
         ms.load_optimizer_state(model, second, state, keep_options=["learning_rate"])
     with pytest.raises(OptionError, match=r"keep_options=\['lr'\]"):
         ms.load_optimizer_state(model, second, state, keep_options="lr")
-
-
-def test_options_that_decide_what_is_kept_come_with_the_state() -> None:
-    model = Separate()
-    first = trained(model, amsgrad=True)
-    second = torch.optim.AdamW(model.parameters())
-    ms.load_optimizer_state(model, second, ms.optimizer_state(model, first))
-    assert described(second.state_dict()) == described(first.state_dict())
 
 
 def test_a_parameter_that_is_tied_now_had_one_state_before() -> None:

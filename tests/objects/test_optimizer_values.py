@@ -320,17 +320,6 @@ def test_state_of_a_parameter_that_is_no_dict_is_refused(tmp_path: Path) -> None
         ms.Store(tmp_path).check(of)
 
 
-def test_nested_state_follows_a_conversion() -> None:
-    of = step(built())
-    ms.convert(of["model"], torch.float64, optimizers=[of["optimizer"]])
-    for state in of["optimizer"].state.values():
-        blocks = state["factors"]["blocks"][0]
-        assert (blocks["L"].dtype, blocks[0].dtype) == (torch.float64, torch.float64)
-        assert state["queue"][0].dtype == torch.float64
-        assert type(state["ordered"]) is OrderedDict
-    step(of)
-
-
 def test_what_the_class_of_the_optimizer_added_comes_back(tmp_path: Path) -> None:
     """As the state that a hook adds, and that of an `amsgrad` which the live optimizer does not have yet."""
     adam = partial(torch.optim.Adam, lr=0.1)

@@ -253,21 +253,6 @@ def test_an_error_undoes_what_the_method_has_written(tmp_path: Path, build: type
     assert getattr(model, "doubled", None) is None
 
 
-def test_a_later_object_that_fails_undoes_it_too(tmp_path: Path) -> None:
-    class Other:
-        def state_dict(self) -> dict[str, int]:
-            return {}
-
-        def load_state_dict(self, state: object) -> None:
-            raise ValueError("no")
-
-    model = filled(Packs(), 0)
-    ms.save({"m": filled(Packs(), 1), "other": Other()}, tmp_path / "x.safetensors")
-    with pytest.raises(ModelStateError, match="no"):
-        ms.restore({"m": model, "other": Other()}, tmp_path / "x.safetensors")
-    assert values(model) == values(filled(Packs(), 0))
-
-
 def test_a_plan_calls_the_method_and_changes_nothing() -> None:
     state, model = filled(Packs(), 1).state_dict(), filled(Packs(), 0)
     plan = ms.plan(model, state)

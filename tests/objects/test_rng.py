@@ -88,14 +88,6 @@ def test_the_next_numbers_are_the_same(before: list[str], between: list[str], se
     assert drawn(own, every_number) == expected
 
 
-def test_a_state_loads_into_other_generators_of_the_same_kinds(rng: ms.RNG, own: Own) -> None:
-    other = own_generators(99)
-    state = rng.state_dict()
-    expected = drawn(own, every_number)
-    ms.RNG(other).load_state_dict(state)
-    assert drawn(other, every_number) == expected
-
-
 @pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
 def test_every_bit_generator_of_numpy(kind: str) -> None:
     generator = np.random.Generator(getattr(np.random, kind)(5))

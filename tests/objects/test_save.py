@@ -16,7 +16,6 @@ from modelstate.errors import PlanError, UnknownClassError, UnsavableError
 from modelstate.formats import block_writer
 from modelstate.formats.safetensors import DTYPES
 from modelstate.spec import StoredTensor
-from tests.codec.values import EXAMPLES, same
 from tests.formats.files import same as same_tensor
 from tests.formats.torch_files import is_copied
 
@@ -90,18 +89,6 @@ def test_other_tools_read_the_tensors(tmp_path: Path) -> None:
         manifest = json.loads(file.metadata()["modelstate"])
     assert manifest["aliases"] == {"head.weight": "embed.weight"}
     assert manifest["writer"] == f"modelstate {ms.__version__}"
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_extra_state_of_every_kind(tmp_path: Path, name: str) -> None:
-    ms.save(Net(EXAMPLES[name]), tmp_path / "net.safetensors")
-    checkpoint = ms.open(tmp_path / "net.safetensors")
-    value = checkpoint.extra["_extra_state"]
-    assert same(value, EXAMPLES[name])
-    assert set(checkpoint) == {*Net().state_dict()} - {"_extra_state"}
-    other = Net()
-    ms.load(other, checkpoint)
-    assert same(other.state, EXAMPLES[name])
 
 
 def test_extra_state_is_fresh_at_every_access(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_a_reader_finds_the_old_shards_or_the_new_ones(tmp_path: Path) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        for value in range(1, 150):
+        for value in range(1, 50):
             save(float(value))
     finally:
         over.set()

@@ -128,19 +128,6 @@ def test_an_index_in_the_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
-    try:
-        ms.save({f"w{n}": torch.ones(1) for n in range(300)}, tmp_path / NAME, shard_size_bytes=4)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert len(ms.open(tmp_path / NAME)) == 300
-
-
-@pytest.mark.slow
 def test_from_pretrained_reads_shards(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=8)

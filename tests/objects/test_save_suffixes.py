@@ -52,17 +52,6 @@ def test_files_for_torch_load(tmp_path: Path, write: Any, name: str) -> None:
 
 
 @every_writer
-@pytest.mark.parametrize("name", [".pt", ".PTH", ".bin", ".ckpt"])
-def test_a_name_that_is_only_a_suffix_has_it(tmp_path: Path, write: Any, name: str) -> None:
-    model = nn.Linear(2, 2)
-    write(model, tmp_path / name)
-    assert torch.equal(torch.load(tmp_path / name, weights_only=True)["weight"], model.weight)
-    assert torch.equal(ms.open(tmp_path / name).tensor("weight"), model.weight)
-    with pytest.raises(OptionError, match="contradict"):
-        write(model, tmp_path / name, format="safetensors")
-
-
-@every_writer
 @pytest.mark.parametrize("name", ["x.safetensors", ".safetensors", "x", "x.SafeTensors", ".hidden"])
 def test_files_of_safetensors(tmp_path: Path, write: Any, name: str) -> None:
     model = nn.Linear(2, 2)

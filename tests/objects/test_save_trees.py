@@ -86,7 +86,7 @@ _TREES = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.text("abc._$", max_size=3), _TREES, max_size=3), st.sampled_from([None, 1, 8]))
 def test_any_tree_comes_back(tmp_path: Path, tree: dict[str, Any], shard_size_bytes: int | None) -> None:
     try:

@@ -153,13 +153,6 @@ def test_resumes_bit_for_bit(place: str, builder: str, steps: int, tmp_path: Pat
     assert everything(saved) == everything(of)
 
 
-def test_the_file_says_that_the_state_is_not_by_name(tmp_path: Path) -> None:
-    file_of(tmp_path, step(built()))
-    value = ms.open(tmp_path / "run.safetensors").value("optimizer")
-    assert "not by name" in value["note"]
-    assert value["param_names"] == [["model.fc.weight", "model.fc.bias", "model.last.weight", "model.last.bias"]]
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_names_are_compared_by_position(place: str, builder: str, tmp_path: Path) -> None:

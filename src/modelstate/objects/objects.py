@@ -226,15 +226,15 @@ def _walk(objects: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple
                 found=len(path.encode()),
             )
         kind = _kind(value)
+        listed_objects = [item for item in value if _kind(item) is not None] if isinstance(value, list | tuple) else []
+        if listed_objects:
+            raise OptionError(
+                "objects in a list have no names",
+                where=path,
+                found=f"a {type(value).__name__} that holds {type(listed_objects[0]).__name__}",
+                remedy='give a mapping: {"first": ..., "second": ...}',
+            )
         if kind is None and holds_objects(value):
-            if not isinstance(value, Mapping):
-                first = next(type(item).__name__ for item in value if _kind(item) is not None)
-                raise OptionError(
-                    "objects in a list have no names",
-                    where=path,
-                    found=f"a {type(value).__name__} that holds {first}",
-                    remedy='give a mapping: {"first": ..., "second": ...}',
-                )
             yield from _walk(value, f"{path}.", depth + 1)
         elif isinstance(value, DataLoader) and not hasattr(value, "state_dict"):
             raise OptionError(
@@ -278,9 +278,7 @@ def _kind(value: object) -> Kind | None:
 
 
 def holds_objects(value: object, depth: int = 0) -> bool:
-    """Whether a mapping holds an object at any depth, or a list or tuple holds one directly."""
-    if isinstance(value, list | tuple):
-        return any(_kind(item) is not None for item in value)
+    """Whether a mapping holds an object at any depth of mappings."""
     if not isinstance(value, Mapping) or depth > _MAX_DEPTH:
         return False
     return any(_kind(item) is not None or holds_objects(item, depth + 1) for item in value.values())
