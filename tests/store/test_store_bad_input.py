@@ -332,7 +332,7 @@ def test_objects_that_lack_or_have_more(tmp_path: Path) -> None:
         (training.objects, errors.ObjectStateError, "not among the objects"),
         ({**training.objects, "step": None, "ema": network()}, errors.ObjectStateError, "nothing was saved"),
         ({**training.objects, "step": network()}, errors.ObjectStateError, "of other kinds"),
-        ({"optimizer": training.optimizer, "step": None}, errors.OptimizerStateError, ""),
+        ({"optimizer": training.optimizer, "step": None}, errors.ObjectStateError, "not among the objects"),
         ({"model": nn.Linear(3, 3), "optimizer": None, "step": None}, errors.ObjectStateError, "of other kinds"),
     ):
         with pytest.raises(kind) as caught:
