@@ -281,29 +281,6 @@ def test_set_extra_state_that_raises_is_an_error_of_the_result(tmp_path: Path) -
     assert second.value is first.value
 
 
-def test_a_lazy_module_gets_its_shapes(tmp_path: Path) -> None:
-    torch.save(nn.Linear(5, 3).state_dict(), tmp_path / "model.pt")
-    expected, module = nn.LazyLinear(3), nn.LazyLinear(3)
-    ms.load(expected, tmp_path / "model.pt")
-    handle = ms.load(module, tmp_path / "model.pt", background=True)
-    assert torch.nn.parameter.is_lazy(module.weight)
-    handle.result()
-    assert torch.equal(module.weight, expected.weight)
-
-
-def test_an_initialiser_draws_its_numbers_at_the_result(tmp_path: Path) -> None:
-    state = nn.Linear(3, 3).state_dict()
-    del state["weight"]
-    torch.save(state, tmp_path / "model.pt")
-    module = nn.Linear(3, 3)
-    handle = ms.load(module, tmp_path / "model.pt", background=True, rules=[ms.rules.Fill("weight")])
-    assert eventually(lambda: handle.done)
-    torch.manual_seed(3)
-    handle.result()
-    torch.manual_seed(3)
-    assert torch.equal(module.weight, nn.Linear(3, 3).weight)
-
-
 # Results, cancelling, and handles that are dropped.
 
 

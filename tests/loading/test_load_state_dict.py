@@ -194,24 +194,6 @@ def test_a_model_whose_names_alone_decide(case: str, strict: bool, swapping: boo
     same_as_torch(OnlyNames, CASES[case], strict=strict)
 
 
-UNEXPECTED = [
-    *("x", "", ".", "..x", "first", "first.", "first..weight", "first.weight.more", "tail.9.w", "tail.0.deep.er"),
-    *("_extra_state", "tail.2._extra_state", "tail._extra_state.x", "nothing", "nothing.x", "nothing.x.y", "scratch"),
-    *("absent", "again.1.x", "again.0.weight.x", "norm.running_mean"),
-]
-
-
-@pytest.mark.slow
-@given(st.permutations(UNEXPECTED), st.integers(0, len(UNEXPECTED)), st.booleans(), st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_names_that_nobody_expects(names: list[str], count: int, plain: bool, at_front: bool) -> None:
-    def state(module: nn.Module) -> Any:
-        expected, other = randomised(module), {name: torch.ones(1) for name in names[:count]}
-        return {**other, **expected} if at_front else {**expected, **other}
-
-    same_as_torch(OnlyNames if plain else Net, state)
-
-
 def test_names_with_dots_that_torch_does_not_expect() -> None:
     class Dotted(nn.Module):
         def __init__(self) -> None:
@@ -555,41 +537,6 @@ class Tied(nn.Module):
         self.a = nn.Linear(2, 2, bias=False)
         self.b = self.a
         self.register_buffer("view", self.a.weight.detach()[0])
-
-
-LATER = {
-    "float8": lambda t: t.to(torch.float8_e4m3fn),
-    "complex": lambda t: t.to(torch.complex64),
-    "uint16": lambda t: t.to(torch.uint16),
-    "sparse": lambda t: t.to_sparse(),
-    "parameter": nn.Parameter,
-}
-
-
-@pytest.mark.parametrize("kind", LATER)
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("swap", [False, True])
-def test_the_last_write_to_a_tied_tensor_wins(kind: str, assign: bool, swap: bool) -> None:
-    def load(load_into: Callable[..., Any]) -> Any:
-        module = nn.Module()
-        module.a = module.c = nn.Linear(2, 2, bias=False)
-        if assign:
-            module.a.weight.requires_grad_(False)
-        state = {"a.weight": torch.full((2, 2), 1.0), "c.weight": LATER[kind](torch.full((2, 2), 2.0))}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                load_into(module, state, assign=assign)
-            except RuntimeError as error:
-                return str(error)
-        found = module.a.weight
-        return type(found), found.dtype, found.detach().to_dense().to(torch.complex64).tolist()
-
-    torch.__future__.set_swap_module_params_on_conversion(swap)
-    try:
-        assert load(ms.load_state_dict) == load(nn.Module.load_state_dict)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 @pytest.mark.parametrize("order", [("view", "a.weight"), ("a.weight", "view")])

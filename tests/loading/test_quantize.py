@@ -16,7 +16,6 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from tests.loading.fingerprint import whole
-from tests.programs import run_program
 from tests.sweeps import EXHAUSTIVE
 
 quantization = pytest.importorskip("torchao.quantization")
@@ -31,6 +30,7 @@ def _configs() -> dict[str, Callable[[], Any]]:
         "int8 per group": lambda: Q.Int8WeightOnlyConfig(granularity=group),
         "int8 per tensor": lambda: Q.Int8WeightOnlyConfig(granularity=Q.PerTensor()),
         "int8 and activations": Q.Int8DynamicActivationInt8WeightConfig,
+        "int8 and activations, reduced": lambda: Q.Int8DynamicActivationInt8WeightConfig(reduce_range=True),
         "int8, static": lambda: Q.Int8StaticActivationInt8WeightConfig(act_quant_scale=torch.tensor([[0.1]])),
         "float8 per row": Q.Float8WeightOnlyConfig,
         "float8 per group": lambda: Q.Float8WeightOnlyConfig(granularity=group),
@@ -167,28 +167,6 @@ def test_quantized_tensors_for_plain_ones_are_a_problem(
     assert torch.equal(loaded(inputs), answer)
 
 
-@pytest.mark.parametrize("source", ["file", "live"])
-def test_a_quantized_class_that_becomes_plain_is_loaded(
-    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a handler of `module_load`, which dequantizes."""
-    model, *_ = _quantized(Q.Int8WeightOnlyConfig, torch.bfloat16)
-    ms.save(model, tmp_path / "q.safetensors")
-    cls = type(model.state_dict()["up.weight"])
-    own = cls.__torch_function__.__func__
-
-    def with_handler(own_cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.module_load and not isinstance(args[0], cls):
-            return args[1].dequantize()
-        return own(own_cls, func, types, args, kwargs)
-
-    monkeypatch.setattr(cls, "__torch_function__", classmethod(with_handler))
-    loaded = Normed().bfloat16()
-    ms.load(loaded, tmp_path / "q.safetensors" if source == "file" else model.state_dict())
-    assert type(loaded.up.weight) is nn.Parameter
-    assert torch.equal(loaded.up.weight, model.up.weight.dequantize())
-
-
 def test_a_plain_checkpoint_still_gets_the_dtype_of_the_skeleton(tmp_path: Path) -> None:
     ms.save(Normed().bfloat16(), tmp_path / "p.safetensors")
     with ms.skeleton():
@@ -319,13 +297,6 @@ def test_only_weights_of_linear_layers_leave_the_fast_paths(path: Path) -> None:
     ).problems
 
 
-def test_the_report_names_it(path: Path) -> None:
-    report = ms.load(skeleton(), path, transform={"up": ms.loading.Quantize(Q.Int8WeightOnlyConfig())})
-    assert "Int8Tensor made by Quantize(Int8WeightOnlyConfig)" in str(report)
-    (step,) = (step for step in report.steps if step.name == "up.weight")
-    assert (step.way, step.nbytes, step.mapped) == ("new", 96 * 64 * 4, False)
-
-
 def test_several_configs_by_pattern(path: Path) -> None:
     theirs = loaded(path)
     after_load(theirs.up, Q.Int8WeightOnlyConfig())
@@ -339,17 +310,6 @@ def test_several_configs_by_pattern(path: Path) -> None:
     same(ours, theirs)
 
 
-def test_the_checks_of_shape_and_dtype_are_those_of_a_load(path: Path) -> None:
-    state = {name: value.double() for name, value in torch.load(path).items()}
-    state["head.weight"] = torch.ones(5, 96)
-    quantize = ms.loading.Quantize(Q.Int8WeightOnlyConfig())
-    found = ms.plan(Net(), state, transform=quantize).problems
-    assert {problem.kind.name for problem in found if problem.name in ("up.weight", "head.weight")} == {
-        "WRONG_DTYPE",
-        "WRONG_SHAPE",
-    }
-
-
 def test_a_weight_that_torchao_leaves_alone(path: Path) -> None:
     """Where the group size does not divide the weight, this config does nothing but freeze it."""
     config = Q.Int4WeightOnlyConfig(group_size=128)
@@ -360,14 +320,6 @@ def test_a_weight_that_torchao_leaves_alone(path: Path) -> None:
         same(ours, theirs)
         assert type(ours.up.weight) is nn.Parameter
         assert not ours.up.weight.requires_grad
-
-
-def test_a_state_dict_comes_back(path: Path, tmp_path: Path) -> None:
-    ours, again = skeleton(), quantized()
-    ms.load(ours, path, transform=ms.loading.Quantize(Q.Int8WeightOnlyConfig()))
-    torch.save(ours.state_dict(), tmp_path / "quantized.pt")
-    ms.load(again, tmp_path / "quantized.pt")
-    same(again, ours)
 
 
 def test_rules_and_values_in_memory(path: Path) -> None:
@@ -432,17 +384,6 @@ def test_a_config_that_raises_for_a_shape(path: Path) -> None:
         with pytest.raises(errors.TransformError, match=r"up\.weight"):
             ms.load(model, path, transform=ms.loading.Quantize(config))
         assert whole(model) == before
-
-
-def test_a_failure_after_the_quantizing_leaves_the_model_as_it_was(path: Path) -> None:
-    def fail(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        raise LookupError("the last one")
-
-    model = Net()
-    before = whole(model)
-    with pytest.raises(errors.TransformError, match="the last one"):
-        ms.load(model, path, transform={"norm.bias": fail, "*": ms.loading.Quantize(Q.Int8WeightOnlyConfig())})
-    assert whole(model) == before
 
 
 class MoreThanTheWeight(Q.Int8WeightOnlyConfig):  # type: ignore[misc]
@@ -523,19 +464,6 @@ def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         ms.loading.Quantize(config)
 
 
-@pytest.mark.slow
-def test_patterns_without_quantizing_import_no_torchao() -> None:
-    code = (
-        "import sys, modelstate as ms, torch\n"
-        "assert 'torchao' not in sys.modules\n"
-        "m = torch.nn.Linear(2, 2)\n"
-        "ms.load(m, {k: v.clone() for k, v in m.state_dict().items()}, transform={'bias': lambda n, t: t * 2})\n"
-        "assert 'torchao' not in sys.modules\n"
-    )
-    done = run_program(code)
-    assert done.returncode == 0, done.stderr
-
-
 def _rows(kind: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(2100, 512, generator=generator)
@@ -567,32 +495,6 @@ def test_weights_of_many_blocks(name: str, dtype: torch.dtype, kind: str, tmp_pa
     same(ours, after_load(theirs, CONFIGS[name]()))
 
 
-@pytest.mark.parametrize("reduce_range", [False, True])
-def test_another_rule_of_torchao_is_followed(reduce_range: bool, tmp_path: Path) -> None:
-    """What is computed in place is torchao's usual rule; where that gives something else, torchao computes."""
-    config = Q.Int8DynamicActivationInt8WeightConfig(reduce_range=reduce_range)
-    save_file({"weight": _rows("normal"), "bias": torch.zeros(2100)}, tmp_path / "x.safetensors")
-    theirs, ours = nn.Linear(512, 2100), nn.Linear(512, 2100)
-    ms.load(theirs, tmp_path / "x.safetensors")
-    ms.load(
-        nn.Sequential(ours),
-        tmp_path / "x.safetensors",
-        transform=ms.loading.Quantize(config),
-        rules=[ms.rules.Prefix(add="0.")],
-    )
-    holder = after_load(nn.Sequential(theirs), config)
-    assert flat(ours.weight) == flat(holder[0].weight)
-    assert (ms.loading.Quantize(config)._in_place(512, torch.float32) is None) == reduce_range
-
-
-def test_a_weight_of_one_number(tmp_path: Path) -> None:
-    save_file({"0.weight": torch.ones(1, 1), "0.bias": torch.zeros(1)}, tmp_path / "x.safetensors")
-    theirs, ours = nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.Linear(1, 1))
-    ms.load(theirs, tmp_path / "x.safetensors")
-    ms.load(ours, tmp_path / "x.safetensors", transform=ms.loading.Quantize(Q.Int8WeightOnlyConfig()))
-    same(ours, after_load(theirs, Q.Int8WeightOnlyConfig()))
-
-
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("rows", [64, 2100])
 @pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference", "meta"])
@@ -611,28 +513,6 @@ def test_whatever_the_caller_has_set(context: Any, rows: int, background: bool, 
             loaded.result()
     same(ours, after_load(theirs, Q.Int8WeightOnlyConfig()))
     assert not ours[0].weight.is_inference()
-
-
-def test_weights_that_are_too_wide_for_a_sample(tmp_path: Path) -> None:
-    """No sample of so many columns is taken, whose memory is not counted: torchao quantizes them."""
-    torch.manual_seed(2)
-    ours, theirs = (nn.Sequential(nn.Linear(100_000, 3, bias=False)) for _ in range(2))
-    save_file(theirs.state_dict(), tmp_path / "x")
-    transform = ms.loading.Quantize(Q.Int8WeightOnlyConfig())
-    assert ms.plan(ours, tmp_path / "x", transform=transform).ok
-    ms.load(ours, tmp_path / "x", transform=transform)
-    same(ours, after_load(theirs, Q.Int8WeightOnlyConfig()))
-
-
-def test_many_quantized_tensors_for_plain_ones_are_one_line() -> None:
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(28)))
-    Q.quantize_(model, Q.Int8WeightOnlyConfig())
-    with pytest.raises(errors.PlanError) as caught:
-        ms.load(nn.Sequential(*(nn.Linear(16, 16) for _ in range(28))), model.state_dict())
-    lines = [line for line in str(caught.value).splitlines() if "Int8Tensor" in line]
-    assert len(caught.value.problems) == 28
-    assert len(lines) == 1
-    assert lines[0].endswith("(28 of these)")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """What is hard to restore, and what is hard to foresee: each of these once left a module half loaded."""
 
 import random
-import signal
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.transaction import object_snapshot
-from modelstate.transaction import transaction as transaction_module
-from tests.conftest import Log
 from tests.loading.fingerprint import described_module, holding, whole
 
 
@@ -216,17 +211,6 @@ def test_arrays_that_a_hook_has_locked() -> None:
     assert module.table.tolist() == [0, 1, 2]
 
 
-def test_a_module_that_holds_more_objects_than_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_snapshot, "_MAX_OBJECTS", 1000)
-    module: Any = pair()
-    module.vocabulary = [(str(i), float(i)) for i in range(1100)]
-    failing_late(module, lambda owner: setattr(owner[0], "bias", nn.Parameter(torch.zeros(2))))
-    bias = module[0].bias
-    with pytest.raises(LookupError):
-        ms.load_state_dict(module, ones(module))
-    assert module[0].bias is bias
-
-
 def test_gradients_and_their_hooks() -> None:
     module = pair()
     module(torch.ones(1, 2)).sum().backward()
@@ -261,65 +245,6 @@ def test_slots_with_private_names_and_owners_of_methods() -> None:
     with pytest.raises(LookupError):
         ms.load_state_dict(module, ones(module))
     assert module.by_slot.get() == module.by_method.__self__.get() == 1
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("torch.distributed with gloo is not here: sharded modules are not tested")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("swap", [False, True])
-def test_sharded_modules(swap: bool) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    module = pair()
-    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-    before = {name: value.full_tensor().clone() for name, value in module.state_dict().items()}
-    good = {name: torch.ones_like(value) for name, value in module.state_dict().items()}
-    torch.__future__.set_swap_module_params_on_conversion(swap)
-    try:
-        with pytest.raises(RuntimeError, match="size mismatch"):
-            ms.load_state_dict(module, {**good, "1.bias": torch.ones(9)})
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    for name, value in module.state_dict().items():
-        assert torch.equal(value.full_tensor(), before[name])
-
-
-# Signals.
-
-
-@pytest.mark.slow
-def test_a_signal_in_the_middle_of_the_rollback_waits() -> None:
-    """A hook that fails sends a signal off that arrives a little later, at all kinds of moments of the rollback."""
-
-    def alarm(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    state = ones(pair())
-    previous = signal.signal(signal.SIGALRM, alarm)
-    try:
-        for delay in range(1, 60):
-            module = pair()
-            module(torch.ones(1, 2)).sum().backward()
-            failing_late(module, lambda owner, s=delay: signal.setitimer(signal.ITIMER_REAL, s * 1e-5))
-            before = whole(module)
-            with suppress(LookupError, KeyboardInterrupt):
-                try:
-                    ms.load_state_dict(module, state)
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-            assert whole(module) == before
-    finally:
-        signal.signal(signal.SIGALRM, previous)
 
 
 # Modules that are not what they seem.
@@ -521,63 +446,3 @@ def test_objects_that_cannot_be_looked_into(held: Any) -> None:
     assert module[1].weight.tolist() == [1, 1]
     ms.load(module, {name: value + 1 for name, value in module.state_dict().items()})
     assert module[1].weight.tolist() == [2, 2]
-
-
-def test_what_cannot_be_put_back_is_said_and_the_rest_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Holding()
-    broken = torch.ones(2)
-    module.held = [broken]
-
-    def change(owner: Any) -> None:
-        with torch.no_grad():
-            owner.weight.fill_(9)
-        owner.held[0].data = torch.ones(3)
-
-    original = transaction_module._restore_bytes
-
-    def fails(storage: Any, kept: Any) -> None:
-        if storage.nbytes() == 8 and storage._cdata == module.weight.untyped_storage()._cdata:
-            original(storage, kept)
-            raise OSError("worn out")
-        original(storage, kept)
-
-    module.register_load_state_dict_post_hook(lambda owner, _: change(owner))
-    monkeypatch.setattr(transaction_module, "_restore_bytes", fails)
-    with pytest.raises(errors.RollbackError, match="worn out"):
-        ms.load_state_dict(module, {"weight": torch.ones(2), "zz": torch.ones(1)})
-    assert module.weight.tolist() == [0, 0]
-    assert broken.tolist() == [1, 1]
-
-
-class Unreadable:
-    """One of its attributes raises when it is read."""
-
-    __slots__ = ("__dict__", "_kept")
-
-    def __init__(self) -> None:
-        self.cache = [1]
-
-
-class Descriptor:
-    def __get__(self, owner: object, cls: type | None = None) -> object:
-        raise RuntimeError("not now")
-
-    def __set__(self, owner: object, value: object) -> None:
-        raise RuntimeError("not now")
-
-
-@pytest.mark.parametrize("load", [ms.load, ms.load_state_dict])
-def test_an_object_with_an_attribute_that_cannot_be_read(load: Callable[..., object], log: Log) -> None:
-    """Its other attributes are put back, and a warning names its class."""
-    module: Any = pair()
-    module.helper = Unreadable()
-    Unreadable._kept = Descriptor()  # type: ignore[assignment]
-    failing_late(module, lambda owner: owner.helper.cache.append(2))
-    left_as_it_was(module, lambda: load(module, ones(module)), Exception)
-    assert module.helper.cache == [1]
-    assert "Unreadable" in log.text
-    log.records.clear()
-    plain = pair()
-    failing_late(plain)
-    left_as_it_was(plain, lambda: load(plain, ones(plain)), Exception)
-    assert not log.text

@@ -11,7 +11,6 @@ from torch.nn.utils.prune import l1_unstructured
 from torch.overrides import TorchFunctionMode
 
 import modelstate as ms
-from modelstate.planning import transfer
 
 
 class Rotary(nn.Module):
@@ -119,18 +118,6 @@ def test_initialisation_of_what_is_on_meta_calls_nothing(name: str) -> None:
     assert torch.equal(real, getattr(torch.full((100,), 0.25), name)(*arguments))  # a buffer gets its values
 
 
-def test_methods_are_what_they_were() -> None:
-    def methods() -> list[Any]:
-        on_tensors = [vars(torch.Tensor).get(name) for name in FILLS]
-        return [*on_tensors, vars(nn.Module)["register_parameter"], vars(nn.Parameter)["__new__"]]
-
-    before = methods()
-    with ms.skeleton(), ms.skeleton():
-        inside = methods()
-    assert all(one is not other for one, other in zip(before, inside, strict=True))
-    assert all(one is other for one, other in zip(before, methods(), strict=True))
-
-
 def test_whoever_patches_the_same_methods_keeps_theirs() -> None:
     stock = nn.Module.register_parameter
     calls: list[str] = []
@@ -228,39 +215,6 @@ def test_a_load_under_inference_mode_can_be_trained_afterwards(tmp_path: Any) ->
         module(torch.ones(1, 3, dtype=module.weight.dtype)).sum().backward()
         optimizer.step()
         assert torch.allclose(module.weight, before - 0.1)  # the gradient of each weight is 1
-
-
-@pytest.mark.parametrize("in_place", [None, True, False])
-def test_columns_of_a_matrix_are_loaded_under_inference_mode(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, in_place: bool | None
-) -> None:
-    monkeypatch.setattr(transfer, "_LEAST_LEASED_BYTES", 0)
-    columns = torch.randn(32, 64)[:, :32]  # so few that the thread of the caller reads them
-    torch.save({"weight": columns}, tmp_path / "x.pt")
-    module = nn.Linear(32, 32, bias=False)
-    with torch.inference_mode():
-        ms.load(module, tmp_path / "x.pt", in_place=in_place)
-    assert torch.equal(module.weight, columns)
-
-
-@pytest.mark.parametrize("default", ["meta", "cpu"])
-def test_the_default_device_does_not_matter(default: str, tmp_path: Any) -> None:
-    state = nn.Linear(3, 3).state_dict()
-    torch.save(state, tmp_path / "x.pt")
-    with ms.skeleton():
-        skeleton = nn.Linear(3, 3)
-    plain = nn.Linear(3, 3)
-    torch.set_default_device(default)
-    try:
-        assert torch.equal(ms.open(tmp_path / "x.pt").tensor("weight"), state["weight"])
-        ms.load(skeleton, tmp_path / "x.pt", map=False)
-        ms.load(plain, tmp_path / "x.pt", dtype=torch.float64)
-    finally:
-        torch.set_default_device(None)
-        # torch 2.8 would keep None there, and get_default_device reads the type of what is there.
-        vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)  # type: ignore[attr-defined]
-    assert torch.equal(skeleton.weight, state["weight"])
-    assert torch.equal(plain.weight, state["weight"].double())
 
 
 class Table(nn.Module):

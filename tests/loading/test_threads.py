@@ -1,7 +1,6 @@
 """Several threads: changes of one module, or of modules that share something, come one after the other."""
 
 import multiprocessing
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -157,20 +156,6 @@ def test_a_load_within_a_load_of_the_same_thread() -> None:
 
 
 @pytest.mark.slow
-def test_a_hook_that_waits_for_a_thread_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["modelstate.transaction.transaction"], "_TIMEOUT_SECONDS", 0.3)
-    module, raised = nn.Sequential(nn.Linear(2, 2)), []
-
-    def hook(*_: Any) -> None:
-        raised.extend(finish(run(CHANGES["load"], module[0], name="child")))
-
-    module.register_load_state_dict_post_hook(hook)
-    ms.load(module, filled(3, module))
-    assert [type(error) for error in raised] == [errors.ModelBusyError]
-    assert torch.equal(module[0].weight, torch.full((2, 2), 3.0))
-
-
-@pytest.mark.slow
 def test_a_load_that_fails_lets_the_next_one_go_on() -> None:
     module = Slow()
     one = run(ms.load, module, {"weight": torch.zeros(5)}, name="first")
@@ -179,23 +164,6 @@ def test_a_load_that_fails_lets_the_next_one_go_on() -> None:
     (error,) = finish(one, other)
     assert isinstance(error, errors.PlanError)
     assert torch.equal(module.weight, torch.full((4,), 2.0))
-
-
-@pytest.mark.slow
-def test_a_model_that_two_threads_load_from_two_files(tmp_path: Path) -> None:
-    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
-    paths = [tmp_path / f"{value}.safetensors" for value in (1, 2)]
-    for value, path in enumerate(paths):
-        save_file(filled(value + 1, module), path)
-    for _ in range(20):
-        barrier = threading.Barrier(2)
-
-        def load(path: Path, barrier: threading.Barrier = barrier) -> None:
-            barrier.wait(60)
-            ms.load(module, path)
-
-        assert finish(*(run(load, path, name=path.name) for path in paths)) == []
-        assert len({one.flatten()[0].item() for one in module.parameters()}) == 1
 
 
 FORK = """
@@ -235,31 +203,6 @@ def test_the_child_of_a_fork_does_not_wait_for_threads_of_its_parent() -> None:
     done = run_program(FORK)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "7\n"
-
-
-@pytest.mark.slow
-def test_loads_at_once_leave_torchs_number_of_threads_alone(tmp_path: Path) -> None:
-    save_file({f"{index}.weight": torch.ones(512, 512) for index in range(8)}, tmp_path / "x.safetensors")
-    before, seen = torch.get_num_threads(), list[int]()
-    torch.set_num_threads(3)
-
-    def load() -> None:
-        with ms.skeleton():
-            model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
-        ms.load(model, tmp_path / "x.safetensors", dtype=torch.bfloat16)
-        seen.append(torch.get_num_threads())
-
-    try:
-        for _ in range(5):
-            threads = [threading.Thread(target=load) for _ in range(6)]
-            for one in threads:
-                one.start()
-            for one in threads:
-                one.join()
-        assert set(seen) == {3}
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
 
 
 def _load_in_child(path: Path) -> None:

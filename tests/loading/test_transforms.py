@@ -245,14 +245,6 @@ def test_it_sees_what_would_be_loaded_and_only_what_it_is_for(make: Any, dtype: 
     assert report.coverage == 1
 
 
-@pytest.mark.parametrize("result", [lambda t: t, lambda t: t[:], lambda t: t.t().t(), nn.Parameter])
-def test_one_that_returns_the_memory_that_it_was_given(result: Any, path: Path) -> None:
-    model = skeleton()
-    ms.load(model, path, transform=Scale(result=result))
-    for name in ("mlp.0.weight", "mlp.1.weight", "head.weight"):
-        assert torch.equal(model.state_dict()[name], saved(path)[name])
-
-
 def test_one_that_keeps_what_it_returns_or_returns_it_twice(path: Path) -> None:
     model, kept = skeleton(), torch.ones(8, 8)
     shared = Scale(result=lambda t: kept[: t.shape[0], : t.shape[1]])

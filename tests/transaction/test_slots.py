@@ -46,13 +46,6 @@ def test_kinds() -> None:
     assert len({PARAMETER, BUFFER, HIDDEN, EXTRA}) == 4
 
 
-def test_names_go_down_the_tree() -> None:
-    slots = slots_of(nn.Sequential(nn.ModuleDict({"x": Stateful()}), nn.Linear(1, 1, bias=False)))
-    assert list(slots.by_name) == ["0.x.weight", "0.x.mean", "0.x.ids", "1.weight"]
-    assert slots.empty == {"0.x.bias", "0.x.absent", "1.bias"}
-    assert slots.extra == ("0.x._extra_state",)
-
-
 @pytest.mark.parametrize(
     "module",
     [
@@ -94,15 +87,6 @@ def test_a_module_in_two_places() -> None:
     assert slots.empty == {"a.bias", "a.absent", "b.bias", "b.absent"}
 
 
-def test_tensors_that_share_memory_only_are_two_slots() -> None:
-    base = torch.zeros(4)
-    module = nn.Module()
-    module.register_buffer("a", base)
-    module.register_buffer("b", base.view(2, 2))
-    module.register_buffer("c", base.detach())
-    assert [slot.names for slot in slots_of(module).tensors] == [("a",), ("b",), ("c",)]
-
-
 @pytest.mark.parametrize("hidden_first", [True, False])
 def test_a_tensor_of_several_kinds_is_of_the_strictest(hidden_first: bool) -> None:
     shared = torch.zeros(2)
@@ -118,19 +102,6 @@ def test_a_tensor_of_several_kinds_is_of_the_strictest(hidden_first: bool) -> No
     (slot,) = slots_of(module).tensors
     assert slot.kind == PARAMETER
     assert set(slot.names) == {"a", "b"}
-
-
-def test_lazy_and_meta_slots() -> None:
-    with torch.device("meta"):
-        module = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
-    slots = slots_of(module)
-    assert list(slots.by_name) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert all(slot.kind == PARAMETER for slot in slots.tensors)
-
-
-def test_the_module_itself_may_be_a_part() -> None:
-    module = nn.Sequential(nn.Linear(1, 1))
-    assert list(slots_of(module[0]).by_name) == ["weight", "bias"]
 
 
 @pytest.mark.slow

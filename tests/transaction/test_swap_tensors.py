@@ -1,12 +1,9 @@
 """`swap_tensors`: what torch's does, and who is in its way where it cannot be done."""
 
 import gc
-import sys
 import threading
 import weakref
-from collections import namedtuple
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -124,27 +121,10 @@ def holding_it_in_an_object(weight: torch.Tensor) -> None:
     ms.swap_tensors(weight, torch.ones(2, 3))
 
 
-def holding_it_in_a_module(weight: torch.Tensor) -> None:
-    """In a new module: `tests/conftest.py` freezes the others, whose objects the search for a holder does not see."""
-    keeper = ModuleType("keeper")
-    with torch.no_grad():
-        keeper.CACHE = {"row": weight[0]}  # type: ignore[attr-defined]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "keeper", keeper)
-        del keeper
-        ms.swap_tensors(weight, torch.ones(2, 3))
-
-
 def waiting(weight: torch.Tensor) -> None:
     loss = (weight * 2).sum()
     ms.swap_tensors(weight, torch.ones(2, 3))
     loss.backward()
-
-
-def waiting_again(weight: torch.Tensor) -> None:
-    loss = (weight * weight).sum()
-    loss.backward(retain_graph=True)
-    ms.swap_tensors(weight, torch.ones(2, 3))
 
 
 def waiting_in_an_object(weight: torch.Tensor) -> None:
@@ -157,15 +137,6 @@ def with_a_node(weight: torch.Tensor) -> None:
     node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     node.register_hook(lambda *_: None)
     ms.swap_tensors(weight, torch.ones(2, 3))
-
-
-Output = namedtuple("Output", "loss")
-
-
-def waiting_in_a_named_tuple(weight: torch.Tensor) -> None:
-    output = Output((weight * 2).sum())
-    ms.swap_tensors(weight, torch.ones(2, 3))
-    del output
 
 
 class Slotted:
@@ -186,11 +157,8 @@ HOLDERS: dict[Callable[[torch.Tensor], None], tuple[str, str]] = {
         r"a view, attribute `first_row` of a Keeper held by `keeper` in frame `holding_it_in_an_object`",
         "drop the view",
     ),
-    holding_it_in_a_module: (r"a view, held by dict `CACHE`", "drop the view"),
     waiting: (r"graph that still waits for backward: its result is held by `loss` in frame `waiting`", "run backward"),
-    waiting_again: (r"still waits for backward: its result is held by `loss` in frame `waiting_again`", "run backward"),
     waiting_in_an_object: (r"still waits for backward: .* `history` in frame `waiting_in_an_object`", "run backward"),
-    waiting_in_a_named_tuple: (r"still waits for backward: .* Output `output` in frame", "run backward"),
     waiting_in_a_slot: (
         r"attribute `result` of a Slotted held by `keeper` in frame `waiting_in_a_slot`",
         "run backward",
@@ -272,31 +240,6 @@ def test_with_itself() -> None:
     assert view.grad_fn is not None
 
 
-class Square(torch.autograd.Function):
-    """A function with a backward pass of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * grad * x
-
-
-@pytest.mark.slow
-def test_used_up_graphs_of_functions_with_their_own_backward() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    kept = Square.apply(weight).sum()
-    with pytest.raises(errors.PlacementError, match="its result is held by `kept`"):
-        ms.swap_tensors(weight, torch.zeros(3))
-    kept.backward()
-    ms.swap_tensors(weight, torch.zeros(3))
-    assert weight.shape == (3,)
-
-
 @pytest.mark.slow
 def test_what_the_error_tells_to_do_helps() -> None:
     """In the frame in which it was raised, with the error kept, as a notebook keeps it."""
@@ -309,16 +252,3 @@ def test_what_the_error_tells_to_do_helps() -> None:
     del loss
     ms.swap_tensors(weight, torch.zeros(3))
     assert "del loss" in kept.remedy
-
-
-@pytest.mark.slow
-def test_looking_for_holders_leaves_variables_alone() -> None:
-    weight, counter = nn.Parameter(torch.ones(2)), 1
-    with torch.no_grad():
-        view = weight[:1]
-    mine = locals()
-    counter += 1
-    with pytest.raises(errors.PlacementError):
-        ms.swap_tensors(weight, torch.zeros(3))
-    assert mine["view"] is view
-    assert counter == 2

@@ -1,16 +1,18 @@
 """The transaction: a block that does not commit leaves the model as it was, also when interrupts arrive."""
 
 import signal
-from collections.abc import Callable, Iterator
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import modelstate as ms
 from modelstate import errors
+from modelstate.transaction import transaction as transaction_module
 from modelstate.transaction.transaction import Transaction, Write, exclusive
-from tests.loading.fingerprint import interrupted_at, whole
+from tests.loading.fingerprint import whole
 
 
 class Copy(Write):
@@ -129,17 +131,6 @@ def test_an_undo_step_that_raises_does_not_prevent_the_others() -> None:
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_nested_transactions_are_undone_separately() -> None:
-    model = make_model()
-    with exclusive(model), Transaction(model) as outer:
-        with exclusive(model), Transaction(model) as inner:
-            inner.add(Copy(model[0].bias, torch.ones(2)))
-            inner.commit()
-        outer.add(Copy(model[1].bias, torch.ones(2)))
-    assert model[0].bias.tolist() == [1, 1]
-    assert model[1].bias.tolist() != [1, 1]
-
-
 # Waiting writes.
 
 
@@ -200,30 +191,6 @@ def test_protected_tensors_are_restored_where_model_code_uses_them() -> None:
 # Interrupts.
 
 
-def steps_of(function: Callable[[], None], codes: set[Any]) -> Iterator[int]:
-    return iter(range(1, interrupted_at(0, function, codes) + 1))
-
-
-def load(model: Any, *, commits: bool) -> None:
-    with exclusive(model), Transaction(model) as transaction:
-        change(model, transaction)
-        if commits:
-            transaction.commit(lambda: model.log.clear())
-
-
-UNDO = {Transaction.__exit__.__code__, Transaction.rollback.__code__, Transaction._undo_steps.__code__}
-COMMIT = {Transaction.commit.__code__, Transaction._end.__code__}
-
-
-@pytest.mark.slow
-def test_an_interrupt_at_each_step_of_the_undo() -> None:
-    for step in steps_of(lambda: load(make_model(), commits=False), UNDO):
-        model = make_model()
-        before = whole(model)
-        interrupted_at(step, lambda: load(model, commits=False), UNDO)  # noqa: B023
-        assert whole(model) == before, f"step {step}"
-
-
 @pytest.mark.parametrize("function", ["commit", "rollback"])
 def test_a_signal_within_commit_and_undo_is_deferred_to_their_end(function: str) -> None:
     model = make_model()
@@ -250,14 +217,22 @@ def test_a_signal_within_commit_and_undo_is_deferred_to_their_end(function: str)
         assert whole(model) == before
 
 
-@pytest.mark.slow
-def test_an_interrupt_at_each_step_of_the_commit_keeps_all_or_nothing() -> None:
-    outcomes = set()
-    for step in steps_of(lambda: load(make_model(), commits=True), COMMIT):
-        model = make_model()
-        before = whole(model)
-        interrupted_at(step, lambda: load(model, commits=True), COMMIT)  # noqa: B023
-        committed = not model.log and model[1].bias.tolist() == [7, 7]
-        assert committed or whole(model) == before, f"step {step}"
-        outcomes.add(committed)
-    assert outcomes == {True, False}
+def test_two_threads_that_wait_for_each_other_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transaction_module, "_TIMEOUT_SECONDS", 0.3)
+    module, raised = nn.Sequential(nn.Linear(2, 2)), list[BaseException]()
+
+    def load_child() -> None:
+        try:
+            ms.load(module[0], {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+        except errors.ModelBusyError as error:
+            raised.append(error)
+
+    def hook(*_: Any) -> None:
+        thread = threading.Thread(target=load_child)
+        thread.start()
+        thread.join(60)
+
+    module.register_load_state_dict_post_hook(hook)
+    ms.load(module, {"0.weight": torch.zeros(2, 2), "0.bias": torch.zeros(2)})
+    assert len(raised) == 1
+    assert not module[0].weight.any()
