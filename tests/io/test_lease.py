@@ -1,7 +1,6 @@
 """Mapped files that other processes overwrite: real second processes, and this one that goes on using the tensors."""
 
 import ctypes
-import errno
 import fcntl
 import gc
 import os
@@ -158,31 +157,6 @@ def test_no_write_of_another_thread_is_lost(folder: Path) -> None:
     assert model.weight[64:].eq(0).all()
 
 
-@pytest.mark.slow
-def test_serving_goes_on_while_the_file_is_overwritten_again_and_again(folder: Path) -> None:
-    path, files = folder / "model.safetensors", [saved(folder / f"{i}", float(i)) for i in range(1, 3)]
-    run("cp", files[0], path)
-    models, wrong, stop = [mapped(path), mapped(path)], list[float](), threading.Event()
-    x = torch.ones(1, SIZE)
-
-    def serve() -> None:
-        with torch.inference_mode():
-            while not stop.is_set():
-                for model in models:
-                    wrong.extend(set(model(x).flatten().tolist()) - {float(SIZE)})
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        for i in range(6):
-            run("cp", files[1 - i % 2], path)
-            del mapped(path).weight  # maps come and go meanwhile
-    finally:
-        stop.set()
-        thread.join()
-    assert not wrong
-
-
 @pytest.mark.parametrize("generations", [1, 2])
 def test_forked_children_keep_their_values(generations: int, folder: Path) -> None:
     path = saved(folder / "model.safetensors")
@@ -232,16 +206,6 @@ print(model.weight.numpy(force=True).min())
     assert child.wait(60) == -signal.SIGKILL
     shorten(path)
     assert child.communicate(timeout=40)[0] == "1.0\n"
-
-
-@pytest.mark.slow
-def test_models_that_share_a_file_and_go(folder: Path) -> None:
-    path = saved(folder / "model.safetensors")
-    first, second = mapped(path), mapped(path)
-    del first
-    gc.collect()
-    shorten(path)
-    assert second.weight.eq(1).all()
 
 
 @pytest.mark.slow
@@ -350,29 +314,6 @@ def test_a_plan_holds_when_the_file_may_not_be_mapped_any_more(when: str, backgr
         assert "a process has the file open for writing" in notes
 
 
-def test_a_load_in_the_background_ends_while_a_writer_has_the_file_open(folder: Path) -> None:
-    path = saved(folder / "model.safetensors", 3.0)
-    with ms.skeleton():
-        model = nn.Linear(SIZE, SIZE)
-    handle = ms.load(model, path, background=True)
-    while not handle.done:
-        time.sleep(0.01)
-    with open_for_writing(path):
-        handle.result()
-    assert model.weight.eq(3).all()
-
-
-def test_a_plan_for_a_file_that_may_not_be_mapped_any_more_and_a_model_that_has_changed(folder: Path) -> None:
-    path = saved(folder / "model.safetensors")
-    with ms.skeleton():
-        model = nn.Linear(SIZE, SIZE)
-    plan = ms.plan(model, path)
-    model.double()
-    with open_for_writing(path), pytest.raises(ms.errors.PlanError, match="the model is no longer"):
-        ms.load(model, plan)
-    assert model.weight.is_meta
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("mode", [0o644, 0o444])
 def test_files_of_another_user(mode: int, folder: Path) -> None:
@@ -418,42 +359,6 @@ for path in sys.argv[1:]:
     assert done.stdout.split() == ["True"] * 10 + ["False"] * 2
 
 
-def test_no_descriptor_is_left_for_a_lease(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved(folder / "w.safetensors", value=2.0)
-    with ms.skeleton():
-        model = nn.Linear(SIZE, SIZE)
-    with monkeypatch.context() as patched:
-
-        def no_more(descriptor: int) -> int:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-        patched.setattr(os, "dup", no_more)
-        report = ms.load(model, path)
-    assert any("cannot be protected, for Too many open files" in note for note in report.notes)
-    assert model.weight[0, 0].item() == 2
-    saved(path, value=3.0)  # which waits for no lease
-    assert model.weight[0, 0].item() == 2
-
-
-def test_shared_memory_file_system(folder: Path) -> None:
-    """tmpfs has leases on some kernels and none on others; the values are right in either case."""
-    shm = Path("/dev/shm")
-    if not os.access(shm, os.W_OK):
-        pytest.skip("there is no /dev/shm")
-    path = shm / f"modelstate-{os.getpid()}.safetensors"
-    try:
-        saved(path)
-        with ms.skeleton():
-            model = nn.Linear(SIZE, SIZE)
-        report = ms.load(model, path)
-        assert all(step.mapped for step in report.steps) == can_lease(shm)
-        shorten(path)
-        assert model.weight.eq(1).all()
-    finally:
-        path.unlink()
-        (shm / "lease").unlink(missing_ok=True)
-
-
 def test_the_tensors_of_a_checkpoint(folder: Path) -> None:
     path = saved(folder / "model.safetensors")
     weight = ms.open(path).tensor("weight")
@@ -492,18 +397,3 @@ def test_handlers_and_signals_stay_the_users(folder: Path) -> None:
     finally:
         signal.signal(signal.SIGURG, before)
     assert handlers[0].raw[:8] == handlers[1].raw[:8]
-
-
-@pytest.mark.slow
-def test_the_memory_is_one_region(folder: Path) -> None:
-    """The process may have 65,530 regions; what is replaced in pieces must not use them up."""
-    path = saved(folder / "model.safetensors", size=4096)  # 67 MB, so many pieces
-    model = mapped(path, size=4096)
-    shorten(path)
-    at, end = model.weight.data_ptr(), model.weight.data_ptr() + model.weight.nbytes
-    regions = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last = (int(part, 16) for part in line.split()[0].split("-"))
-        regions += first < end and last > at
-    assert regions <= 3
-    assert model.weight[::1000].eq(1).all()

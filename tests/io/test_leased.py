@@ -3,7 +3,6 @@
 import fcntl
 import mmap
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,8 +16,7 @@ from modelstate.errors import ReadFailedError
 from modelstate.io import lease, leased, linux
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import current_fingerprints
-from modelstate.io.leased import LeasedFiles, bring_into_cache, leased_files
-from modelstate.io.prefetch import is_cold as is_cold_range
+from modelstate.io.leased import LeasedFiles, leased_files
 from modelstate.spec import ByteRange
 from tests.faults import faulty_reads
 from tests.formats.files import evict
@@ -122,54 +120,3 @@ def test_a_writer_that_was_let_go_on_is_an_error(path: Path, monkeypatch: pytest
         with pytest.raises(ReadFailedError, match="let go on"):
             files.check_unchanged()
     process.wait(60)
-
-
-def test_no_handler_of_this_process_is_called(path: Path) -> None:
-    arrived: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: arrived.append(n)) for number in (signal.SIGIO, signal.SIGURG)}
-    try:
-        with leasing(path) as files:
-            process = writer("overwritten", path)
-            until_one_waits(path, process, files)
-        process.wait(60)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert arrived == []
-
-
-# What the page cache lacks.
-
-
-def test_a_cold_file_is_brought_in(path: Path) -> None:
-    cold, told = is_cold(path), list[int]()
-    assert bring_into_cache(whole(path), {}, told.append)
-    if cold:
-        assert sum(told) == SIZE
-        assert bring_into_cache(whole(path), {}, lambda _: pytest.fail("read again"))
-
-
-def test_a_part_that_is_missing_is_brought_in(path: Path) -> None:
-    evict(path)
-    descriptor = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-    if linux.cached_share(descriptor, 0, SIZE) != 0:
-        pytest.skip("this file system keeps its files in memory, or does not say")
-    os.pread(descriptor, 1, 20 * PAGE)
-    os.close(descriptor)
-    told: list[int] = []
-    assert bring_into_cache([ByteRange(str(path), 100, SIZE - 200)], {}, told.append)
-    assert PAGE < sum(told) < SIZE - 200
-
-
-def test_what_does_not_fit_is_not_brought_in(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leased, "most_to_read", lambda: SIZE - 1)
-    evict(path)
-    with faulty_reads() as faults:
-        fits = bring_into_cache(whole(path), {})
-    assert fits == ("preadv" not in {request.call for request in faults.requests} and not is_cold(path))
-
-
-def is_cold(path: Path) -> bool:
-    evict(path)
-    return is_cold_range(*whole(path), {})

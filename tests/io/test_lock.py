@@ -338,22 +338,3 @@ def test_a_full_disk_is_in_nobodys_way(directory: Path, monkeypatch: pytest.Monk
     with locked(directory) as mine:
         assert mine.held
         assert another_process(directory) == f"LockedError {LOCK_FILE} does not say who has it"
-
-
-@pytest.mark.parametrize("call", ["ftruncate", "close"])
-def test_a_disk_that_fails_does_not_keep_the_lock(directory: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    real = getattr(os, call)
-
-    def fail(*arguments: Any) -> None:
-        if call == "close":
-            real(*arguments)  # the descriptor is closed, as Linux does it
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    mine = WriterLock(directory)
-    mine.acquire()
-    copy = os.dup(mine._opened[1])  # as a child that is being forked has it
-    with monkeypatch.context() as patched:
-        patched.setattr(os, call, fail)
-        mine.release()
-    assert another_process(directory) == "acquired"
-    os.close(copy)

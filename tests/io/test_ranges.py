@@ -88,30 +88,6 @@ def test_a_batch_has_no_more_pieces_than_one_call_takes(step: int) -> None:
     assert len(batches) == -(-3000 * step // 1023)
 
 
-def test_near_ranges_share_a_call_and_far_ones_do_not() -> None:
-    sources = [ByteRange("a", 0, 4), ByteRange("a", 4, 4), ByteRange("a", 11, 2), ByteRange("a", 17, 1)]
-    assert coalesce(requests_for(sources, 100), batch_bytes=50, gap_bytes=3) == [
-        Batch("a", 0, ((100, 4), (104, 4), (None, 3), (108, 2))),
-        Batch("a", 17, ((110, 1),)),
-    ]
-
-
-def test_an_empty_request_between_two_moves_nothing() -> None:
-    sources = [ByteRange("a", 0, 4), ByteRange("a", 6, 0), ByteRange("a", 8, 4), ByteRange("a", 14, 0)]
-    (batch,) = coalesce(requests_for(sources, 100), batch_bytes=50, gap_bytes=8)
-    assert batch.pieces == ((100, 4), (None, 4), (104, 4))
-
-
-def test_a_large_request_is_split() -> None:
-    batches = coalesce([Request(ByteRange("a", 5, 25), 100)], batch_bytes=10, gap_bytes=0)
-    assert [(b.start, b.pieces) for b in batches] == [(5, ((100, 10),)), (15, ((110, 10),)), (25, ((120, 5),))]
-
-
-@pytest.mark.parametrize("requests", [[], [Request(ByteRange("a", 3, 0), 1)]], ids=["none", "an empty one"])
-def test_nothing_to_read_is_no_call(requests: list[Request]) -> None:
-    assert coalesce(requests, batch_bytes=10, gap_bytes=10) == []
-
-
 # Carrying it out.
 
 

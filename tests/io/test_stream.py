@@ -2,7 +2,6 @@
 
 import threading
 import time
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from modelstate.errors import ReadFailedError
 from modelstate.io.blocks import Block, Buffers, Wait, Wanted, in_blocks, stream
 from modelstate.io.engine import ReadStrategy, read_threads
 from modelstate.io.files import current_fingerprints
-from modelstate.process import parallel_for, stopped_by
+from modelstate.process import parallel_for
 from modelstate.spec import ByteRange
 
 units = st.integers(1, 300)
@@ -183,25 +182,6 @@ def test_a_nested_call_starts_no_threads() -> None:
         assert (len(threads), threads_of_a_new_thread()) == (2, 3)
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("takes_part", [False, True])
-@pytest.mark.parametrize("may_stop", [False, True])
-@pytest.mark.parametrize("with_torch", [False, True])
-def test_the_callers_thread_takes_part_where_it_can_end_with_the_work(
-    takes_part: bool, may_stop: bool, with_torch: bool
-) -> None:
-    threads, all_there = [], threading.Barrier(3)
-
-    def work(_: threading.Event) -> None:
-        all_there.wait(60)
-        threads.append(threading.current_thread())
-
-    with stopped_by(lambda: False) if may_stop else nullcontext():
-        parallel_for(work, 3, with_torch=with_torch, takes_part=takes_part)
-    assert len(set(threads)) == 3
-    is_there = threading.current_thread() in threads
-    assert is_there == (takes_part and not may_stop and not with_torch)
 
 
 @pytest.mark.parametrize(("with_torch", "takes_part"), [(False, False), (True, False), (False, True)])

@@ -598,22 +598,6 @@ def test_damage_is_an_error_of_the_result(path: Path) -> None:
     assert whole(module) == before
 
 
-def test_a_transform_that_raises_is_an_error_of_the_result(path: Path) -> None:
-    def raising(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        raise LookupError("not mine")
-
-    module = made("materialised")
-    before = whole(module)
-    handle = ms.load(module, path, background=True, transform=raising)
-    for _ in range(2):
-        with pytest.raises(errors.TransformError, match="not mine"):
-            handle.result()
-    assert handle.done
-    assert not handle.cancel()
-    assert "failed" in repr(handle)
-    assert whole(module) == before
-
-
 def test_a_file_that_changes_before_the_result(path: Path) -> None:
     module = made("materialised")
     before = whole(module)

@@ -16,7 +16,6 @@ from torch import nn
 
 import modelstate as ms
 from tests.faults import Request, faulty_reads
-from tests.formats.files import evict
 from tests.io.test_lease import WRITERS, can_lease, writer
 from tests.loading.loads import write_shards
 from tests.sweeps import EXHAUSTIVE
@@ -278,24 +277,6 @@ def test_an_error_at_each_read_of_the_commit(options: dict[str, Any], path: Path
         assert values(net) == {2.0}
 
 
-def test_an_error_while_the_file_is_brought_in_changes_nothing(path: Path) -> None:
-    net, failed = module(), []
-
-    def before(request: Request) -> None:
-        if request.call == "preadv":
-            failed.append(request)
-            raise OSError(errno.EIO, "bad sector")
-
-    evict(path)
-    with faulty_reads(before=before):
-        try:
-            ms.load(net, path)
-        except ms.errors.ReadFailedError:
-            assert values(net) == {1.0}
-        else:
-            assert not failed  # the file system keeps its files in memory
-
-
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}], ids=["straight", "cast"])
 def test_a_sector_that_goes_bad_within_the_commit_is_named(options: dict[str, Any], path: Path) -> None:
     dtype = options.get("dtype", torch.float32)
@@ -372,57 +353,9 @@ class Refusing:
         raise ValueError("no")
 
 
-def test_a_restore_reads_straight_after_everything_else(folder: Path) -> None:
-    saved, net = module(2.0), module()
-    ms.save({"model": saved, "optimizer": torch.optim.AdamW(saved.parameters()), "epoch": 3}, folder / "x.safetensors")
-    objects = {"model": net, "optimizer": torch.optim.AdamW(net.parameters()), "epoch": 0}
-    restored = ms.restore(objects, folder / "x.safetensors")
-    assert whys(restored.report) == {LEASED}
-    assert (values(net), restored["epoch"]) == ({2.0}, 3)
-
-
 def test_a_restore_that_another_object_refuses_changes_nothing(folder: Path) -> None:
     net = module()
     ms.save({"model": module(2.0), "other": Refusing()}, folder / "x.safetensors")
     with pytest.raises(ms.ModelStateError, match="nothing has been changed"):
         ms.restore({"model": net, "other": Refusing()}, folder / "x.safetensors")
     assert values(net) == {1.0}
-
-
-def test_an_object_that_looks_at_the_module_sees_its_new_values(folder: Path) -> None:
-    net, seen = module(), list[float]()
-
-    class Looking(Refusing):
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            seen.append(net.layers[3].weight.max().item())
-
-    ms.save({"model": module(2.0), "other": Looking()}, folder / "x.safetensors")
-    ms.restore({"model": net, "other": Looking()}, folder / "x.safetensors")
-    assert (seen, values(net)) == ([2.0], {2.0})
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cast, self.other = nn.Linear(2048, 1024, bias=False), nn.Linear(1024, 2048, bias=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["columns", "sums"])
-def test_buffers_of_casts_are_gone_before_other_reads_have_theirs(form: str, folder: Path) -> None:
-    state = {"cast.weight": torch.full((1024, 2048), 2.0).half()}
-    source: ms.Checkpoint | Path = folder / "base.safetensors"
-    rules = [ms.rules.Concat(["left", "right"], "other.weight", dim=1)] if form == "columns" else []
-    if form == "columns":
-        save_file({**state, "left": torch.full((2048, 512), 2.0), "right": torch.full((2048, 512), 2.0)}, source)
-    else:
-        save_file({**state, "other.weight": torch.full((2048, 1024), 1.0)}, source)
-        matrices = {"other.lora_A.weight": torch.ones(1, 1024), "other.lora_B.weight": torch.ones(2048, 1)}
-        save_file(matrices, folder / "adapter.safetensors")
-        source = ms.open([source, folder / "adapter.safetensors"], combine=ms.merge.LoRA(alpha=1.0))
-    net = Two()
-    budget = ms.plan(net, source, rules=rules).peak_memory_bytes
-    report = ms.load(net, source, rules=rules, max_memory_bytes=budget)
-    assert whys(report) == {LEASED}
-    assert values(net) == {2.0}
-    assert 0 < report.peak_memory_bytes <= budget

@@ -5,7 +5,6 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -150,26 +149,6 @@ def test_two_models_from_one_checkpoint_are_independent(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.tensor("embed.weight"), other(Tied())["embed.weight"])
 
 
-def test_slots_that_are_not_tied_get_memory_of_their_own(tmp_path: Path) -> None:
-    """Two names of a file that share bytes must not tie what the model keeps apart."""
-    shared = torch.arange(6.0)
-    torch.save({"a": shared, "b": shared, "c": shared[2:4]}, tmp_path / "tied.pt")
-
-    class Apart(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(6))
-            self.c = nn.Parameter(torch.zeros(2))
-
-    with ms.skeleton():
-        module = Apart()
-    ms.load(module, tmp_path / "tied.pt")
-    with torch.no_grad():
-        module.a.zero_()
-    assert torch.equal(module.b, shared)
-    assert torch.equal(module.c, shared[2:4])
-
-
 def test_a_mapping_is_not_aliased() -> None:
     state = other(Tied())
     module = made("skeleton")
@@ -222,14 +201,6 @@ def test_dtype_casts_floats_and_keeps_identity(source: Any) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("map", [True, False])
-def test_dtype_on_a_skeleton(source: Any, map: bool) -> None:
-    module = made("skeleton")
-    ms.load(module, source, dtype=torch.float64, map=map)
-    assert module.embed.weight.dtype is torch.float64
-    assert torch.equal(module.embed.weight, other(Tied())["embed.weight"].double())
-
-
 def test_lossless_casts_are_made_and_reported() -> None:
     module = nn.Linear(2, 2)
     state = {"weight": torch.randn(2, 2).bfloat16(), "bias": torch.randn(2).half()}
@@ -271,35 +242,6 @@ def test_a_tie_that_the_file_does_not_repeat(tmp_path: Path) -> None:
     module = made("skeleton")
     assert ms.load(module, state).coverage == 1.0
     assert module.head.weight is module.embed.weight
-
-
-class Empty(nn.Module):
-    """Two parameters without elements, which have no memory to share; one of them under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.other = (nn.Parameter(torch.empty(3, 0)) for _ in range(2))
-        self.again, self.bias = self.first, nn.Parameter(torch.ones(3))
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
-@pytest.mark.parametrize("on_meta", [False, True], ids=["memory", "meta"])
-def test_ties_of_parameters_without_elements(tmp_path: Path, name: str, on_meta: bool) -> None:
-    saved = Empty()
-    if name.endswith(".pt"):
-        torch.save(saved.state_dict(), tmp_path / name)
-    else:
-        ms.save(saved, tmp_path / name)
-    assert {"first", "other", "bias"} <= set(ms.open(tmp_path / name))
-    with ms.skeleton() if on_meta else nullcontext():
-        target = Empty()
-    first, other = target.first, target.other
-    ms.load(target, tmp_path / name)
-    assert target.again is target.first is first
-    assert target.other is other
-    assert not any(param.is_meta for param in target.parameters())
-    assert first.shape == other.shape == (3, 0)
-    assert torch.equal(target.bias, saved.bias)
 
 
 def _zero(tensor: torch.Tensor) -> None:
@@ -579,31 +521,6 @@ assert "loading" not in shown(0.1, terminal=False)
 """
     done = run_program(code)
     assert done.returncode == 0, done.stderr
-
-
-class Tagged(nn.Parameter):
-    """A parameter that differs from torch's in nothing."""
-
-
-@pytest.mark.parametrize("on_meta", [False, True])
-def test_a_mere_subclass_of_parameter(on_meta: bool, tmp_path: Path) -> None:
-    def made() -> nn.Module:
-        module = nn.Module()
-        module.p = Tagged(torch.zeros(3))
-        return module
-
-    save_file({"p": torch.ones(3)}, tmp_path / "x.safetensors")
-    if on_meta:
-        with ms.skeleton():
-            module = made()
-    else:
-        module = made()
-    parameter = module.p
-    assert ms.plan(module, tmp_path / "x.safetensors").ok
-    ms.load(module, tmp_path / "x.safetensors")
-    assert module.p is parameter
-    assert type(parameter) is Tagged
-    assert parameter.tolist() == [1, 1, 1]
 
 
 class LoadsItsChildren(nn.Module):

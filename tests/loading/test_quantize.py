@@ -419,18 +419,6 @@ def test_a_config_that_changes_more_than_the_weight_is_refused(change: Any, path
     assert whole(model) == before
 
 
-def test_an_optimizer_of_quantized_weights_is_refused(path: Path) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = whole(model)
-    with pytest.raises(errors.OptionError, match=r"up\.weight(.|\n)*build the optimizer after the load"):
-        ms.load(model, path, transform=ms.loading.Quantize(Q.Int8WeightOnlyConfig()), optimizers=[optimizer])
-    assert whole(model) == before
-    # One that is not passed refers to the same objects as before.
-    ms.load(model, path, transform=ms.loading.Quantize(Q.Int8WeightOnlyConfig()))
-    assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, model.parameters()))
-
-
 @pytest.mark.parametrize("config", ["int8", None, torch.int8, Q.Int8WeightOnlyConfig, lambda: None])
 def test_what_is_no_config(config: Any) -> None:
     with pytest.raises(errors.OptionError, match="not a config"):

@@ -222,19 +222,6 @@ def test_the_rules_of_weights_with_other_blocks_name_each_weight(rows: int) -> N
     assert torch.equal(model["b"].weight, expected)
 
 
-def test_a_weight_of_the_model_with_scales_keeps_them() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": Scaled(torch.float8_e4m3fn)})
-    numbers = torch.ones(4, 4).to(torch.float8_e4m3fn)
-    state = {
-        f"{name}.{key}": value
-        for name in "ab"
-        for key, value in (("weight", numbers), ("weight_scale", torch.tensor(2.0)))
-    }
-    ms.load(model, state, rules=advised(refusal(model, state)))
-    assert torch.equal(model["a"].weight, torch.full((4, 4), 2.0))
-    assert torch.equal(model["b"].weight.float(), torch.ones(4, 4))
-
-
 def test_rules_follow_those_for_the_scales() -> None:
     state = {f"old.{name}": value for name, value in LAYOUTS["tensor"].items()}
     rules = [ms.rules.Rename("old.*", "*")]

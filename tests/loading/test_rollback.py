@@ -2,7 +2,6 @@
 
 import random
 import warnings
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -76,37 +75,6 @@ def test_a_registration_hook_that_raises() -> None:
         left_as_it_was(module, lambda: ms.load_state_dict(module, state, assign=True), RuntimeError)
     finally:
         handle.remove()
-
-
-def test_a_hook_that_refers_to_a_tensor_that_is_to_be_swapped() -> None:
-    module = pair()
-    kept: list[Any] = []
-    module[1].register_load_state_dict_post_hook(lambda owner, _: kept.append(weakref.ref(owner.weight)))
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        ms.load_state_dict(module, ones(module))
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert all(bool((p == 1).all()) for p in module.parameters())
-    assert kept[0]() is module[1].weight
-
-
-def test_an_error_that_a_later_hook_forgives() -> None:
-    def forgive(
-        state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, found: Any
-    ) -> None:
-        found.clear()
-
-    def build() -> nn.Sequential:
-        module = pair()
-        module[1]._register_load_state_dict_pre_hook(forgive)
-        return module
-
-    state = {**ones(pair()), "0.bias": torch.ones(2).to_sparse().to("meta")}
-    theirs, ours = build(), build()
-    theirs.load_state_dict(state)
-    ms.load_state_dict(ours, state)
-    assert described_module(ours) == described_module(theirs)
 
 
 def test_a_transform_to_integers(tmp_path: Path) -> None:

@@ -118,44 +118,6 @@ def test_initialisation_of_what_is_on_meta_calls_nothing(name: str) -> None:
     assert torch.equal(real, getattr(torch.full((100,), 0.25), name)(*arguments))  # a buffer gets its values
 
 
-def test_whoever_patches_the_same_methods_keeps_theirs() -> None:
-    stock = nn.Module.register_parameter
-    calls: list[str] = []
-
-    def theirs(self: nn.Module, name: str, param: Any) -> None:
-        calls.append(name)
-        inner(self, name, param)
-
-    context = ms.skeleton()
-    context.__enter__()
-    inner = nn.Module.register_parameter
-    nn.Module.register_parameter = theirs  # type: ignore[method-assign]
-    try:
-        context.__exit__(None, None, None)
-        assert nn.Module.register_parameter is theirs
-        with ms.skeleton():
-            assert nn.Linear(2, 2).weight.is_meta
-        assert nn.Module.register_parameter is theirs
-        assert not nn.Linear(2, 2).weight.is_meta
-        assert calls == ["weight", "bias"]
-    finally:
-        nn.Module.register_parameter = stock  # type: ignore[method-assign]
-
-
-def test_large_parameters_cost_nothing() -> None:
-    """A terabyte of parameters, on any machine."""
-
-    class Huge(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for index in range(256):
-                self.register_parameter(str(index), nn.Parameter(torch.empty(1 << 30)))
-
-    with ms.skeleton():
-        module = Huge()
-    assert sum(p.numel() * p.itemsize for p in module.parameters()) == 1 << 40
-
-
 def test_lazy_and_parametrized_modules_can_be_built() -> None:
     with ms.skeleton():
         lazy = nn.LazyLinear(3)

@@ -131,14 +131,6 @@ def test_what_is_missing_beside_a_wrapper_is_all_that_is_reported() -> None:
     assert model.get_parameter("head.w").eq(-1).all()
 
 
-def test_a_rule_that_fills_goes_with_a_wrapper() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    values = state(["module.0.weight"]) | {"module.0.bias": torch.ones(2)}
-    ms.load(model, values, rules=[ms.rules.Fill("1.*", 3.0)])
-    assert model[1].weight.eq(3).all()
-    assert torch.equal(model[0].weight, values["module.0.weight"])
-
-
 @pytest.mark.parametrize("is_hook", [True, False], ids=["a hook", "an override"])
 def test_code_of_a_module_that_gives_names_another_meaning_decides(is_hook: bool) -> None:
     """A wrapper's own code puts its name in, as a hook of activation checkpointing does; it must not come twice."""
@@ -171,46 +163,6 @@ def test_buffers_and_versions_go_past_wrappers_too() -> None:
     for name, value in trained.module.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     assert not any("version" in note for note in report.notes)
-
-
-def test_a_plan_is_carried_out_past_wrappers() -> None:
-    model, values = module_of(["a.w"]), state(["module.a.w"])
-    plan = ms.plan(model, values)
-    assert plan.ok
-    assert plan.steps[0].rules == ("Rewrapped({'module.': ''})",)
-    ms.load(model, plan)
-    assert torch.equal(model.get_parameter("a.w"), values["module.a.w"])
-
-
-def test_the_state_of_an_optimizer_goes_past_wrappers() -> None:
-    def trained(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = torch.optim.Adam(model.parameters())
-        model(torch.randn(3, 2)).sum().backward()
-        optimizer.step()
-        return optimizer
-
-    bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    wrapped = data_parallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    for source, target in ((wrapped, bare), (bare, wrapped)):
-        saved = ms.optimizer_state(source, trained(source))
-        optimizer = torch.optim.Adam(target.parameters())
-        ms.load_optimizer_state(target, optimizer, saved)
-        for values, param in zip(saved["state"].values(), target.parameters(), strict=True):
-            assert torch.equal(optimizer.state[param]["exp_avg"], values["exp_avg"])
-
-
-def test_objects_are_restored_past_wrappers(tmp_path: Any) -> None:
-    wrapped = data_parallel(nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(wrapped.parameters(), momentum=0.9)
-    wrapped(torch.randn(3, 2)).sum().backward()
-    optimizer.step()
-    ms.save({"model": wrapped, "optimizer": optimizer}, tmp_path / "all.safetensors")
-    bare = nn.Linear(2, 2)
-    other = torch.optim.SGD(bare.parameters(), momentum=0.9)
-    ms.restore({"model": bare, "optimizer": other}, tmp_path / "all.safetensors")
-    assert torch.equal(bare.weight, wrapped.module.weight)
-    held = optimizer.state[wrapped.module.weight]["momentum_buffer"]
-    assert torch.equal(other.state[bare.weight]["momentum_buffer"], held)
 
 
 # One prefix.
@@ -347,16 +299,6 @@ def test_projections_of_one_shape_are_not_paired_by_their_order(more: list[str])
 def test_nothing_is_to_be_looked_for_where_only_one_side_has_more() -> None:
     assert "suggest" not in str(ms.plan(module_of(["a", "b"]), state(["a"])))
     assert "suggest" not in str(ms.plan(module_of(["a"]), state(["a", "b"])))
-
-
-def test_nothing_almost_like_it_is_named() -> None:
-    model = nn.ModuleDict({"q_proj": nn.Linear(2, 2, bias=False), "out": nn.Linear(2, 2, bias=False)})
-    file = {"k_proj.weight": torch.ones(2, 2), "out.weight": torch.ones(2, 2)}
-    with pytest.raises(PlanError) as caught:
-        ms.load(model, file)
-    lines = str(caught.value).splitlines()
-    assert "    q_proj.weight [2, 2]" in lines
-    assert "    k_proj.weight [2, 2]" in lines
 
 
 # Whatever the names are.
