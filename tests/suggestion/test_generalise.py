@@ -42,9 +42,3 @@ def test_numbers_with_gaps_are_counted() -> None:
     found = ms.suggest(model, values({name: (i // 2 + 2,) for i, name in enumerate(pairs)}))
     assert {name: renaming(found)(name) for name in pairs} == pairs
     assert len(found) == 4
-
-
-def test_steps_where_they_are_fewer() -> None:
-    owners, members = [*zip("abcde", "fghij", strict=True)], [*zip("pqrst", "vwxyz", strict=True)]
-    pairs = {f"{old}.{x}.w": f"{new}.{y}.w" for old, new in owners for x, y in members}
-    assert len(suggested(pairs)) == 10

@@ -1,9 +1,8 @@
 """Turns pairs of names into few general rename rules, and names into few patterns."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from difflib import SequenceMatcher
-from functools import lru_cache
+from itertools import product
 
 import msgspec
 
@@ -12,8 +11,8 @@ from modelstate.rules.rule import Rule, template
 from modelstate.text_format import folded, without_numbers
 
 Names = tuple[str, ...]
-_MOST_TRIALS = 3_000_000
-"""The budget of the search: how often a rule is tried on a name. It takes a second at most."""
+_MOST_TRIALS = 500_000
+"""The most trials of a rule on a name; above, each family of names gets a rule of its own. They take a second."""
 
 
 class Family(msgspec.Struct):
@@ -42,12 +41,12 @@ def families(rows: Iterable[Names]) -> list[Family]:
 
 
 def _linked(rows: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:
-    """Returns, for each name of a row, the indices of the numbers that are equal in all names of every row."""
+    """Returns, for each name of a row, the indices of the numbers that vary and are equal in all names of every row."""
     linked: list[list[int]] = [[] for _ in rows[0]]  # in ascending order
     for at, part in enumerate(rows[0][0]):
-        if not part.isdecimal():
-            continue
         column = [row[0][at] for row in rows]
+        if not part.isdecimal() or len({*column}) == 1:
+            continue
         places = [at]
         for side in range(1, len(linked)):
             after = range(linked[side][-1] + 1 if linked[side] else 0, len(rows[0][side]))
@@ -61,135 +60,66 @@ def _linked(rows: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:
     return linked
 
 
-def rename_rules(
-    pairs: Mapping[str, str], fixed: Collection[str], loose: Collection[str] = (), barred: Collection[str] = ()
-) -> list[Rule]:
-    """Returns rules that rename each name to its goal, one after the other, and keep the fixed names.
-
-    The change that brings names nearest to their goals is taken until all names are right. A name for which no change
-    is found has a rule of its own.
+def rename_rules(pairs: Mapping[str, str], loose: Collection[str], barred: Collection[str]) -> list[Rule]:
+    """Returns rules that rename each name to its goal, one after the other; each is the most general one that is right.
 
     Args:
-        pairs: Names with their goals.
-        fixed: Names that no rule may change.
+        pairs: Names with their goals. A name that is its own goal is not changed.
         loose: Names without a goal, which may become anything except a barred name.
         barred: Names that a loose name must not become.
     """
-    fixed = {*fixed, *(name for name, goal in pairs.items() if name == goal)}
-    by_pattern = families((name, goal) for name, goal in pairs.items() if name != goal)
-    kinds = [family.members for family in by_pattern]
+    goals: dict[str, str | None] = {**dict.fromkeys(loose), **pairs}
+    blocked = families((name, goal) for name, goal in pairs.items() if name != goal)
+    is_small = len(blocked) * len(goals) <= _MOST_TRIALS
     rules: list[Rule] = []
-    trials = 0
-    while open_kinds := [rows for rows in kinds if any(name != goal for name, goal in rows)]:
-        candidates = dict.fromkeys(
-            change for rows in open_kinds for family in families(rows) for change in _changes(*family.patterns)
-        )
-        trials += len(candidates) * len(kinds)
-        change = _best_change(candidates, kinds, fixed, loose, barred) if trials < _MOST_TRIALS else None
-        if change is None:
-            left = [row for rows in open_kinds for row in rows if row[0] != row[1]]
-            rules += [Rename(*family.patterns) for family in families(left)]
-            break
-        rules.append(change.rule)
-        kinds = [[(change.renamed(name), goal) for name, goal in rows] for rows in kinds]
-        loose = [change.renamed(name) for name in loose]
-    return rules if len(rules) <= len(by_pattern) else [Rename(*family.patterns) for family in by_pattern]
+    is_changing = True
+    while is_changing:  # a rule is blocked while another name has its result
+        is_changing = False
+        waiting, blocked = blocked, []
+        for family in waiting:
+            if all(goals.get(name) != goal for name, goal in family.members):
+                continue  # a rule for another family has renamed these, too
+            candidates = list(_candidates(*family.patterns)) if is_small else [Rename(*family.patterns)]
+            rule = next((rule for rule in candidates if _is_right(rule, goals, barred)), None)
+            if rule is None:
+                blocked.append(family)
+                continue
+            rules.append(rule)
+            goals = {_renamed(rule, name): goal for name, goal in goals.items()}
+            is_changing = True
+    return rules
 
 
-def _best_change(
-    candidates: Iterable["_Change"],
-    kinds: Sequence[Sequence[Names]],
-    fixed: Collection[str],
-    loose: Collection[str],
-    barred: Collection[str],
-) -> "_Change | None":
-    # The first and the last name of a kind are enough to rank the candidates.
-    samples = [(name, goal, len(rows)) for rows in kinds for name, goal in dict.fromkeys((rows[0], rows[-1]))]
-    ranked = []
-    for change in candidates:
-        gains = [
-            (_gain(name, after, goal), count)
-            for name, goal, count in samples
-            if (after := change.renamed(name)) != name
-        ]
-        if gains and all(gain > 0 for gain, _ in gains):
-            total = sum(gain * count for gain, count in gains)
-            texts = change.pattern, change.replacement
-            ranked.append(((total, change.is_prefix, -texts[0].count("*"), len(texts[0]), *texts), change))
-    taken = {*barred, *fixed, *(name for rows in kinds for name, _ in rows)}
-    for _, change in sorted(ranked, key=lambda entry: entry[0], reverse=True):
-        if (
-            all(change.renamed(name) == name for name in fixed)
-            and not any((after := change.renamed(name)) != name and after in barred for name in loose)
-            and all(
-                (after := change.renamed(name)) == name or (after not in taken and _gain(name, after, goal) > 0)
-                for rows in kinds
-                for name, goal in rows
-            )
-        ):
-            return change
-    return None
+def _is_right(rule: Rule, goals: Mapping[str, str | None], barred: Collection[str]) -> bool:
+    """Whether a rule changes names to their goals only, and to no name that there is."""
+    changes = [(after, goal) for name, goal in goals.items() if (after := _renamed(rule, name)) != name]
+    return all(
+        after not in goals and (after == goal if goal is not None else after not in barred) for after, goal in changes
+    )
 
 
-class _Change:
-    """The effect of a rule, without the checks of its constructor."""
-
-    def __init__(self, pattern: str, replacement: str) -> None:
-        self.pattern, self.replacement = pattern, replacement
-        self.is_prefix = pattern == "*" or (replacement == "*" and "*" not in pattern[:-1])
-        self._before, self._after = template(pattern), template(replacement)
-
-    def renamed(self, name: str) -> str:
-        parts = self._before.match(name)
-        return name if parts is None else self._after.fill(parts)
-
-    @property
-    def rule(self) -> Rule:
-        if not self.is_prefix:
-            return Rename(self.pattern, self.replacement)
-        return Prefix(add=self.replacement[:-1]) if self.pattern == "*" else Prefix(strip=self.pattern[:-1])
+def _renamed(rule: Rule, name: str) -> str:
+    after = rule.rename(name)
+    return name if after is None else after
 
 
-def _gain(before: str, after: str, goal: str) -> int:
-    """Returns how many parts of a name become right; -1 if a part is added that the goal does not have."""
-    if Counter(after.split(".")) - Counter(before.split(".")) - Counter(goal.split(".")):
-        return -1
-    return (_distance(before, goal) - _distance(after, goal)) or -1
-
-
-@lru_cache(maxsize=65536)
-def _distance(name: str, goal: str) -> int:
-    old, new = name.split("."), goal.split(".")
-    same = sum(block.size for block in SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks())
-    return len(old) + len(new) - 2 * same
-
-
-_change = lru_cache(maxsize=65536)(_Change)
-
-
-@lru_cache(maxsize=4096)
-def _changes(name: str, goal: str) -> "tuple[_Change, ...]":
-    """Returns possible changes for a pattern and its goal."""
-    return tuple(_change(*texts) for texts in dict.fromkeys(_candidates(name.split("."), goal.split("."))))
-
-
-def _candidates(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields possible renames: the change of each range of parts, with more or fewer of the parts around it."""
-    changed = []
-    for code, start, end, new_start, new_end in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        if code == "replace" and end - start == new_end - new_start:
-            changed += [(start + at, start + at + 1, new_start + at, new_start + at + 1) for at in range(end - start)]
-        elif code != "equal":
-            changed.append((start, end, new_start, new_end))
-    whole = changed[0][0], changed[-1][1], changed[0][2], changed[-1][3]
-    for start, end, new_start, new_end in dict.fromkeys((whole, *changed)):
-        for begin in {0, max(start - 1, 0), start}:
-            left = [*(["*"] if begin else []), *old[begin:start]]
-            for finish in {end, min(end + 1, len(old)), len(old)}:
-                right = [*old[end:finish], *(["*"] if finish < len(old) else [])]
-                pattern, replacement = [*left, *old[start:end], *right], [*left, *new[new_start:new_end], *right]
-                if pattern.count("*") == replacement.count("*") and pattern and replacement:
-                    yield ".".join(pattern), ".".join(replacement)
+def _candidates(pattern: str, goal: str) -> Iterator[Rule]:
+    """Yields rules for the parts that differ, from the most general one: with any parts around them to all parts."""
+    old, new = pattern.split("."), goal.split(".")
+    shortest = min(len(old), len(new))
+    start = next((at for at in range(shortest) if old[at] != new[at]), shortest)
+    same = next((at for at in range(shortest - start) if old[-1 - at] != new[-1 - at]), shortest - start)
+    end, new_end = len(old) - same, len(new) - same
+    for begin, finish in product(dict.fromkeys((start, 0)), range(end, len(old) + 1)):
+        left = [*(["*"] if begin else []), *old[begin:start]]
+        right = [*old[end:finish], *(["*"] if finish < len(old) else [])]
+        before, after = ([*left, *parts, *right] for parts in (old[start:end], new[start:new_end]))
+        if before == ["*"]:
+            yield Prefix(add=".".join(after[:-1]) + ".")
+        elif after == ["*"]:
+            yield Prefix(strip=".".join(before[:-1]) + ".")
+        elif before and after:
+            yield Rename(".".join(before), ".".join(after))
 
 
 def covering(names: Collection[str], others: Collection[str]) -> list[str]:

@@ -25,7 +25,6 @@ from modelstate.planning.matching import matching_part
 from modelstate.problems import option
 from modelstate.process import gc_paused
 from modelstate.rules.joining import Concat, Split
-from modelstate.rules.names import Rename
 from modelstate.rules.rule import Entries, Entry, Guess, Rule, Template, Value, as_code
 from modelstate.rules.schema import Applied, apply_rules
 from modelstate.rules.tensors import Transpose
@@ -451,25 +450,16 @@ def _find_transposed(findings: _Findings, first: Orientation, second: Orientatio
 
 def _verified(findings: _Findings, entries: Entries) -> tuple[list[Rule], Applied]:
     """Returns rules, and their result on names and shapes. Rules that lead to wrong results are left out."""
-    for is_general in (True, False):
-        rules = _rules(findings, entries, is_general=is_general)
+    rules = _rules(findings, entries)
+    while True:
         applied = apply_rules(rules, entries, _unread)
-        wrong = _wrong(findings, applied)
-        if not wrong and not applied.problems:
-            break
-    fitted = {name for name, goal in findings.matches.pairs.items() if name == goal}
-    while rules and (wrong or applied.problems or applied.idle):
         bad = {*applied.idle, *(getattr(problem, "rule", "") for problem in applied.problems)}
-        for name in wrong:  # all rules that led to this name, or away from it
-            if name in applied.entries:
-                bad.update(applied.entries[name].rules)
-            bad |= {repr(rule) for rule in rules if rule.rename(name) not in (None, name)}
+        for name in _wrong(findings, applied):
+            bad.update(applied.entries[name].rules)
         kept = [rule for rule in rules if repr(rule) not in bad]
-        rules = kept if len(kept) < len(rules) else rules[:-1]
-        applied = apply_rules(rules, entries, _unread)
-        # A name without a value is only missing; a wrong value, or one that was right without rules, is an error.
-        wrong = [name for name in _wrong(findings, applied) if name in applied.entries or name in fitted]
-    return rules, applied
+        if len(kept) == len(rules):
+            return rules, applied
+        rules = kept
 
 
 def _right(findings: _Findings, applied: Applied) -> set[str]:
@@ -485,22 +475,20 @@ def _right(findings: _Findings, applied: Applied) -> set[str]:
 
 
 def _wrong(findings: _Findings, applied: Applied) -> list[str]:
-    """Returns names of the model that have not got their match, and others that rules filled by chance."""
+    """Returns names of the model that rules have given something else than their match."""
     right = _right(findings, applied)
-    wrong = [name for name in findings.expected if name not in right]
+    wrong = []
     for name, leaf in findings.targets.items():
         entry = applied.entries.get(name)
-        tensor = entry.tensor if entry is not None and entry.rules and name not in findings.expected else None
-        if tensor is not None and tuple(tensor.shape) == leaf.shape:
+        if entry is None or name in right or entry.tensor is None:
+            continue
+        if name in findings.expected or (entry.rules and tuple(entry.tensor.shape) == leaf.shape):
             wrong.append(name)
     return wrong
 
 
-def _rules(findings: _Findings, entries: Collection[str], *, is_general: bool) -> list[Rule]:
-    """Returns the rules that transpose, then those that split and join, then those that rename.
-
-    With `is_general`, few renames; otherwise one for each kind of name, in case general ones interfere with each other.
-    """
+def _rules(findings: _Findings, entries: Collection[str]) -> list[Rule]:
+    """Returns the rules that transpose, then those that split and join, then those that rename."""
     rules: list[Rule] = []
     for transposed in (findings.transposed, findings.inferred):
         rules += [Transpose(pattern) for pattern in _patterns(transposed, entries)]
@@ -512,16 +500,14 @@ def _rules(findings: _Findings, entries: Collection[str], *, is_general: bool) -
             for patterns in _merged([family.patterns for family in families(members)], entries, is_split):
                 whole, parts = patterns[0], patterns[1:]
                 rules.append(Split(whole, parts, dim, sizes) if is_split else Concat(parts, whole, dim, sizes))
-    pairs, expected = findings.matches.pairs, findings.expected
-    if not is_general:
-        moved = [(name, goal) for name, goal in pairs.items() if name != goal]
-        return [*rules, *(Rename(*family.patterns) for family in families(moved))]
+    expected = findings.expected
+    fused = {name: name for name in expected.keys() - {*findings.matches.pairs.values()}}
     used = {name for sources in expected.values() for name in sources}
     # Names of the model without a match, to which a rule for others could give an unused value by chance.
     unused_shapes = {leaf.shape for name, leaf in findings.sources.items() if name not in used}
     barred = [name for name, leaf in findings.targets.items() if name not in expected and leaf.shape in unused_shapes]
     unused = [name for name in entries if name not in used]
-    return [*rules, *rename_rules(pairs, expected.keys() - {*pairs.values()}, unused, barred)]
+    return [*rules, *rename_rules(findings.matches.pairs | fused, unused, barred)]
 
 
 def _patterns(names: Collection[str], entries: Collection[str]) -> list[str]:
@@ -586,11 +572,14 @@ def _reported(
             )
     doubted = {name for group in ambiguous for name in (*group.names, *group.candidates)}
     total = len(wanted) + len(slots.extra)
-    led = {repr(rule): [name for name, texts in rules_of.items() if repr(rule) in texts] for rule in rules}
+    explained: dict[str, list[str]] = {repr(rule): [] for rule in rules}
+    for name, texts in rules_of.items():
+        for text in {*texts}:
+            explained[text].append(name)
     return Suggestion(
         [Guess(rule) if repr(rule) in guessed else rule for rule in rules],
-        counts=[len(led[repr(rule)]) for rule in rules],
-        comments=[_comment(rule, led[repr(rule)], findings) for rule in rules],
+        counts=[len(explained[repr(rule)]) for rule in rules],
+        comments=[_comment(rule, explained[repr(rule)], findings) for rule in rules],
         explained=total - len(open_names),
         total=total,
         guesses=[name for name in rules_of if name in findings.guesses],
