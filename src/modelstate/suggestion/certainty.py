@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from modelstate.suggestion.match import Leaf, Level, kinds_of
+from modelstate.suggestion.match import Leaf, kinds_of
 from modelstate.suggestion.words import GENERIC, PARTS, role_of
 
 _NUMBER = re.compile(r"\d+")
@@ -33,7 +33,7 @@ class _Role(NamedTuple):
 class _Place(NamedTuple):
     """Which layer it is, by the rank of its number among those in this place."""
 
-    level: Level
+    within_words: bool
     at: int
     rank: int
 
@@ -62,17 +62,17 @@ class _Side:
         for name, size in self._size.items():
             self._open[size].add(name)
             self.siblings[_owner_path(name)].append(name)
-        for level in (Level.WHOLE, Level.ALL):
-            for kind in kinds_of(leaves, level):
+        for within_words in (False, True):
+            for kind in kinds_of(leaves, within_words=within_words):
                 words = kind.means - GENERIC
                 for ranks, leaf in kind.leaves.items():
-                    places = {_Place(level, at, rank) for at, rank in enumerate(ranks)}
+                    places = {_Place(within_words, at, rank) for at, rank in enumerate(ranks)}
                     self.add(leaf.name, {*_with_parts(words), *places, _Role(kind.role)})
                     parts = [leaf.words(at) - GENERIC for at in range(kind.owner.count(".") + 1)]
                     self.own[leaf.name] = next((part for part in reversed(parts) if part), frozenset())
                     self.words[leaf.name] = frozenset(word for word in words if not word.startswith("#"))
                     self.fused |= {leaf.name} if words & PARTS.keys() else set()
-                    if level is Level.WHOLE:
+                    if not within_words:
                         self.ranks[leaf.name] = kind.places[leaf.name]
 
     def __contains__(self, name: object) -> bool:

@@ -7,8 +7,7 @@ counts only if it is clearly the best one in both directions. A fused tensor mat
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
 import msgspec
@@ -169,33 +168,31 @@ def match(sources: Sequence[Leaf], targets: Sequence[Leaf]) -> tuple[Matches, "O
         if leaf.name in by_name and by_name[leaf.name].content == leaf.content:
             matches.add(leaf.name, leaf.name)
     sources, targets = ([leaf for leaf in side if _ORDINARY.fullmatch(leaf.name)] for side in (sources, targets))
-    _match_short_names(sources, targets, matches, without_wrappers)  # DataParallel, torch.compile and others
+    _match_wrapped(sources, targets, matches)
     _match_prefixes(sources, targets, matches)
     sources, targets = in_context(sources), in_context(targets)
     first, second = orientation(sources), orientation(targets)
     straight = first.straight(sources), second.straight(targets)
     _match_fusions(*straight, matches, (first, second), named=True)
-    for level in Level:
-        _match_kinds(*straight, matches, level)
+    for within_words in (True, False):
+        _match_kinds(*straight, matches, within_words)
     _match_fusions(*straight, matches, (first, second), named=False)
     first = orientation(sources, _misfits(sources, targets, matches))
-    for level in Level:
-        _match_kinds(first.straight(sources), straight[1], matches, level)
+    for within_words in (True, False):
+        _match_kinds(first.straight(sources), straight[1], matches, within_words)
     return matches, first, second
 
 
 # Equal names.
 
 
-def _match_short_names(
-    sources: Sequence[Leaf], targets: Sequence[Leaf], matches: Matches, short: Callable[[str], str]
-) -> None:
-    """Matches tensors whose shortened names are equal and unique."""
+def _match_wrapped(sources: Sequence[Leaf], targets: Sequence[Leaf], matches: Matches) -> None:
+    """Matches names that are equal without what DataParallel, `torch.compile` and other wrappers add, and unique."""
     sides: list[dict[str, list[Leaf]]] = []
     for side, leaves in enumerate((sources, targets)):
         sides.append(defaultdict(list))
         for leaf in matches.open(side, leaves):
-            sides[side][short(leaf.name)].append(leaf)
+            sides[side][without_wrappers(leaf.name)].append(leaf)
     for key, found in sides[0].items():
         others = sides[1].get(key, [])
         if len(found) == len(others) == 1 and found[0].content == others[0].content:
@@ -205,7 +202,6 @@ def _match_short_names(
 def _match_prefixes(sources: Sequence[Leaf], targets: Sequence[Leaf], matches: Matches) -> None:
     """Matches names that differ by a prefix, if no other prefix fits as well."""
     for side, longer, shorter in ((0, sources, targets), (1, targets, sources)):
-        all_names = {leaf.name for leaf in shorter}
         for _ in range(4):
             wanted = {leaf.name: leaf.content for leaf in matches.open(1 - side, shorter)}
             rests: dict[str, list[tuple[str, str]]] = defaultdict(list)
@@ -214,8 +210,6 @@ def _match_prefixes(sources: Sequence[Leaf], targets: Sequence[Leaf], matches: M
                     rest = leaf.name[len(prefix) :]
                     if wanted.get(rest) == leaf.content:
                         rests[prefix].append((leaf.name, rest))
-                    if rest in all_names and rest not in wanted:
-                        break  # names that fit as they are may each have lost a prefix
             if not rests:
                 break
             best = max(rests.values(), key=len)
@@ -322,16 +316,6 @@ def _misfits(sources: Iterable[Leaf], targets: Sequence[Leaf], matches: Matches)
 # Kinds of tensors.
 
 
-class Level(Enum):
-    """Which numbers of names are replaced by #."""
-
-    ALL = "all"
-    WHOLE = "whole"
-    """Only numbers that are a whole part of a name."""
-    SAME = "same"
-    """Only those whole parts that number modules of the same shapes: layers, and not the members of an MLP."""
-
-
 class Kind(msgspec.Struct):
     """Tensors whose names differ only in numbers."""
 
@@ -375,11 +359,12 @@ class _Name(msgspec.Struct):
     """Other numbers, each with the text before it."""
 
 
-def kinds_of(leaves: Iterable[Leaf], level: Level) -> list[Kind]:
+def kinds_of(leaves: Iterable[Leaf], *, within_words: bool) -> list[Kind]:
     """Returns the kinds of tensors, in order.
 
-    A number is replaced if the modules that it numbers are alike, as the layers of an encoder are, and not if they
-    differ, as the members of most `nn.Sequential` do.
+    A number that is a whole part of a name is replaced if the modules that it numbers are alike, as the layers of an
+    encoder are, and not if they differ, as the members of most `nn.Sequential` do: their names and shapes are compared.
+    With `within_words`, numbers within a part are replaced, too, and of shapes only the numbers of dimensions compared.
     """
     names = []
     for leaf in leaves:
@@ -393,7 +378,7 @@ def kinds_of(leaves: Iterable[Leaf], level: Level) -> list[Kind]:
         names.append(_Name(leaf, pieces[::2], pieces[1::2], pieces[0]))
     places: dict[str, set[str]] = defaultdict(set)
     for depth in range(max((len(name.numbers) for name in names), default=0)):
-        _replace_numbers([name for name in names if depth < len(name.numbers)], depth, places, level)
+        _replace_numbers([name for name in names if depth < len(name.numbers)], depth, places, within_words)
     ranks = {
         (text, number): (at, len(numbers))
         for text, numbers in places.items()
@@ -405,12 +390,12 @@ def kinds_of(leaves: Iterable[Leaf], level: Level) -> list[Kind]:
     return [_kind(text, members, ranks) for text, members in groups.items()]
 
 
-def _replace_numbers(names: Sequence[_Name], depth: int, places: dict[str, set[str]], level: Level) -> None:
+def _replace_numbers(names: Sequence[_Name], depth: int, places: dict[str, set[str]], within_words: bool) -> None:
     """Replaces or keeps the number at this depth of every name."""
     below: dict[str, dict[str, set[object]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
         shape = name.leaf.shape
-        rest = "#".join(name.texts[depth + 1 :]), shape if level is Level.SAME else len(shape)
+        rest = "#".join(name.texts[depth + 1 :]), len(shape) if within_words else shape
         below[name.text][name.numbers[depth]].add(rest)
         places[name.text].add(name.numbers[depth])
     are_alike = {}
@@ -420,7 +405,7 @@ def _replace_numbers(names: Sequence[_Name], depth: int, places: dict[str, set[s
     for name in names:
         number, text, after = name.numbers[depth], name.text, name.texts[depth + 1]
         is_whole = text[-1:] in ("", ".") and after[:1] in ("", ".")
-        is_taken = are_alike[text] and (level is Level.ALL or is_whole)
+        is_taken = are_alike[text] and (within_words or is_whole)
         (name.taken if is_taken else name.ordinals).append((text, number))
         name.text += ("#" if is_taken else number) + after
 
@@ -451,19 +436,13 @@ def _kind(text: str, members: Sequence[_Name], ranks: Mapping[tuple[str, str], t
     return Kind(text, leaves, role, owner, frozenset(means), len(columns), varied, constant, places)
 
 
-def _open_kinds(leaves: Iterable[Leaf], level: Level, settled: Collection[str] = ()) -> list[Kind]:
-    """Returns the kinds of all tensors with those that are not settled; the meaning of numbers depends on all names."""
-    kinds = kinds_of(leaves, level)
-    for kind in kinds:
-        kind.leaves = {ranks: leaf for ranks, leaf in kind.leaves.items() if leaf.name not in settled}
-    return [kind for kind in kinds if kind.leaves]
-
-
-def by_signature(kinds: Iterable[Kind]) -> dict[tuple[object, ...], list[Kind]]:
-    """Groups kinds that cannot be told apart without their names."""
+def by_signature(kinds: Iterable[Kind], settled: Collection[str] = ()) -> dict[tuple[object, ...], list[Kind]]:
+    """Groups kinds that cannot be told apart without their names, and leaves out the tensors that are settled."""
     groups: dict[tuple[object, ...], list[Kind]] = defaultdict(list)
     for kind in kinds:
-        groups[kind.signature].append(kind)
+        kind.leaves = {ranks: leaf for ranks, leaf in kind.leaves.items() if leaf.name not in settled}
+        if kind.leaves:
+            groups[kind.signature].append(kind)
     return groups
 
 
@@ -473,10 +452,13 @@ _Score = tuple[float, float, int]
 """The total score of a candidate, the positive part of it, and its index."""
 
 
-def _match_kinds(sources: Sequence[Leaf], targets: Sequence[Leaf], matches: Matches, level: Level) -> None:
+def _match_kinds(sources: Sequence[Leaf], targets: Sequence[Leaf], matches: Matches, within_words: bool) -> None:
     """Matches kinds that are clearly each other's best match, until nothing changes."""
-    first = by_signature(_open_kinds(sources, level, matches.settled[0]))
-    second = by_signature(_open_kinds(targets, level, matches.settled[1]))
+    first, second = (
+        # The meaning of numbers depends on all names, with those that have a match.
+        by_signature(kinds_of(side, within_words=within_words), settled)
+        for side, settled in zip((sources, targets), matches.settled, strict=True)
+    )
     groups = [
         (left, second[signature], len(left) == len(second[signature]))
         for signature, left in first.items()
@@ -601,8 +583,8 @@ def _match_fusions(
     """
     for is_split in (True, False):
         sides = matches.open(0, sources), matches.open(1, targets)
-        wholes = _open_kinds(sides[not is_split], Level.WHOLE)
-        for group in list(_part_groups(_open_kinds(sides[is_split], Level.WHOLE))):
+        wholes = kinds_of(sides[not is_split], within_words=False)
+        for group in list(_part_groups(kinds_of(sides[is_split], within_words=False))):
             whole = _best_whole(wholes, group, matches, is_split, named)
             if whole is None:
                 continue

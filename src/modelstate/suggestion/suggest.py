@@ -34,7 +34,6 @@ from modelstate.suggestion.generalise import covering, families, rename_rules
 from modelstate.suggestion.match import (
     LONGEST_NAME,
     Leaf,
-    Level,
     Matches,
     Orientation,
     by_signature,
@@ -405,7 +404,7 @@ def _between(source: str, target: str) -> list[str]:
 def _ambiguous(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> list[Ambiguous]:
     """Returns groups of unmatched tensors on both sides that could match each other."""
     groups = []
-    first, second = (by_signature(kinds_of(side, Level.WHOLE)) for side in (sources, targets))
+    first, second = (by_signature(kinds_of(side, within_words=False)) for side in (sources, targets))
     for signature, left in first.items():
         right = [
             kind for kind in second.get(signature, []) if not all(contradict(kind.means, other.means) for other in left)
