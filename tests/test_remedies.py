@@ -132,25 +132,10 @@ def loading(source: Any, build: Callable[[], nn.Module] = net, **options: Any) -
 
 
 @scenario()
-def missing(_: Path) -> Scenario:
-    return loading(state(n0_bias=None))
-
-
-@scenario()
 def missing_in_many_layers(_: Path) -> Scenario:
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30)))
     source = {name: value for name, value in layers.state_dict().items() if name.endswith("weight")}
     return loading(source, lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(30))))
-
-
-@scenario()
-def missing_beside_what_may_be_missing(_: Path) -> Scenario:
-    return loading(state(n0_bias=None, n1_bias=None), allow_missing=["0.bias"])
-
-
-@scenario()
-def missing_behind_a_wrapper(_: Path) -> Scenario:
-    return loading(state("module.", n0_bias=None))
 
 
 @scenario("problems.py::_initialising")
@@ -181,36 +166,6 @@ def missing_and_not_initialised(_: Path) -> Scenario:
 
 
 @scenario()
-def unexpected(_: Path) -> Scenario:
-    return loading(state(extra=torch.ones(1)))
-
-
-@scenario()
-def unexpected_with_brackets(_: Path) -> Scenario:
-    return loading(state() | {"extra[0]": torch.ones(1), "more*": torch.ones(1)})
-
-
-@scenario()
-def many_unexpected(_: Path) -> Scenario:
-    return loading(state() | {f"ema.{a}.{b}.{c}": torch.ones(1) for a in "xyz" for b in "uvw" for c in range(9)})
-
-
-@scenario()
-def unexpected_behind_a_wrapper(_: Path) -> Scenario:
-    return loading(state("_orig_mod.") | {"_orig_mod.extra": torch.ones(1)})
-
-
-@scenario()
-def unexpected_in_a_part(_: Path) -> Scenario:
-    return loading({"model": state(extra=torch.ones(1)), "epoch": 3}, key="model")
-
-
-@scenario()
-def unexpected_after_rules(_: Path) -> Scenario:
-    return loading(state("old.", extra=torch.ones(1)), rules=[ms.rules.Prefix(strip="old.")])
-
-
-@scenario()
 def unexpected_in_transformers_names(tmp_path: Path) -> Scenario:
     pytest.importorskip("transformers")
     from transformers import BertConfig, BertModel
@@ -221,53 +176,9 @@ def unexpected_in_transformers_names(tmp_path: Path) -> Scenario:
 
 
 @scenario()
-def other_shape(_: Path) -> Scenario:
-    return loading(state(n0_weight=torch.ones(7, 7)))
-
-
-@scenario()
-def other_shape_behind_a_wrapper(_: Path) -> Scenario:
-    return loading(state("module.", n0_weight=torch.ones(7, 7)))
-
-
-@scenario()
 def other_shape_after_rules(_: Path) -> Scenario:
     rules = [ms.rules.Prefix(strip="old.")]
     return loading(state("old.", n0_weight=torch.ones(7, 7), n1_weight=torch.ones(5)), rules=rules)
-
-
-@scenario("problems.py::_other_dimensions")
-def other_dimensions(_: Path) -> Scenario:
-    return loading(state(n0_bias=torch.ones(1, 4)))
-
-
-@scenario()
-def other_dimensions_behind_a_wrapper(_: Path) -> Scenario:
-    return loading(state("module.", n0_bias=torch.ones(1, 4)))
-
-
-@scenario()
-def other_prefix(_: Path) -> Scenario:
-    return loading(state("backbone."))
-
-
-@scenario("problems.py::_wrong_dtype")
-def lossy_cast(_: Path) -> Scenario:
-    return loading(state(), lambda: net().half())
-
-
-@scenario()
-def lossy_cast_behind_a_wrapper(_: Path) -> Scenario:
-    return loading({name: value.half() if "0" in name else value for name, value in state("module.").items()}, half)
-
-
-def half() -> nn.Module:
-    return net().half()
-
-
-@scenario()
-def numbers_for_floats(_: Path) -> Scenario:
-    return loading(state(n0_bias=torch.arange(4)))
 
 
 class Tied(nn.Module):
@@ -277,31 +188,11 @@ class Tied(nn.Module):
         self.head.weight = self.wte.weight
 
 
-@scenario()
-def tie_conflict(_: Path) -> Scenario:
-    return loading({"wte.weight": torch.ones(3, 2), "head.weight": torch.zeros(3, 2)}, Tied)
-
-
-@scenario()
-def tie_conflict_behind_a_wrapper(_: Path) -> Scenario:
-    return loading({"module.wte.weight": torch.ones(3, 2), "module.head.weight": torch.zeros(3, 2)}, Tied)
-
-
 class Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("frequency", torch.ones(2), persistent=False)
         self.weight = nn.Parameter(torch.ones(2))
-
-
-@scenario()
-def buffer_conflict(_: Path) -> Scenario:
-    return loading({"frequency": torch.zeros(2), "weight": torch.zeros(2)}, Rotary)
-
-
-@scenario()
-def buffer_conflict_behind_a_wrapper(_: Path) -> Scenario:
-    return loading({"module.frequency": torch.zeros(2), "module.weight": torch.zeros(2)}, Rotary)
 
 
 @scenario("problems.py::_quantized_weight")
@@ -338,28 +229,13 @@ def several_parts(_: Path) -> Scenario:
     return made
 
 
-@scenario("planning/options.py::_device")
-def load_onto_meta(_: Path) -> Scenario:
-    return loading(state(), device="meta")
-
-
-@scenario("planning/options.py::device_of")
-def load_onto_no_device(_: Path) -> Scenario:
-    return loading(state(), device="cuda:99")
-
-
 @scenario("loading/stage.py::limit_memory")
-def memory_budget(tmp_path: Path, most_bytes: int = 200_000) -> Scenario:
+def memory_budget(tmp_path: Path) -> Scenario:
     def build() -> nn.Module:
         return nn.Linear(512, 512).half()
 
     ms.save(nn.Linear(512, 512), tmp_path / "x.safetensors")
-    return loading(tmp_path / "x.safetensors", build, dtype=torch.float16, in_place=False, max_memory_bytes=most_bytes)
-
-
-@scenario()
-def small_memory_budget(tmp_path: Path) -> Scenario:
-    return memory_budget(tmp_path, 1000)
+    return loading(tmp_path / "x.safetensors", build, dtype=torch.float16, in_place=False, max_memory_bytes=200_000)
 
 
 @scenario()
@@ -387,13 +263,6 @@ def save_of_a_list(tmp_path: Path) -> Scenario:
     return Scenario(
         partial(ms.save, [torch.ones(1)], tmp_path / "x.pt"),
         names={"path": tmp_path / "x.pt", "state": [torch.ones(1)]},
-    )
-
-
-@scenario()
-def save_of_a_tensor(tmp_path: Path) -> Scenario:
-    return Scenario(
-        partial(ms.save, torch.ones(1), tmp_path / "x.pt"), names={"path": tmp_path / "x.pt", "state": [torch.ones(1)]}
     )
 
 
@@ -448,11 +317,6 @@ def comparison_without_values(_: Path) -> Scenario:
     return Scenario(partial(ms.diff, empty, net()))
 
 
-@scenario("conversion/convert.py::_check_is_no_device")
-def conversion_to_a_device(_: Path) -> Scenario:
-    return Scenario(partial(ms.convert, net(), "cpu"), names={"model": net()}, takes=("ms.convert",))
-
-
 @scenario("objects/restore.py::_check_matched")
 def restore_of_more(tmp_path: Path) -> Scenario:
     ms.save({"model": net()}, tmp_path / "x.safetensors")
@@ -476,11 +340,6 @@ def restore_of_other_names(tmp_path: Path) -> Scenario:
     return Scenario(call, names={"model": nn.ModuleDict({"a": nn.Linear(2, 2), "c": nn.Linear(3, 3)})})
 
 
-@scenario("serve/swap.py::")
-def swap_with_more(_: Path) -> Scenario:
-    return swapping(state(extra=torch.ones(1)))
-
-
 def swapping(source: Any, **options: Any) -> Scenario:
     return Scenario(lambda **given: ms.Live(net()).swap(source, **given), options, {"other": "0.bias"})
 
@@ -490,11 +349,6 @@ def swap_with_more_behind_a_wrapper(_: Path) -> Scenario:
     made = swapping(state("module.", n0_bias=None) | {"module.extra": torch.ones(4)})
     made.names = {"other": "module.0.bias"}
     return made
-
-
-@scenario("store/retention.py::Keep.__post_init__")
-def retention_without_metric(_: Path) -> Scenario:
-    return Scenario(partial(ms.Keep, best=3), takes=("metric",))
 
 
 @scenario("suggestion/suggest.py::_part")
@@ -529,11 +383,6 @@ def average_of_other_integers(tmp_path: Path) -> Scenario:
         return ms.open(sources, combine=combine or ms.merge.Average()).tensor("ids")
 
     return Scenario(call, takes=("ms.merge.Average",))
-
-
-@scenario("planning/options.py::check_model")
-def a_class_as_a_model(_: Path) -> Scenario:
-    return Scenario(partial(ms.load, Tied, {}))
 
 
 @scenario("arguments.py::")
@@ -608,21 +457,11 @@ def restore_with_one_schema_for_two(tmp_path: Path) -> Scenario:
     return Scenario(call, {"rules": schema}, {"schema": schema})
 
 
-@scenario("serve/swap.py::_check_casts")
-def swap_with_a_cast(_: Path) -> Scenario:
-    return swapping(state(n0_bias=torch.zeros(4, dtype=torch.float16)))
-
-
 @scenario("serve/swap.py::_check_finite")
 def swap_with_nan(_: Path) -> Scenario:
     live = ms.Live(net().eval())
     source = state(n0_bias=torch.full((4,), torch.nan))
     return Scenario(lambda **given: live.swap(source, **{"check_finite": True, **given}))
-
-
-@scenario("serve/swap.py::_cast_remedy")
-def swap_with_a_lossy_cast(_: Path) -> Scenario:
-    return swapping(state(n0_bias=torch.full((4,), 1 / 3, dtype=torch.float64)))
 
 
 @scenario("store/saving.py::NewStep.begin")
@@ -705,6 +544,61 @@ def command(*arguments: str) -> None:
     result = CliRunner().invoke(app, [*arguments])
     if result.exit_code:
         raise ms.ModelStateError(result.output, remedy=" ".join(re.findall(r"to do: (.*)", result.output)))
+
+
+LOADS: dict[str, tuple[tuple[str, ...], Callable[[], Scenario]]] = {
+    "missing": ((), lambda: loading(state(n0_bias=None))),
+    "missing_beside_what_may_be_missing": (
+        (),
+        lambda: loading(state(n0_bias=None, n1_bias=None), allow_missing=["0.bias"]),
+    ),
+    "unexpected": ((), lambda: loading(state(extra=torch.ones(1)))),
+    "unexpected_with_brackets": ((), lambda: loading(state() | {"extra[0]": torch.ones(1), "more*": torch.ones(1)})),
+    "many_unexpected": (
+        (),
+        lambda: loading(state() | {f"ema.{a}.{b}.{c}": torch.ones(1) for a in "xyz" for b in "uvw" for c in range(9)}),
+    ),
+    "unexpected_behind_a_wrapper": ((), lambda: loading(state("_orig_mod.") | {"_orig_mod.extra": torch.ones(1)})),
+    "unexpected_in_a_part": ((), lambda: loading({"model": state(extra=torch.ones(1)), "epoch": 3}, key="model")),
+    "unexpected_after_rules": (
+        (),
+        lambda: loading(state("old.", extra=torch.ones(1)), rules=[ms.rules.Prefix(strip="old.")]),
+    ),
+    "other_shape": ((), lambda: loading(state(n0_weight=torch.ones(7, 7)))),
+    "other_shape_behind_a_wrapper": ((), lambda: loading(state("module.", n0_weight=torch.ones(7, 7)))),
+    "other_dimensions": (("problems.py::_other_dimensions",), lambda: loading(state(n0_bias=torch.ones(1, 4)))),
+    "other_prefix": ((), lambda: loading(state("backbone."))),
+    "lossy_cast": (("problems.py::_wrong_dtype",), lambda: loading(state(), lambda: net().half())),
+    "numbers_for_floats": ((), lambda: loading(state(n0_bias=torch.arange(4)))),
+    "tie_conflict": ((), lambda: loading({"wte.weight": torch.ones(3, 2), "head.weight": torch.zeros(3, 2)}, Tied)),
+    "tie_conflict_behind_a_wrapper": (
+        (),
+        lambda: loading({"module.wte.weight": torch.ones(3, 2), "module.head.weight": torch.zeros(3, 2)}, Tied),
+    ),
+    "buffer_conflict": ((), lambda: loading({"frequency": torch.zeros(2), "weight": torch.zeros(2)}, Rotary)),
+    "load_onto_meta": (("planning/options.py::_device",), lambda: loading(state(), device="meta")),
+    "load_onto_no_device": (("planning/options.py::device_of",), lambda: loading(state(), device="cuda:99")),
+    "conversion_to_a_device": (
+        ("conversion/convert.py::_check_is_no_device",),
+        lambda: Scenario(partial(ms.convert, net(), "cpu"), names={"model": net()}, takes=("ms.convert",)),
+    ),
+    "swap_with_more": (("serve/swap.py::",), lambda: swapping(state(extra=torch.ones(1)))),
+    "retention_without_metric": (
+        ("store/retention.py::Keep.__post_init__",),
+        lambda: Scenario(partial(ms.Keep, best=3), takes=("metric",)),
+    ),
+    "a_class_as_a_model": (("planning/options.py::check_model",), lambda: Scenario(partial(ms.load, Tied, {}))),
+    "swap_with_a_cast": (
+        ("serve/swap.py::_check_casts",),
+        lambda: swapping(state(n0_bias=torch.zeros(4, dtype=torch.float16))),
+    ),
+    "swap_with_a_lossy_cast": (
+        ("serve/swap.py::_cast_remedy",),
+        lambda: swapping(state(n0_bias=torch.full((4,), 1 / 3, dtype=torch.float64))),
+    ),
+}
+"""Scenarios that need no folder: the places of the source that raise the error, and what makes the scenario."""
+SCENARIOS |= {name: (places, lambda _, make=make: make()) for name, (places, make) in LOADS.items()}  # type: ignore[misc]
 
 
 # The tests.

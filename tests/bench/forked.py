@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -106,37 +105,6 @@ class ForkedServer:
 
     def wait(self, timeout: float = 300) -> int:
         return self._program.wait(timeout).returncode
-
-
-class ServerAsForkOfThis:
-    """As `ForkedServer`, a fork of this process, which has what it has imported. It must have no other threads."""
-
-    def __init__(
-        self, command: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: BufferedWriter, stderr: BufferedWriter
-    ) -> None:
-        self._status: int | None = None
-        self._pid = _fork_of_this(command[1:], cwd, env, stdout, stderr)
-
-    def poll(self) -> int | None:
-        if self._status is None:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
-            self._status = os.waitstatus_to_exitcode(status) if pid else None
-        return self._status
-
-    def terminate(self) -> None:
-        os.kill(self._pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self._pid, signal.SIGKILL)
-
-    def wait(self, timeout: float = 300) -> int:
-        until = time.monotonic() + timeout
-        while (status := self.poll()) is None:
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired("a server", timeout)
-            time.sleep(0.02)
-        return status
 
 
 def _stages(done: "subprocess.CompletedProcess[str]") -> dict[str, Stage]:

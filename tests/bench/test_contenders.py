@@ -75,12 +75,6 @@ def test_the_first_of_a_table_loads_what_the_file_has(table: str, dtype: torch.d
     assert all(torch.equal(state[key], value.to(dtype)) for key, value in expected.items())
 
 
-def test_the_first_of_int8_has_quantized_weights(folder: Path) -> None:
-    pytest.importorskip("torchao")
-    model = next(iter(TABLES["int8"].values())).prepare(Case("tiny", QUICK, folder))()
-    assert "qdata" in model.layers[0].q.weight.__tensor_flatten__()[0]
-
-
 def test_a_fingerprint_is_of_every_bit() -> None:
     model = torch.nn.Linear(3, 3)
     before = fingerprint(model)
@@ -91,14 +85,6 @@ def test_a_fingerprint_is_of_every_bit() -> None:
     assert fingerprint(model.to(torch.float64)) != changed
 
 
-def test_an_optimizer_that_lost_its_parameters_is_seen(folder: Path) -> None:
-    case = Case("tiny", QUICK, folder)
-    model = case.with_memory()
-    assert case.references_kept(model)
-    model.norm.weight = torch.nn.Parameter(torch.zeros(64))
-    assert not case.references_kept(model)
-
-
 def test_shards_have_an_index_and_every_tensor_once(folder: Path) -> None:
     files.write("tiny-2", QUICK, folder, ["safetensors"])
     case = Case("tiny-2", QUICK, folder)
@@ -107,13 +93,6 @@ def test_shards_have_an_index_and_every_tensor_once(folder: Path) -> None:
     state = next(iter(TABLES["meta"].values())).prepare(case)().state_dict()
     expected = torch.load(Case("tiny", QUICK, folder).torch_file, weights_only=True)
     assert all(torch.equal(state[key], value) for key, value in expected.items())
-
-
-def test_a_sparse_file_takes_no_space(tmp_path: Path) -> None:
-    files.write_sparse(10**9, tmp_path)
-    for path in tmp_path.iterdir():
-        assert path.stat().st_size > 9 * 10**8
-        assert path.stat().st_blocks * 512 < 10**7
 
 
 def test_what_the_sections_name_is_there() -> None:

@@ -3,7 +3,6 @@
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from bench import comparisons, measure, measured, merging, pages, run
 from bench.__main__ import RESULTS, main
-from bench.contenders import CONVERT
 from bench.measure import MeasurementError, Stage
 from bench.measured import Measured, Part
 from bench.models import QUICK, with_memory
@@ -51,30 +49,6 @@ def test_a_run_prints_ratios_and_leaves_nothing_behind(
     assert not list((tmp_path / "files").iterdir())
     main(["--from", str(keep), "--out", str(twice)])
     assert again.read_text() == (once / "benchmarks.md").read_text()
-
-
-def test_a_page_of_nothing_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="nothing was kept"):
-        main(["--from", str(tmp_path), "--out", str(tmp_path)])
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_machine_without_a_gpu_leaves_its_part_out_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="nothing was measured"):
-        main(["--quick", "--only", "gpu", "--folder", str(tmp_path)])
-    assert "no CUDA device: not measured: gpu" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_conversions_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "run", run_forked)
-    for found in Others(Runner(tmp_path, 1, quick=True)).convert():
-        assert set(found.rows) == set(CONVERT)  # all of them: what builds the model does not get in their way
-        assert not found.absent
-        assert found.runs == 1
 
 
 @pytest.mark.slow
@@ -147,15 +121,6 @@ def texts_of(image: str) -> set[str]:
     return set(re.findall(r"<text[^>]*>([^<]+)</text>", image))
 
 
-def test_a_table_of_loads_onto_a_gpu_has_its_memory() -> None:
-    runs = {name: one_run(ready, 1) for name, ready in (("modelstate.load", 0.05), ("another", 0.1))}
-    for extra_bytes, stages in enumerate(runs.values()):
-        stages["ready"] = replace(stages["ready"], facts={"device_bytes": extra_bytes * 8 * MB})
-    text = pages.section(table_of("gpu/large", runs, "gpu"))
-    assert "| modelstate.load | 50.0 | 1.00 | 0 B | 0 B |" in text
-    assert "| another | 100.0 | 2.00 | 0 B | 8.0 MB |" in text
-
-
 def test_parts_of_different_code_make_no_page(tmp_path: Path) -> None:
     for name, code in (("large", "a"), ("small", measured.code())):
         measured.keep(Part(name, [table_of(name, {"modelstate.load": one_run(1, 2)})], code, "a machine"), tmp_path)
@@ -196,36 +161,6 @@ def test_a_contender_that_fails_is_named_with_the_reason(tmp_path: Path) -> None
     assert "- Not run here: bad: RuntimeError: no such thing." in shown
 
 
-def test_a_contender_that_fails_in_a_grid_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def one(command: list[str], **_: Any) -> dict[str, Stage]:
-        if "Module.load_state_dict" in command[-1] and '"count": 100' in command[-1]:
-            raise MeasurementError("the process failed:\nMemoryError: too many")
-        return one_run(1, 2)
-
-    monkeypatch.setattr(run, "run", one)
-    (found,) = Others(Runner(tmp_path, 1, quick=True)).state_dict()
-    assert found.absent == {"Module.load_state_dict, 100 children": "MemoryError: too many"}
-    assert "| Module.load_state_dict | 1,000 |  |" in pages.section(found)
-
-
-def test_tied_weights_count_once_in_a_title(tmp_path: Path) -> None:
-    section = Load("key", "Of {size}", "default", {"": "mixed"})
-    assert Runner(tmp_path, 1, quick=False)._title(section) == "Of 92 MB"
-
-
-@pytest.mark.parametrize("runs", ["0", "-1", "many"])
-def test_a_number_of_runs_that_is_none(runs: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--quick", "--runs", runs])
-    assert ended.value.code == 2
-    assert "--runs" in capsys.readouterr().err
-
-
-def test_the_page_says_which_medians_are_of_fewer_runs() -> None:
-    found = {"near": [one_run(1, 2)] * 7, "far": [one_run(1, 2)] * 3}
-    assert "Medians of 7 runs, of 3 for far." in pages.section(Measured("k", "T", "", "load", {"": found}, 7))
-
-
 def test_ratios_are_to_the_first_row() -> None:
     runs = {
         "ours": [one_run(0.1, 0.2, own=1000, pages=2 * MB)] * 3,
@@ -240,14 +175,3 @@ def test_ratios_are_to_the_first_row() -> None:
 def test_the_machine_is_described_without_its_name() -> None:
     assert platform.node() not in pages.machine().split()
     assert "cores" in pages.machine()
-
-
-def test_a_server_is_shown_with_what_came_of_its_answers() -> None:
-    def of(p50: float, p99: float, **facts: int) -> list[dict[str, Stage]]:
-        known = {"median_seconds": p50, "requests": 10_000, "failed": 0, "checked": 10_000, "wrong": 0, **facts}
-        return [{"ready": Stage(p99, 0, 0, known)}]
-
-    rows = {"no swaps": of(0.01, 0.02), "100 swaps": of(0.011, 0.03, failed=2, checked=9_998, wrong=1)}
-    lines = pages.section(Measured("serving", "T", "Words.", "serving", {"": rows}, 1)).splitlines()
-    assert lines[-2] == "| no swaps | 10,000 | 10.0 | 20.0 | 1.00 | 0 | 10,000 | 0 |"
-    assert lines[-1] == "| 100 swaps | 10,000 | 11.0 | 30.0 | 1.50 | 2 | 9,998 | 1 |"

@@ -11,20 +11,6 @@ from bench.sharded import CONTENDERS, OURS, Loaded
 from tests.bench.forked import run_together_forked
 
 
-def test_the_table_compares_medians_with_ours_and_names_what_failed() -> None:
-    results = {
-        OURS: [Loaded(seconds, 1000, 2000, 3000, ("x",)) for seconds in (0.1, 0.2, 0.9)],
-        "another": [Loaded(0.5, 10, 20, 30, ("x",))],
-    }
-    rows = list(sharded.table_rows(results, ("read_bytes", "own_bytes", "resident_bytes"), {"a third": "no luck"}))
-    assert rows == [
-        (OURS, "200.0", "1.00", "1.0 kB", "2.0 kB", "3.0 kB"),
-        ("another", "500.0", "2.50", "10 B", "20 B", "30 B"),
-        ("a third", "did not run: no luck", "", "", "", ""),
-    ]
-    assert {len(row) for row in rows} == {len(sharded.HEAD)}
-
-
 @pytest.mark.slow
 def test_a_contender_runs_on_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))

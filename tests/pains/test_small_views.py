@@ -71,21 +71,6 @@ def test_ours_takes_the_viewed_bytes(make: Callable[[], nn.Module], options: str
         assert torch.equal(model.get_buffer(name).float(), row)
 
 
-def test_sizes_are_those_of_the_views(path: Path) -> None:
-    checkpoint = ms.open(path)
-    assert checkpoint.nbytes == ROWS * 10 * 4
-    assert checkpoint.tensor("row1").untyped_storage().nbytes() == 40
-    out = torch.empty(10)
-    checkpoint.read_into("row3", out)
-    assert torch.equal(out, rows()["row3"])
-
-
-def test_from_a_mapping() -> None:
-    model = on_meta()
-    ms.load(model, rows())
-    assert memory(model) == ROWS * 10 * 4
-
-
 @pytest.mark.parametrize(
     "view",
     [torch.arange(1000.0)[::100], torch.arange(100.0).view(10, 10).T[:, 3], torch.ones(1).expand(10)],
@@ -97,27 +82,3 @@ def test_other_views(view: torch.Tensor, tmp_path: Path) -> None:
         ms.load(model, tmp_path / "views.pt")
         assert all(torch.equal(buffer, view) for buffer in model.buffers())
         assert memory(model) == ROWS * 10 * 4
-
-
-def test_extra_values_are_snapshots(stock_fails: StockFails, tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    state = model.state_dict()
-    with torch.no_grad():
-        model.weight.zero_()
-    stock_fails("state_dict() goes on changing with the model", not state["weight"].any())
-
-    torch.save({"config": {"sizes": [1, 2]}, "weight": torch.ones(2)}, tmp_path / "run.pt")
-    for checkpoint in (ms.open(tmp_path / "run.pt"), ms.open({"config": {"sizes": [1, 2]}, "weight": torch.ones(2)})):
-        checkpoint.extra["config"]["sizes"].append(3)
-        checkpoint.extra["config.sizes"].clear()
-        assert checkpoint.extra["config"] == {"sizes": [1, 2]}
-        with pytest.raises(TypeError):
-            checkpoint.extra["config"] = {}
-
-
-def test_saving_writes_what_is_shown(tmp_path: Path) -> None:
-    ms.save(rows(), tmp_path / "rows.safetensors")
-    assert (tmp_path / "rows.safetensors").stat().st_size < 10_000
-    model = Rows()
-    ms.load(model, tmp_path / "rows.safetensors")
-    assert all(torch.equal(model.get_buffer(name), value) for name, value in rows().items())

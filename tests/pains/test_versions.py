@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
@@ -39,38 +38,6 @@ def test_a_rebuilt_dict_takes_the_wrong_branch(stock_fails: StockFails, tmp_path
 
     ms.load(ours, tmp_path / "saved.pt")
     assert torch.equal(ours[0].weight, saved[0].weight)
-
-
-@pytest.mark.parametrize("source", ["a rebuilt dict", "safetensors"])
-def test_the_loss_is_noted(source: str, tmp_path: Path) -> None:
-    state = {name: value.detach().clone() for name, value in nn.Sequential(Turned(10.0)).state_dict().items()}
-    save_file(state, tmp_path / "state.safetensors")
-    plan = ms.plan(nn.Sequential(Turned()), state if source == "a rebuilt dict" else tmp_path / "state.safetensors")
-    assert any("version" in note and "Turned" in note for note in plan.notes)
-
-
-def test_no_loss_no_note(tmp_path: Path) -> None:
-    torch.save(nn.Sequential(Turned(10.0)).state_dict(), tmp_path / "saved.pt")
-    assert not ms.plan(nn.Sequential(Turned()), tmp_path / "saved.pt").notes
-    # Where no module looks at its version, nothing has been lost.
-    assert not ms.plan(nn.Linear(2, 2), dict(nn.Linear(2, 2).state_dict())).notes
-
-
-def test_versions_travel_from_within_a_training_checkpoint(tmp_path: Path) -> None:
-    saved = nn.Sequential(nn.Sequential(Turned(10.0)))
-    torch.save({"step": 3, "model": saved.state_dict()}, tmp_path / "training.pt")
-    assert ms.open(tmp_path / "training.pt", key="model").versions == saved.state_dict()._metadata
-    for target, key in ((saved, None), (nn.Sequential(nn.Sequential(Turned())), "model")):
-        ms.load(target, tmp_path / "training.pt", key=key)
-        assert torch.equal(target[0][0].weight, Turned(10.0).weight)
-
-
-def test_versions_travel_with_a_part_of_a_state_dict(tmp_path: Path) -> None:
-    saved = nn.ModuleDict({"module": nn.Sequential(Turned(10.0))})
-    torch.save(saved.state_dict(), tmp_path / "part.pt")
-    ours = nn.Sequential(Turned())
-    ms.load(ours, tmp_path / "part.pt", key="module")
-    assert torch.equal(ours[0].weight, saved["module"][0].weight)
 
 
 def test_batch_norm_of_the_first_version(stock_fails: StockFails, tmp_path: Path) -> None:
