@@ -54,7 +54,7 @@ GROUPS = (
 PARTS = tuple(part for group in GROUPS for part in group.parts)
 PAGE, PLOT = ROOT / "docs" / "benchmarks.md", "benchmarks.svg"
 TABLES = "tables.md"
-"""The file with all tables, beside the results of which they are made."""
+"""The file with all tables, in the folder of the results that they show."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
