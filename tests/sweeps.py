@@ -3,10 +3,9 @@
 import dis
 import os
 import random
-import signal
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -92,10 +91,3 @@ def at_instruction(
 
 def interrupt() -> None:
     raise KeyboardInterrupt
-
-
-def interrupted_in(file: str | None, number: int) -> AbstractContextManager[Instructions]:
-    """As `at_instruction`: SIGINT arrives before an instruction of this file, and Python calls its handler there."""
-    return at_instruction(
-        number, lambda code: code.co_filename == file, lambda: signal.raise_signal(signal.SIGINT), as_signal=True
-    )

@@ -2,22 +2,18 @@
 
 import gc
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from types import CodeType
 from typing import Any
 
 import pytest
 
-from modelstate import background, errors
+from modelstate import errors
 from modelstate.background import AtExit, BackgroundTask
 from tests.store.common import program
-from tests.sweeps import at_instruction, interrupt
 
 SOON = 60.0
 
@@ -135,37 +131,6 @@ def test_an_interrupted_start(monkeypatch: pytest.MonkeyPatch, is_running: bool)
     monkeypatch.undo()
     assert task.wait(SOON)
     assert calls == [1] * is_running
-
-
-def test_an_interrupt_before_any_instruction_of_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The task has ended afterwards, also where the interrupt came while a lock of an `Event` was held."""
-    real = threading.Thread.start
-
-    def is_counted(code: CodeType) -> bool:
-        return code.co_filename == background.__file__ or code.co_qualname.startswith(("Event.", "Condition."))
-
-    def start(thread: threading.Thread) -> None:
-        if not thread.name.startswith("modelstate"):
-            real(thread)
-            return
-        sys.settrace(None)  # the thread has no interrupts
-        thread.run()
-
-    def count_of(at: int) -> int:
-        task: BackgroundTask[None] = BackgroundTask(lambda _: None, kind="load", where="a.pt", at_exit=AtExit.CANCEL)
-        with at_instruction(at, is_counted, interrupt, as_signal=True) as found, suppress(KeyboardInterrupt):
-            task.start()
-        assert task.done
-        return found.count
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    places, visited = count_of(0), list[int]()
-    thread = threading.Thread(target=lambda: visited.extend(map(count_of, range(1, places + 1))), daemon=True)
-    thread.start()
-    thread.join(SOON)
-    assert places > 5
-    assert not thread.is_alive(), "an interrupt has left a lock acquired"
-    assert len(visited) == places
 
 
 def test_a_forked_child_has_no_result() -> None:

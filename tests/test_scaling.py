@@ -50,19 +50,6 @@ def load(target: nn.Module, source: Any, **options: Any) -> Callable[[], object]
     return lambda: ms.load(target, source, **options)
 
 
-def split_into_meta(number: int, path: Path) -> Callable[[], object]:
-    ms.save({"whole": torch.ones(2 * number)}, path / "whole.safetensors")
-    with ms.skeleton():
-        target = model(number)
-    return load(target, path / "whole.safetensors", rules=ms.rules.Split("whole", names(number)))
-
-
-def joined(number: int) -> Callable[[], object]:
-    target = nn.Module()
-    target.whole = nn.Parameter(torch.zeros(2 * number))
-    return load(target, state(number), rules=ms.rules.Concat(names(number), "whole"))
-
-
 def optimizer_load(number: int) -> Callable[[], object]:
     target = model(number)
     optimizer = torch.optim.SGD(target.named_parameters(), momentum=0.9)
@@ -85,58 +72,19 @@ def failing(target: nn.Module, source: Any, **options: Any) -> Callable[[], obje
     return call
 
 
-class Taking(nn.Module):
-    """Its loading code takes a value, and assigns nothing."""
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        del state_dict[f"{prefix}w"]
-
-
-def taken(number: int) -> Callable[[], object]:
-    target = nn.ModuleList(Taking() for _ in range(number))
-    for part in target:
-        part.weight = nn.Parameter(torch.zeros(2, device="meta"))
-    return failing(target, state(number))
-
-
 CALLS: dict[str, Callable[[int, Path], Callable[[], object]]] = {
     "allow_missing of every name": lambda n, _: load(model(2 * n), state(n), allow_missing=names(2 * n)[n:]),
-    "allow_unexpected of every name": lambda n, _: load(model(n), state(2 * n), allow_unexpected=names(2 * n)[n:]),
     "a Split into all tensors": lambda n, _: load(
         model(n), {"whole": torch.ones(2 * n)}, rules=ms.rules.Split("whole", names(n))
     ),
     "a Rename of every name": lambda n, _: load(
         model(n), state(n, "old."), rules=[ms.rules.Rename(f"old.{name}", name) for name in names(n)]
     ),
-    "a Copy of every name": lambda n, _: load(
-        nn.ModuleDict({"a": model(n), "b": model(n)}),
-        state(n, "a."),
-        rules=[ms.rules.Copy(f"a.{name}", f"b.{name}") for name in names(n)],
-    ),
-    "a Same of every name": lambda n, _: load(
-        model(n), state(n) | state(n, "old."), rules=[ms.rules.Same(name, f"old.{name}") for name in names(n)]
-    ),
-    "a Fill of every name": lambda n, _: load(model(n), {}, rules=[ms.rules.Fill(name, 0.5) for name in names(n)]),
-    "a Split of every tensor": lambda n, _: load(
-        nn.ModuleDict({"a": model(n), "b": model(n)}),
-        {name: torch.ones(4) for name in names(n)},
-        rules=[ms.rules.Split(name, [f"a.{name}", f"b.{name}"]) for name in names(n)],
-    ),
-    "a Concat of every pair": lambda n, _: load(
-        model(n),
-        {name: torch.ones(1) for prefix in ("a.", "b.") for name in names(n, prefix)},
-        rules=[ms.rules.Concat([f"a.{name}", f"b.{name}"], name) for name in names(n)],
-    ),
     "an optimizer with a Rename of every name": lambda n, _: optimizer_load(n),
-    "a Concat of all tensors": lambda n, _: joined(n),
-    "one tensor under all names": lambda n, _: load(tied(n), state(n)),
     "one tensor under all names, in a file": lambda n, path: (
         ms.save(tied(n), path / "tied.safetensors") and load(tied(n), path / "tied.safetensors")
     ),
-    "all tensors in one place": lambda n, _: load(views(n, 0), state(n)),
     "tensors that overlap their neighbours": lambda n, _: load(views(n, 1), state(n)),
-    "a Split into maps of a file": split_into_meta,
-    "values that loading code takes without a use": lambda n, _: taken(n),
     "rules that fail, and as many that apply to nothing": lambda n, _: failing(
         model(n),
         state(n),

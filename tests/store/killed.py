@@ -6,7 +6,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
@@ -80,12 +79,3 @@ def train(report: Connection, directory: str, steps: int) -> None:
             store.save(step, job.objects(step))
         report.send(("saved", step))
     report.send(("ended", step))
-
-
-def save_in_place(report: Connection, how: str, path: str) -> None:
-    """Saves over and over to one path."""
-    as_process_of_its_own()
-    save: dict[str, Callable[[Any, str], object]] = {"torch": torch.save, "safetensors": save_file, "ours": ms.save}
-    for number in range(10_000):
-        save[how]({f"w{index}": torch.full((1 << 19,), float(number)) for index in range(4)}, path)
-        report.send(number)
