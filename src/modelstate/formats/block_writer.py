@@ -308,30 +308,21 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype, on_cast: OnCast) -> tor
     return cast
 
 
+_IN_MEMORY = object()
+
+
 class _Job(msgspec.Struct):
-    """Blocks that one thread writes at once; they are contiguous in the file."""
+    """What one thread writes: a tensor, a block of it, or several small tensors that are contiguous in the file."""
 
     start: int
     """Bytes from the beginning of the file."""
-    blocks: list[tuple[int, int, int, int]] = msgspec.field(default_factory=list)
-    """Index of the tensor, index of the block in it, and the block's address and size in memory."""
-    nbytes: int = 0
-
-
-class _LazyJob(msgspec.Struct):
-    """Values that one thread computes and then writes: a whole tensor, one block of it, or several small tensors."""
-
-    start: int
-    numbers: list[int]
-    """Indices of the tensors, which are contiguous in the file."""
-    block: int
-    first: int
-    end: int
-    """The elements of a single tensor, from `first` to before `end`."""
+    group: object
+    """The same object for tensors that may be written together: those in plain memory, and those that are read by the
+    same function; None for other tensors."""
+    pieces: list[tuple[int, int, int, int]]
+    """Index of the tensor, index of the first block, first element, and the element behind the last."""
     nbytes: int
     memory_bytes: int
-    read_all: ReadAll | None
-    """Reads the tensors, where others may be read together with them."""
 
 
 def write_blocks(
@@ -362,103 +353,90 @@ def write_blocks(
     most_bytes = min(sum(sizes), BLOCK_BYTES)
 
     @contextmanager
-    def worker() -> Iterator[Callable[[_Job | _LazyJob], None]]:
+    def worker() -> Iterator[Callable[[_Job], None]]:
         buffer = None if output is None else Buffer(most_bytes + _ALIGN_BYTES)
 
-        def write(job: _Job | _LazyJob) -> None:
-            if isinstance(job, _Job):
-                _write(job, digests, output, buffer)
-                return
-            tensor = tensors[job.numbers[0]]
-            if isinstance(tensor, torch.Tensor):
-                values = [in_a_row(tensor, job.first, job.end)]
-            elif len(job.numbers) > 1:
-                together = (tensors[number] for number in job.numbers)
-                values = _read_together([lazy for lazy in together if isinstance(lazy, LazyTensor)])
-            else:
-                values = [in_a_row(tensor.make(job.first, job.end))]
-            for part in _jobs([*accumulate((value.nbytes for value in values[:-1]), initial=job.start)], values):
-                assert isinstance(part, _Job)
-                part.blocks = [
-                    (job.numbers[index], job.block + which, at, nbytes) for index, which, at, nbytes in part.blocks
-                ]
-                _write(part, digests, output, buffer)
+        def write(job: _Job) -> None:
+            start, filled = job.start, 0
+            for (number, block, first, end), values in zip(job.pieces, _values(job, tensors), strict=True):
+                itemsize = values.itemsize
+                address = values.data_ptr() + (first * itemsize if job.group is _IN_MEMORY else 0)
+                nbytes = (end - first) * itemsize
+                for offset in range(0, nbytes, BLOCK_BYTES):
+                    count = min(BLOCK_BYTES, nbytes - offset)
+                    data = memory_at(address + offset, count)
+                    if output is not None and buffer is not None:
+                        if filled + count > BLOCK_BYTES:
+                            output.write_at(start, buffer.view[start % _ALIGN_BYTES :][:filled])
+                            start, filled = start + filled, 0
+                        # Pages of memory are pages of the file. Other code may change a tensor while it is written: the
+                        # digest and the file are of the same copy.
+                        at = start % _ALIGN_BYTES + filled
+                        ctypes.memmove(buffer.address + at, address + offset, count)
+                        data = buffer.view[at : at + count]
+                    digests[number][block + offset // BLOCK_BYTES] = xxhash.xxh3_128_hexdigest(data)
+                    filled += count
+            if output is not None and buffer is not None:
+                output.write_at(start, buffer.view[start % _ALIGN_BYTES :][:filled])
 
         yield write
 
     starts = [*accumulate(sizes, initial=start)][:-1] if isinstance(start, int) else start
     jobs = _jobs(starts, tensors)
 
-    def on_done(job: _Job | _LazyJob, _: float) -> None:
+    def on_done(job: _Job, _: float) -> None:
         on_written(job.nbytes)
 
     for_each(jobs, worker, min(threads or read_threads(), len(jobs)), on_done, with_torch=True)
     return ["".join(blocks) for blocks in digests]
 
 
-def _jobs(starts: Sequence[int], tensors: Sequence[torch.Tensor | LazyTensor]) -> list[_Job | _LazyJob]:
-    """The work of the threads: blocks that are written from where they are, and values to be computed or copied."""
-    jobs: list[_Job | _LazyJob] = []
-    job = _Job(0)
+def _values(job: _Job, tensors: Sequence[torch.Tensor | LazyTensor]) -> Sequence[torch.Tensor]:
+    """Returns the elements of the pieces of a job, or, for tensors in plain memory, the tensors."""
+    of_job = [tensors[number] for number, *_ in job.pieces]
+    lazy = [tensor for tensor in of_job if isinstance(tensor, LazyTensor)]
+    if len(lazy) > 1:
+        return _read_together(lazy)
+    _, _, first, end = job.pieces[0]
+    if lazy:
+        return [in_a_row(lazy[0].make(first, end))]
+    live = [tensor for tensor in of_job if isinstance(tensor, torch.Tensor)]
+    return live if job.group is _IN_MEMORY else [in_a_row(live[0], first, end)]
+
+
+def _jobs(starts: Sequence[int], tensors: Sequence[torch.Tensor | LazyTensor]) -> list[_Job]:
+    """The work of the threads."""
+    jobs: list[_Job] = []
     # Tensors that are read together need no more memory than the largest one, or little.
     needs = (tensor.memory_bytes for tensor in tensors if isinstance(tensor, LazyTensor))
     most_bytes = max(min(max(needs, default=0), BLOCK_BYTES), TOGETHER_BYTES)
     for number, (start, tensor) in enumerate(zip(starts, tensors, strict=True)):
-        nbytes = tensor.nbytes
-        if not nbytes:
-            continue
-        if not isinstance(tensor, torch.Tensor) or not is_plain_memory(tensor):
-            last, run = jobs[-1] if jobs else None, tensor.run if isinstance(tensor, LazyTensor) else None
-            taken = tensor.memory_bytes if isinstance(tensor, LazyTensor) else 0
+        numel, itemsize = tensor.numel(), tensor.itemsize
+        step, memory_bytes = BLOCK_BYTES // itemsize, 0
+        group: object = None
+        if isinstance(tensor, LazyTensor):
+            step = step if tensor.in_pieces else max(numel, 1)
+            memory_bytes = tensor.memory_bytes
+            group = tensor.run.read_all if tensor.run is not None and numel <= step else None
+        elif is_plain_memory(tensor):
+            group = _IN_MEMORY
+        for block, first in enumerate(range(0, numel, step)):
+            end = min(first + step, numel)
+            at, nbytes, last = start + first * itemsize, (end - first) * itemsize, jobs[-1] if jobs else None
             if (
-                run is not None
-                and isinstance(last, _LazyJob)
-                and last.read_all is run.read_all
-                and last.start + last.nbytes == start
-                and last.memory_bytes + taken <= most_bytes
+                last is not None
+                and group is not None
+                and last.group is group
+                and last.start + last.nbytes == at
                 and last.nbytes + nbytes <= BLOCK_BYTES
+                and last.memory_bytes + memory_bytes <= most_bytes
             ):
-                last.numbers.append(number)
+                last.pieces.append((number, block, first, end))
                 last.nbytes += nbytes
-                last.memory_bytes += taken
-                continue
-            count = tensor.numel()
-            is_whole = isinstance(tensor, LazyTensor) and not tensor.in_pieces
-            step = count if is_whole else BLOCK_BYTES // tensor.itemsize
-            for block, first in enumerate(range(0, count, step)):
-                at = start + first * tensor.itemsize
-                end = min(first + step, count)
-                read_all = run.read_all if run is not None and end - first == count else None
-                size_bytes = (end - first) * tensor.itemsize
-                jobs.append(_LazyJob(at, [number], block, first, end, size_bytes, taken, read_all))
-            job = _Job(start + nbytes)
-            continue
-        address = tensor.data_ptr()
-        for which, first in enumerate(range(0, nbytes, BLOCK_BYTES)):
-            count = min(BLOCK_BYTES, nbytes - first)
-            follows = job.blocks and job.start + job.nbytes == start + first
-            if not follows or job.nbytes + count > BLOCK_BYTES:
-                job = _Job(start + first)
-                jobs.append(job)
-            job.blocks.append((number, which, address + first, count))
-            job.nbytes += count
+                last.memory_bytes += memory_bytes
+            else:
+                jobs.append(_Job(at, group, [(number, block, first, end)], nbytes, memory_bytes))
     return jobs
-
-
-def _write(
-    job: _Job, digests: list[list[str]], output: "Output | Uncached | ObjectWriter | None", buffer: Buffer | None
-) -> None:
-    at = first = job.start % _ALIGN_BYTES  # so that pages of memory are pages of the file
-    for number, which, address, nbytes in job.blocks:
-        block = memory_at(address, nbytes)
-        if buffer is not None:
-            # Other code may change a tensor while it is written: the digest and the file are of the same copy.
-            ctypes.memmove(buffer.address + at, address, nbytes)
-            block = buffer.view[at : at + nbytes]
-        digests[number][which] = xxhash.xxh3_128_hexdigest(block)
-        at += nbytes
-    if output is not None and buffer is not None:
-        output.write_at(job.start, buffer.view[first:at])
 
 
 def threads_within(tensors: Mapping[str, object], max_memory_bytes: int | None, where: str) -> int:
