@@ -18,7 +18,7 @@ from functools import partial
 from inspect import getattr_static
 from pathlib import Path
 from types import MemberDescriptorType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -42,8 +42,28 @@ FACTORIES: dict[str, type] = {
 # Python.
 
 
-def _bytes(tree: Tree, decoder: Decoder) -> bytes:
-    return base64.b64decode(decoder.expect(tree, str), validate=True)
+def _of_text(tag: str, text: Callable[[Any], str], create: Callable[[str], object]) -> ValueKind:
+    """A kind of values that are encoded as a text."""
+    return ValueKind(tag, lambda value, encoder: text(value), lambda tree, decoder: create(decoder.expect(tree, str)))
+
+
+def _of_items(
+    tag: str, items: Callable[[Any], Iterable[object]], create: Callable[..., object], cls: type | None = None
+) -> ValueKind:
+    """A kind of values that are encoded as a list of items, which `create` takes as arguments; all are of a class."""
+    return ValueKind(
+        tag,
+        lambda value, encoder: encoder.children(items(value)),
+        lambda tree, decoder: create(*decoder.items(tree, cls)),
+    )
+
+
+def _as_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _from_base64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
 
 
 def _encode_set(value: set[object] | frozenset[object], encoder: Encoder) -> list[Tree]:
@@ -158,14 +178,14 @@ _EMPTY = {"<U0": np.str_(""), "|S0": np.bytes_(b"")}
 def _encode_scalar(value: np.generic, encoder: Encoder) -> Tree:
     if value.dtype.str in _EMPTY:
         return [value.dtype.str, ""]
-    return [_encode_dtype(value.dtype, encoder), base64.b64encode(value.tobytes()).decode()]
+    return [_encode_dtype(value.dtype, encoder), _as_base64(value.tobytes())]
 
 
 def _scalar(tree: Tree, decoder: Decoder) -> object:
     text, encoded = decoder.expect(tree, list)
     if isinstance(text, str) and text in _EMPTY and not encoded:
         return _EMPTY[text]
-    dtype, raw = _dtype(text, decoder), _bytes(encoded, decoder)
+    dtype, raw = _dtype(text, decoder), _from_base64(decoder.expect(encoded, str))
     if len(raw) != dtype.itemsize:
         raise decoder.fail("the bytes of a scalar are not as many as its dtype needs", found=len(raw))
     if dtype.kind in "SU":  # `frombuffer` drops zeros at the end
@@ -176,17 +196,16 @@ def _scalar(tree: Tree, decoder: Decoder) -> object:
 # torch.
 
 
-def _torch_size(tree: Tree, decoder: Decoder) -> torch.Size:
-    sizes = decoder.items(tree, int)
+def _torch_size(*sizes: int) -> torch.Size:
     if not all(abs(size) <= _MAX_SIZE for size in sizes):
-        raise decoder.fail("a size of more than 64 bits")  # torch takes it, and fails where it is used
+        raise ValueError("a size of more than 64 bits")  # torch takes it, and fails where it is used
     return torch.Size(sizes)
 
 
-def _torch_dtype(tree: Tree, decoder: Decoder) -> torch.dtype:
-    dtype = vars(torch).get(decoder.expect(tree, str))
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = vars(torch)[name]  # a newer torch may have more
     if type(dtype) is not torch.dtype:
-        raise decoder.fail("torch has no such dtype", found=tree[:80], remedy="a newer torch may have it")
+        raise ValueError(name)
     return dtype
 
 
@@ -369,42 +388,36 @@ def _check_fields(names: Collection[str], values: Collection[str], text: str, de
 # The kinds.
 
 
-def _items(value: Iterable[object], encoder: Encoder) -> list[Tree]:
-    return encoder.children(value)
-
-
 def _pairs(value: Mapping[object, object], encoder: Encoder) -> list[list[Tree]]:
     return encoder.pairs(value)
 
 
-def _in_value(value: object, encoder: Encoder) -> Tree:
-    raise AssertionError("Encoder.value encodes values of this type")
-
-
 KINDS: dict[type, ValueKind] = {
-    str: ValueKind("str", _in_value, lambda tree, decoder: _bytes(tree, decoder).decode("utf-8", "surrogatepass")),
-    int: ValueKind("int", _in_value, lambda tree, decoder: int(decoder.expect(tree, str), 16)),
-    float: ValueKind(
-        "float", _in_value, lambda tree, decoder: struct.unpack(">d", bytes.fromhex(decoder.expect(tree, str)))[0]
+    str: _of_text(
+        "str",
+        lambda value: _as_base64(value.encode("utf-8", "surrogatepass")),
+        lambda text: _from_base64(text).decode("utf-8", "surrogatepass"),
     ),
-    complex: ValueKind(
-        "complex",
-        lambda value, encoder: encoder.children([value.real, value.imag]),
-        lambda tree, decoder: complex(*decoder.items(tree, float)),
+    int: _of_text("int", hex, lambda text: int(text, 16)),
+    float: _of_text(
+        "float", lambda value: struct.pack(">d", value).hex(), lambda text: struct.unpack(">d", bytes.fromhex(text))[0]
     ),
-    bytes: ValueKind("bytes", lambda value, encoder: base64.b64encode(value).decode(), _bytes),
-    tuple: ValueKind("tuple", _items, lambda tree, decoder: tuple(decoder.items(tree))),
+    bytes: _of_text("bytes", _as_base64, _from_base64),
+    date: _of_text("date", date.isoformat, date.fromisoformat),
+    torch.dtype: _of_text("torch.dtype", lambda value: str(value).removeprefix("torch."), _torch_dtype),
+    torch.device: _of_text("torch.device", str, torch.device),
+    complex: _of_items("complex", lambda value: (value.real, value.imag), complex, float),
+    tuple: _of_items("tuple", tuple, lambda *items: items),
+    range: _of_items("range", lambda value: (value.start, value.stop, value.step), range, int),
+    timedelta: _of_items("timedelta", lambda value: (value.days, value.seconds, value.microseconds), timedelta, int),
+    timezone: _of_items("timezone", lambda value: value.__getinitargs__(), timezone),
+    torch.Size: _of_items("torch.Size", tuple, _torch_size, int),
     set: ValueKind("set", _encode_set, lambda tree, decoder: set(decoder.keys(tree))),
     frozenset: ValueKind("frozenset", _encode_set, lambda tree, decoder: frozenset(decoder.keys(tree))),
     dict: ValueKind("dict", _pairs, lambda tree, decoder: decoder.pairs(tree, {})),
     OrderedDict: ValueKind("OrderedDict", _encode_ordered, _ordered),
     defaultdict: ValueKind("defaultdict", _encode_default, _default),
     Counter: ValueKind("Counter", _pairs, lambda tree, decoder: decoder.pairs(tree, Counter())),
-    range: ValueKind(
-        "range",
-        lambda value, encoder: encoder.children((value.start, value.stop, value.step)),
-        lambda tree, decoder: range(*decoder.items(tree, int)),
-    ),
     datetime: ValueKind(
         "datetime",
         lambda value, encoder: [
@@ -413,21 +426,6 @@ KINDS: dict[type, ValueKind] = {
             *encoder.children([value.tzinfo]),
         ],
         _datetime,
-    ),
-    date: ValueKind(
-        "date",
-        lambda value, encoder: value.isoformat(),
-        lambda tree, decoder: date.fromisoformat(decoder.expect(tree, str)),
-    ),
-    timedelta: ValueKind(
-        "timedelta",
-        lambda value, encoder: encoder.children((value.days, value.seconds, value.microseconds)),
-        lambda tree, decoder: timedelta(*decoder.items(tree, int)),
-    ),
-    timezone: ValueKind(
-        "timezone",
-        lambda value, encoder: encoder.children(value.__getinitargs__()),
-        lambda tree, decoder: timezone(*decoder.items(tree)),
     ),
     type(Path()): ValueKind(
         "Path",
@@ -453,11 +451,6 @@ KINDS: dict[type, ValueKind] = {
         )
         for cls in (nn.UninitializedParameter, nn.UninitializedBuffer)
     },
-    torch.Size: ValueKind("torch.Size", _items, _torch_size),
-    torch.dtype: ValueKind("torch.dtype", lambda value, encoder: str(value).removeprefix("torch."), _torch_dtype),
-    torch.device: ValueKind(
-        "torch.device", lambda value, encoder: str(value), lambda tree, decoder: torch.device(decoder.expect(tree, str))
-    ),
 }
 """By exact class."""
 

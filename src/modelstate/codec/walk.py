@@ -8,7 +8,6 @@ every tag in a tree is a tag.
 from __future__ import annotations
 
 import math
-import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -187,16 +186,14 @@ class Encoder(Walk):
 
     def value(self, value: Any) -> Tree:
         cls = type(value)
-        if value is None or cls is bool:
+        if (
+            value is None
+            or cls is bool
+            or (cls is str and is_unicode(value))
+            or (cls is int and -MAX_PLAIN_INT <= value <= MAX_PLAIN_INT)
+            or (cls is float and math.isfinite(value))
+        ):
             return value
-        if cls is str:
-            return (
-                value if is_unicode(value) else {"$str": self.value(value.encode("utf-8", "surrogatepass"))["$bytes"]}
-            )
-        if cls is int:
-            return value if -MAX_PLAIN_INT <= value <= MAX_PLAIN_INT else {"$int": hex(value)}
-        if cls is float:
-            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
         if cls is self._tensor and not value.requires_grad:
             return self.tensor(value)
         if id(value) in self._open:
