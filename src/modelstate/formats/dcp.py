@@ -14,7 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -34,6 +34,10 @@ from modelstate.formats.tree import Contents
 from modelstate.formats.unpickle import (
     DeferredCall,
     Keys,
+    damaged,
+    no_storage,
+    places_in,
+    typed,
     unpickle,
 )
 from modelstate.io.files import FileFingerprint, SourceFile
@@ -46,7 +50,6 @@ _MAX_SHARDED_DIMS = 8
 _MAX_PATH_STEPS = 100
 _TRY_TORCH = "dcp_to_torch_save(directory, path) of torch.distributed.checkpoint.format_utils may be able to convert it"
 
-_T = TypeVar("_T")
 Path = tuple[str | int, ...]
 """The keys, and the indices of lists, that lead to a value in the state dict."""
 Index = tuple[str, tuple[int, ...] | None]
@@ -110,8 +113,8 @@ def _read_metadata(file: SourceFile, *, allow: Sequence[object], skip_forbidden:
     path, data = file.path, file.read(0, file.nbytes, "the metadata")
     others = ((_StandIn, entry) if isinstance(entry, str) else entry for entry in allow)
     names = TorchGlobals([*others, *((stand_in, name) for name, stand_in in _STAND_INS.items())])
-    try:
-        value, end = unpickle(data, 0, _no_storage, names.find)
+    with places_in(path):
+        value, end = unpickle(data, 0, no_storage, names.find)
         if names.refused and not skip_forbidden:
             raise forbidden(
                 "the metadata asks for {} that {} not allowed",
@@ -120,11 +123,8 @@ def _read_metadata(file: SourceFile, *, allow: Sequence[object], skip_forbidden:
                 f'if you trust them: ms.load(model, ms.open("{os.path.dirname(path)}", allow={{}}))',
             )
         if end != len(data):
-            raise _damaged("it goes on after its end", f"{len(data) - end} more bytes")
+            raise damaged("it goes on after its end", f"{len(data) - end} more bytes")
         return _checked(value)
-    except OpenError as error:
-        error.where = error.where if error.where.startswith(path) else f"{path}: {error.where}".removesuffix(": ")
-        raise
 
 
 class _StandIn:
@@ -161,39 +161,25 @@ _STAND_INS: dict[str, type] = {
 )
 
 
-def _no_storage(key: tuple[object, ...]) -> object:
-    raise _damaged("it refers to a storage")
-
-
-def _damaged(what: str, found: object = "") -> DamagedFileError:
-    return DamagedFileError(f"the metadata is damaged: {what}", found=found, remedy="copy the checkpoint again")
-
-
 # Checking the description.
 
 
 def _state(node: object, kind: str) -> dict[str, object]:
     """The fields of an object of a class of torch.distributed.checkpoint, or of an allowed class in its place."""
     if type(node) is not DeferredCall or (node.name != _DCP + kind and node.name in _STAND_INS):
-        raise _damaged(f"a {kind.rpartition('.')[2]} is missing", getattr(node, "name", type(node).__name__))
+        raise damaged(f"a {kind.rpartition('.')[2]} is missing", getattr(node, "name", type(node).__name__))
     state = node.states[0] if node.states else {}
     if len(node.states) > 1 or type(state) is not dict:
-        raise _damaged(f"a {kind.rpartition('.')[2]} is not valid", type(state).__name__)
+        raise damaged(f"a {kind.rpartition('.')[2]} is not valid", type(state).__name__)
     return state
-
-
-def _typed(value: object, kind: type[_T], what: str) -> _T:
-    if type(value) is not kind or not isinstance(value, kind):
-        raise _damaged(f"{what} is missing", type(value).__name__)
-    return value
 
 
 def _checked(value: object) -> Metadata:
     fields = _state(value, "metadata.Metadata")
     items: dict[str, ChunkedTensor | None] = {}
     seen: dict[int, ChunkedTensor] = {}
-    for name, node in _typed(fields.get("state_dict_metadata"), dict, "the table of contents").items():
-        _typed(name, str, "the name of an item")
+    for name, node in typed(fields.get("state_dict_metadata"), dict, "the table of contents is missing").items():
+        typed(name, str, "the name of an item is missing")
         if type(node) is DeferredCall and node.name == f"{_DCP}metadata.BytesStorageMetadata":
             items[name] = None
             continue
@@ -205,12 +191,12 @@ def _checked(value: object) -> Metadata:
                 error.where = error.where or name
                 raise
         items[name] = seen[id(node)]
-    written = _places(_typed(fields.get("storage_data"), dict, "the table of places"))
+    written = _places(typed(fields.get("storage_data"), dict, "the table of places is missing"))
     places: dict[Index, ItemPlace] = {}
     for name, item in items.items():
         for offsets in [None] if item is None else [chunk.offsets for chunk in item.chunks]:
             if (name, offsets) not in written:
-                raise _damaged("the place of an item is missing", name + (f", chunk at {offsets}" if offsets else ""))
+                raise damaged("the place of an item is missing", name + (f", chunk at {offsets}" if offsets else ""))
             places[name, offsets] = written[name, offsets]
     _check_apart(written)
     return Metadata(items, places, _paths(items, fields.get("planner_data")))
@@ -223,7 +209,7 @@ def _tensor_metadata(node: object) -> ChunkedTensor:
     if min((*shape, 0)) < 0 or math.prod(filter(None, shape)) * dtype.itemsize >= MAX_INDEX:
         raise DamagedFileError("a tensor has an impossible size", found=f"shape {shape} of {dtype}")
     chunks: list[StoredChunk] = []
-    for chunk in _typed(fields.get("chunks"), list, "the list of chunks"):
+    for chunk in typed(fields.get("chunks"), list, "the list of chunks is missing"):
         box = _state(chunk, "metadata.ChunkStorageMetadata")
         chunks.append(StoredChunk(dims(box.get("offsets")), dims(box.get("sizes"))))
     _check_cover(shape, chunks)
@@ -243,7 +229,7 @@ def _dtype(node: object) -> torch.dtype:
     state: object = node.states[0] if known and isinstance(node, DeferredCall) and len(node.states) == 1 else None
     dtype, strides = (state[0], state[5:]) if type(state) is tuple and len(state) in (5, 6) else (None, ())
     if not isinstance(dtype, torch.dtype):
-        raise _damaged("the dtype of a tensor is missing", type(dtype).__name__)
+        raise damaged("the dtype of a tensor is missing", type(dtype).__name__)
     if strides not in ((), (None,)):
         dims(strides[0])
     return dtype
@@ -299,15 +285,15 @@ def _places(table: dict[object, object]) -> dict[Index, ItemPlace]:
     keys = Keys()
     for key, node in table.items():
         index, info = _state(key, "metadata.MetadataIndex"), _state(node, "filesystem._StorageInfo")
-        name, offset = _typed(index.get("fqn"), str, "the name of a place"), index.get("offset")
+        name, offset = typed(index.get("fqn"), str, "the name of a place is missing"), index.get("offset")
         at = name, None if offset is None else dims(offset)
         keys.check(at[1])
         if at in places:
-            raise _damaged("two places of one item", name)
+            raise damaged("two places of one item", name)
         place = ItemPlace(
-            _typed(info.get("relative_path"), str, "the file of an item"),
-            _typed(info.get("offset"), int, "the place of an item"),
-            _typed(info.get("length"), int, "the length of an item"),
+            typed(info.get("relative_path"), str, "the file of an item is missing"),
+            typed(info.get("offset"), int, "the place of an item is missing"),
+            typed(info.get("length"), int, "the length of an item is missing"),
         )
         if not 0 <= place.start < MAX_INDEX or not 0 <= place.nbytes < MAX_INDEX:
             raise DamagedFileError("an item lies nowhere", where=name, found=place, remedy="copy the checkpoint again")
@@ -345,15 +331,15 @@ def _paths(items: dict[str, ChunkedTensor | None], mapping: object) -> dict[str,
         is_path = type(path) is tuple and 0 < len(path) <= _MAX_PATH_STEPS and type(path[0]) is str
         is_valid = type(name) is str and is_path
         if not is_valid or not all(type(step) is str or (type(step) is int and 0 <= step < MAX_INDEX) for step in path):
-            raise _damaged("a path of the state dict is not valid", str(name)[:200])
+            raise damaged("a path of the state dict is not valid", str(name)[:200])
         if name != ".".join(map(str, path)):
-            raise _damaged("a name is not that of its path", f"{str(name)[:200]!r} and {str(path)[:200]}")
+            raise damaged("a name is not that of its path", f"{str(name)[:200]!r} and {str(path)[:200]}")
         # The table may contain values of other ranks that were not written.
         if name in items:
             paths[name] = path
     for name in items:
         if name not in paths:
-            raise _damaged("an item has no path in the state dict", name)
+            raise damaged("an item has no path in the state dict", name)
     return paths
 
 

@@ -58,7 +58,6 @@ INDEX_SUFFIX = ".index.json"
 _PLAIN_NAME = r"(?a)\w[\w.-]*"
 _MOST_METADATA = 100
 _MOST_PARTS = MAX_NAMES + manifest.MAX_PARTS
-_MOST_TRIES = 20
 
 
 class Index(NamedTuple):
@@ -89,7 +88,7 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
     Also raises what `read_file` raises.
     """
     index = read_index(index_path)
-    for _ in range(_MOST_TRIES):
+    while True:
         try:
             return _read(index_path, index, read_file, allow)
         except ModelStateError:
@@ -102,7 +101,6 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
                 index = read_index(index_path)
             if index == before:
                 raise
-    return _read(index_path, index, read_file, allow)
 
 
 def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], allow: Sequence[object]) -> Contents:

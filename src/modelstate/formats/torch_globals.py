@@ -13,7 +13,7 @@ import math
 import pkgutil
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -35,6 +35,7 @@ from modelstate.formats.unpickle import (
     Storage,
     damaged,
     invalid,
+    typed,
 )
 from modelstate.spec import Refused, StoredTensor
 from modelstate.text_format import short_repr
@@ -193,7 +194,7 @@ def _ordered_dict(pairs: Any = ()) -> OrderedDict[object, object]:
 
 
 def _counter(*counts: object) -> Counter[object]:
-    return Counter(*(_typed(part, dict, "counts that are not a dict") for part in counts))
+    return Counter(*(typed(part, dict, "counts that are not a dict") for part in counts))
 
 
 def _raw(value: object = b"", encoding: str = "latin-1") -> bytes:
@@ -237,7 +238,6 @@ MAX_INDEX = 2**63
 
 _INTEGERS = frozenset({int})
 
-_T = TypeVar("_T")
 Rebuilt = StoredTensor | DeferredTensor | Refused
 """What a function that rebuilds a tensor returns here."""
 
@@ -273,12 +273,6 @@ def _nested() -> Refused:
     return unsupported("a nested tensor", "save its values() and offsets()")
 
 
-def _typed(value: object, kind: type[_T], what: str) -> _T:
-    if type(value) is not kind or not isinstance(value, kind):
-        raise damaged(what, type(value).__name__)
-    return value
-
-
 def _tensor_v2(
     storage: object,
     offset: object,
@@ -302,7 +296,7 @@ def _tensor_v2(
                 "a tensor whose memory had been given back when it was saved",
                 "save it where its memory is there, as in the hooks of the code that frees it",
             )
-        grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
+        grad = typed(requires_grad, bool, "requires_grad is neither True nor False")
         if grad and not (dtype.is_floating_point or dtype.is_complex):
             raise DamagedFileError("a tensor of integers that requires a gradient", found=str(dtype))
         stored = StoredTensor.view(dtype, shape, steps, storage.region, storage.offset + first, grad)
@@ -338,14 +332,14 @@ def _tensor_v3(*args: Any) -> Rebuilt:
 
 
 def _dtype(value: object) -> torch.dtype:
-    dtype: torch.dtype = _typed(value, torch.dtype, "a value that is not a dtype")
+    dtype: torch.dtype = typed(value, torch.dtype, "a value that is not a dtype")
     return dtype
 
 
 def _parameter(data: object, requires_grad: object = True, hooks: object = None, state: object = None) -> Rebuilt:
     if isinstance(data, Refused):
         return data
-    grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
+    grad = typed(requires_grad, bool, "requires_grad is neither True nor False")
     if type(data) is StoredTensor:
         if grad and not (data.dtype.is_floating_point or data.dtype.is_complex):
             return invalid(DamagedFileError("a parameter of integers that requires a gradient", found=str(data.dtype)))
@@ -438,7 +432,7 @@ def _wrapper_subclass(cls: object, args: tuple[object, ...], state: object) -> R
             raise DamagedFileError("a tensor has an impossible layout", found=f"shape {shape}, stride {steps}")
     except OpenError as error:
         return invalid(error)
-    dtype, layout = _dtype(dtype), _typed(layout, torch.layout, "a value that is not a layout")
+    dtype, layout = _dtype(dtype), typed(layout, torch.layout, "a value that is not a layout")
 
     def make(parts: Sequence[object]) -> torch.Tensor:
         # Every such class calls `_make_wrapper_subclass` in its `__new__`, whose arguments are not known here.
@@ -494,7 +488,7 @@ def _class_name(cls: object) -> str:
 def _from_cpu(data: object, dtype: object, device: object, requires_grad: object) -> Rebuilt:
     """Rebuilds a tensor of a device without storages, such as XLA."""
     target = _dtype(dtype)
-    grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
+    grad = typed(requires_grad, bool, "requires_grad is neither True nor False")
     if type(data) is not StoredTensor:
         raise damaged("a tensor of a device without its values", type(data).__name__)
     if data.dtype == target:

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from modelstate.errors import (
     CUT_SHORT,
     DamagedFileError,
-    OpenError,
     TruncatedFileError,
     UnknownFormatError,
     UnsupportedTensorError,
@@ -22,6 +21,8 @@ from modelstate.formats.unpickle import (
     Storage,
     check_protocol,
     damaged,
+    no_storage,
+    places_in,
     unpickle,
 )
 from modelstate.io.files import MAX_STRUCTURE_BYTES, SourceFile
@@ -41,11 +42,8 @@ def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool
     the arguments and errors see `modelstate.formats.torch_zip.read`.
     """
     path = file.path
-    try:
+    with places_in(path):
         return Contents(FORMAT, _tree(file, allow, skip_forbidden), {path: file.fingerprint})
-    except OpenError as error:
-        error.where = error.where if error.where.startswith(path) else f"{path}: {error.where}".rstrip(": ")
-        raise
 
 
 def _tree(file: SourceFile, allow: Sequence[object], skip_forbidden: bool) -> object:
@@ -73,8 +71,8 @@ def _pickles(data: bytes, storages: "_StreamStorages") -> tuple[int, object, int
     """The start of the main pickle, the keys of the storages in their order, and the start of the first storage."""
     check_protocol(data)
     names = TorchGlobals()
-    magic, pos = unpickle(data, 0, _no_storage, names.find)
-    version, pos = unpickle(data, pos, _no_storage, names.find)
+    magic, pos = unpickle(data, 0, no_storage, names.find)
+    version, pos = unpickle(data, pos, no_storage, names.find)
     if magic != LEGACY_MAGIC or version != VERSION:
         raise UnknownFormatError(
             "not the stream that torch.save wrote before 1.6",
@@ -83,14 +81,10 @@ def _pickles(data: bytes, storages: "_StreamStorages") -> tuple[int, object, int
             remedy="load and save it once with a current PyTorch",
         )
     # The next pickle describes the machine that wrote the file; the numbers of tensors are always little-endian.
-    _, start = unpickle(data, pos, _no_storage, names.find)
+    _, start = unpickle(data, pos, no_storage, names.find)
     _, pos = unpickle(data, start, storages.declare, names.find)
-    keys, end = unpickle(data, pos, _no_storage, names.find)
+    keys, end = unpickle(data, pos, no_storage, names.find)
     return start, keys, end
-
-
-def _no_storage(key: tuple[object, ...]) -> object:
-    raise damaged("a storage where none can be")
 
 
 class _StreamStorages:

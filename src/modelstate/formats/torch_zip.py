@@ -34,6 +34,7 @@ from modelstate.formats.unpickle import (
     check_protocol,
     damaged,
     invalid,
+    places_in,
     unpickle,
 )
 from modelstate.formats.writing import write_file
@@ -87,14 +88,11 @@ def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool
             where=path,
             remedy=f"open its directory: {os.path.dirname(path) or '.'}",
         )
-    try:
+    with places_in(path, "data.pkl"):
         archive = read_archive(file, names)
         tree = construct(
             archive.value, path=path, data_nbytes=archive.pickle_nbytes, names=names, skip_forbidden=skip_forbidden
         )
-    except OpenError as error:
-        error.where = error.where if error.where.startswith(path) else f"{path}: {error.where or 'data.pkl'}"
-        raise
     return Contents(FORMAT, tree, {path: file.fingerprint}, checksums=archive.checksums)
 
 
@@ -177,10 +175,7 @@ def _kind(records: Mapping[str, object], prefix: str) -> tuple[str, str]:
 
 def _check_byteorder(directory: ZipDirectory, prefix: str) -> None:
     name = f"{prefix}byteorder"
-    record = directory.records.get(name)
-    if record is None:
-        return
-    order = directory.read(name) if record.nbytes < 100 else b""
+    order = directory.read(name) if name in directory.records else b"little"
     if order == b"big":
         raise UnsupportedTensorError(
             "the file was written on a big-endian machine, which is not supported",
@@ -188,12 +183,7 @@ def _check_byteorder(directory: ZipDirectory, prefix: str) -> None:
             remedy="load and save it once with torch.load and torch.save on this machine",
         )
     if order != b"little":
-        raise DamagedFileError(
-            "the byte order is unknown",
-            where=f"{directory.file.path}: {name}",
-            expected="little",
-            found=excerpt(order[:20]),
-        )
+        raise damaged("the byte order is unknown", excerpt(order[:20]))
 
 
 class _ZipStorages:

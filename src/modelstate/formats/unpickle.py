@@ -14,8 +14,9 @@ import pickle
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -29,6 +30,8 @@ from modelstate.torch_compat.values import set_version_metadata
 # What a pickle becomes before any object of it is created.
 
 
+_T = TypeVar("_T")
+
 MAX_KEY_ITEMS = 64
 MAX_KEY_INT = 2**60
 MAX_SAME_HASH = 64
@@ -40,6 +43,29 @@ MAX_ARGUMENTS = 16
 def damaged(what: str, found: object = "") -> DamagedFileError:
     """The error for a pickle that no writer has written like this."""
     return DamagedFileError(f"the pickle is damaged: {what}", found=found)
+
+
+def typed(value: object, kind: type[_T], what: str) -> _T:
+    """Returns the value if it is of exactly this class. Raises `DamagedFileError`."""
+    if type(value) is not kind or not isinstance(value, kind):
+        raise damaged(what, type(value).__name__)
+    return value
+
+
+def no_storage(key: tuple[object, ...]) -> object:
+    """The `persistent` of a pickle that refers to no storage. Raises `DamagedFileError`."""
+    raise damaged("it refers to a storage")
+
+
+@contextmanager
+def places_in(path: str, place: str = "") -> Iterator[None]:
+    """Adds a file to the places of errors; `place` is the place within the file of errors without one."""
+    try:
+        yield
+    except OpenError as error:
+        if not error.where.startswith(path):
+            error.where = f"{path}: {error.where or place}".removesuffix(": ")
+        raise
 
 
 def check_protocol(data: bytes) -> None:
