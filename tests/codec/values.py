@@ -255,27 +255,6 @@ _hashable = st.recursive(
     ),
     max_leaves=4,
 )
-_torch_dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float16)
-_shapes = st.lists(st.integers(0, 3), max_size=3)
-
-
-@st.composite
-def tensors(draw: st.DrawFn) -> torch.Tensor:
-    dtype = draw(st.sampled_from(_torch_dtypes))
-    made = torch.randint(0, 2, draw(_shapes)).to(dtype)
-    if draw(st.booleans()):
-        made = made.transpose(0, -1) if made.dim() else made
-    grad = dtype.is_floating_point or dtype.is_complex
-    how = draw(st.integers(0, 2))
-    return made if not how else made.requires_grad_(grad) if how == 1 else nn.Parameter(made, grad)
-
-
-@st.composite
-def arrays(draw: st.DrawFn) -> Any:
-    dtype = draw(st.sampled_from(["<f4", ">f8", "<i2", "u1", "?", "<c8", "<U3", "<f2"]))
-    made = np.zeros(draw(_shapes), np.int64)
-    made = (made + 1).astype(dtype)
-    return np.asfortranarray(made) if draw(st.booleans()) and made.ndim else made
 
 
 _leaves = (
@@ -286,8 +265,6 @@ _leaves = (
     | st.binary(max_size=5)
     | st.datetimes(timezones=st.none() | st.just(UTC))
     | st.timedeltas()
-    | tensors()
-    | arrays()
 )
 
 

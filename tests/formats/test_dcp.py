@@ -527,15 +527,6 @@ def test_paths_that_make_no_tree(tmp_path: Path, paths: dict[str, Any], error: t
         ms.open(write(tmp_path / "x", {}, dict.fromkeys(paths, 1), paths=paths))
 
 
-def test_links_to_a_cache(tmp_path: Path) -> None:
-    directory = write(tmp_path / "x", {"a": halves(torch.ones(4))})
-    (directory / "__0_0.distcp").rename(tmp_path / "elsewhere")
-    (directory / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
-    (directory / ".metadata").rename(tmp_path / "metadata")
-    (directory / ".metadata").symlink_to(tmp_path / "metadata")
-    assert torch.equal(ms.open(directory).tensor("a"), torch.ones(4))
-
-
 def test_chunks_of_another_shape_or_kind(tmp_path: Path) -> None:
     good = halves(torch.randn(4, 3))
     second = list(good)[1]

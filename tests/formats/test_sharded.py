@@ -112,12 +112,6 @@ def test_shards_may_lie_in_a_subdirectory(tmp_path: Path) -> None:
     assert opened(path).keys() == STATE.keys()
 
 
-def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path)
-    assert opened(Path("model.safetensors.index.json")).keys() == STATE.keys()
-
-
 # Links.
 
 
@@ -153,14 +147,6 @@ def test_links_to_a_cache(cache: str, tmp_path: Path) -> None:
     ms.convert_checkpoint(index.parent, tmp_path / "copy.safetensors")
     copied = ms.open(tmp_path / "copy.safetensors")
     assert all(torch.equal(copied.tensor(name), value) for name, value in STATE.items())
-
-
-def test_shards_in_a_linked_directory(tmp_path: Path) -> None:
-    write(tmp_path / "elsewhere")
-    link(tmp_path / "model" / "weights", tmp_path / "elsewhere")
-    index = tmp_path / "model" / "model.safetensors.index.json"
-    index.write_text(index_text({name: f"weights/{shard}" for name, shard in truth().items()}))
-    assert opened(index).keys() == STATE.keys()
 
 
 # Indexes that lie.
@@ -325,8 +311,3 @@ def test_errors_of_a_shard_name_the_shard(tmp_path: Path) -> None:
     with pytest.raises(OpenError) as raised:
         opened(index)
     assert raised.value.where == str(shard)
-
-
-def test_no_index(tmp_path: Path) -> None:
-    with pytest.raises(SourceNotFoundError):
-        opened(tmp_path / "model.safetensors.index.json")

@@ -307,13 +307,6 @@ def test_members_of_an_enum_by_name() -> None:
         loads(data.replace(b"X\3\0\0\0RED", b"X\x08\0\0\0__init__"), (Colour,))
 
 
-def test_depth() -> None:
-    value: Any = 1
-    for level in range(30):
-        value = [{"a": (value, Colour.RED)}] if level % 2 else Point(1, value)
-    assert loads(pickle.dumps([value, [Colour.RED]]), (Colour, Point)) == [value, [Colour.RED]]
-
-
 def test_numpy_under_its_old_and_new_names(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"a": np.float32(1.5)})
     for name in ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"):
