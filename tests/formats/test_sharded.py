@@ -201,19 +201,18 @@ def test_a_link_to_nothing_is_a_missing_shard(tmp_path: Path) -> None:
 def test_a_name_in_two_shards(tmp_path: Path) -> None:
     index = write(tmp_path)
     save_file({name: STATE[name] for name in list(STATE)[3:]}, tmp_path / SHARDS[1])
-    with pytest.raises(DamagedFileError, match=r"one shard \(1\)") as raised:
+    with pytest.raises(DamagedFileError, match="0 tensors of the index not in the shard, 1 of the shards") as raised:
         opened(index)
-    assert "'layers.3.weight'" in raised.value.found
-    assert all(shard in raised.value.found for shard in SHARDS)
+    assert raised.value.found == f"'layers.3.weight' in '{SHARDS[1]}'"
 
 
 def test_a_name_twice_in_the_index(tmp_path: Path) -> None:
     index = write(tmp_path)
     index.write_text('{"weight_map": {"a": "%s", "a": "%s"}}' % SHARDS)  # noqa: UP031
-    with pytest.raises(DamagedFileError, match="'a' twice"):
+    with pytest.raises(DamagedFileError, match="'a' is in one object twice"):
         opened(index)
     index.write_text('{"weight_map": {"a": "x"}, "weight_map": {"b": "x"}}')
-    with pytest.raises(DamagedFileError, match="'weight_map' twice"):
+    with pytest.raises(DamagedFileError, match="'weight_map' is in one object twice"):
         opened(index)
 
 
@@ -221,7 +220,7 @@ def test_a_name_twice_in_the_index(tmp_path: Path) -> None:
     ("change", "expected", "found"),
     [
         ({"more": SHARDS[0]}, "'more'", ""),
-        ({"layers.0.weight": SHARDS[1]}, "'layers.0.weight'", ""),
+        ({"layers.0.weight": SHARDS[1]}, "'layers.0.weight'", "'layers.0.weight'"),
         ({"layers.5.weight": None}, "", "'layers.5.weight'"),
         ({"layers.5.weight": None, "layers.6.weight": SHARDS[1]}, "'layers.6.weight'", "'layers.5.weight'"),
     ],
@@ -288,11 +287,9 @@ def test_a_shard_that_is_no_flat_mapping(tree: object, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_index_of_more_shards_than_are_read_is_not_called_damaged(tmp_path: Path) -> None:
     index = write(tmp_path, {f"w{number}": f"{number}.safetensors" for number in range(100_001)})
-    with pytest.raises(DamagedFileError, match="exceeds a limit") as raised:
+    with pytest.raises(DamagedFileError, match="100,000 different values") as raised:
         opened(index)
-    assert "100,000 files" in str(raised.value.expected)
     assert "fewer, larger shards" in raised.value.remedy
-    assert "again in fewer" in str(raised.value)
     assert "download" not in str(raised.value)
 
 

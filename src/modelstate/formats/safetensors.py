@@ -148,6 +148,7 @@ def read(file: SourceFile, *, allow: Sequence[object] = ()) -> Contents:
             where=f"{path}: header" + (f", byte {error.at} of {length}" if error.at is not None else ""),
             expected=error.expected or "JSON as the safetensors format has it",
             found=error.found,
+            remedy=error.remedy,
         ) from error
     seal = metadata.pop(SEAL, None)
     if seal is not None:
@@ -161,21 +162,15 @@ def read(file: SourceFile, *, allow: Sequence[object] = ()) -> Contents:
 class JsonError(ValueError):
     """A text is not the JSON that a reader expects. The readers convert it to their own errors."""
 
-    def __init__(self, what: str, found: str = "", expected: str = "", at: int | None = None) -> None:
+    def __init__(self, what: str, found: str = "", expected: str = "", at: int | None = None, remedy: str = "") -> None:
         super().__init__(what)
-        self.what, self.found, self.expected, self.at = what, found, expected, at
+        self.what, self.found, self.expected, self.at, self.remedy = what, found, expected, at, remedy
 
 
-class RepeatedKeyError(JsonError):
-    """An object has a key twice."""
-
-    def __init__(self, key: str, found: str) -> None:
-        super().__init__(f"the key {quote(key)} is in one object twice", found)
-        self.key = key
-
-
-class JsonLimitError(JsonError):
-    """An object exceeds a limit of the reader."""
+def repeated_key(key: str, found: str) -> JsonError:
+    """The error for an object that has a key twice."""
+    remedy = "write the file again: which of the two is meant cannot be known"
+    return JsonError(f"the key {quote(key)} is in one object twice", found, remedy=remedy)
 
 
 def parse_object(text: bytes) -> Members:
@@ -201,7 +196,7 @@ def parse_object(text: bytes) -> Members:
 def strings_of(members: object, limit: int, different: int = MAX_ENTRIES) -> dict[str, str]:
     """The strings of a JSON object by key. Equal values become one object.
 
-    Raises `JsonError`, and `JsonLimitError` for more keys than `limit`, or more different values than `different`.
+    Raises `JsonError`, also for more keys than `limit`, or more different values than `different`.
     """
     if not isinstance(members, tuple):
         raise JsonError("not an object of strings", str(members)[:60], '{"key": "value", ...}')
@@ -211,12 +206,12 @@ def strings_of(members: object, limit: int, different: int = MAX_ENTRIES) -> dic
         if type(value) is not str:
             raise JsonError(f"the value of {quote(key)} is no text", ascii(value)[:60], '"key": "value"')
         if key in strings:
-            raise RepeatedKeyError(key, f"{quote(strings[key])} and {quote(value)}")
-        if len(strings) >= limit:
-            raise JsonLimitError(f"an object has more than {limit:,} keys")
+            raise repeated_key(key, f"{quote(strings[key])} and {quote(value)}")
         strings[key] = known.setdefault(value, value)
-        if len(known) > different:
-            raise JsonLimitError(f"an object has more than {different:,} different values")
+        if len(strings) > limit or len(known) > different:
+            what = f"more than {limit:,} keys or {different:,} different values, which this reader does not read"
+            remedy = "write the checkpoint again in fewer, larger shards, or as several checkpoints"
+            raise JsonError(what, remedy=remedy)
     _check_unicode(chain(strings, known))
     return strings
 
@@ -321,7 +316,7 @@ def _any_header(header: bytes) -> tuple[list[str], _Columns, dict[str, str]]:
     members = parse_object(header)
     found = [fields for name, fields in members if name == METADATA_NAME]
     if len(found) > 1:
-        raise RepeatedKeyError(METADATA_NAME, str(found[1])[:60])
+        raise repeated_key(METADATA_NAME, str(found[1])[:60])
     metadata = {} if found in ([], [None]) else strings_of(found[0], MAX_ENTRIES)
     entries = tuple(member for member in members if member[0] != METADATA_NAME) if found else members
     names = [name for name, _ in entries]

@@ -32,9 +32,8 @@ from modelstate.formats import manifest
 from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.formats.safetensors import (
     JsonError,
-    JsonLimitError,
-    RepeatedKeyError,
     parse_object,
+    repeated_key,
     strings_of,
 )
 from modelstate.formats.tree import Contents
@@ -157,36 +156,21 @@ def read_index(index_path: str) -> Index:
     metadata: dict[str, str] = {}
     try:
         if sum(map(text.count, (b"[", b"{", b","))) > _MOST_PARTS:
-            raise JsonLimitError(f"the index has more than {_MOST_PARTS:,} parts")
+            raise JsonError(f"it has more than {_MOST_PARTS:,} parts")
         for key, value in parse_object(text):
             if key == "metadata" and f'"{SEAL}"'.encode() in text:
                 metadata = strings_of(value, _MOST_METADATA)
             elif key == WEIGHT_MAP:
                 if weight_map is not None:
-                    raise RepeatedKeyError(key, str(value)[:60])
+                    raise repeated_key(key, str(value)[:60])
                 weight_map = strings_of(value, MAX_NAMES, MAX_SHARDS)
-    except RepeatedKeyError as error:
-        raise DamagedFileError(
-            f"the index maps {quote(error.key)} twice",
-            where=index_path,
-            found=error.found,
-            remedy="write the shards again: which of the two is meant cannot be known",
-        ) from error
-    except JsonLimitError as error:
-        raise DamagedFileError(
-            "the index exceeds a limit of this reader, which does not mean that it is damaged",
-            where=index_path,
-            expected=f"at most {MAX_SHARDS:,} files, {MAX_NAMES:,} tensors and {_MOST_METADATA} metadata entries",
-            found=error.what,
-            remedy="write the checkpoint again in fewer, larger shards, or as several checkpoints",
-        ) from error
     except JsonError as error:
         raise DamagedFileError(
-            f"the index is damaged: {error.what}",
+            f"the index cannot be read: {error.what}",
             where=index_path + (f": byte {error.at}" if error.at is not None else ""),
             expected=error.expected or '{"weight_map": {"name of a tensor": "file", ...}}',
             found=error.found,
-            remedy="download or copy the index again",
+            remedy=error.remedy or "download or copy the index again",
         ) from error
     if not weight_map:
         raise DamagedFileError(
@@ -263,24 +247,17 @@ def _flat(shard: str, tree: object, index_path: str) -> Mapping[str, object]:
 
 def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[str, Mapping[str, object]]) -> None:
     """Checks that every name is in the shard that the index states, and in no other."""
-    holders: dict[str, list[str]] = {}
-    for shard, tree in trees.items():
-        is_table = isinstance(tree, StoredTensors)
-        for name in tree:
-            if is_table or isinstance(tree[name], Described) or name in weight_map:
-                holders.setdefault(name, []).append(shard)
-    twice = [
-        f"{quote(name)} in {' and '.join(map(quote, shards))}" for name, shards in holders.items() if len(shards) > 1
-    ]
-    if twice:
-        raise DamagedFileError(
-            f"names that are in more than one shard ({len(twice):,})",
-            where=index_path,
-            found=listed(twice, 5),
-            remedy="shards of two checkpoints may be mixed here: download or write them again, elsewhere",
-        )
-    lacking = [f"{quote(name)} in {quote(shard)}" for name, shard in weight_map.items() if holders.get(name) != [shard]]
-    unnamed = [f"{quote(name)} in {quote(shards[0])}" for name, shards in holders.items() if name not in weight_map]
+    stated = dict.fromkeys(weight_map.items())
+    held = {
+        (name, shard): None
+        for shard, tree in trees.items()
+        for name in tree
+        if isinstance(tree, StoredTensors) or isinstance(tree[name], Described) or name in weight_map
+    }
+    lacking, unnamed = (
+        [f"{quote(name)} in {quote(shard)}" for name, shard in pairs if (name, shard) not in others]
+        for pairs, others in ((stated, held), (held, stated))
+    )
     if lacking or unnamed:
         of_index = f"{count(len(lacking), 'tensor')} of the index not in the shard"
         raise DamagedFileError(
@@ -288,7 +265,8 @@ def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[
             where=index_path,
             expected=listed(lacking, 5),
             found=listed(unnamed, 5),
-            remedy="index and shards may be of different versions: download or write them again, elsewhere",
+            remedy="index and shards may be of different versions, or shards of two checkpoints are mixed: download or "
+            "write them again, elsewhere",
         )
 
 
