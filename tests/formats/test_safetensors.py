@@ -279,7 +279,7 @@ MALFORMED: dict[str, tuple[type[OpenError], bytes]] = {
     "a hole": (RANGE, made({"a": A, "b": entry("F32", [1], 8, 12)}, 12)),
     "a hole at the beginning": (RANGE, one(entry("F32", [1], 4, 8), 8)),
     "an empty tensor inside another": (RANGE, made({"a": A, "b": entry("F32", [0], 2, 2)}, 4)),
-    "an end before the begin": (RANGE, one(entry("F32", [1], 4, 0), 4)),
+    "an end before the begin": (SIZE, one(entry("F32", [1], 4, 0), 4)),
     "an offset of 2**64": (RANGE, one(entry("F32", [1], 2**64, 2**64 + 4), 4)),
     "an offset of 5,000 digits": (SYNTAX, raw(b'{"a":' + FAR_END + b"}", 4)),
     "bytes behind the last tensor": (RANGE, made({"a": A}, 5)),

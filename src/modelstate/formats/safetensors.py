@@ -385,7 +385,6 @@ def _sizes(
         if (
             list(map(sub, lasts, firsts)) == nbytes
             and all(prod(filter(None, shape)) < 2**56 for shape in empty)
-            and max(lasts, default=0) < 2**63
             and min(chain.from_iterable(shapes), default=0) >= 0
         ):
             return nbytes
@@ -405,13 +404,6 @@ def _size(name: str, kind: str, shape: tuple[int, ...], first: int, last: int, p
             where=path,
             expected=f"at most {MAX_DIMENSIONS} dimensions and fewer than 2**63 bytes",
             found=f"{len(shape)} dimensions: {kind} of shape {str([*shape[:8]])[:60]}",
-        )
-    if last < first or last >= 2**63:
-        raise DamagedFileError(
-            f"the bytes of {quote(name)} end before they begin, or behind the end of any file",
-            where=path,
-            expected="begin and end of a range",
-            found=f"[{first}, {last}]",
         )
     nbytes = 0 if 0 in shape else span
     if last - first != nbytes:
