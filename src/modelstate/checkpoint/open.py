@@ -179,20 +179,20 @@ def open_source(
     read = partial(_read_file, allow=allow, skip_forbidden=skip_forbidden)
     # Of a repository it is the directory of a commit in the cache of the hub, or a URL.
     repository = _repository(source) if isinstance(source, str) else None
-    asked, given = name, repository or name
-    if "://" in given and is_remote(given):
-        name = locate(given).url
+    path, label = repository or name, name
+    if "://" in path and is_remote(path):
+        label = locate(path).url
         from modelstate.remote.file import opened_once
 
         with opened_once(cache):
-            contents = read(_remote_file(given))
+            contents = read(_remote_file(path))
     else:
-        path = local_path(given)
-        contents = read(path if stat.S_ISREG(mode_of(path)) else _at_no_file(path, given))
+        file = local_path(path)
+        contents = read(file if stat.S_ISREG(mode_of(file)) else _at_no_file(file, path))
     if repository:
         commit = os.path.basename(repository).rpartition("@")[2]
-        name = f"hf://{asked.partition('@')[0]}@{commit}"
-    return Checkpoint(contents, source=name, key=key)
+        label = f"hf://{name.partition('@')[0]}@{commit}"
+    return Checkpoint(contents, source=label, key=key)
 
 
 def _no_source(source: object) -> SourceTypeError:
@@ -252,7 +252,7 @@ def _read_file(path: str, *, allow: Sequence[object], skip_forbidden: bool, is_s
 # Paths that are not those of files.
 
 
-def _at_no_file(path: str, given: str) -> str:
+def _at_no_file(path: str, argument: str) -> str:
     """The path of the file that is meant by the path of a directory, or of nothing."""
     if not os.path.lexists(path) and os.path.exists(path + sharded.INDEX_SUFFIX):
         return path + sharded.INDEX_SUFFIX  # `modelstate.save` adds this suffix to the path when it writes shards
@@ -262,7 +262,7 @@ def _at_no_file(path: str, given: str) -> str:
         raise no_access(path, error) from error
     except OSError as error:
         if error.errno in NOT_FOUND:
-            raise tensorflow_prefix(path) or not_found(path, given) from error
+            raise tensorflow_prefix(path) or not_found(path, argument) from error
         raise ReadFailedError(
             "the file cannot be opened", where=path, found=error, remedy=remedy_for_limit(error)
         ) from error
@@ -274,17 +274,17 @@ def _at_no_file(path: str, given: str) -> str:
         raise no_access(path, error) from error
 
 
-def _repository(given: str) -> str | None:
+def _repository(source: str) -> str | None:
     """The path of the hub that a name without a scheme stands for, at its commit; None for a path of this machine."""
-    name = given.partition("@")[0]
-    if any(re.search(NAMED, text) or re.search(FOREIGN, text) for text in (given, name)) or not is_repository(given):
+    name = source.partition("@")[0]
+    if any(re.search(NAMED, text) or re.search(FOREIGN, text) for text in (source, name)) or not is_repository(source):
         return None
     from modelstate.remote import hub
 
     try:
-        return hub.at_commit(f"hf://{given}")
+        return hub.at_commit(f"hf://{source}")
     except (SourceNotFoundError, ReadFailedError) as error:
-        path = local_path(given)
+        path = local_path(source)
         missing = not_found(path, path)
         raise SourceNotFoundError(
             f"{missing.what}; and {error.where}: {error.what}",
@@ -294,9 +294,9 @@ def _repository(given: str) -> str | None:
         ) from error
 
 
-def _remote_file(given: str) -> str:
+def _remote_file(argument: str) -> str:
     """The URL of the object that a URL names, or of the checkpoint below a prefix; or a path of the hub's cache."""
-    path = locate(given).url
+    path = locate(argument).url
     if not path.startswith("hf://"):
         return _object_or_below(path)
     from modelstate.remote import hub

@@ -85,7 +85,7 @@ class LazyStateBuilder:
         self._in_memory: dict[int, torch.Tensor] = {}
         """Tensors that are read at once, by the ids of the stored tensors."""
         self._castable: set[torch.dtype] = set()
-        """Dtypes that torch can cast to the dtype that is asked for."""
+        """Dtypes that torch can cast to the requested dtype."""
         self._uncast: dict[str, list[str]] = {}
         """The names of tensors that are not cast, by the names of their classes."""
         self._left_out: dict[str, Refused] = {}
@@ -443,22 +443,22 @@ def format_of(path: str, format: object) -> str:
 
 def target_path(path: object) -> str:
     """The absolute path of a file that is going to be written. Raises `UnsavableError`."""
-    given = os.fspath(path) if isinstance(path, str | os.PathLike) else path
-    if not isinstance(given, str):
+    target = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(target, str):
         raise UnsavableError("a file is saved to a path", expected="a str or a pathlib.Path", found=short_repr(path))
-    is_bucket = is_remote(given) and given.count("/") < 3
-    if given.endswith(os.sep) or is_bucket:
+    is_bucket = is_remote(target) and target.count("/") < 3
+    if target.endswith(os.sep) or is_bucket:
         raise UnsavableError(
             "a file cannot be put here",
-            where=redacted_url(given[:200]) if is_remote(given) else given[:200],
+            where=redacted_url(target[:200]) if is_remote(target) else target[:200],
             found="the path of a directory, as it ends with a slash" if not is_bucket else "the root of a bucket",
             remedy="give the path of a file",
         )
     try:
-        if is_remote(given):
-            check_writable(location := locate(given))
+        if is_remote(target):
+            check_writable(location := locate(target))
             return location.url
-        return local_path(given)
+        return local_path(target)
     except SourceTypeError as error:
         remedy = "give the path of a file; save there, and copy it to its place"
         raise UnsavableError("a file cannot be put here", where=error.where, found=error.what, remedy=remedy) from error

@@ -40,7 +40,7 @@ class Target:
     @property
     def description(self) -> str:
         """The text for a report: "bfloat16", "the results of quantize"."""
-        return "what was asked for"
+        return "the requested conversion"
 
     @property
     def cause(self) -> str:
