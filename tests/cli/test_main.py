@@ -356,20 +356,6 @@ def test_a_load_compares_digests_where_it_is_asked_to(project: Path) -> None:
     assert "checksum" in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_a_shell_completes_commands(shell: str) -> None:
-    words = {"_MODELSTATE_COMPLETE": f"{shell}_complete", "COMP_WORDS": "modelstate st", "COMP_CWORD": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", "from modelstate.cli.main import main; main()"],
-        env={**os.environ, **words},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "store" in done.stdout
-
-
 @pytest.mark.parametrize("command", [[], ["store"]])
 def test_summaries_fit_the_width(command: list[str]) -> None:
     done = run(*command, "--help", terminal_width=80)

@@ -16,7 +16,7 @@ from tests.faults import faulty_reads
 from tests.serve.models import X_OF_TIED as X
 from tests.serve.models import Tied
 from tests.serve.models import tied_state as state
-from tests.serve.targets import KINDS, buffer_of, module_of, target_of
+from tests.serve.targets import KINDS, module_of, target_of
 
 
 def views_of_one_buffer() -> dict[str, torch.Tensor]:
@@ -123,33 +123,6 @@ def test_other_dtypes_are_one_error() -> None:
     assert live(X).unique().tolist() == [2.0]
 
 
-def test_remedies_are_for_a_swap() -> None:
-    """Not those of `ms.load`, which has other options."""
-
-    class Scaled(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(2, 2)
-            self.register_buffer("scale", torch.arange(2.0), persistent=False)
-
-    live, weights = ms.Live(Scaled().eval()), {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
-    bad: list[tuple[dict[str, Any], type[errors.ModelStateError]]] = [
-        ({**weights, "scale": torch.ones(2)}, errors.PlanError),
-        ({**weights, "bias": torch.ones(3)}, errors.PlanError),
-        ({"model": weights, "ema": weights}, errors.AmbiguousCheckpointError),
-    ]
-    texts = list[str]()
-    for source, kind in bad:
-        with pytest.raises(kind) as caught:
-            live.swap(source)
-        texts.append(str(caught.value))
-    assert not [text for text in texts if "allow_" in text]
-    assert "rules=[ms.rules.Ignore('scale')]" in texts[0]
-    live.swap(bad[0][0], rules=ms.rules.Ignore("scale"))
-    assert "ms.open(source).select('model')" in texts[2]
-    live.swap(ms.open(bad[2][0]).select("model"))
-    assert live.version().id == 3
-
-
 def test_what_code_of_the_module_has_raised_is_the_cause() -> None:
     def raising(old: int, values: dict[str, Any]) -> dict[str, Any]:
         raise KeyError("no such thing")
@@ -178,16 +151,12 @@ def test_channels_last_is_the_order_of_a_program_that_has_it(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("canary", "why"),
     [
-        (lambda v: time.sleep(0.3) or False, "refused the new version"),
         (lambda v: torch.equal(v(X), torch.zeros(4, 4, 8)), "refused the new version"),
         (lambda v: v(X) == 7, "refused the new version"),
         (lambda v: v(torch.ones(3)), "check raised"),
         (ms.Canary((torch.ones(3),)), "the version that serves raised"),
         (ms.Canary((X,), atol=0.5), "differs too much"),
         (ms.Canary((X,), rtol=0.5, expected=torch.full((4, 4, 8), 9.0)), "differs too much"),
-        (ms.Canary((X,), expected=torch.ones(3)), "another kind of tensor"),
-        (ms.Canary((X,), expected=[torch.ones(3)]), "another structure"),
-        (ms.Canary((X,), check=lambda answer: False), "refused"),
         (ms.Canary((X,), check=lambda answer: 1 / 0), "ZeroDivisionError"),
         (ms.Canary(kwargs={"x": torch.ones(3)}, check=bool), "the new version raised"),
     ],
@@ -214,14 +183,6 @@ def test_canaries_that_are_content() -> None:
     report = live.swap(state(6), canary=lambda v: time.sleep(0.05))
     assert report.canary_seconds > 0.04
     assert live(X).unique().tolist() == [6.0]
-
-
-def test_a_canary_leaves_no_trace_in_the_buffers() -> None:
-    module = nn.BatchNorm1d(4)
-    live = ms.Live(module, training=True)
-    live.swap(module.state_dict(), canary=lambda v: v(torch.randn(8, 4)))
-    assert int(buffer_of(live, "num_batches_tracked")) == 0
-    assert buffer_of(live, "running_mean").tolist() == [0.0] * 4
 
 
 @pytest.mark.slow

@@ -1,17 +1,14 @@
 """`Live` over exported programs: names, inputs, state that the graph writes."""
 
-import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.export import Dim
 
 import modelstate as ms
-from modelstate.errors import ExportError, LiveTargetError, ProgramInputError
+from modelstate.errors import LiveTargetError, ProgramInputError
 from tests.serve.models import Decoder, Fused, Halves, Nested, randomised
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(2))
@@ -79,55 +76,6 @@ def test_containers_keywords_and_constants() -> None:
     ]:
         with pytest.raises(ProgramInputError, match=why):
             live(*args, **named)
-
-
-class Filled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor, fill: float) -> torch.Tensor:
-        return torch.nan_to_num(x * self.weight, nan=0.0 if math.isnan(fill) else fill)
-
-
-def test_a_constant_may_be_nan(tmp_path: Path) -> None:
-    try:
-        ms.export(Filled().eval(), (X, math.nan), tmp_path / "filled.pt2")
-    except ExportError as error:
-        if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11):
-            raise
-        pytest.skip(f"this torch cannot write NaN: {error.found}")
-    live = ms.Live(tmp_path / "filled.pt2")
-    assert live(X * math.nan, math.nan).equal(torch.zeros(3, 4))
-    for other in (0.0, 1, None):
-        with pytest.raises(ProgramInputError):
-            live(X, other)
-
-
-class Sizes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor, n: int) -> torch.Tensor:
-        return (x * self.weight).sum() + (y * n).sum()
-
-
-def test_dynamic_sizes_are_checked() -> None:
-    size = Dim("size", min=2, max=16)
-    shapes = {"x": {0: size}, "y": {0: 2 * size}, "n": Dim.DYNAMIC}
-    program = exported(Sizes(), torch.ones(4, 3), torch.ones(8), 5, dynamic_shapes=shapes)
-    live = ms.Live(program)
-    for count in (2, 7, 16):
-        args = (torch.ones(count, 3), torch.ones(2 * count), 6)
-        assert torch.equal(live(*args), program.module()(*args))
-    for args, why in [
-        ((torch.ones(17, 3), torch.ones(34), 6), "<= 16"),
-        ((torch.ones(4, 3), torch.ones(9), 6), "Guard failed"),
-        ((torch.ones(4, 4), torch.ones(8), 6), "Guard failed"),
-    ]:
-        with pytest.raises(ProgramInputError, match=why):
-            live(*args)
 
 
 class Counter(nn.Module):

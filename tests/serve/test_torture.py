@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import modelstate as ms
 from tests.serve.models import Constant, weights_of
@@ -78,27 +77,3 @@ def test_no_request_is_torn(kind: str, way: str, tmp_path: Path) -> None:
     assert readers.requests > 20
     assert len(readers.seen) > 2
     assert live.version().id == swaps + 1
-
-
-def swap_in_place(module: nn.Module, k: int) -> None:
-    module.load_state_dict(weights_of(module, k))
-
-
-def swap_assigning(module: nn.Module, k: int) -> None:
-    module.load_state_dict(weights_of(module, k), assign=True)
-
-
-@pytest.mark.parametrize("swap", [swap_in_place, swap_assigning])
-def test_the_stock_mechanisms_tear(swap: Callable[[nn.Module, int], None]) -> None:
-    """The same requests, and `load_state_dict` between them: some see layers of two versions."""
-    module = Constant()
-    found = []
-    for _ in range(3):  # which requests tear is up to the scheduler
-        readers = Readers(lambda: (-1, module(X)))
-        swaps = swapped_for_a_while(readers, lambda k: swap(module, k))
-        summary(swap.__name__, readers, swaps)
-        assert not readers.errors
-        found.append(readers.torn)
-        if readers.torn:
-            break
-    assert any(found)

@@ -164,7 +164,6 @@ def _stage(
         rules = (*rules, wrappers)
         names = set(map(renaming(rules), part))
     skeleton, own_rules, without_hooks = target.read_plan(names)
-    name_for_rules = renaming(way_back((*rules[len(given_rules) :], *own_rules)))
     devices = _devices_as_in(serving.module, skeleton)
     kinds = {name: _kind_of(tensor) for name, tensor in runtime_state(skeleton).items()}
     kept: dict[int, torch.Tensor] = {}
@@ -190,7 +189,7 @@ def _stage(
     in_place = True if memory else None
     final = replace(selection, key=None, rules=(*rules, *own_rules), device_of_meta=devices, in_place=in_place)
     with (
-        _swap_errors(target, options, given_rules, part.source, serving, name_for_rules),
+        _swap_errors(target, options, given_rules, (*rules[len(given_rules) :], *own_rules), part.source, serving),
         without_state_dict_hooks(skeleton) if without_hooks else nullcontext(),
         Transaction(skeleton) as transaction,
     ):
@@ -281,15 +280,19 @@ def _swap_errors(
     target: Target,
     options: SwapOptions,
     rules: tuple[Rule, ...],
+    own_rules: tuple[Rule, ...],
     where: str,
     serving: Program,
-    name_for_rules: Callable[[str], str],
 ) -> Iterator[None]:
-    """Replaces a plan's error by one with the remedies of a swap, or by the target's own error."""
+    """Replaces a plan's error by one with the remedies of a swap, or by the target's own error.
+
+    `own_rules` are those that the swap applies after the rules of the caller.
+    """
     try:
         yield
     except PlanError as error:
-        problems = [replace(problem, name_for_rules=name_for_rules(problem.name)) for problem in error.problems]
+        back = renaming(way_back(own_rules))
+        problems = [replace(problem, name_for_rules=back(problem.name)) for problem in error.problems]
         arguments = {
             "rules": rules,
             "allow_missing": options.allow_missing,
