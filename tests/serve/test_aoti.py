@@ -234,12 +234,9 @@ def test_weights_of_another_kind_never_reach_the_library() -> None:
 def test_a_manifest_that_is_not_of_the_package() -> None:
     path = linear_package()
     no_device = {"name": "x", "shape": [4], "dtype": "float32", "device": "nothing", "order": [0]}
-    for inputs in ({"values": [], "ranges": {}}, [], {"values": [{}]}, {"values": [no_device], "ranges": {}}):
+    for inputs in ([], {"values": [{}]}, {"values": [no_device], "ranges": {}}):
         with pytest.raises(DamagedFileError):
             ms.Live(rewritten(path, edited(inputs=inputs)))
-    tensor = {"name": "weight", "shape": [4, 5], "dtype": "float32", "stride": [5, 1], "role": "parameter"}
-    with pytest.raises(DamagedFileError, match="differs from the weights"):
-        ms.Live(rewritten(path, edited(names=None, tensors=[{**tensor, "alias": "weight"}])))
 
 
 def test_buffers_are_written_in_the_memory_of_the_version() -> None:

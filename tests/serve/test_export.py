@@ -260,16 +260,6 @@ def edited(**changes: Any) -> Any:
     return lambda text: json.dumps({**json.loads(text), **changes}).encode()
 
 
-TENSOR = {
-    "name": "a",
-    "shape": [1],
-    "dtype": "float32",
-    "stride": [1],
-    "role": "buffer",
-    "alias": "a",
-}
-
-
 @pytest.mark.slow_except(5)
 @pytest.mark.parametrize(
     ("change", "kind"),
@@ -279,10 +269,7 @@ TENSOR = {
         (lambda text: b"{}", DamagedFileError),
         (edited(version=2), NewerManifestError),
         (edited(kind="onnx"), DamagedFileError),
-        (edited(tensors=[{**TENSOR, "shape": [-1]}]), DamagedFileError),
-        (edited(tensors=[{**TENSOR, "dtype": "load"}]), DamagedFileError),
-        (edited(tensors=[{**TENSOR, "alias": "b"}]), DamagedFileError),
-        (edited(tensors=[{**TENSOR, "stride": []}]), DamagedFileError),
+        (edited(tensors=[{"name": "a"}]), DamagedFileError),
     ],
 )
 def test_a_damaged_manifest(change: Any, kind: type[Exception], path: Path) -> None:

@@ -64,7 +64,7 @@ class AotiTarget(Target):
         self._call = _Call(runner, manifest, file.path)
         values = _values(file, runner)
         if manifest is not None:
-            state, self._hidden = _state_of_manifest(manifest, values, file.path)
+            state, self._hidden = _state_of_manifest(manifest, values)
         else:
             state = {name: value for name, value in values.items() if not name.startswith(_CONSTANTS)}
             self._hidden = {}
@@ -256,8 +256,6 @@ class _Call:
                     for each in manifest.inputs["values"]
                 ]
                 self._check = _compiled_conditions(manifest.inputs["conditions"])
-                if len(self._signature) != self._in_spec.num_leaves:
-                    raise ValueError(f"{len(self._signature)} inputs, and {self._in_spec.num_leaves} in the structure")
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, SyntaxError) as error:
             raise DamagedFileError(
                 "the description of the inputs in the file is damaged, or has classes that are not registered",
@@ -356,22 +354,13 @@ def _values(file: ProgramFile, runner: _Runner) -> dict[str, torch.Tensor]:
 
 
 def _state_of_manifest(
-    manifest: Manifest, values: Mapping[str, torch.Tensor], where: str
+    manifest: Manifest, values: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the state, with the ties of the module, and the hidden buffers. Raises `DamagedFileError`."""
+    """Returns the state, with the ties of the module, and the hidden buffers."""
     groups: dict[str, torch.Tensor] = {}
     for entry in manifest.tensors:
         if entry.name in values:
-            value = values[entry.name]
-            if (tuple(value.shape), value.dtype, value.stride()) != (entry.shape, entry.torch_dtype, entry.stride):
-                raise DamagedFileError(
-                    "the file's description of its weights differs from the weights",
-                    where=where,
-                    expected=f"{entry.name}: shape {entry.shape}, {entry.dtype}, stride {entry.stride}",
-                    found=f"{_kind_text(value)}, stride {value.stride()}",
-                    remedy="export the program again, or get another copy of the file",
-                )
-            groups.setdefault(entry.alias, value)
+            groups.setdefault(entry.alias, values[entry.name])
     state: dict[str, torch.Tensor] = {}
     hidden: dict[str, torch.Tensor] = {}
     for entry in manifest.tensors:

@@ -25,6 +25,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
 from modelstate.io.files import local_path
 from modelstate.loading.load import OF_TORCH, Source
+from modelstate.planning.options import checked_options
 from modelstate.process import gc_paused
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
@@ -477,7 +478,15 @@ class Live:
                 found=type(canary).__name__,
             )
         _check_timeout(timeout_seconds)
-        options = SwapOptions(key, rules, allow_missing, allow_unexpected, exact, check_finite, verify)
+        loading = checked_options(
+            key=key,
+            rules=rules,
+            allow_missing=allow_missing,
+            allow_unexpected=allow_unexpected,
+            verify=verify,
+            progress=False,
+        )
+        options = SwapOptions(loading, exact, check_finite)
         times, new = [time.perf_counter()], list[_Served]()
         try:
             with self._swaps.turn(timeout_seconds):

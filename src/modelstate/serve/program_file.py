@@ -58,10 +58,6 @@ class ProgramTensor(msgspec.Struct, frozen=True):
     alias: _Text
     """The first name of the tensor; it differs from `name` where the tensor is tied."""
 
-    def __post_init__(self) -> None:
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype) or len(self.shape) != len(self.stride):
-            raise ValueError(f"{self.name}: {self.dtype}, shape {self.shape}, stride {self.stride}")
-
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as an object of torch."""
@@ -92,15 +88,6 @@ class Manifest(msgspec.Struct, frozen=True):
     torch_version: str = msgspec.field(name="torch")
     inputs: Mapping[str, Any] | None = None
     """The description of a package's inputs; None for an exported program, which contains it."""
-
-    def __post_init__(self) -> None:
-        by_name = {tensor.name: tensor for tensor in self.tensors}
-        for tensor in self.tensors:
-            first = by_name.get(tensor.alias)
-            if first is None or (first.shape, first.dtype, first.stride) != (tensor.shape, tensor.dtype, tensor.stride):
-                raise ValueError(f"{tensor.name} is tied to {tensor.alias}, whose shape, dtype or stride differs")
-        if len(by_name) != len(self.tensors):
-            raise ValueError("a name twice")
 
     def __str__(self) -> str:
         weights = {tensor.alias: tensor for tensor in self.tensors if tensor.role != "hidden"}

@@ -18,13 +18,13 @@ from modelstate.errors import ModelStateError, PlacementError, PlanError, Remedy
 from modelstate.loading.load import Source, load_then
 from modelstate.planning.differences import wrapper_rule
 from modelstate.planning.matching import select_part
-from modelstate.planning.options import checked_options
+from modelstate.planning.options import LoadOptions
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.transfer import Transfer, Transfers
 from modelstate.problems import Problem, ProblemKind, Remedies, allowing, casting, extended, ignoring, plan_error
 from modelstate.rules.expression import is_dequantized
 from modelstate.rules.rule import Rule
-from modelstate.rules.schema import Schema, renaming, way_back
+from modelstate.rules.schema import renaming, way_back
 from modelstate.serve.meta_clone import buffers_of, runtime_state
 from modelstate.serve.targets import Program, Target
 from modelstate.text_format import listed, size
@@ -48,13 +48,9 @@ Buffers = Literal["carry", "reset"]
 class SwapOptions(msgspec.Struct, frozen=True):
     """Options of `Live.swap` that concern the weights."""
 
-    key: str | None = None
-    rules: Rule | Iterable[Rule] | Schema = ()
-    allow_missing: Iterable[str] = ()
-    allow_unexpected: Iterable[str] = ()
-    exact: bool = True
-    check_finite: bool = False
-    verify: bool = False
+    loading: LoadOptions
+    exact: bool
+    check_finite: bool
 
 
 class SwapReport(msgspec.Struct, frozen=True):
@@ -149,14 +145,7 @@ def _stage(
     memory: dict[str, torch.Tensor],
 ) -> Staged:
     """Does what `stage` does, with new memory where `retired` is None. `memory` gets the memory that is used again."""
-    selection = checked_options(
-        key=options.key,
-        rules=options.rules,
-        allow_missing=options.allow_missing,
-        allow_unexpected=options.allow_unexpected,
-        verify=options.verify,
-        progress=False,
-    )
+    selection = options.loading
     part, given_rules = select_part(checkpoint, selection, lambda: target.names)
     rules = given_rules
     names = set(map(renaming(rules), part) if rules else part)
@@ -295,8 +284,8 @@ def _swap_errors(
         problems = [replace(problem, name_for_rules=back(problem.name)) for problem in error.problems]
         arguments = {
             "rules": rules,
-            "allow_missing": options.allow_missing,
-            "allow_unexpected": options.allow_unexpected,
+            "allow_missing": options.loading.allow_missing,
+            "allow_unexpected": options.loading.allow_unexpected,
         }
         given = {name: f"*{name}" for name, value in arguments.items() if value}
         casts = [problem for problem in problems if problem.kind is ProblemKind.WRONG_DTYPE]
