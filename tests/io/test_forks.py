@@ -131,6 +131,24 @@ def test_a_child_does_not_wait_for_the_thread_that_puts_values_in_place(
     assert in_child(has_no_result, seconds=10) == "True"
 
 
+def test_a_child_loads_into_a_model_that_another_thread_was_loading(other_thread: Callable[..., None]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    state = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    parent = os.getpid()
+
+    def load(inside: threading.Event, release: threading.Event) -> None:
+        def wait(*_: object) -> None:
+            if os.getpid() == parent and threading.current_thread() is not threading.main_thread():
+                inside.set()
+                release.wait(60)
+
+        model.register_load_state_dict_post_hook(wait)
+        ms.load(model, state)
+
+    other_thread(load)
+    assert in_child(lambda: ms.load(model, state).coverage == 1, seconds=10) == "True"
+
+
 def test_no_lock_of_a_python_module_is_forgotten() -> None:
     """A plain lock at the level of a module is held for ever in a child, if a thread held it at the fork."""
     import importlib

@@ -6,13 +6,11 @@ import gc
 import json
 import os
 import re
-import select
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import pytest
 
 from modelstate.errors import LockedError, WriteFailedError
 from modelstate.io.lock import LOCK_FILE, WriterLock
+from tests.io.test_forks import in_child
 
 HOLD = """
 import sys
@@ -74,29 +73,6 @@ def another_process(directory: Path) -> str:
     """What another process gets."""
     done = subprocess.run([sys.executable, "-c", TRY, str(directory)], capture_output=True, text=True, check=True)
     return done.stdout.strip()
-
-
-def in_a_child(do: Any) -> str:
-    """What a function returns, or the error that it raises, in a forked child."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        text = "died"
-        with suppress(BaseException):
-            try:
-                text = str(do())
-            except Exception as error:
-                text = type(error).__name__
-            os.write(write, text.encode())
-        os._exit(0)
-    os.close(write)
-    ready, _, _ = select.select([read], [], [], 60)
-    text = os.read(read, 10_000).decode() if ready else "hangs"
-    os.close(read)
-    if not ready:
-        os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return text
 
 
 @contextmanager
@@ -194,11 +170,15 @@ def test_an_object_that_nobody_has_gives_it_back(directory: Path) -> None:
 def test_a_forked_child_does_not_have_it(directory: Path) -> None:
     mine = WriterLock(directory)
     mine.acquire()
-    assert in_a_child(lambda: mine.held) == "False"
-    assert in_a_child(WriterLock(directory).acquire) == "LockedError"
-    assert in_a_child(mine.acquire) == "LockedError"
-    assert in_a_child(mine.confirm) == "LockedError"
-    assert in_a_child(mine.release) == "None"
+
+    def does_not_have_it() -> bool:
+        for call in (WriterLock(directory).acquire, mine.acquire, mine.confirm):
+            with pytest.raises(LockedError):
+                call()
+        mine.release()
+        return not mine.held
+
+    assert in_child(does_not_have_it) == "True"
     assert mine.held
     mine.confirm()
     assert another_process(directory).startswith("LockedError")
@@ -239,7 +219,7 @@ def test_a_fork_while_another_thread_takes_it_does_not_hang(directory: Path, mon
         with locked(directory / "other") as theirs:
             return theirs.held
 
-    assert in_a_child(in_the_child) == "True"
+    assert in_child(in_the_child) == "True"
     go_on.set()
     thread.join()
     assert mine.held

@@ -18,6 +18,8 @@ from modelstate.io import system
 from modelstate.io.engine import Batch, Request, coalesce, read_ranges
 from modelstate.io.files import current_fingerprints
 from modelstate.spec import ByteRange
+from tests.faults import Request as SystemCall
+from tests.faults import faulty_reads
 
 FILE_BYTES = 96
 ranges = st.builds(
@@ -149,60 +151,25 @@ def test_on_read_is_called_by_one_thread_at_a_time(files: dict[str, str], thread
 
 
 @pytest.mark.parametrize("most", [1, 3, 10])
-def test_calls_that_read_less_than_asked_go_on(
-    files: dict[str, str], monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    real, calls = os.preadv, []
-
-    def short(descriptor: int, views: list[memoryview], at: int) -> int:
-        calls.append(at)
-        left, given = most, []
-        for view in views:
-            given.append(view[:left])
-            left -= len(given[-1])
-        return real(descriptor, given, at)
-
-    monkeypatch.setattr(system, "preadv", short)
+def test_calls_that_read_less_than_asked_go_on(files: dict[str, str], most: int) -> None:
     sources = [ByteRange(files["a"], 3, 7), ByteRange(files["a"], 12, 20), ByteRange(files["a"], 33, 1)]
-    assert read(sources, batch_bytes=64) == truth(sources)
-    assert len(calls) == -(-31 // most)
-
-
-class Broken:
-    """A `preadv` of which the call at one byte fails, after the others have begun."""
-
-    def __init__(self, bad_byte: int, outcome: int | OSError) -> None:
-        self.bad_byte, self.outcome, self.real = bad_byte, outcome, os.preadv
-        self.running, self.calls = 0, 0
-        self.lock = threading.Lock()
-
-    def __call__(self, descriptor: int, views: list[memoryview], at: int) -> int:
-        with self.lock:
-            self.running += 1
-            self.calls += 1
-        try:
-            if at == self.bad_byte:
-                if isinstance(self.outcome, OSError):
-                    raise self.outcome
-                return self.outcome
-            time.sleep(0.01)
-            return self.real(descriptor, views, at)
-        finally:
-            with self.lock:
-                self.running -= 1
+    with faulty_reads(short=most) as faults:
+        assert read(sources, batch_bytes=64) == truth(sources)
+    assert [request.call for request in faults.requests].count("preadv") == -(-31 // most)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("on_read", [None, lambda _: None], ids=["unheard", "heard"])
-def test_an_error_ends_the_read(
-    files: dict[str, str], monkeypatch: pytest.MonkeyPatch, threads: int, on_read: Callable[[int], None] | None
-) -> None:
-    broken = Broken(8, OSError(5, "Input/output error"))
-    monkeypatch.setattr(system, "preadv", broken)
-    with nothing_left_behind(), pytest.raises(ReadFailedError, match="Input/output error") as caught:
-        read([ByteRange(files["a"], 0, 96)], threads=threads, on_read=on_read)
-    assert broken.running == 0
-    assert broken.calls < 12  # of the 12 batches, those that had not begun never do
+def test_an_error_ends_the_read(files: dict[str, str], threads: int, on_read: Callable[[int], None] | None) -> None:
+    def fail(request: SystemCall) -> None:
+        if request.call == "preadv" and request.start == 8:
+            raise OSError(5, "Input/output error")
+        time.sleep(0.01)
+
+    with faulty_reads(before=fail) as faults, nothing_left_behind():
+        with pytest.raises(ReadFailedError, match="Input/output error") as caught:
+            read([ByteRange(files["a"], 0, 96)], threads=threads, on_read=on_read)
+        assert [request.call for request in faults.requests].count("preadv") < 12  # batches that had not begun never do
     assert caught.value.where == f"{files['a']}, byte 8"
     assert isinstance(caught.value.__cause__, OSError)
     assert isinstance(caught.value, OSError)

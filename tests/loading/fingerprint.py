@@ -4,8 +4,7 @@ import linecache
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection
-from types import CodeType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,31 +86,23 @@ def whole(module: nn.Module) -> Any:
     return described_module(module), identities(module)
 
 
-def interrupted_at(step: int, function: Callable[[], Any], codes: Collection[CodeType] | None = None) -> int:
+def interrupted_at(step: int, function: Callable[[], Any]) -> int:
     """Calls a function with Ctrl-C at one of the lines of the library; returns how many lines ran.
-
-    With `codes`, only the calls and lines of these functions count.
 
     Lines with a `with` do not count: Python never handles a signal between the end of its body and its exit, which a
     trace function would.
     """
     count = 0
 
-    def inside(path: str) -> bool:
-        return f"{os.sep}modelstate{os.sep}" in path
-
     def trace(frame: Any, event: str, arg: Any) -> Any:
         nonlocal count
-        if not (inside(frame.f_code.co_filename) if codes is None else frame.f_code in codes):
+        if f"{os.sep}modelstate{os.sep}" not in frame.f_code.co_filename:
             return None  # no events for its lines
-        if event == "line":
-            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-            counts = not text.startswith(("with ", "@contextmanager"))
-        else:
-            counts = event == "call" and codes is not None
-        count += counts
-        if counts and count == step:
-            signal.raise_signal(signal.SIGINT)
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        if event == "line" and not text.startswith(("with ", "@contextmanager")):
+            count += 1
+            if count == step:
+                signal.raise_signal(signal.SIGINT)
         return trace
 
     sys.settrace(trace)

@@ -206,26 +206,6 @@ def test_what_nothing_initialises_is_a_problem_that_names_fill(how: str) -> None
     assert model[0].weight.tolist() == [1, 1, 1]
 
 
-def test_what_an_error_advises_works() -> None:
-    """Each remedy that the errors on a skeleton name, followed to its end."""
-    source = without(Classifier(), "head.")
-
-    def skeleton() -> nn.Module:
-        with ms.skeleton():
-            return Classifier()
-
-    with pytest.raises(PlanError) as first:
-        ms.load(skeleton(), source)
-    with pytest.raises(PlanError) as second:
-        ms.load(skeleton(), source, allow_missing=["head.*"])
-    for text in (str(first.value), str(second.value)):
-        assert "to have the model initialise them: init_missing=True" in text
-        assert "skeleton()" not in text
-    assert "allow_missing=[" not in str(first.value)
-    ms.load(skeleton(), source, init_missing=True)
-    ms.load(skeleton(), source, rules=[ms.rules.Fill("head.*")])
-
-
 def test_a_method_that_makes_no_value_changes_nothing() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.prune import l1_unstructured
 from torch.overrides import TorchFunctionMode
 
 import modelstate as ms
@@ -148,21 +147,6 @@ def test_copies_made_inside_have_no_memory() -> None:
     plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
     ms.load(module, plain.state_dict())
     assert torch.equal(module.layers[1].linear1.weight, plain.layers[1].linear1.weight)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_old_weight_norm_and_pruning() -> None:
-    def build() -> nn.Module:
-        old: Any = nn.utils.weight_norm
-        prune: Any = l1_unstructured
-        return nn.Sequential(old(nn.Linear(3, 4)), prune(nn.Linear(4, 2), "weight", amount=0.5))
-
-    plain = build()
-    with ms.skeleton():
-        module = build()
-    ms.load(module, plain.state_dict())
-    x = torch.ones(1, 3)
-    assert torch.equal(module(x), plain(x))
 
 
 def test_a_load_under_inference_mode_can_be_trained_afterwards(tmp_path: Any) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from tests.programs import run_program
 
 EVENTS: list[str] = []
 """What the threads of a test have done. It is no part of a module, so that nothing puts it back."""
@@ -164,45 +163,6 @@ def test_a_load_that_fails_lets_the_next_one_go_on() -> None:
     (error,) = finish(one, other)
     assert isinstance(error, errors.PlanError)
     assert torch.equal(module.weight, torch.full((4,), 2.0))
-
-
-FORK = """
-import os, sys, threading
-import torch
-from torch import nn
-import modelstate as ms
-
-module = nn.Sequential(nn.Linear(2, 2))
-state = {name: torch.ones_like(one) for name, one in module.state_dict().items()}
-inside, forked = threading.Event(), threading.Event()
-
-def hook(*_):
-    if threading.current_thread().name == "load":
-        inside.set()
-        forked.wait(60)
-
-module.register_load_state_dict_post_hook(hook)
-thread = threading.Thread(target=ms.load, args=(module, state), name="load")
-thread.start()
-inside.wait(60)
-child = os.fork()
-if child == 0:
-    ms.load(module, state)
-    ms.load(module[0], {name.removeprefix("0."): one for name, one in state.items()})
-    os._exit(7)
-status = os.waitpid(child, 0)[1]
-forked.set()
-thread.join()
-ms.load(module, state)
-print(os.waitstatus_to_exitcode(status))
-"""
-
-
-@pytest.mark.slow
-def test_the_child_of_a_fork_does_not_wait_for_threads_of_its_parent() -> None:
-    done = run_program(FORK)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout == "7\n"
 
 
 def _load_in_child(path: Path) -> None:
