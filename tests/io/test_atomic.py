@@ -393,24 +393,6 @@ def test_what_is_no_time_to_wait(tmp_path: Path, seconds: Any) -> None:
         ms.save({"a": torch.ones(1)}, tmp_path / "x", lock_timeout_seconds=seconds)
 
 
-def _open_files(monkeypatch: pytest.MonkeyPatch, directory: Path) -> set[int]:
-    """The permission bits that any file in the directory has at any call that changes the disk."""
-    seen: set[int] = set()
-
-    def watched(real: Any) -> Any:
-        def call(*args: Any) -> Any:
-            answer = real(*args)
-            found = [path.lstat().st_mode for path in directory.iterdir()]
-            seen.update(stat.S_IMODE(one) for one in found if stat.S_ISREG(one))
-            return answer
-
-        return call
-
-    for name in ("open_to_write", "fallocate", "pwritev", "fchmod", "fsync", "replace", "link"):
-        monkeypatch.setattr(system, name, watched(getattr(system, name)))
-    return seen
-
-
 WRITES: dict[str, Any] = {
     "file": lambda path: ms.save({"a": torch.ones(2), "b": torch.ones(2)}, path),
     "shards": lambda path: ms.save({"a": torch.ones(2), "b": torch.ones(2)}, path, shard_size_bytes=8),
@@ -424,9 +406,7 @@ WRITES: dict[str, Any] = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
 @pytest.mark.parametrize("kind", ["file", "index", "link"])
-def test_nothing_is_ever_more_readable_than_what_it_replaces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, mode: int, kind: str
-) -> None:
+def test_nothing_is_ever_more_readable_than_what_it_replaces(tmp_path: Path, write: Any, mode: int, kind: str) -> None:
     path = tmp_path / "d" / "x"
     path.parent.mkdir()
     if kind == "index":
@@ -441,10 +421,15 @@ def test_nothing_is_ever_more_readable_than_what_it_replaces(
         there.chmod(mode)
         if kind == "link":
             path.symlink_to(there)
+    seen: set[int] = set()
+
+    def look(_: Request) -> None:
+        found = [file.lstat().st_mode for file in path.parent.iterdir()]
+        seen.update(stat.S_IMODE(bits) for bits in found if stat.S_ISREG(bits))
+
     old = os.umask(0o022)
     try:
-        with monkeypatch.context() as patch:
-            seen = _open_files(patch, path.parent)
+        with faulty_writes(before=look):
             write(path)
     finally:
         os.umask(old)

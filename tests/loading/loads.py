@@ -38,6 +38,29 @@ def state(seed: int = 1) -> dict[str, torch.Tensor]:
     return {**found, "head.weight": found["embed.weight"].clone(), "hidden": torch.arange(3.0)}
 
 
+FORMS = ("safetensors", "torch", "legacy", "mapping")
+
+
+def stored(state: dict[str, Any], folder: Path, form: str) -> Any:
+    """Stores a state dict in one of `FORMS`; returns what `ms.load` takes."""
+    path = folder / f"{len(list(folder.iterdir()))}.{form}"  # a new file: one that is mapped would have to be read
+    if form == "mapping":
+        return state
+    if form == "safetensors":
+        save_file({name: value.clone().contiguous() for name, value in state.items()}, path)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=form == "torch")
+    return path
+
+
+def built(build: Callable[[], nn.Module], how: str) -> Any:
+    """Builds a module with values ("real"), in a skeleton, or on meta."""
+    if how == "real":
+        return build()
+    with ms.skeleton() if how == "skeleton" else torch.device("meta"):
+        return build()
+
+
 def safetensors(folder: Path) -> Open:
     save_file(state(), folder / "x.safetensors")
     return lambda: ms.open(folder / "x.safetensors")

@@ -21,6 +21,7 @@ import modelstate as ms
 from modelstate import errors
 from tests.faults import Request, faulty_reads
 from tests.loading.fingerprint import whole
+from tests.loading.loads import stored
 from tests.loading.test_load import Tied, made, other
 from tests.programs import run_program
 
@@ -140,13 +141,7 @@ CASES = [(way, form) for way in WAYS for form in FORMS if form == "torch" or way
 @pytest.mark.parametrize("target", ["materialised", "skeleton", "mixed"])
 @pytest.mark.parametrize(("way", "form"), CASES)
 def test_the_result_is_that_of_a_load(way: str, target: str, form: str, tmp_path: Path) -> None:
-    source: Any = tmp_path / "checkpoint"
-    if form == "mapping":
-        source = other(Tied())
-    elif form == "safetensors":
-        save_file({name: value.clone() for name, value in other(Tied()).items()}, source)
-    else:
-        torch.save(other(Tied()), source)
+    source = stored(other(Tied()), tmp_path, form)
     torch.manual_seed(0)
     expected, module = made(target), made(target)
     state = module.state_dict(keep_vars=True)

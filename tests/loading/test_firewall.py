@@ -8,16 +8,6 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate import errors
-
-
-def test_a_wrapped_state_dict_beside_another_one_is_not_passed_over(tmp_path: Path) -> None:
-    module = nn.Linear(2, 2)
-    wrapped = {f"module.{name}": value for name, value in module.state_dict().items()}
-    torch.save({"model": wrapped, "ema": module.state_dict()}, tmp_path / "x.pt")
-    with pytest.raises(errors.AmbiguousCheckpointError) as caught:
-        ms.load(module, tmp_path / "x.pt")
-    assert dict(caught.value.candidates) == {"model": 2, "ema": 2}
 
 
 def test_what_else_a_checkpoint_holds_is_noted(tmp_path: Path) -> None:
@@ -60,15 +50,6 @@ def test_hidden_buffers_are_compared_without_rounding(value: list[float], agrees
     module.weight = nn.Parameter(torch.ones(1))
     plan = ms.plan(module, {"weight": torch.ones(1), "position": torch.tensor(value)})
     assert [problem.kind.name for problem in plan.problems] == ([] if agrees else ["BUFFER_CONFLICT"])
-
-
-def test_one_prefix_in_the_place_of_another_is_not_proposed() -> None:
-    model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
-    state = {name.replace("encoder.", "decoder."): value for name, value in model.state_dict().items()}
-    with pytest.raises(ms.PlanError) as caught:
-        ms.load(model, state)
-    assert {problem.kind.name for problem in caught.value.problems} == {"MISSING", "UNEXPECTED"}
-    assert ms.load(model, state, rules=[ms.rules.Prefix(strip="decoder.", add="encoder.")]).coverage == 1.0
 
 
 def test_nothing_at_all_is_not_a_load() -> None:

@@ -1,6 +1,5 @@
 """What a checkpoint lacks gets first values from the model's own initialisation, or the error says how it can."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import ModelCodeError, OptionError, PlanError
 from tests.loading.fingerprint import whole
+from tests.loading.loads import built
 
 
 class Classifier(nn.Module):
@@ -23,13 +23,6 @@ class Classifier(nn.Module):
 
 def without(model: nn.Module, *beginnings: str) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict().items() if not name.startswith(beginnings)}
-
-
-def built(build: Callable[[], nn.Module], how: str) -> nn.Module:
-    if how == "real":
-        return build()
-    with ms.skeleton() if how == "skeleton" else torch.device("meta"):
-        return build()
 
 
 HOWS = pytest.mark.parametrize("how", ["skeleton", "meta", "real"])

@@ -16,6 +16,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from tests.loading.fingerprint import described_module, whole
+from tests.loading.loads import FORMS, stored
 from tests.programs import run_program
 
 
@@ -56,17 +57,9 @@ def other(module: nn.Module) -> "OrderedDict[str, torch.Tensor]":
     return state  # type: ignore[return-value]
 
 
-@pytest.fixture(params=["torch", "legacy", "safetensors", "mapping"])
+@pytest.fixture(params=FORMS)
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    state = other(Tied())
-    path = tmp_path / "checkpoint"
-    if request.param == "mapping":
-        return state
-    if request.param == "safetensors":
-        save_file({name: value.clone() for name, value in state.items()}, path)
-    else:
-        torch.save(state, path, _use_new_zipfile_serialization=request.param == "torch")
-    return path
+    return stored(other(Tied()), tmp_path, request.param)
 
 
 def made(target: str) -> Tied:

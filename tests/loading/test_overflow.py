@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from tests.loading.loads import stored
 
 FLOATS = [
     torch.float64,
@@ -66,14 +67,9 @@ LOADS: dict[str, Callable[[Any], ms.LoadReport]] = {
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-@pytest.mark.parametrize("kind", ["x.safetensors", "x.pt", "mapping"])
-def test_a_load(tmp_path: Path, load: Callable[[Any], ms.LoadReport], kind: str) -> None:
-    model = large()
-    source: Any = model.state_dict()
-    if kind != "mapping":
-        torch.save(source, tmp_path / kind) if kind == "x.pt" else ms.save(model, tmp_path / kind)
-        source = tmp_path / kind
-    report = load(source)
+@pytest.mark.parametrize("form", ["safetensors", "torch", "mapping"])
+def test_a_load(tmp_path: Path, load: Callable[[Any], ms.LoadReport], form: str) -> None:
+    report = load(stored(large().state_dict(), tmp_path, form))
     assert [note for note in report.notes if "infinite" in note] == [NOTE]
     assert NOTE in str(report)
 
@@ -154,16 +150,12 @@ BY_FUNCTION = NOTE.replace("a cast", "transform=")
 
 @pytest.mark.slow_except(15)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-@pytest.mark.parametrize("kind", ["x.safetensors", "x.pt", "mapping"])
+@pytest.mark.parametrize("form", ["safetensors", "torch", "mapping"])
 @pytest.mark.parametrize("way", ["tensors", "modules", "background", "after a rule"])
-def test_a_transform(tmp_path: Path, function: Callable[[torch.Tensor], torch.Tensor], kind: str, way: str) -> None:
-    source: Any = large().state_dict()
-    if kind != "mapping":
-        torch.save(source, tmp_path / kind) if kind == "x.pt" else ms.save(source, tmp_path / kind)
-        source = tmp_path / kind
+def test_a_transform(tmp_path: Path, function: Callable[[torch.Tensor], torch.Tensor], form: str, way: str) -> None:
     report = ms.load(
         Net(),
-        source,
+        stored(large().state_dict(), tmp_path, form),
         transform=ByModule(function) if way == "modules" else lambda name, tensor: function(tensor),
         background=way == "background",
         rules=[ms.rules.Apply("*", torch.clone)] if way == "after a rule" else [],

@@ -12,6 +12,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import PlanError
 from tests.loading.fingerprint import whole
+from tests.loading.loads import FORMS, stored
 
 
 class Attention(nn.Module):
@@ -33,34 +34,17 @@ class Fused(nn.Module):
 PARTS = ["q.*", "k.*", "v.*"]
 
 
-@pytest.fixture(params=["safetensors", "torch", "legacy", "mapping"])
-def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """Stores a state dict in one of the ways, and gives what `ms.load` takes."""
-
-    def store(state: dict[str, torch.Tensor]) -> Any:
-        # A new file each time: torch.save over one that is mapped would wait for its lease, of 45 s.
-        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.{request.param}"
-        if request.param == "safetensors":
-            save_file(state, path)
-        elif request.param == "mapping":
-            return state
-        else:
-            torch.save(state, path, _use_new_zipfile_serialization=request.param == "torch")
-        return path
-
-    return store
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["in memory", "skeleton", "skeleton, no map", "in place", "transform", "planned"])
-def test_fused_and_separate(stored: Any, way: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_fused_and_separate(form: str, way: str, tmp_path: Path) -> None:
     for make, source, rules in (
         (Attention, Fused(), [ms.rules.Split("qkv.*", PARTS)]),
         (Fused, Attention(), [ms.rules.Concat(PARTS, "qkv.*")]),
     ):
         nn.init.normal_(source.norm.running_mean)
         expected = ms.rules.Rules(rules).apply(source.state_dict())
-        state = stored(dict(source.state_dict()))
+        state = stored(dict(source.state_dict()), tmp_path, form)
         options: dict[str, Any] = {"rules": rules, "map": way != "skeleton, no map", "in_place": way == "in place"}
         if way == "transform":
             options["transform"] = lambda name, tensor: tensor.clone()

@@ -12,7 +12,6 @@ from torch import nn
 import modelstate as ms
 from modelstate.loading import Way
 from modelstate.planning.transfer import copy_cannot_fail
-from modelstate.torch_compat.plain import is_plain
 from tests.formats.torch_files import DTYPES, is_copied
 
 
@@ -87,13 +86,6 @@ def test_every_dtype_that_torch_copies_is_read_without_a_second_copy(tmp_path: P
     with torch.device("meta"):
         module.to("meta")
     assert {step.way for step in ms.load(module, tmp_path / "x.safetensors").steps} <= {Way.MAP, Way.NEW}
-
-
-def test_what_is_plain() -> None:
-    for tensor in (VALUE, nn.Parameter(VALUE), nn.Buffer(VALUE), VALUE.t(), VALUE[0].expand(4, 3)):
-        assert is_plain(tensor)
-    for tensor in (VALUE.as_subclass(Subclass), VALUE.to_sparse(), nn.UninitializedParameter()):
-        assert not is_plain(tensor)
 
 
 # Copies that cannot fail.
