@@ -8,7 +8,7 @@ import msgspec
 
 from modelstate.rules.names import Prefix, Rename
 from modelstate.rules.rule import Rule, template
-from modelstate.text_format import folded, without_numbers
+from modelstate.text_format import without_numbers
 
 Names = tuple[str, ...]
 _MOST_TRIALS = 500_000
@@ -122,18 +122,35 @@ def _candidates(pattern: str, goal: str) -> Iterator[Rule]:
             yield Rename(".".join(before), ".".join(after))
 
 
-def covering(names: Collection[str], others: Collection[str]) -> list[str]:
+def patterns_of(names: Collection[str], others: Collection[str]) -> list[str]:
     """Returns patterns that match these names and none of the others."""
-    left, patterns = list(dict.fromkeys(names)), list[str]()
-    while left:
-        candidates: dict[str, int] = {}
-        for pattern in folded(left):
-            parts = pattern.split(".")
-            for text in [*(f"*.{'.'.join(parts[at:])}" for at in range(len(parts) - 2, 0, -1)), pattern]:
-                if text not in candidates and not any(template(text).match(name) is not None for name in others):
-                    candidates[text] = sum(template(text).match(name) is not None for name in left)
-        # Of patterns that match equally many names, the last one is the most special.
-        chosen = max(reversed(candidates), key=lambda text: candidates[text], default=left[0])
-        patterns.append(chosen)
-        left = [name for name in left if template(chosen).match(name) is None]
+    patterns: list[str] = []
+    for family in families((name,) for name in names):
+        (pattern,) = family.patterns
+        is_alone = all(template(pattern).match(name) is None for name in others)
+        patterns += [pattern] if is_alone else [name for (name,) in family.members]
     return patterns
+
+
+def fused_patterns(rows: Iterable[Names], entries: Collection[str], *, is_split: bool) -> list[Names]:
+    """Returns the patterns of wholes and their parts; one for weights and biases if it matches nothing else.
+
+    Args:
+        rows: The name of each whole, followed by those of its parts.
+        entries: The names of the checkpoint.
+        is_split: Whether the checkpoint has the wholes, and not the parts.
+    """
+    by_owner: dict[Names, list[Family]] = defaultdict(list)
+    for family in families(rows):
+        owners, _, ends = zip(*(pattern.rpartition(".") for pattern in family.patterns), strict=True)
+        is_one_end = len({*ends}) == 1 and "*" not in ends
+        by_owner[tuple(f"{owner}.*" for owner in owners) if is_one_end else family.patterns].append(family)
+    result: list[Names] = []
+    for patterns, members in by_owner.items():
+        sources = patterns[:1] if is_split else patterns[1:]
+        known = {name for family in members for row in family.members for name in row}
+        fits = all(
+            name in known for name in entries if any(template(source).match(name) is not None for source in sources)
+        )
+        result += [patterns] if fits and len(members) > 1 else [family.patterns for family in members]
+    return result

@@ -18,19 +18,20 @@ from torch import nn
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.errors import AmbiguousCheckpointError, OptionError
+from modelstate.errors import AmbiguousCheckpointError
 from modelstate.html.page import Page, Shown
 from modelstate.planning.differences import prefixes
 from modelstate.planning.matching import matching_part
+from modelstate.planning.options import check_model
 from modelstate.problems import option
 from modelstate.process import gc_paused
 from modelstate.rules.joining import Concat, Split
-from modelstate.rules.rule import Entries, Entry, Guess, Rule, Template, Value, as_code
+from modelstate.rules.rule import Entries, Entry, Guess, Rule, Value, as_code
 from modelstate.rules.schema import Applied, apply_rules
 from modelstate.rules.tensors import Transpose
 from modelstate.spec import Stored
 from modelstate.suggestion.certainty import guesses
-from modelstate.suggestion.generalise import covering, families, rename_rules
+from modelstate.suggestion.generalise import fused_patterns, patterns_of, rename_rules
 from modelstate.suggestion.match import (
     LONGEST_NAME,
     Leaf,
@@ -44,7 +45,6 @@ from modelstate.suggestion.match import (
 )
 from modelstate.suggestion.words import contradict, is_conventional, of_path
 from modelstate.text_format import folded, listed, printable
-from modelstate.torch_compat.modules import unwrapped
 from modelstate.transaction.slots import HIDDEN, Slots, slots_of
 
 _INFERRED = "square, so its shape does not show it: transposed because the weights beside it are"
@@ -151,16 +151,19 @@ class Suggestion(list[Rule], Shown):
 
     def _open(self) -> list[str]:
         lines = [f"# note: {printable(note)}" for note in self.notes]
+        for title, names in (
+            ("names of the model whose source is a guess", self.guesses),
+            ("names of the model without a source", self.missing),
+            ("names of the checkpoint that are not used", self.unused),
+        ):
+            if names:
+                groups = _grouped(names)
+                more = [f"#   ... and {len(groups) - _LISTED} more"] if len(groups) > _LISTED else []
+                lines += [f"# {title} ({len(names)}):", *(f"#   {printable(name)}" for name in groups[:_LISTED]), *more]
         if self.guesses:
-            lines += [
-                f"# names of the model whose source is a guess ({len(self.guesses)}):",
-                *_listed(self.guesses),
-                "# a load with a Guess is refused: compare both models, then use rules=suggestion.accept_guesses()",
-            ]
-        if self.missing:
-            lines += [f"# names of the model without a source ({len(self.missing)}):", *_listed(self.missing)]
-        if self.unused:
-            lines += [f"# names of the checkpoint that are not used ({len(self.unused)}):", *_listed(self.unused)]
+            lines.append(
+                "# a load with a Guess is refused: compare both models, then use rules=suggestion.accept_guesses()"
+            )
         if self.ambiguous:
             lines.append("# alike, and the names do not say which is which:")
         for group in self.ambiguous:
@@ -170,36 +173,18 @@ class Suggestion(list[Rule], Shown):
 
     def to_json(self) -> str:
         """Returns everything as JSON."""
-        return json.dumps(
+        rules = [
             {
-                "rules": [
-                    {
-                        "rule": as_code(rule.rule if isinstance(rule, Guess) else rule),
-                        "guess": isinstance(rule, Guess),
-                        "names": count,
-                        "comment": comment,
-                    }
-                    for rule, count, comment in zip(self, self.counts, self.comments, strict=True)
-                ],
-                "complete": self.complete,
-                "explained": self.explained,
-                "total": self.total,
-                "guesses": list(self.guesses),
-                "missing": list(self.missing),
-                "unused": list(self.unused),
-                "ambiguous": [
-                    {"names": list(group.names), "candidates": list(group.candidates)} for group in self.ambiguous
-                ],
-                "notes": list(self.notes),
-            },
-            indent=1,
-        )
-
-
-def _listed(names: Sequence[str]) -> list[str]:
-    lines = _grouped(names)
-    more = [f"#   ... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
-    return [*(f"#   {printable(name)}" for name in lines[:_LISTED]), *more]
+                "rule": as_code(rule.rule if isinstance(rule, Guess) else rule),
+                "guess": isinstance(rule, Guess),
+                "names": count,
+                "comment": comment,
+            }
+            for rule, count, comment in zip(self, self.counts, self.comments, strict=True)
+        ]
+        fields = ("complete", "explained", "total", "guesses", "missing", "unused", "ambiguous", "notes")
+        values = msgspec.to_builtins({"rules": rules} | {field: getattr(self, field) for field in fields})
+        return json.dumps(values, indent=1)
 
 
 def _grouped(names: Sequence[str]) -> list[str]:
@@ -246,10 +231,8 @@ def suggest(
         >>> if suggestion.complete:
         ...     ms.load(model, "other_names.safetensors", rules=suggestion)
     """
-    if not isinstance(model, nn.Module):
-        raise OptionError("not a model", expected="a torch.nn.Module", found=type(model).__name__)
+    slots = slots_of(check_model(model))
     checkpoint = open_checkpoint(source)
-    slots = slots_of(unwrapped(model))
     checkpoint = _part(checkpoint, slots) if key is None else checkpoint.select(key)
     wanted = [slot for slot in slots.tensors if slot.kind != HIDDEN and not torch.nn.parameter.is_lazy(slot.tensor)]
     targets = [
@@ -490,14 +473,15 @@ def _rules(findings: _Findings, entries: Collection[str]) -> list[Rule]:
     """Returns the rules that transpose, then those that split and join, then those that rename."""
     rules: list[Rule] = []
     for transposed in (findings.transposed, findings.inferred):
-        rules += [Transpose(pattern) for pattern in _patterns(transposed, entries)]
+        names = [name for name in entries if name in transposed]
+        others = [name for name in entries if name not in transposed]
+        rules += [Transpose(pattern) for pattern in patterns_of(names, others)]
     for fusions, is_split in ((findings.matches.splits, True), (findings.matches.joins, False)):
         rows: dict[tuple[int, tuple[int, ...] | None], list[tuple[str, ...]]] = {}
         for fusion in fusions:
             rows.setdefault((fusion.dim, fusion.sizes), []).extend(fusion.rows)
         for (dim, sizes), members in rows.items():
-            for patterns in _merged([family.patterns for family in families(members)], entries, is_split):
-                whole, parts = patterns[0], patterns[1:]
+            for whole, *parts in fused_patterns(members, entries, is_split=is_split):
                 rules.append(Split(whole, parts, dim, sizes) if is_split else Concat(parts, whole, dim, sizes))
     expected = findings.expected
     fused = {name: name for name in expected.keys() - {*findings.matches.pairs.values()}}
@@ -507,34 +491,6 @@ def _rules(findings: _Findings, entries: Collection[str]) -> list[Rule]:
     barred = [name for name, leaf in findings.targets.items() if name not in expected and leaf.shape in unused_shapes]
     unused = [name for name in entries if name not in used]
     return [*rules, *rename_rules(findings.matches.pairs | fused, unused, barred)]
-
-
-def _patterns(names: Collection[str], entries: Collection[str]) -> list[str]:
-    """Returns patterns that match these names and no other entry."""
-    ordered = [name for name in entries if name in names]
-    return covering(ordered, [name for name in entries if name not in names]) if names else []
-
-
-def _merged(rows: Sequence[tuple[str, ...]], entries: Collection[str], is_split: bool) -> list[tuple[str, ...]]:
-    """Merges the patterns of weights and biases into one if that matches nothing else."""
-    by_owner: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for row in rows:
-        ends = {name.rpartition(".")[2] for name in row}
-        short = tuple(f"{name.rpartition('.')[0]}.*" for name in row) if len(ends) == 1 and "*" not in ends else row
-        by_owner.setdefault(short, []).append(row)
-    merged: list[tuple[str, ...]] = []
-    for short, members in by_owner.items():
-        fits = all(
-            _fitting(short[side], entries) == {name for row in members for name in _fitting(row[side], entries)}
-            for side in ((0,) if is_split else range(1, len(short)))
-        )
-        merged += [short] if len(members) > 1 and fits else members
-    return merged
-
-
-def _fitting(pattern: str, names: Collection[str]) -> set[str]:
-    template = Template(pattern)
-    return {name for name in names if template.match(name) is not None}
 
 
 # The report.
