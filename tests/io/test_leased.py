@@ -14,9 +14,9 @@ import torch
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import lease, leased, linux
-from modelstate.io.engine import Request, read_ranges
+from modelstate.io.engine import LocalFile, OpenFiles, Request, read_ranges
 from modelstate.io.files import current_fingerprints
-from modelstate.io.leased import LeasedFiles, leased_files
+from modelstate.io.leased import leased_files
 from modelstate.spec import ByteRange
 from tests.faults import faulty_reads
 from tests.formats.files import evict
@@ -45,21 +45,24 @@ def whole(path: Path) -> list[ByteRange]:
 
 
 @contextmanager
-def leasing(path: Path) -> Iterator[LeasedFiles]:
-    with leased_files(whole(path), current_fingerprints([str(path)])) as files:
-        assert files.refusal == ""
+def leasing(path: Path) -> Iterator[OpenFiles]:
+    with OpenFiles(current_fingerprints([str(path)])) as files, leased_files(whole(path), files) as refusal:
+        assert refusal == ""
         yield files
 
 
-def read(path: Path, files: LeasedFiles, memory: bytearray, threads: int = 2) -> None:
+def read(path: Path, files: OpenFiles, memory: bytearray, threads: int = 2) -> None:
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     requests = [Request(*whole(path), address)]
-    read_ranges(requests, fingerprints={}, threads=threads, batch_bytes=BLOCK, leased=files)
+    read_ranges(requests, files=files, threads=threads, batch_bytes=BLOCK)
 
 
-def until_one_waits(path: Path, process: subprocess.Popen[bytes], files: LeasedFiles) -> None:
+def until_one_waits(path: Path, process: subprocess.Popen[bytes], files: OpenFiles) -> None:
     """Until the process waits for the lease, or has ended without a need to."""
-    while lease.is_intact(files[str(path)].descriptor) and process.poll() is None:
+    file = files[str(path)]
+    assert isinstance(file, LocalFile)
+    descriptor = file.descriptor
+    while lease.is_intact(descriptor) and process.poll() is None:
         time.sleep(0.001)
 
 
@@ -69,7 +72,7 @@ TOO_SHORT = "the kernel lets a writer wait for a shorter time than the read may 
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [
-        ((linux, "filesystem_type", lambda _: 0x6969), "other machines may write to its file system"),
+        ((lease, "filesystem_type", lambda _: 0x6969), "other machines may write to its file system"),
         (
             (lease, "safe_seconds", lambda: 1.0),
             "the kernel lets a writer wait for a shorter time than the read may take",
@@ -82,8 +85,8 @@ def test_refusals(
     change: tuple[object, str, object], refusal: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*change)
-    with leased_files(whole(path), {}) as files:
-        assert files.refusal == refusal
+    with OpenFiles({}) as files, leased_files(whole(path), files) as found:
+        assert found == refusal
     with path.open("r+b") as file:  # no lease is left
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
 
@@ -91,7 +94,8 @@ def test_refusals(
 def test_a_file_that_has_changed_is_not_leased(path: Path) -> None:
     fingerprints = current_fingerprints([str(path)])
     os.utime(path, ns=(0, 0))
-    with pytest.raises(ReadFailedError, match="changed"), leased_files(whole(path), fingerprints):
+    files = OpenFiles(fingerprints)
+    with pytest.raises(ReadFailedError, match="changed"), leased_files(whole(path), files):
         pytest.fail("leased")
 
 

@@ -113,7 +113,7 @@ def nothing_left_behind() -> Iterator[None]:
 def read(sources: list[ByteRange], *, batch_bytes: int = 8, gap_bytes: int = 2, **options: Any) -> bytes:
     """What the ranges hold, one behind the other, read by the code under test."""
     memory = torch.full((sum(source.nbytes for source in sources) + 1,), 0xEE, dtype=torch.uint8)
-    limits = {"batch_bytes": batch_bytes, "gap_bytes": gap_bytes, "threads": 1, "fingerprints": {}}
+    limits = {"batch_bytes": batch_bytes, "gap_bytes": gap_bytes, "threads": 1, "files": {}}
     with nothing_left_behind():
         read_ranges(requests_for(sources, memory.data_ptr()), **(limits | options))
     assert memory[-1] == 0xEE
@@ -206,6 +206,6 @@ def test_a_file_that_has_changed_is_not_read(files: dict[str, str], monkeypatch:
     monkeypatch.setattr(system, "preadv", lambda *_: pytest.fail("read"))
     sources = [ByteRange(files["a"], 0, 9), ByteRange(files["b"], 0, 3)]
     with nothing_left_behind(), pytest.raises(ReadFailedError, match="has changed since it was opened") as caught:
-        read(sources, fingerprints=stamps)
+        read(sources, files=stamps)
     assert caught.value.where == files["b"]
     assert "another file" not in caught.value.found

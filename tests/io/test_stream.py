@@ -75,7 +75,7 @@ def streamed(path: str, threads: int, waits: bool = False, delay: float = 0.0) -
         wanted,
         consume,
         strategy=ReadStrategy(threads, 9_000),
-        fingerprints=current_fingerprints([path]),
+        files=current_fingerprints([path]),
         on_block=lambda block, seconds: told.append(block.wanted_bytes),
     )
     assert sum(told) == 200_000
@@ -114,7 +114,7 @@ def test_nothing_that_was_started_goes_on_after_an_error(threads: int, path: str
             [Wanted(ByteRange(path, 0, 200_000), 4)],
             consume,
             strategy=ReadStrategy(threads, 9_000),
-            fingerprints=current_fingerprints([path]),
+            files=current_fingerprints([path]),
             on_block=on_block,
         )
     assert sorted(ended) == started
@@ -210,6 +210,6 @@ def test_a_file_that_ends_early(path: str) -> None:
             wanted,
             lambda block, buffer: None,
             strategy=ReadStrategy(read_threads(), 1000),
-            fingerprints=stamps,
+            files=stamps,
             on_block=lambda block, seconds: None,
         )

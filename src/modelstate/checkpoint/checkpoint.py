@@ -338,7 +338,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
                     with torch.inference_mode(False):  # otherwise the tensor could never be trained
                         known[key] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
                     requests.append(Request(stored.extent, known[key].data_ptr()))
-        read_ranges(requests, fingerprints=self.fingerprints)
+        read_ranges(requests, files=self.fingerprints)
         return known
 
     @property
@@ -472,7 +472,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             source = ByteRange(stored.extent.path, stored.extent.start + skip, out.nbytes)
             # Autograd must notice that values it may have saved are overwritten.
             torch.autograd.graph.increment_version(out)
-            read_ranges([Request(source, out.data_ptr())], fingerprints=self.fingerprints)
+            read_ranges([Request(source, out.data_ptr())], files=self.fingerprints)
             return
         rows = [] if start is None else [slice(start, stop)]
         region = stored.region(rows) if isinstance(stored, StoredTensor | StoredComposite) else None

@@ -160,7 +160,7 @@ class Maps:
         """Reads the values into memory of their own, without a map. See `read_tensor`."""
         from modelstate.io.tensors import read_tensor
 
-        return read_tensor(stored, partial(read_ranges, fingerprints=self._fingerprints))
+        return read_tensor(stored, partial(read_ranges, files=self._fingerprints))
 
     def check_unchanged(self) -> None:
         """Raises `ReadFailedError` where a file has changed since it was mapped.

@@ -111,7 +111,7 @@ def operand_of(stored: Stored, read: Callable[[Stored], torch.Tensor]) -> Operan
 
 def reader_of(checkpoint: Checkpoint) -> Callable[[Stored], torch.Tensor]:
     """Returns the function that reads the values of a stored tensor on one thread."""
-    return partial(read_tensor, read_all=partial(read_ranges, fingerprints=checkpoint.fingerprints, threads=1))
+    return partial(read_tensor, read_all=partial(read_ranges, files=checkpoint.fingerprints, threads=1))
 
 
 def check_readable(tensors: Iterable[tuple[str, Stored]], *, where: str, remedy: str) -> None:
@@ -265,7 +265,7 @@ def reduce(
     strategy = ReadStrategy(read_threads(), _BLOCK_BYTES)
     with progress_bar(progress, total_bytes, what) as advance:
         if blocks:
-            stream(wanted, consume, strategy=strategy, fingerprints=fingerprints, on_block=on_block, blocks=blocks)
+            stream(wanted, consume, strategy=strategy, files=fingerprints, on_block=on_block, blocks=blocks)
     return total_bytes
 
 

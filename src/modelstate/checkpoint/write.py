@@ -79,7 +79,7 @@ class LazyStateBuilder:
 
     def __init__(self, checkpoint: Checkpoint, cast: torch.dtype | None = None) -> None:
         self._checkpoint, self._cast = checkpoint, cast
-        self._read_all = partial(read_ranges, fingerprints=checkpoint.fingerprints, threads=1)
+        self._read_all = partial(read_ranges, files=checkpoint.fingerprints, threads=1)
         self._values = checkpoint.flat.values
         self.overflows = Overflows()
         self._in_memory: dict[int, torch.Tensor] = {}

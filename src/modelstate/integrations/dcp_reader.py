@@ -196,7 +196,7 @@ class Reader(StorageReader):
                 requests.append(Request(source.extent, target.data_ptr()))
             else:
                 target.copy_(values_of(source, self._checkpoint.read))
-        read_ranges(requests, fingerprints=self._checkpoint.fingerprints)
+        read_ranges(requests, files=self._checkpoint.fingerprints)
         for item, target, _ in regions:
             planner.commit_tensor(item, target)
         for item in plan.items:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from modelstate.io.engine import (
-    RangeFile,
+    OpenFiles,
     ReadStrategy,
     Request,
     coalesce,
@@ -109,11 +109,10 @@ def stream(
     consume: Consume,
     *,
     strategy: ReadStrategy,
-    fingerprints: Mapping[str, FileFingerprint],
+    files: OpenFiles | Mapping[str, FileFingerprint],
     on_block: Callable[[Block, float], None],
     blocks: Sequence[Block] | None = None,
     buffers: Buffers | None = None,
-    leased: Mapping[str, RangeFile] | None = None,
 ) -> None:
     """Reads the requested ranges in blocks; the thread that has read a block consumes it while another one reads.
 
@@ -123,11 +122,10 @@ def stream(
         wanted: The ranges to read.
         consume: Called with each block and its buffer, without autograd and outside of inference mode.
         strategy: The number of threads and the size of a block.
-        fingerprints: What each file must be before the first byte is read and after the last.
+        files: As for `read_ranges`.
         on_block: Called with each consumed block and the seconds that it took, by one thread at a time.
         blocks: The blocks, for a caller that needs parts of several ranges in one block; by default `in_blocks`.
         buffers: The buffers, for a caller that has made them before or makes them in another way.
-        leased: As for `read_ranges`.
 
     Raises:
         ReadFailedError: An I/O error, a short read, or a file that has changed. What `consume` raises passes through.
@@ -136,6 +134,7 @@ def stream(
 
     if blocks is None:
         paths = {entry.source.path for entry in wanted}
+        fingerprints = files.fingerprints if isinstance(files, OpenFiles) else files
         blocks = in_blocks(wanted, strategy.block_bytes, common_align_bytes(paths, fingerprints))
     buffers, threads = Buffers() if buffers is None else buffers, min(strategy.threads, len(blocks))
     buffers.need(blocks, threads)
@@ -157,7 +156,7 @@ def stream(
                     extent = ByteRange(source.path, source.start + part.first, part.nbytes)
                     requests.append(Request(extent, buffer.data_ptr() + part.at))
                 for batch in coalesce(requests, batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
-                    read_batch(files[batch.path], batch)
+                    read_batch(opened[batch.path], batch)
                 wait = consume(block, buffer)
 
             try:
@@ -166,7 +165,7 @@ def stream(
                 if wait is not None:
                     wait()
 
-    with open_files((entry.source.path for entry in wanted), fingerprints, leased) as files:
+    with open_files((entry.source.path for entry in wanted), files) as opened:
         for_each(blocks, worker, threads, on_block, with_torch=True)
 
 

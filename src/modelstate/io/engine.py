@@ -14,14 +14,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from modelstate.errors import ReadFailedError
-from modelstate.io import system
+from modelstate.io import lease, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged, remedy_for_limit
 from modelstate.io.memory import aligned
 from modelstate.process import parallel_for
@@ -47,8 +47,6 @@ _BLOCK_BYTES = 4 << 20
 _LARGE_TRANSFER_BYTES = 256 << 20
 """From so many bytes on, the blocks for a device are larger."""
 _LEAST_BLOCK_BYTES = 64 << 10
-_SCRATCH_BYTES = 64 << 20
-"""What is read at once of tensors that are needed whole, unless a single one is larger."""
 
 ROWS_BYTES = 256 << 10
 """The part of a file that a thread reads at once to take rows from it: it fits into a cache of the processor."""
@@ -83,8 +81,6 @@ class ReadStrategy(msgspec.Struct, frozen=True):
     """Threads that read blocks and cast them."""
     block_bytes: int
     """The size of a block."""
-    scratch_bytes: int = 0
-    """What is read at once of tensors that cannot be cast block by block."""
     ahead: bool = False
     """Whether the next tensors are read while transforms compute with the current ones."""
     remote: bool = False
@@ -93,12 +89,7 @@ class ReadStrategy(msgspec.Struct, frozen=True):
     @classmethod
     def fastest(cls) -> ReadStrategy:
         """The strategy of a load without a memory budget."""
-        return cls(read_threads(), _BLOCK_BYTES, _SCRATCH_BYTES, ahead=True)
-
-    @property
-    def turn_bytes(self) -> int:
-        """The size of one scratch buffer: half of the scratch memory where the other half is computed with."""
-        return self.scratch_bytes // 2 if self.ahead else self.scratch_bytes
+        return cls(read_threads(), _BLOCK_BYTES, ahead=True)
 
     def for_devices(self, total: int) -> ReadStrategy:
         """The strategy of a stream whose blocks are copied to devices.
@@ -144,21 +135,20 @@ class ReadStrategy(msgspec.Struct, frozen=True):
         """Strategies that need less and less memory."""
         yield replace(self, ahead=False)
         threads, block_bytes = self.threads, self.block_bytes
-        yield replace(self, ahead=False, scratch_bytes=0)
         while threads > 1 or block_bytes > _LEAST_BLOCK_BYTES:
             # Of a server, fewer replies at a time rather than more and smaller requests.
             if threads > 1 if self.remote else block_bytes <= _LEAST_BLOCK_BYTES:
                 threads //= 2
             else:
                 block_bytes //= 2
-            yield replace(self, threads=threads, block_bytes=block_bytes, scratch_bytes=0, ahead=False)
+            yield replace(self, threads=threads, block_bytes=block_bytes, ahead=False)
 
 
 # Files that are read by range.
 
 
 class RangeFile(Protocol):
-    """What the engine needs of an open file: `LocalFile`, `LeasedFile` or `RemoteFile`."""
+    """What the engine needs of an open file: `LocalFile` or `RemoteFile`."""
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Reads from `offset` on into the buffers, one after the other, and returns the number of bytes, 0 at the end.
@@ -183,12 +173,36 @@ class LocalFile:
         fingerprint: What the file must be.
     """
 
+    _leased_at: float | None = None
+    """When the read lease was taken; None without one."""
+
     def __init__(self, path: str, fingerprint: FileFingerprint | None) -> None:
         self.path, self._fingerprint = path, fingerprint
         self.descriptor = open_unchanged(path, fingerprint)
 
+    def lease(self) -> str:
+        """Takes a read lease. Returns an empty string, or the reason why there is none.
+
+        Raises `ReadFailedError` where the file has changed.
+        """
+        if refusal := lease.hold_for_now(self.descriptor):
+            return refusal
+        self._leased_at = time.monotonic()
+        check_unchanged(self.descriptor, self.path, self._fingerprint)
+        return ""
+
+    def release(self) -> None:
+        """Releases the lease: a writer that waits goes on."""
+        if self._leased_at is not None:
+            self._leased_at = None
+            lease.release(self.descriptor)
+
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """As `RangeFile.read_into`."""
+        """As `RangeFile.read_into`. What the page cache does not return at once of a leased file is read again."""
+        if self._leased_at is not None:
+            with suppress(OSError):
+                if count := system.preadv_cached(self.descriptor, buffers, offset):
+                    return count
         try:
             return system.preadv(self.descriptor, buffers, offset)
         except OSError as error:
@@ -197,46 +211,86 @@ class LocalFile:
             ) from error
 
     def check_unchanged(self) -> None:
-        """As `RangeFile.check_unchanged`."""
-        check_unchanged(self.descriptor, self.path, self._fingerprint)
+        """As `RangeFile.check_unchanged`. A leased file has not changed before a writer has waited for too long."""
+        if self._leased_at is None:
+            check_unchanged(self.descriptor, self.path, self._fingerprint)
+            return
+        seconds = lease.safe_seconds()
+        if not lease.is_intact(self.descriptor) and time.monotonic() - self._leased_at > seconds:
+            raise ReadFailedError(
+                "a process that waited to write to the file was let go on before the read was over",
+                where=self.path,
+                expected=f"at most {seconds:.0f} seconds",
+                remedy="open the checkpoint again, when nothing writes to it any more",
+            )
 
     def close(self) -> None:
         """Closes the file."""
+        self.release()
         self.descriptor.close()
 
 
-@contextmanager
-def open_files(
-    paths: Iterable[str],
-    fingerprints: Mapping[str, FileFingerprint],
-    leased: Mapping[str, RangeFile] | None = None,
-) -> Iterator[Mapping[str, RangeFile]]:
-    """Opens files, and yields them by path; or yields the files that are leased, which are not closed.
+class OpenFiles:
+    """Files, each opened at its first use. A context manager, whose end closes them.
 
     A file without a fingerprint is one of this machine.
 
+    Args:
+        fingerprints: What each file must be, by path.
+    """
+
+    def __init__(self, fingerprints: Mapping[str, FileFingerprint]) -> None:
+        self.fingerprints = fingerprints
+        self._files: dict[str, RangeFile] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, path: str) -> RangeFile:
+        """Returns a file. Raises `ReadFailedError` where it does not match its fingerprint."""
+        with self._lock:
+            file = self._files.get(path)
+            if file is None:
+                known = self.fingerprints.get(path)
+                if known is not None and known.is_remote:
+                    from modelstate.remote.file import ObjectVersion, RemoteFile
+
+                    file = RemoteFile(path, ObjectVersion(known.nbytes, known.modified_ns, known.tag), known.cache)
+                else:
+                    file = LocalFile(path, known)
+                self._files[path] = file
+            return file
+
+    def check_unchanged(self) -> None:
+        """Raises `ReadFailedError` where a file has changed since it was opened."""
+        for file in self._files.values():
+            file.check_unchanged()
+
+    def close(self) -> None:
+        """Closes the files. The next use of a file opens it again."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def open_files(paths: Iterable[str], files: OpenFiles | Mapping[str, FileFingerprint]) -> Iterator[OpenFiles]:
+    """Opens files, and yields them by path.
+
+    With `OpenFiles`, their owner closes the files and compares them at the end. With fingerprints, they are closed when
+    the block ends.
+
     Raises `ReadFailedError` where a file does not match its fingerprint when it is opened, or when the block ends.
     """
-    if leased is not None:
-        yield leased
-        return
-    files: dict[str, RangeFile] = {}
-    try:
-        for path in dict.fromkeys(paths):
-            known = fingerprints.get(path)
-            if known is not None and known.is_remote:
-                from modelstate.remote.file import ObjectVersion, RemoteFile
-
-                version = ObjectVersion(known.nbytes, known.modified_ns, known.tag)
-                files[path] = RemoteFile(path, version, known.cache)
-            else:
-                files[path] = LocalFile(path, known)
-        yield files
-        for file in files.values():
-            file.check_unchanged()
-    finally:
-        for file in files.values():
-            file.close()
+    with nullcontext(files) if isinstance(files, OpenFiles) else OpenFiles(files) as opened:
+        for path in paths:
+            opened[path]
+        yield opened
+        if opened is not files:
+            opened.check_unchanged()
 
 
 def for_each(
@@ -350,24 +404,23 @@ class Batch(msgspec.Struct, frozen=True):
 def read_ranges(
     requests: Iterable[Request | Rows],
     *,
-    fingerprints: Mapping[str, FileFingerprint],
+    files: OpenFiles | Mapping[str, FileFingerprint],
     on_read: Callable[[int], None] | None = None,
     threads: int | None = None,
     batch_bytes: int | None = None,
     gap_bytes: int = GAP_BYTES,
-    leased: Mapping[str, RangeFile] | None = None,
 ) -> None:
     """Executes read requests on several threads. No thread writes to memory any more when this returns or raises.
 
     Args:
         requests: The byte ranges and their destinations.
-        fingerprints: What each file must be before the first byte is read and after the last.
+        files: The files, whose owner compares them when all has been read; or what each file must be before the first
+            byte is read and after the last.
         on_read: Called with the number of requested bytes after each batch, by one thread at a time.
         threads: The number of threads; by default one for each processor, up to 8.
         batch_bytes: The most that one call reads; by default `BATCH_BYTES`, and more of servers and where much is
             read, as far as all threads have a share.
         gap_bytes: The largest gap between two ranges of one call.
-        leased: Files that are read instead of those at the paths (`LeasedFiles`).
 
     Raises:
         ReadFailedError: The first I/O error, a short read, or a file that has changed.
@@ -379,6 +432,7 @@ def read_ranges(
         else:
             rows.extend(request.split(ROWS_BYTES))
     paths = {request.source.path for request in single} | {request.source.path for request in rows}
+    fingerprints = files.fingerprints if isinstance(files, OpenFiles) else files
     remote = [path for path in paths if path in fingerprints and fingerprints[path].is_remote]
     align_bytes = common_align_bytes(remote, fingerprints) if remote else 1
     threads = threads or threads_for(bool(remote))
@@ -402,9 +456,9 @@ def read_ranges(
 
         def process(item: Batch | Rows) -> None:
             if isinstance(item, Batch):
-                read_batch(files[item.path], item)
+                read_batch(opened[item.path], item)
             else:
-                _read_rows(files[item.source.path], item, buffer if item.has_small_gaps(gap_bytes) else None)
+                _read_rows(opened[item.source.path], item, buffer if item.has_small_gaps(gap_bytes) else None)
 
         yield process
 
@@ -412,31 +466,8 @@ def read_ranges(
         if on_read is not None:
             on_read(item.wanted_bytes)
 
-    with open_files(paths, fingerprints, leased) as files:
+    with open_files(paths, files) as opened:
         for_each(items, worker, threads, on_done, with_torch=bool(span), takes_part=not remote)
-
-
-@contextmanager
-def block_reads(
-    paths: Iterable[str], *, fingerprints: Mapping[str, FileFingerprint], leased: Mapping[str, RangeFile] | None
-) -> Iterator[Callable[[Iterable[Request]], None]]:
-    """Opens files for threads that read many small ranges: yields a function that executes requests in its caller.
-
-    Args:
-        paths: The files.
-        fingerprints: What each file must be when it is opened and when the block ends.
-        leased: As for `read_ranges`.
-
-    Raises:
-        ReadFailedError: An I/O error, a short read, or a file that has changed.
-    """
-    with open_files(paths, fingerprints, leased) as files:
-
-        def read(requests: Iterable[Request]) -> None:
-            for (path, start, nbytes), address in ((request.source, request.address) for request in requests):
-                read_fully(files[path], [memory_at(address, nbytes)], start, nbytes)
-
-        yield read
 
 
 def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int, align_bytes: int = 1) -> list[Batch]:

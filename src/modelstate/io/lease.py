@@ -40,7 +40,7 @@ from functools import partial
 from modelstate.forks import at_fork
 from modelstate.io import system
 from modelstate.io.files import Descriptor
-from modelstate.io.linux import IS_LINUX, MAP_NORESERVE, Advice, madvise
+from modelstate.io.linux import IS_LINUX, MAP_NORESERVE, Advice, filesystem_type, madvise
 from modelstate.process import gc_paused
 from modelstate.text_format import size
 
@@ -111,6 +111,20 @@ def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
     return ""
 
 
+_FILE_SYSTEMS = frozenset(
+    {
+        0xEF53: "ext2, ext3, ext4",
+        0x58465342: "XFS",
+        0x9123683E: "Btrfs",
+        0xF2F52010: "F2FS",
+        0xCA451A4E: "bcachefs",
+        0x01021994: "tmpfs",
+        0x794C7630: "overlayfs",
+    }
+)
+"""File systems whose files only this machine changes. Others may grant a lease that other machines do not know of."""
+
+
 def hold_for_now(descriptor: int) -> str:
     """Sets a read lease that no thread waits for: the caller asks `is_intact`, and calls `release`.
 
@@ -121,6 +135,8 @@ def hold_for_now(descriptor: int) -> str:
     """
     if not hasattr(fcntl, "F_SETLEASE"):
         return "this system has no file leases"
+    if filesystem_type(descriptor) not in _FILE_SYSTEMS:
+        return "other machines may write to its file system"
     if refusal := _without_name(descriptor):
         return refusal
     try:
@@ -214,17 +230,13 @@ def _release_dropped() -> None:
 def _release(lease: Lease) -> None:
     if _leases.pop(id(lease), None) is not None:
         release(lease.descriptor)
+        lease.descriptor.close()
 
 
 def release(descriptor: Descriptor) -> None:
-    """Ends a lease, and closes the descriptor."""
-    try:
-        # Closing alone would leave the lease to a copy of the descriptor that a child may have.
+    """Ends a lease. Closing alone would leave it to a copy of the descriptor that a child may have."""
+    with suppress(OSError):  # the kernel has broken the lease already
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError:
-        pass  # the kernel has broken the lease already
-    finally:
-        descriptor.close()
 
 
 # The watcher.

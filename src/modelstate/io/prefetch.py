@@ -10,6 +10,7 @@ from functools import partial
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import linux
+from modelstate.io.engine import LocalFile, OpenFiles, open_files
 from modelstate.io.files import FileFingerprint, open_unchanged
 from modelstate.process import run_detached
 from modelstate.spec import ByteRange
@@ -23,19 +24,23 @@ _LOOKS, _LOOK_BYTES = 32, 1 << 20
 _MOST_OF_MEMORY = 0.5
 
 
-def read_ahead(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> int:
+def read_ahead(ranges: Iterable[ByteRange], files: OpenFiles | Mapping[str, FileFingerprint]) -> int:
     """Makes the kernel start to read those of the ranges that are not in the page cache, without waiting for them.
 
     Returns the number of bytes that the kernel is asked for, at most half of the available memory. It is 0 where the
     ranges are cached already, where the kernel does not say whether they are, and where they are too small to matter.
     """
-    spans = merged(span for span in ranges if not _is_remote(span.path, fingerprints))
+    spans = merged(ranges)
     if sum(span.nbytes for span in spans) < LEAST_BYTES:
         return 0
-    cold = [span for span in spans if is_cold(span, fingerprints)]
+    try:
+        with open_files((span.path for span in spans), files) as opened:
+            cold = [span for span in spans if is_cold(span, opened)]
+    except ReadFailedError:
+        return 0  # the read itself reports it
     total = min(sum(span.nbytes for span in cold), most_to_read())
     if total:
-        run_detached(partial(_read_ahead, cold, total, fingerprints))
+        run_detached(partial(_read_ahead, cold, total, opened.fingerprints))
     return total
 
 
@@ -56,25 +61,19 @@ def most_to_read() -> int:
     return int(linux.available_bytes() * _MOST_OF_MEMORY)
 
 
-def _is_remote(path: str, fingerprints: Mapping[str, FileFingerprint]) -> bool:
-    known = fingerprints.get(path)
-    return known is not None and known.is_remote
-
-
-def is_cold(span: ByteRange, fingerprints: Mapping[str, FileFingerprint]) -> bool:
+def is_cold(span: ByteRange, files: OpenFiles) -> bool:
     """Returns whether less than half of a range seems to be in the page cache; False where the kernel does not say.
 
     It looks at pieces of the range, since a look at each page of a large file takes milliseconds.
     """
-    try:
-        with open_unchanged(span.path, fingerprints.get(span.path)) as descriptor:
-            step = max(span.nbytes // _LOOKS, _LOOK_BYTES)
-            shares = [
-                linux.cached_share(descriptor, at, min(_LOOK_BYTES, span.start + span.nbytes - at))
-                for at in range(span.start, span.start + span.nbytes, step)
-            ]
-    except ReadFailedError:
-        return False  # the read itself reports it
+    file = files[span.path]
+    if not isinstance(file, LocalFile):
+        return False
+    step = max(span.nbytes // _LOOKS, _LOOK_BYTES)
+    shares = [
+        linux.cached_share(file.descriptor, at, min(_LOOK_BYTES, span.start + span.nbytes - at))
+        for at in range(span.start, span.start + span.nbytes, step)
+    ]
     known = [share for share in shares if share is not None]
     return bool(known) and sum(known) < len(known) / 2
 

@@ -77,7 +77,9 @@ class StagedLoad:
         if self._verification:
             self.verified_bytes = self._verification.run(lambda _: progress(0))
         self._notes += prefetch_range(staging, transfers)
-        stage(staging, transfers, progress)
+        with staging.files as files:
+            stage(staging, transfers, progress)
+            files.check_unchanged()
         # Other threads use the tensors on other streams: the copies on the streams of this thread must have ended.
         for device in {final.device for item in transfers for final in item.finals}:
             if device.type == "cuda":

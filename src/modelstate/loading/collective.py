@@ -169,7 +169,7 @@ def _samples(checkpoint: Checkpoint) -> bytes:
         else:
             data = _middle(piece)
             place[: len(data)] = data
-    read_ranges(requests, fingerprints=checkpoint.fingerprints)
+    read_ranges(requests, files=checkpoint.fingerprints)
     return buffer.numpy().tobytes()
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError
-from modelstate.io.leased import LeasedFiles, leased_files
+from modelstate.io.leased import leased_files
 from modelstate.loading.place import Place
 from modelstate.loading.stage import limit_memory, reads_into_slots, stage
 from modelstate.loading.staging import Staging
@@ -94,7 +94,7 @@ def _placement_remedy(target: torch.Tensor) -> str:
 @contextmanager
 def leased_for_commit(
     staging: Staging, waiting: Sequence[Transfers], transfers: Sequence[Transfers], advance: Progress
-) -> Iterator[LeasedFiles | None]:
+) -> Iterator[None]:
     """Leases the files that are read at the commit. Where they cannot be leased, their values are staged now.
 
     Args:
@@ -103,25 +103,23 @@ def leased_for_commit(
         transfers: Everything that the load reads.
         advance: Called with numbers of bytes that are done.
 
-    Yields:
-        The files; None where they cannot be leased.
-
     Raises:
         ReadFailedError: A file cannot be read, or has changed.
         MemoryBudgetError: The values have to be staged, and need too much memory.
     """
     # Progress may be shown in a way that fails, so it comes before the commit.
     extents = [extent for item in waiting for extent in item.extents]
-    with leased_files(extents, staging.checkpoint.fingerprints, lambda _: advance(0)) as files:
-        if not files.refusal:
+    with leased_files(extents, staging.files, lambda _: advance(0)) as refusal:
+        if not refusal:
             advance(sum(item.nbytes for item in waiting))
-            yield files
+            yield
             return
     for item in waiting:
-        item.stage_instead(files.refusal)
+        item.stage_instead(refusal)
     limit_memory(staging, transfers)
     stage(staging, transfers, advance)
-    yield None
+    staging.files.check_unchanged()
+    yield
 
 
 def commit_values(

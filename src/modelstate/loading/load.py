@@ -100,7 +100,8 @@ def plan(model: nn.Module, source: Source, **options: Unpack[PlanArguments]) -> 
     model = check_model(model)
     checkpoint = open_checkpoint(source, cache=checked.cache)
     with exclusive(model), Transaction(model) as transaction, gc_paused(), torch.random.fork_rng(devices=[]):
-        preparation, _ = prepare(transaction, checkpoint, checked, call_extra_state=False)
+        preparation, staging = prepare(transaction, checkpoint, checked, call_extra_state=False)
+        staging.files.close()
         return preparation.plan()
 
 
@@ -271,6 +272,7 @@ def _stage_in_background(model: nn.Module, source: Source | LoadPlan, options: L
             preparation, staging = prepare(
                 transaction, source, options, call_extra_state=False, in_use="the model is in use until then"
             )
+        staging.files.close()
         if preparation.problems:
             raise preparation.error()
         limit_memory(staging, preparation.transfers)
@@ -323,7 +325,7 @@ def _execute(
         transfers = preparation.transfers
     to_stage = [*preparation.moves, *(to_read_here(transfers, staging.shared) if staging.shared else transfers)]
     nbytes = sum(item.nbytes for item in to_stage)
-    with progress_bar(options.progress, nbytes, "loading") as advance, ExitStack() as held:
+    with progress_bar(options.progress, nbytes, "loading") as advance, staging.files, ExitStack() as held:
         with phase(READING), ExitStack() as random:
             if agreement is not None:  # first of all, because the other ranks wait here for this one
                 connect(staging.shared, agreement)
@@ -354,9 +356,12 @@ def _execute(
                 waiting = []
             if then is not None:
                 then()
+            staging.files.check_unchanged()
             waiting = [item for item in waiting if item.way is Way.INTO]  # `then` may have used others
-            files = held.enter_context(leased_for_commit(staging, waiting, transfers, advance)) if waiting else None
-            reads = [] if files is None else reads_into_slots(staging, waiting, lambda _: None, files)
+            if waiting:
+                held.enter_context(leased_for_commit(staging, waiting, transfers, advance))
+            waiting = [item for item in waiting if item.way is Way.INTO]
+            reads = reads_into_slots(staging, waiting, lambda _: None) if waiting else []
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
                 held.enter_context(deferred_signals())
         with phase(COMMIT, effect="all other ranks have loaded"):
@@ -421,7 +426,7 @@ def prepare(
         staging.shared = shared_reads(preparation.singles, agreement or agreement_of(transaction.root))
         preparation.notes += notes_on_shared(staging.shared)
     if staged is None and not options.in_place:
-        stage_unleased(preparation.transfers, matched.part.fingerprints, in_use)
+        stage_unleased(preparation.transfers, staging.files, in_use)
     return preparation, staging
 
 

@@ -11,21 +11,20 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
-from modelstate.io.engine import ReadStrategy, block_reads, read_ranges, read_threads
-from modelstate.io.leased import LeasedFiles
+from modelstate.io.engine import ReadStrategy, Request, memory_at, read_fully, read_ranges, read_threads
 from modelstate.io.linux import trim_heap
 from modelstate.io.memory import fresh_tensors
-from modelstate.io.prefetch import LEAST_BYTES, is_cold, read_ahead
+from modelstate.io.prefetch import LEAST_BYTES, read_ahead
 from modelstate.io.tensors import compute, elements
 from modelstate.loading.staging import Staging
-from modelstate.loading.stream import Leased, Progress, StreamBuffers, set_transformed, streamed_read
+from modelstate.loading.stream import Progress, StreamBuffers, set_transformed, streamed_read
 from modelstate.planning.memory import peak_bytes, placed_bytes, strategy_within
 from modelstate.planning.transfer import Sink, Transfer, Transfers, Way
 from modelstate.planning.transforms import BY_TRANSFORM, Transform, called
 from modelstate.process import ONE_VARIABLE, prefetch_one, reference_count
 from modelstate.remote.location import CONNECTIONS
 from modelstate.rules.expression import Derived, values_of
-from modelstate.spec import ByteRange, StoredComposite, StoredTensor, contiguous_stride
+from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
 from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import AT_ONCE, nonfinite, short
 from modelstate.torch_compat.plain import is_dense, is_plain
@@ -67,10 +66,9 @@ def prefetch_range(staging: Staging, transfers: Sequence[Transfers]) -> list[str
         if staging.options.max_memory_bytes is None:
             staging.strategy = replace(staging.strategy, threads=CONNECTIONS)
         return []
-    whole = [ByteRange(path, 0, file.nbytes) for path, file in fingerprints.items()]
-    if sum(span.nbytes for span in whole) < LEAST_BYTES or not any(is_cold(span, fingerprints) for span in whole):
+    if sum(file.nbytes for file in fingerprints.values()) < LEAST_BYTES:
         return []
-    nbytes = read_ahead([extent for item in transfers for extent in item.extents], fingerprints)
+    nbytes = read_ahead([extent for item in transfers for extent in item.extents], staging.files)
     return [f"the file was not in the page cache: {size(nbytes)} of it are read ahead"] if nbytes else []
 
 
@@ -98,30 +96,26 @@ def stage(staging: Staging, transfers: Iterable[Transfers], progress: Progress) 
 
 
 def reads_into_slots(
-    staging: Staging, transfers: Iterable[Transfers], progress: Progress, files: LeasedFiles | None = None
+    staging: Staging, transfers: Iterable[Transfers], progress: Progress
 ) -> list[Callable[[], object]]:
     """Returns functions that read values straight into the memory of their slots, one after the other.
 
-    With `files`, they read from these, and all memory for buffers has been allocated when this returns. Each raises
-    `ReadFailedError` where a read fails; the memory is then partly overwritten.
+    The buffers for blocks have been allocated when this returns. Each function raises `ReadFailedError` where a read
+    fails, and the last one where a file has changed; the memory is then partly overwritten.
     """
     straight, blocks, computed, whole = by_sink(transfers)
     reads: list[Callable[[], object]] = []
-    leased = None if files is None else Leased(files, StreamBuffers(staging, {item.device for item in blocks}))
+    buffers = StreamBuffers(staging, {item.device for item in blocks})
     if whole:  # their buffers are allocated before anything is written
         reads.append(partial(_take_turns, staging, whole, partial(_finish_in_slot, staging), progress))
     if blocks:
-        reads.append(streamed_read(staging, blocks, progress, leased))
-    if leased is not None:
-        reads.append(leased.buffers.release)
+        reads += [streamed_read(staging, blocks, progress, buffers), buffers.release]
     if computed:
-        reads.append(partial(_compute, staging, computed, [item.param for item in computed], progress, files))
+        reads.append(partial(_compute, staging, computed, [item.param for item in computed], progress))
     if straight:
-        reads.append(partial(read_straight, staging, [(item, item.params) for item in straight], progress, files))
-    if leased is not None:
-        leased.buffers.reserve()
-        reads.append(leased.files.check_unchanged)
-    return reads
+        reads.append(partial(read_straight, staging, [(item, item.params) for item in straight], progress))
+    buffers.reserve()
+    return [*reads, staging.files.check_unchanged]
 
 
 def by_sink(
@@ -142,7 +136,6 @@ def read_straight(
     staging: Staging,
     pairs: Sequence[tuple[Transfers, list[torch.Tensor]]],
     progress: Progress,
-    files: LeasedFiles | None = None,
 ) -> None:
     """Reads values that are ranges of files into tensors, their final memory. Raises `ReadFailedError`."""
     started, strategy = time.perf_counter(), staging.strategy
@@ -151,11 +144,10 @@ def read_straight(
         with staging.held.during(placed_bytes(item for item, _ in pairs) + strategy.buffer_bytes):
             read_ranges(
                 requests,
-                fingerprints=staging.checkpoint.fingerprints,
+                files=staging.files,
                 on_read=progress,
                 threads=strategy.threads if strategy.remote else None,
                 batch_bytes=strategy.block_bytes if strategy.remote else None,
-                leased=files,
             )
     finally:  # autograd has not seen the writes
         for item, targets in pairs:
@@ -172,19 +164,18 @@ def _compute(
     computed: Sequence[Transfer],
     finals: Sequence[torch.Tensor],
     progress: Progress,
-    files: LeasedFiles | None = None,
 ) -> None:
     """Computes combined tensors into their final memory. Raises `ReadFailedError`."""
     pairs = zip(computed, finals, strict=True)
     targets = [(item.combined, final) for item, final in pairs if item.combined is not None]
-    started, checkpoint = time.perf_counter(), staging.checkpoint
-    paths = {extent.path for item in computed for extent in item.extents}
-    thread_bytes = max(stored.thread_bytes for stored, _ in targets)
-    with (
-        block_reads(paths, fingerprints=checkpoint.fingerprints, leased=files) as read,
-        staging.held.during(read_threads() * thread_bytes),
-    ):
-        compute(targets, read, read_whole=checkpoint.read, on_done=lambda _: progress(0))
+    started, thread_bytes = time.perf_counter(), max(stored.thread_bytes for stored, _ in targets)
+
+    def read(requests: Iterable[Request]) -> None:
+        for (path, start, nbytes), address in requests:
+            read_fully(staging.files[path], [memory_at(address, nbytes)], start, nbytes)
+
+    with staging.held.during(read_threads() * thread_bytes):
+        compute(targets, read, read_whole=staging.read, on_done=lambda _: progress(0))
     seconds, total = time.perf_counter() - started, sum(item.nbytes for item in computed)
     for item, final in zip(computed, finals, strict=True):
         item.finals = [final]
@@ -263,7 +254,7 @@ def _read_whole(staging: Staging, transfer: Transfer, memory: torch.Tensor, prog
     with staging.held.during(placed_bytes([transfer]) + strategy.buffer_bytes):
         read_ranges(
             transfer.requests([memory]),
-            fingerprints=staging.checkpoint.fingerprints,
+            files=staging.files,
             on_read=progress,
             threads=strategy.threads if strategy.remote else None,
             batch_bytes=strategy.block_bytes if strategy.remote else None,
@@ -351,12 +342,12 @@ def _own_value(staging: Staging, transfer: Transfer) -> torch.Tensor:
         _read_whole(staging, transfer, memory, lambda _: None)
         return memory
     if isinstance(stored, StoredComposite):
-        return staging.checkpoint.read(stored)
+        return staging.read(stored)
     if isinstance(stored, Derived):
-        value = values_of(stored, staging.checkpoint.read, partial(staging.overflows.check, transfer.name))
+        value = values_of(stored, staging.read, partial(staging.overflows.check, transfer.name))
         return value.clone() if storage_owners(value) > 1 else value.detach()
     if isinstance(stored, StoredTensor):
-        value = staging.checkpoint.read(stored)
+        value = staging.read(stored)
         return value if is_dense(value) else value.clone()
     if is_plain(transfer.value):
         return transfer.value.detach().clone()
@@ -441,12 +432,12 @@ def _transformed(
 
 def _nonfinite_before(staging: Staging, transfer: Transfer) -> int:
     """The infinite and NaN values of what a transform was given, which is read once more."""
-    stored, read_all = transfer.stored, partial(read_ranges, fingerprints=staging.checkpoint.fingerprints)
+    stored, read_all = transfer.stored, partial(read_ranges, files=staging.files)
     if isinstance(stored, StoredTensor) and transfer.columns is not None:
         starts = range(0, stored.numel, AT_ONCE)
         return sum(nonfinite(elements(stored, at, min(AT_ONCE, stored.numel - at), read_all)) for at in starts)
     with staging.held.during(transfer.buffer_bytes):
-        return nonfinite(transfer.value if stored is None else values_of(stored, staging.checkpoint.read))
+        return nonfinite(transfer.value if stored is None else values_of(stored, staging.read))
 
 
 @torch.inference_mode(False)

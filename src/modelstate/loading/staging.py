@@ -1,14 +1,19 @@
 """`Staging`: how the values of a load are read, and the memory that it takes."""
 
+from functools import partial
+
 import msgspec
+import torch
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.io.engine import ReadStrategy
+from modelstate.io.engine import OpenFiles, ReadStrategy, read_ranges
 from modelstate.io.memory import MemoryTracker
+from modelstate.io.tensors import read_tensor
 from modelstate.loading.replicas import SharedRead
 from modelstate.planning.options import LoadOptions
 from modelstate.process import cached_attribute
+from modelstate.spec import Stored
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.transaction.slots import Addresses, slots_of
 
@@ -26,6 +31,15 @@ class Staging(msgspec.Struct, eq=False, dict=True):
     held: MemoryTracker = msgspec.field(default_factory=MemoryTracker)
     shared: list[SharedRead] = msgspec.field(default_factory=list)
     """The values that one rank reads for several."""
+
+    @cached_attribute
+    def files(self) -> OpenFiles:
+        """The files, which are opened once, and compared with their fingerprints when all has been read."""
+        return OpenFiles(self.checkpoint.fingerprints)
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        """Reads the values of a stored tensor into memory of their own."""
+        return read_tensor(stored, partial(read_ranges, files=self.files))
 
     @cached_attribute
     def own_memory(self) -> Addresses:

@@ -12,7 +12,6 @@ import torch
 
 from modelstate.io.blocks import Block, Buffers, Part, Wait, Wanted, in_blocks, stream
 from modelstate.io.engine import common_align_bytes
-from modelstate.io.leased import LeasedFiles
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.pinned import pinned_memory
 from modelstate.loading.staging import Staging
@@ -206,24 +205,17 @@ class StreamBuffers(Buffers):
         self._taken = 0
 
 
-class Leased(NamedTuple):
-    """Files that are leased, and the buffers of the reads from them, which are made when all of these are planned."""
-
-    files: LeasedFiles
-    buffers: StreamBuffers
-
-
 def streamed_read(
-    staging: Staging, transfers: Sequence[Transfers], progress: Progress, leased: Leased | None = None
+    staging: Staging, transfers: Sequence[Transfers], progress: Progress, buffers: StreamBuffers | None = None
 ) -> Callable[[], None]:
     """Returns a function that reads the final values of transfers that pass through blocks.
 
-    It reads into the slots where that is the way, and from the files of `leased`, where that is passed. Values that
-    adjoin in a file are read as one range, and the bytes of a value that has several names once.
+    It reads into the slots where that is the way. Values that adjoin in a file are read as one range, and the bytes of
+    a value that has several names once. The owner of `buffers`, where they are passed, reserves and releases them.
 
     It raises `ReadFailedError` and `TransformError`; memory that is read into is then partly overwritten.
     """
-    buffers = StreamBuffers(staging, (item.device for item in transfers)) if leased is None else leased.buffers
+    own = StreamBuffers(staging, (item.device for item in transfers)) if buffers is None else buffers
     fingerprints, strategy = staging.checkpoint.fingerprints, staging.strategy
     wanted, owners = list[Wanted](), list[tuple[_Rows | _Transformed, ByteRange]]()
     for item in transfers:
@@ -235,11 +227,11 @@ def streamed_read(
         wanted += [Wanted(extent, item.unit_bytes) for extent in item.extents]
         owners += [(owner, extent) for extent in item.extents]
     staging.held.take(sum(item.staged_bytes for item in transfers))
-    if any(item.device in buffers.queues for item in transfers):
+    if any(item.device in own.queues for item in transfers):
         strategy = strategy.for_devices(sum(aligned(entry.source.nbytes) for entry in wanted))
     align_bytes = common_align_bytes({entry.source.path for entry in wanted}, fingerprints)
     blocks = in_blocks(wanted, strategy.block_bytes, align_bytes)
-    buffers.need(blocks, strategy.threads)
+    own.need(blocks, strategy.threads)
 
     def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
         runs = defaultdict[torch.device, list[Run]](list)
@@ -251,8 +243,8 @@ def streamed_read(
                 runs[owner.transfers.device].append(owner.run_of(part, extent))
         waits = list[Wait]()
         for device, of_device in runs.items():
-            if device in buffers.queues:
-                waits.append(buffers.queues[device].run(buffer, block.nbytes, of_device, staging.overflows))
+            if device in own.queues:
+                waits.append(own.queues[device].run(buffer, block.nbytes, of_device, staging.overflows))
             else:
                 copy_runs(of_device, buffer, staging.overflows)
         return (lambda: [wait() for wait in waits]) if waits else None
@@ -267,18 +259,17 @@ def streamed_read(
             stream(
                 *(wanted, consume),
                 strategy=strategy,
-                fingerprints=fingerprints,
+                files=staging.files,
                 on_block=on_block,
                 blocks=blocks,
-                buffers=buffers,
-                leased=None if leased is None else leased.files,
+                buffers=own,
             )
         finally:
             # A block that has failed may have left copies behind: they use memory that is freed after an error.
-            for queue in buffers.queues.values():
+            for queue in own.queues.values():
                 queue.wait()
-        if leased is None:
-            buffers.release()
+        if buffers is None:
+            own.release()
         for owner in dict.fromkeys(owner for owner, _ in owners):
             owner.end()
         progress(sum(item.nbytes for item in transfers) - sum(entry.source.nbytes for entry in wanted))

@@ -208,7 +208,7 @@ class MappedState(Mapping[str, Any]):
             and second_source.is_contiguous
         ):
             same_kind = first_source.dtype == second_source.dtype and first_source.shape == second_source.shape
-            read = partial(read_ranges, fingerprints=self._checkpoint.fingerprints)
+            read = partial(read_ranges, files=self._checkpoint.fingerprints)
             return same_kind and same_bytes(first_source.extent, second_source.extent, read)
         return same_values(self.with_values(first), self.with_values(second))
 

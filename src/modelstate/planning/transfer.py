@@ -7,7 +7,7 @@ of its columns, with these facts.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
-from modelstate.io.engine import Request, Rows
-from modelstate.io.files import FileFingerprint
+from modelstate.io.engine import OpenFiles, Request, Rows
 from modelstate.io.leased import why_no_lease
 from modelstate.io.memory import Layout
 from modelstate.planning.options import LoadOptions
@@ -469,12 +468,12 @@ def _joined(columns: TensorColumns) -> list[ByteRange]:
     return [ByteRange(names[path], start, end - start) for path, start, end in runs]
 
 
-def stage_unleased(transfers: Iterable[Transfers], fingerprints: Mapping[str, FileFingerprint], in_use: str) -> None:
+def stage_unleased(transfers: Iterable[Transfers], files: OpenFiles, in_use: str) -> None:
     """Has values staged that are planned to be read at the commit, where it is known that their files cannot be leased.
 
     Args:
         transfers: What a load with `in_place=None` reads.
-        fingerprints: The files, by path.
+        files: The files.
         in_use: Another reason to stage them; empty without one.
     """
     waiting = [item for item in transfers if item.way is Way.INTO]
@@ -482,7 +481,7 @@ def stage_unleased(transfers: Iterable[Transfers], fingerprints: Mapping[str, Fi
         reason = "they are small"
     else:
         extents = [extent for item in waiting for extent in item.extents]
-        reason = why_no_lease(extents, fingerprints) or in_use
+        reason = why_no_lease(extents, files) or in_use
     for item in waiting if reason else ():
         item.stage_instead(reason)
 
