@@ -66,6 +66,14 @@ def test_parameters_that_are_new_or_no_longer_trained() -> None:
     saved.restore(objects, allow_missing=[*new, "optimizer.model.new.*"])
 
 
+def test_a_state_that_is_none_is_refused_also_beside_patterns_for_it() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = trained(model, model.parameters())
+    source = {"model": model.state_dict(), "optimizer": {"state": {}, "param_groups": 3}}
+    with pytest.raises(errors.OptimizerStateError, match="not the state of an optimizer"):
+        ms.restore({"model": model, "optimizer": optimizer}, source, allow_missing=["optimizer.model.*"])
+
+
 @pytest.mark.parametrize("by", ["path", "names", "schema"])
 def test_rules_for_a_module_and_its_optimizer(by: str) -> None:
     old = nn.ModuleDict({"qkv": nn.Linear(2, 6), "b": nn.Linear(2, 2)})

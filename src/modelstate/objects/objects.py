@@ -304,9 +304,9 @@ def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
     set_version_metadata(tree, versions)
     opened = list(checkpoints.values())
     formats = {checkpoint.format for checkpoint in opened}
-    sources = dict.fromkeys(checkpoint.source for checkpoint in opened)
-    format = formats.pop() if len(formats) == 1 else "mapping"
-    return join(opened, tree, listed(sources, 3) or "mapping", format=format)
+    sources = {checkpoint.source: None for checkpoint in opened}
+    source = listed(sources, 3) if len(sources) > 1 else next(iter(sources), "mapping")
+    return join(opened, tree, source, format=formats.pop() if len(formats) == 1 else "mapping")
 
 
 Undo = Callable[[], None]

@@ -8,7 +8,6 @@ transaction undoes all of it on any error.
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -25,6 +24,7 @@ from modelstate.checkpoint.open import patterns_of
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.errors import (
     KeyNotFoundError,
+    ModelStateError,
     ObjectStateError,
     OptimizerStateError,
     OptionError,
@@ -56,6 +56,7 @@ from modelstate.objects.optimizer_state import (
 )
 from modelstate.objects.optimizer_values import Recorded, into_recorded_memory, parameter_names
 from modelstate.objects.parts import KEPT, Kind, Part
+from modelstate.objects.per_rank import of_this_rank
 from modelstate.objects.schedulers import go_on_from_kept_rates
 from modelstate.objects.whole_optimizer import DTYPES, WholeOptimizer, is_whole
 from modelstate.planning.matching import Patterns
@@ -341,7 +342,10 @@ def restore_objects(
             if target.kind is Kind.OPTIMIZER:
                 options_of_groups = {str(key) for group in target.obj.param_groups for key in group}
                 names += [path, *(f"{path}.{name}" for name in sorted(options_of_groups - {"params", "param_names"}))]
-        check_keep_options(kept_options, names)
+        if kept_options:
+            check_keep_options(kept_options, names)
+        if any(part.ranks for part in saved.values()):
+            saved = of_this_rank(saved, targets, agreement)
         for path, target in targets.items():
             if target.kind is Kind.OPTIMIZER and path in saved and is_whole(saved[path].tree):
                 with object_code(path, "its state cannot be loaded"):
@@ -483,7 +487,7 @@ class _Restoring:
         self.drawn_from = tuple(
             (path, target, saved[path].tree)
             for path, target in self.targets
-            if target.is_restored_last or own_generator(target.obj) is not None
+            if target.is_restored_last or (target.kind is Kind.STATEFUL and own_generator(target.obj) is not None)
         )
         self._container = modules_of(targets)
         self._paths = [path for path, target in targets.items() if target.kind is Kind.MODULE]
@@ -496,20 +500,19 @@ class _Restoring:
 
         Optimizers may lack the state of parameters that the load initialises.
         """
+        first_error: ModelStateError | None = None
         for path, target in self.targets:
             if target.kind is Kind.OPTIMIZER:
-                with (
-                    suppress(Exception) if preparation.problems else nullcontext(),  # it may follow from these problems
-                    object_code(path, "its state cannot be loaded; nothing has been changed"),
-                ):
-                    self._plans[path] = self._plan_optimizer(path, target.obj, preparation.initialised.__contains__)
+                try:
+                    with object_code(path, "its state cannot be loaded; nothing has been changed"):
+                        self._plans[path] = self._plan_optimizer(path, target.obj, preparation.initialised.__contains__)
+                except ModelStateError as error:
+                    first_error = first_error or error
         used = self._may_miss.used | self._may_exceed.used
-        problems = [
-            problem
-            for problem in preparation.problems
-            if problem.kind is not ProblemKind.IDLE_PATTERN or problem.name not in used
-        ]
-        if problems:
+        idle = [problem for problem in preparation.problems if problem.kind is ProblemKind.IDLE_PATTERN]
+        if first_error is not None and len(idle) == len(preparation.problems):
+            raise first_error  # otherwise it may only follow from the other problems
+        if problems := [item for item in preparation.problems if item not in idle or item.name not in used]:
             raise self._plan_error(problems)
         preparation.problems.clear()
         if misfits := {path: plan for path, plan in self._plans.items() if plan.problems}:
@@ -520,7 +523,8 @@ class _Restoring:
         if any(target.kind is Kind.STATEFUL for _, target in self.targets):
             transaction.arm()  # the modules may hold optimizers, which are about to be changed
         recorded = list[Recorded]()
-        transaction.at_commit(partial(into_recorded_memory, recorded))
+        if self._plans:
+            transaction.at_commit(partial(into_recorded_memory, recorded))
         for path, plan in self._plans.items():
             with object_code(path, "its state cannot be loaded; nothing has been changed"):
                 recorded += plan.load()

@@ -27,7 +27,6 @@ from modelstate.io.atomic import write_errors
 from modelstate.io.files import local_path
 from modelstate.objects.loaders import preserved_generators
 from modelstate.objects.objects import targets_of, tensors_within
-from modelstate.objects.per_rank import of_this_rank
 from modelstate.objects.restore import RestoreArguments, Restored, RestoreOptions, restore_objects
 from modelstate.remote.cache import Cache, check_cache
 from modelstate.remote.location import is_remote, locate
@@ -420,7 +419,7 @@ class Store(Shown):
             record, parts = self.index.opened(entry, verify, agreement, options.get("progress"))
             return record, restore_objects(
                 objects,
-                of_this_rank(parts, targets, agreement),
+                parts,
                 agreement=agreement,
                 **options,
             )
@@ -428,7 +427,6 @@ class Store(Shown):
         with agreement.collective():
             with agreement.phase("beginning", lambda: _same(f"step {step!r}")):
                 self.wait()
-                targets = targets_of(objects)
                 for name in ("allow_missing", "allow_unexpected", "keep_options"):  # may be used for several steps
                     options[name] = patterns_of(name, options.get(name, ()))
                 check_budget_option(options.get("max_memory_bytes"))
