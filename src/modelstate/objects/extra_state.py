@@ -153,7 +153,7 @@ def _declare(cls: type[nn.Module], declaration: "Declaration") -> None:
     for name, method in zip(METHODS, _methods(layer), strict=True):
         method.__qualname__, method.__module__ = f"{cls.__qualname__}.{name}", cls.__module__
         method.modelstate_layer = layer
-        setattr(method, KEEPS_NAMES, not layer.overrides(name))
+        setattr(method, KEEPS_NAMES, name not in layer.replaced)
         setattr(cls, name, method)
     setattr(cls, _LAYER, layer)
 
@@ -233,13 +233,8 @@ class Declaration(msgspec.Struct, frozen=True, eq=False):
         )
 
 
-class Prepared(msgspec.Struct):
-    """Extra state that has been checked and can be set."""
-
-    values: list[tuple[str, object]] = msgspec.field(default_factory=list)
-    """Attributes and their values, those of base classes first."""
-    first: Callable[[], None] | None = None
-    """The call of a hand-written `set_extra_state` with its value."""
+Prepared = tuple[list[tuple[str, object]], Callable[[], None] | None]
+"""Checked values by attribute, those of base classes first, and the call of a hand-written `set_extra_state`."""
 
 
 class Layer:
@@ -247,20 +242,17 @@ class Layer:
 
     def __init__(self, cls: type[nn.Module], declaration: Declaration) -> None:
         self.cls, self.declaration = cls, declaration
-        self._replaced = {name: cls.__dict__[name] for name in METHODS if name in cls.__dict__}
+        self.replaced = {name: cls.__dict__[name] for name in METHODS if name in cls.__dict__}
+        """The methods that the class itself defined before the declaration."""
 
     @property
     def name(self) -> str:
         return self.cls.__qualname__
 
-    def overrides(self, method: str) -> bool:
-        """Whether the class itself defined the method before the declaration."""
-        return method in self._replaced
-
     def _below(self, module: nn.Module, method: str) -> Any:
         """Returns the method that this layer replaces, or else that of `super()`; None for torch's own."""
-        if method in self._replaced:
-            return self._replaced[method].__get__(module, type(module))
+        if method in self.replaced:
+            return self.replaced[method].__get__(module, type(module))
         inherited: object = getattr(super(self.cls, module), method)
         return None if getattr(inherited, "__func__", None) is getattr(nn.Module, method) else inherited
 
@@ -289,7 +281,7 @@ class Layer:
 
     def set(self, module: nn.Module, value: object) -> None:
         """Implements `set_extra_state`."""
-        _set_all(module, self.prepare(module, value))
+        _set_all(module, *self.prepare(module, value))
 
     def prepare(self, module: nn.Module, value: object) -> Prepared:
         """Checks a value for this layer and those below, and sets nothing. Raises `ExtraStateError`."""
@@ -299,17 +291,15 @@ class Layer:
             below = [other.name for other in layers[depth + 1 :]]
             saved, value = layer._split(value, below, own is not None)
             parts.append(list(layer._values(module, saved).items()))
-        prepared = Prepared([item for part in reversed(parts) for item in part])
-        if own is not None:
-            if value is _ABSENT:
-                owner = str(getattr(own, "__qualname__", own)).rpartition(".")[0]
-                raise _bad_format(self.name, f"a value for the set_extra_state of {owner}", "none")
-            prepared.first = partial(own, value)
-        elif value is not _ABSENT:
+        values = [item for part in reversed(parts) for item in part]
+        if own is not None and value is _ABSENT:
+            owner = str(getattr(own, "__qualname__", own)).rpartition(".")[0]
+            raise _bad_format(self.name, f"a value for the set_extra_state of {owner}", "none")
+        if own is None and value is not _ABSENT:
             raise _bad_format(self.name, "no state of a base class, since none has any", _kind(value))
-        for name, attribute in prepared.values:
+        for name, attribute in values:
             _check_attribute(module, name, attribute)
-        return prepared
+        return values, None if own is None else partial(own, value)
 
     def _split(self, value: object, below: list[str], has_own: bool) -> tuple[object, object]:
         """Splits a saved value into the part of this layer and the part of the layers below."""
@@ -439,7 +429,7 @@ class Layer:
         call()
         if top is not None and key in missing_keys[before:] and top._may_be_absent(module):
             missing_keys[before:] = [name for name in missing_keys[before:] if name != key]
-            _set_all(module, top.prepare(module, _ABSENT))
+            _set_all(module, *top.prepare(module, _ABSENT))
 
     def _loads_plainly(self, module: nn.Module) -> bool:
         """Whether no hand-written code comes between the state dict and `set_extra_state`."""
@@ -504,15 +494,15 @@ def _check_attribute(module: nn.Module, name: str, value: object = None) -> None
         )
 
 
-def _set_all(module: nn.Module, prepared: Prepared) -> None:
+def _set_all(module: nn.Module, values: list[tuple[str, object]], first: Callable[[], None] | None) -> None:
     """Calls the hand-written `set_extra_state`, and sets the values. Any error undoes all changes."""
     before = dict(module.__dict__)
     of_class: list[tuple[str, object]] = []
     """Properties and slots, whose values are not in the module's dict, with their values before."""
     try:
-        if prepared.first is not None:
-            prepared.first()
-        for name, value in prepared.values:
+        if first is not None:
+            first()
+        for name, value in values:
             try:
                 current = getattr(module, name, None)
             except Exception:  # a property that raises

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.errors import KeyNotFoundError, ModelStateError, ObjectStateError, OptionError
-from modelstate.formats.tree import deep_copy, is_container, items_of, same_value, subtree
+from modelstate.formats.tree import deep_copy, is_container, items_of, leaf_paths, same_value, subtree
 from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.optimizer_values import parameter_names
@@ -392,13 +392,7 @@ def _undo_of_stateful(path: str, obj: object) -> Undo:
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yields the tensors in an optimizer's state and options, without its parameters."""
-    stack: list[object] = [*optimizer.state.values()]
-    stack += [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, dict):
-            stack.extend(value.values())
-        elif isinstance(value, list | tuple):
-            stack.extend(value)
+    options = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+    for _, leaf in leaf_paths([*optimizer.state.values(), *options]):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf

@@ -394,7 +394,9 @@ def _check_matched(
     if lacking:
         remedies = ["give them the names that were saved"] if excess else []
         remedies += [f"leave them out, or allow_missing={lacking!r}"]
-        if [target.kind for target in targets.values()] == [Kind.MODULE] and not _names_objects(saved):
+        # The kinds of a file of `torch.save`, or of one module, were not saved.
+        is_one_module = all(part.kind is Kind.STATEFUL for part in saved.values())
+        if is_one_module and [target.kind for target in targets.values()] == [Kind.MODULE]:
             remedies += ["where the file has one module without a name: ms.load(model, source)"]
         raise ObjectStateError(
             "nothing was saved for these objects; nothing has been changed",
@@ -418,11 +420,6 @@ def _check_matched(
             found=", ".join(f"{targets[path].kind} ({type(targets[path].obj).__name__})" for path in other_kind),
             remedy="give objects of the kinds that were saved; a plain value only asks for one that was saved as such",
         )
-
-
-def _names_objects(saved: Mapping[str, Part]) -> bool:
-    """Whether the kinds of the parts were saved. A file of `torch.save`, or of one module, does not have them."""
-    return any(part.kind is not Kind.STATEFUL for part in saved.values())
 
 
 def _rules(rules: RulesOf, checkpoints: Mapping[str, Checkpoint]) -> tuple[Rule, ...]:

@@ -156,9 +156,7 @@ def _tree_of(state: object) -> Mapping[Any, object]:
     remedy = ""
     if is_class and issubclass(cls, nn.Module):
         remedy = f"pass a module: {cls.__name__}(...)"
-    elif isinstance(tree, list | tuple):
-        remedy = f"give it a name: ms.save({{'{cls.__name__}': state}}, path)"
-    elif isinstance(tree, torch.Tensor) or (not is_class and hasattr(tree, "state_dict")):
+    elif isinstance(tree, list | tuple | torch.Tensor) or (not is_class and hasattr(tree, "state_dict")):
         remedy = f"give it a name: ms.save({{'{cls.__name__.lower()}': state}}, path)"
     raise UnsavableError(
         f"cannot save {'the class' if is_class else 'an object of type'} {cls.__name__}",

@@ -48,14 +48,8 @@ def go_on_from_kept_rates(
             if own or len(last) != len(rates):
                 raise _refusal(path, name, f"{type((own or inner)[0]).__name__} is not a scheduler of torch's")
             if any((rate == 0) != (before == 0) for rate, before in zip(rates, last, strict=True)):
-                raise OptionError(
-                    "the kept rate cannot go on in the schedule, because it or the saved one is 0; nothing has been "
-                    "changed",
-                    where=f"keep_options of {path}.lr, which {name} sets",
-                    found=f"kept {rates}, saved {last}",
-                    remedy="before the restore, set the rate to go on from: for group in optimizer.param_groups: "
-                    "group['lr'] = ...; where the saved rate is 0, restore without keep_options",
-                )
+                remedy = "before the restore, set the rate of each group to one that is not 0"
+                raise _refusal(path, name, f"the kept rates are {rates}, the saved ones {last}, and one is 0", remedy)
             factors = [rate / before if before else 1.0 for rate, before in zip(rates, last, strict=True)]
             if max(factors) > min(factors) * (1 + 1e-6) and any(getattr(each, _RATE_OF_ALL, 0) for each in inner):
                 raise _refusal(path, name, f"its {_RATE_OF_ALL} is one rate for groups whose rates change differently")
@@ -75,13 +69,16 @@ def _scale(scheduler: Any, factors: list[float]) -> None:
         setattr(scheduler, _RATE_OF_ALL, getattr(scheduler, _RATE_OF_ALL) * factors[0])
 
 
-def _refusal(path: str, name: str, why: str) -> OptionError:
+def _refusal(path: str, name: str, why: str, *remedies: str) -> OptionError:
+    leave_out = (
+        f"leave the scheduler out of the objects, with allow_unexpected=[{name!r}], and build one for the steps that "
+        "are left"
+    )
     return OptionError(
         "a scheduler that is restored would set the rate that is kept to another one; nothing has been changed",
         where=f"keep_options of {path}.lr",
         found=f"{name}: {why}",
-        remedy=f"leave the scheduler out of the objects, with allow_unexpected=[{name!r}], and build one for the steps "
-        "that are left; or restore without keep_options",
+        remedy="; or ".join([*remedies, leave_out, "restore without keep_options"]),
     )
 
 

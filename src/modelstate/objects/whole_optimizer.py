@@ -18,7 +18,7 @@ from modelstate.rules.optimizer import changed_values
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renaming
 from modelstate.text_format import listed
-from modelstate.torch_compat.values import is_tensor, is_uninitialised
+from modelstate.torch_compat.values import is_uninitialised
 
 DTYPES = "dtypes"
 """The key of the dtypes of the parameters in a saved state."""
@@ -165,19 +165,11 @@ class WholeOptimizer:
 
 def optimizers_within(optimizer: _Optimizer) -> list[_Optimizer]:
     """Returns the optimizer and those that it holds in its attributes, at any depth."""
-    found: dict[int, _Optimizer] = {}
-    stack: list[object] = [optimizer]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, _Optimizer):
-            if id(value) not in found:
-                found[id(value)] = value
-                stack.extend(vars(value).values())
-        elif isinstance(value, list | tuple) and not is_tensor(next(iter(value), None)):
-            stack.extend(value)
-        elif isinstance(value, dict):
-            stack.extend(item for item in value.values() if isinstance(item, _Optimizer))
-    return [*found.values()]
+    optimizers: list[_Optimizer] = [optimizer]
+    for each in optimizers:
+        leaves = [leaf for _, leaf in leaf_paths(dict(vars(each))) if isinstance(leaf, _Optimizer)]
+        optimizers += [leaf for leaf in leaves if all(leaf is not other for other in optimizers)]
+    return optimizers
 
 
 def hidden_attributes(optimizer: _Optimizer) -> list[str]:
