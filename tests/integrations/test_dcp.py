@@ -195,3 +195,17 @@ def test_what_is_not_saved(
         dcp.save({"a": torch.zeros(2)}, storage_writer=ms.dcp.Writer(**options), planner=planner)
     assert [file.name for file in tmp_path.iterdir()] == ["old.safetensors"]
     assert torch.equal(ms.open("old.safetensors").tensor("a"), torch.ones(1))
+
+
+def test_changes_after_the_call_of_async_save_are_not_saved(tmp_path: Path) -> None:
+    state = training()
+    expected = {name: value.clone() for name, value in state["model"].items()}
+    saving = dcp.async_save(state, storage_writer=ms.dcp.Writer(tmp_path / "x.safetensors"), no_dist=True)
+    with torch.no_grad():
+        for tensor in state["model"].values():
+            tensor.fill_(9)
+    state["scalars"]["step"] = 4
+    saving.result()
+    saved = ms.open(tmp_path / "x.safetensors").value()
+    assert same(dict(saved["model"]), expected)
+    assert saved["scalars"]["step"] == 7

@@ -201,6 +201,53 @@ def test_a_plan_changes_nothing_and_lists_the_buffer(there: Callable[[], Any], v
     assert report.references_lost == (("p is gone",) if target.p is None and there() is not None else ())
 
 
+# Trees of modules.
+
+
+@every_load
+def test_shared_modules(load: Load) -> None:
+    def build(p: torch.Tensor | None) -> nn.Module:
+        shared = Lazy(p)
+        return nn.ModuleDict({"a": shared, "b": nn.ModuleList([shared, Lazy(torch.zeros(1))])})
+
+    for value in (None, torch.arange(3.0)):
+        for there in (None, torch.zeros(2), torch.zeros(3)):
+            target: Any = build(there)
+            load(target, build(value).state_dict())
+            assert same(target["a"].p, value)
+            assert target["a"] is target["b"][0]
+
+
+@every_load
+def test_two_states_for_a_shared_module(load: Load) -> None:
+    shared = Lazy()
+    target = nn.ModuleDict({"a": shared, "b": shared})
+    one, other = (
+        nn.ModuleDict({"a": Lazy(torch.ones(3)), "b": Lazy()}),
+        nn.ModuleDict({"a": Lazy(), "b": Lazy(torch.ones(3))}),
+    )
+    for source in (one, other):
+        state: Any = source.state_dict()
+        for name in ("weight", "bias"):
+            state[f"b.linear.{name}"] = state[f"a.linear.{name}"]
+        with pytest.raises(RuntimeError, match="set under one name of a shared module, and None under another"):
+            load(target, state)
+
+
+def test_names_that_are_not_lazy_stay_strict() -> None:
+    target = Lazy()
+    target.register_buffer("q", None)
+    target.register_buffer("r", torch.zeros(2))
+    state = {**Lazy(torch.ones(3)).state_dict(), "q": torch.ones(1), "r": torch.zeros(3)}
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"q"'):
+        target.load_state_dict(state)
+    plan = ms.plan(target, state)
+    assert {problem.name for problem in plan.problems} == {"q", "r"}
+    assert [problem.why for problem in plan.problems if problem.kind is ProblemKind.UNEXPECTED] == [
+        "registered as None in the model"
+    ]
+
+
 # What cannot be registered.
 
 

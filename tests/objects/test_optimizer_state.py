@@ -97,21 +97,6 @@ def test_torchs_own_state_with_names() -> None:
     assert torch.equal(fresh.state[other.q.weight]["exp_avg"], optimizer.state[model.q.weight]["exp_avg"])
 
 
-def test_what_is_loaded_is_a_copy_in_the_dtype_of_the_parameter() -> None:
-    model = Separate()
-    optimizer = trained(model)
-    saved = ms.optimizer_state(model, optimizer)
-    half = copy.deepcopy(model).bfloat16()
-    fresh = torch.optim.AdamW(half.parameters())
-    ms.load_optimizer_state(half, fresh, saved)
-    state = fresh.state[half.q.weight]
-    assert (state["exp_avg"].dtype, state["step"].dtype) == (torch.bfloat16, torch.float32)
-    ms.load_optimizer_state(model, optimizer, saved)
-    kept = optimizer.state[model.q.weight]["exp_avg"]
-    assert kept is not saved["state"]["q.weight"]["exp_avg"]
-    assert torch.equal(kept, saved["state"]["q.weight"]["exp_avg"])
-
-
 def test_groups_are_found_by_their_parameters() -> None:
     model = Separate()
     groups = [{"params": [*model.q.parameters()], "lr": 0.5}, {"params": [*model.out.parameters()], "lr": 0.25}]
@@ -500,22 +485,6 @@ def test_a_parameter_that_is_tied_now_had_one_state_before() -> None:
     assert torch.equal(later.state[tied["a"].weight]["exp_avg"], state["state"]["a.weight"]["exp_avg"])
 
 
-def test_a_tied_parameter_under_its_other_name() -> None:
-    def tied(*order: str) -> nn.ModuleDict:
-        linear = nn.Linear(2, 2)
-        return nn.ModuleDict(dict.fromkeys(order, linear))
-
-    one, other = tied("a", "b"), tied("b", "a")
-    first = torch.optim.SGD(one.parameters(), momentum=0.5)
-    one["a"](torch.ones(1, 2)).sum().backward()
-    first.step()
-    second = torch.optim.SGD(other.parameters(), momentum=0.5)
-    ms.load_optimizer_state(other, second, ms.optimizer_state(one, first))
-    assert torch.equal(
-        second.state[other["a"].weight]["momentum_buffer"], first.state[one["a"].weight]["momentum_buffer"]
-    )
-
-
 @pytest.mark.parametrize(("saved", "live"), [(None, True), (True, None), (False, True), (True, False)])
 def test_the_saved_choice_of_an_implementation_decides_as_in_torch(saved: Any, live: Any) -> None:
     """A fused optimizer keeps its step counters beside the parameters, in float32, and no other one has to."""
@@ -531,16 +500,6 @@ def test_the_saved_choice_of_an_implementation_decides_as_in_torch(saved: Any, l
     of_torch.load_state_dict(copy.deepcopy(state))
     assert second.param_groups[0]["fused"] == of_torch.param_groups[0]["fused"] == saved
     assert described(second.state_dict()) == described(of_torch.state_dict())
-
-
-def test_an_option_that_is_a_tensor_gets_the_device_of_the_live_one() -> None:
-    model = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), torch.tensor(0.5))
-    state = ms.optimizer_state(model, optimizer)
-    other = torch.optim.SGD(model.parameters(), 0.25)
-    other.param_groups[0]["lr"] = torch.tensor(0.25, device="meta")
-    ms.load_optimizer_state(model, other, state)
-    assert other.param_groups[0]["lr"].is_meta
 
 
 class Failing:

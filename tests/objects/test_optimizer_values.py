@@ -176,13 +176,6 @@ def test_views_of_one_memory_are_refused_where_they_overlap(tmp_path: Path) -> N
     through_store(tmp_path, step(built(keeps=apart)), built())
 
 
-def test_a_container_that_holds_itself_is_refused(tmp_path: Path) -> None:
-    endless: list[Any] = []
-    endless.append(endless)
-    with pytest.raises(ModelStateError, match=r"kept.*holds itself"):
-        ms.Store(tmp_path).check(step(built(keeps=lambda param: {"kept": endless})))
-
-
 def test_a_state_that_is_given_to_several_parameters_is_copied_for_each() -> None:
     saved = step(built(torch.optim.Adam))
     state = ms.optimizer_state(saved["model"], saved["optimizer"])
