@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.problems import ProblemKind
 from tests.pains.conftest import StockFails
 
 
@@ -84,7 +83,7 @@ def test_ours_names_every_one_of_them(path: Path) -> None:
     with pytest.raises(ms.PlanError) as caught:
         ms.load(model, path)
     problems = caught.value.problems
-    assert [p.name for p in problems if p.kind is ProblemKind.UNINITIALISED] == HIDDEN
+    assert [p.name for p in problems if p.kind.name == "UNINITIALISED"] == HIDDEN
     assert len(problems) == len(HIDDEN)
     assert all(name in str(caught.value) for name in HIDDEN)
     assert "skeleton" in str(caught.value)

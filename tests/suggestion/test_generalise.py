@@ -1,8 +1,7 @@
 """Few rules for many names."""
 
 import modelstate as ms
-from modelstate.rules.schema import renaming
-from tests.suggestion.test_suggest import tree, values
+from tests.suggestion.test_suggest import renaming, tree, values
 
 
 def suggested(pairs: dict[str, str], fixed: tuple[str, ...] = ()) -> ms.suggestion.Suggestion:

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 import modelstate as ms
-from modelstate.rules.schema import renaming
-from tests.suggestion.test_suggest import tree, values
+from tests.suggestion.test_suggest import renaming, tree, values
 
 Shape = tuple[int, ...]
 WIDE, NARROW, SQUARE = (32, 8), (8, 32), (8, 8)

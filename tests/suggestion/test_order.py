@@ -3,8 +3,7 @@
 import pytest
 
 import modelstate as ms
-from modelstate.rules.schema import renaming
-from tests.suggestion.test_suggest import tree, values
+from tests.suggestion.test_suggest import renaming, tree, values
 
 
 def found_for(old: str, new: str, first: int, second: int) -> ms.suggestion.Suggestion:

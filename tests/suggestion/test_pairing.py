@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import modelstate as ms
-from modelstate.rules.schema import renaming
-from tests.suggestion.test_suggest import Tree, tree, values
+from tests.suggestion.test_suggest import Tree, renaming, tree, values
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -2,7 +2,7 @@
 
 import json
 import keyword
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -36,6 +36,17 @@ def tree(shapes: Mapping[str, tuple[int, ...]]) -> Tree:
 
 def values(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def renaming(rules: Iterable[ms.rules.Rule]) -> Callable[[str], str]:
+    """Returns a function from a name of the checkpoint to the name that all rules together give it."""
+
+    def renamed(name: str) -> str:
+        for rule in rules:
+            name = rule.rename(name) or name
+        return name
+
+    return renamed
 
 
 def test_nothing_to_do() -> None:
