@@ -8,7 +8,6 @@ guess, however high its score is.
 import re
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import NamedTuple
 
 from modelstate.suggestion.match import Leaf, kinds_of
 from modelstate.suggestion.words import GENERIC, PARTS, role_of
@@ -18,31 +17,20 @@ Match = tuple[str, str]
 """A name of the checkpoint, and a name of the model that gets its values or a part of them."""
 
 
-class _Owner(NamedTuple):
-    """What the names of a module and of its counterpart share, once one pair of their tensors is sure."""
+Token = str | tuple[str, *tuple[str | int, ...]]
+"""A fact that a name states: a word, or a tuple that begins with its kind.
 
-    path: str
-
-
-class _Role(NamedTuple):
-    """The role of a tensor in its module: "weight", "bias", ..."""
-
-    name: str
-
-
-class _Place(NamedTuple):
-    """Which layer it is, by the rank of its number among those in this place."""
-
-    within_words: bool
-    at: int
-    rank: int
+- `("role", name)`: the role of the tensor in its module: "weight", "bias", ...
+- `("place", within_words, at, rank)`: which layer it is, by the rank of its number among those in this place.
+- `("owner", path)`: the module of the counterpart, once one pair of tensors of both modules is sure.
+"""
 
 
 class _Side:
     """The names of one side: what each of them says, and which open ones have tensors of the same size."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self.tokens: dict[str, set[Hashable]] = defaultdict(set)
+        self.tokens: dict[str, set[Token]] = defaultdict(set)
         """The words of a name with those of its parts, the role of its tensor, and the places of its numbers."""
         self.words: dict[str, frozenset[str]] = {}
         """The words of a name that say which tensor it is."""
@@ -58,7 +46,7 @@ class _Side:
             leaf.name: (tuple(sorted(size for size in leaf.shape if size != 1)), leaf.dtype_kind) for leaf in leaves
         }
         self._open: dict[Hashable, set[str]] = defaultdict(set)
-        self._having: dict[tuple[Hashable, Hashable], set[str]] = defaultdict(set)
+        self._having: dict[tuple[Hashable, Token], set[str]] = defaultdict(set)
         for name, size in self._size.items():
             self._open[size].add(name)
             self.siblings[_owner_path(name)].append(name)
@@ -66,8 +54,8 @@ class _Side:
             for kind in kinds_of(leaves, within_words=within_words):
                 words = kind.means - GENERIC
                 for ranks, leaf in kind.leaves.items():
-                    places = {_Place(within_words, at, rank) for at, rank in enumerate(ranks)}
-                    self.add(leaf.name, {*_with_parts(words), *places, _Role(kind.role)})
+                    places = {("place", within_words, at, rank) for at, rank in enumerate(ranks)}
+                    self.add(leaf.name, {*_with_parts(words), *places, ("role", kind.role)})
                     parts = [leaf.words(at) - GENERIC for at in range(kind.owner.count(".") + 1)]
                     self.own[leaf.name] = next((part for part in reversed(parts) if part), frozenset())
                     self.words[leaf.name] = frozenset(word for word in words if not word.startswith("#"))
@@ -78,7 +66,7 @@ class _Side:
     def __contains__(self, name: object) -> bool:
         return name in self._size
 
-    def add(self, name: str, tokens: Iterable[Hashable]) -> None:
+    def add(self, name: str, tokens: Iterable[Token]) -> None:
         """Adds what is known about a name."""
         for token in tokens:
             self.tokens[name].add(token)
@@ -91,10 +79,10 @@ class _Side:
 
     def is_unique(self, name: str) -> bool:
         """Whether no other name, be it open or not, has a tensor of this size and role."""
-        roles = [token for token in self.tokens[name] if isinstance(token, _Role)]
+        roles = [token for token in self.tokens[name] if token[:1] == ("role",)]
         return all(self._having[self._size[name], role] == {name} for role in roles)
 
-    def is_only(self, name: str, tokens: Iterable[Hashable]) -> bool:
+    def is_only(self, name: str, tokens: Iterable[Token]) -> bool:
         """Whether no other open name of this size has all these tokens."""
         size = self._size[name]
         return self._open[size].intersection(*(self._having[size, token] for token in tokens)) <= {name}
@@ -150,8 +138,8 @@ def guesses(
                 bool(first.own[source] & common and second.own[target] & common)
                 or source.endswith(f".{target}")
                 or target.endswith(f".{source}")
-                or any(isinstance(token, _Owner) for token in common)
-                or (is_whole and any(isinstance(token, _Place) or str(token).startswith("#") for token in common))
+                or any(token[0] == "owner" for token in common)
+                or (is_whole and any(token[0] in ("place", "#") for token in common))
                 or (is_whole and first.is_unique(source) and second.is_unique(target))
             )
             and first.is_only(source, common)
@@ -166,7 +154,7 @@ def guesses(
         left = [match for match in left if match not in sure]
         still_open = tuple({match[side] for match in left} for side in (0, 1))
         for match in sure:
-            owner = _Owner(_owner_path(match[1]))
+            owner = ("owner", _owner_path(match[1]))
             for side, name, names in zip((first, second), match, still_open, strict=True):
                 if name not in side:
                     continue

@@ -167,8 +167,8 @@ class Suggestion(list[Rule], Shown):
         if self.ambiguous:
             lines.append("# alike, and the names do not say which is which:")
         for group in self.ambiguous:
-            names, candidates = (listed(_grouped(side), _LISTED) for side in (group.names, group.candidates))
-            lines.append(f"#   {printable(names)}  from one of  {printable(candidates)}")
+            sides = (printable(listed(_grouped(side), _LISTED)) for side in (group.names, group.candidates))
+            lines.append(f"#   {'  from one of  '.join(sides)}")
         return lines
 
     def to_json(self) -> str:
@@ -481,7 +481,8 @@ def _rules(findings: _Findings, entries: Collection[str]) -> list[Rule]:
         for fusion in fusions:
             rows.setdefault((fusion.dim, fusion.sizes), []).extend(fusion.rows)
         for (dim, sizes), members in rows.items():
-            for whole, *parts in fused_patterns(members, entries, is_split=is_split):
+            for patterns in fused_patterns(members, entries, is_split=is_split):
+                whole, parts = patterns[0], patterns[1:]
                 rules.append(Split(whole, parts, dim, sizes) if is_split else Concat(parts, whole, dim, sizes))
     expected = findings.expected
     fused = {name: name for name in expected.keys() - {*findings.matches.pairs.values()}}
