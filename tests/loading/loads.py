@@ -103,13 +103,6 @@ def dcp(folder: Path) -> Open:
     return lambda: ms.open(folder / "dcp")
 
 
-def disjoint(folder: Path) -> Open:
-    named = list(state().items())
-    save_file(dict(named[:3]), folder / "a.safetensors")
-    save_file(dict(named[3:]), folder / "b.safetensors")
-    return lambda: ms.open([folder / "a.safetensors", folder / "b.safetensors"])
-
-
 def averaged(folder: Path) -> Open:
     paths = [folder / f"{seed}.safetensors" for seed in (1, 2)]
     for seed, path in enumerate(paths, 1):
@@ -229,7 +222,6 @@ KINDS = {
     "torch legacy, mapped": Kind(torch_legacy, on_meta),
     "dcp": Kind(dcp),
     "dcp, mapped": Kind(dcp, on_meta),
-    "disjoint": Kind(disjoint, on_meta),
     "averaged": Kind(averaged),
     "averaged on meta": Kind(averaged, on_meta),
     "combined": Kind(combined, on_meta),

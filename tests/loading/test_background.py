@@ -228,14 +228,6 @@ def test_optimizers_follow_as_they_are_at_the_result(path: Path) -> None:
     assert state["exp_avg"].abs().sum() > 0
 
 
-def test_a_tensor_that_gets_no_value_keeps_what_it_has_become(path: Path) -> None:
-    module = made("materialised")
-    handle = ms.load(module, path, background=True, device="cpu")
-    module.position.add_(5)
-    handle.result()
-    assert module.position.tolist() == [5, 6, 7, 8, 9, 10]
-
-
 # The model's own code.
 
 

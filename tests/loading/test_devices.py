@@ -141,16 +141,6 @@ def test_each_read_that_fails_changes_nothing(in_place: bool | None, tmp_path: P
     assert failed > 1
 
 
-def test_into_a_model_that_is_there() -> None:
-    module = Net().cuda()
-    state = {name: value.cuda() for name, value in Net().state_dict().items()}
-    address = module.layer.weight.data_ptr()
-    ms.load_state_dict(module, state)
-    assert torch.equal(module.layer.weight, state["layer.weight"])
-    ms.load(module, {name: value.cpu() for name, value in state.items()})
-    assert module.layer.weight.data_ptr() == address
-
-
 @ANY_WAY
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
 def test_every_kind_of_tensor(in_place: bool | None, suffix: str, tmp_path: Path) -> None:

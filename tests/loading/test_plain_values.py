@@ -100,18 +100,6 @@ def test_each_name_of_the_same_bytes_gets_their_cast(tmp_path: Path, in_place: b
         assert torch.equal(model.state_dict()[name], value.bfloat16()), name
 
 
-@pytest.mark.parametrize("in_place", [None, True, False])
-def test_a_conjugate_view_gets_the_values(tmp_path: Path, in_place: bool | None) -> None:
-    """Its memory has the conjugates of them, so no bytes of the file may be read into it."""
-    model = nn.Module()
-    model.register_buffer("view", torch.zeros(200_000, dtype=torch.complex64).conj())
-    values = torch.randn(200_000, dtype=torch.complex64)
-    save_file({"view": values}, tmp_path / "complex.safetensors")
-    ms.load(model, tmp_path / "complex.safetensors", in_place=in_place)
-    assert model.view.is_conj()
-    assert torch.equal(model.view, values)
-
-
 @pytest.mark.parametrize("target", ["cpu", "meta"])
 @pytest.mark.parametrize("in_place", [None, True, False])
 def test_casts_of_many_slots_are_those_of_torch(tmp_path: Path, in_place: bool | None, target: str) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import functional as F
 
 import modelstate as ms
 from modelstate.errors import PlanError
@@ -21,36 +22,38 @@ def plain() -> nn.Sequential:
     return nn.Sequential(nn.Linear(192, 320), nn.LayerNorm(320), nn.Linear(320, 130)).bfloat16()
 
 
-def quantize(weight: torch.Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers, the scale of each block, and the weight that they mean."""
-    rows, columns = (-(-size // of) for size, of in zip(weight.shape, block, strict=True))
-    scale = torch.empty(rows, columns)
-    numbers = torch.empty(weight.shape)
-    for row in range(rows):
-        for column in range(columns):
-            part = (
-                slice(row * block[0], (row + 1) * block[0]),
-                slice(column * block[1], (column + 1) * block[1]),
-            )
-            scale[row, column] = weight[part].abs().max() / torch.finfo(dtype).max
-            numbers[part] = weight[part] / scale[row, column]
-    return numbers.to(dtype), scale
+Block = tuple[int, int]
+
+
+def spread(scale: torch.Tensor, block: Block, shape: torch.Size) -> torch.Tensor:
+    """The scale of each number of a weight."""
+    rows = scale.repeat_interleave(block[0], 0)[: shape[0]]
+    return rows.repeat_interleave(block[1], 1)[:, : shape[1]]
+
+
+def quantize(weight: torch.Tensor, dtype: torch.dtype, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers, and the scale of each block."""
+    scale = F.max_pool2d(weight.abs()[None], block, ceil_mode=True)[0] / torch.finfo(dtype).max
+    return (weight / spread(scale, block, weight.shape)).to(dtype), scale
+
+
+Layout = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def scaled(
-    dtype: torch.dtype, block: tuple[int, int] | None, suffix: str, prefix: str = "", per_row: bool = False
-) -> dict[str, torch.Tensor]:
-    """A state dict of `plain()` with the weights of the Linears quantized."""
-    state: dict[str, torch.Tensor] = {}
-    for name, value in plain().state_dict().items():
-        if name in ("0.weight", "2.weight"):
-            rows, columns = value.shape
-            numbers, scale = quantize(value.float(), dtype, block or ((1, columns) if per_row else (rows, columns)))
-            state[prefix + name] = numbers
-            state[f"{prefix}{name.removesuffix('weight')}{suffix}"] = scale if block or per_row else scale.reshape(())
-        else:
-            state[prefix + name] = value
-    return state
+    dtype: torch.dtype, suffix: str, block: Block | None = None, prefix: str = "", **more: torch.Tensor
+) -> Layout:
+    """A state dict of `plain()` with the weights of the Linears quantized, and what it means."""
+    expected = plain().state_dict()
+    state = {prefix + name: value for name, value in expected.items()} | more
+    for name in ("0", "2"):
+        weight = expected[f"{name}.weight"].float()
+        of = block or (int(weight.shape[0]), int(weight.shape[1]))
+        numbers, scale = quantize(weight, dtype, of)
+        state[f"{prefix}{name}.weight"] = numbers
+        state[f"{prefix}{name}.{suffix}"] = scale if block else scale.reshape(())
+        expected[f"{name}.weight"] = (numbers.double() * spread(scale.double(), of, weight.shape)).float().bfloat16()
+    return state, expected
 
 
 def advised(error: PlanError) -> list[Any]:
@@ -68,26 +71,25 @@ def refusal(model: nn.Module, source: Any, **options: Any) -> PlanError:
     return caught.value
 
 
-LAYOUTS: dict[str, dict[str, torch.Tensor]] = {
-    "tensor": scaled(torch.float8_e4m3fn, None, "weight_scale"),
-    "tensor, e5m2": scaled(torch.float8_e5m2, None, "weight_scale"),
-    "comfy": {
-        **scaled(torch.float8_e4m3fn, None, "scale_weight"),
-        "scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn),
-        "0.scale_input": torch.ones(()),
-    },
-    "rows": scaled(torch.float8_e4m3fn, None, "weight_scale", per_row=True),
-    "blocks": scaled(torch.float8_e4m3fn, (128, 128), "weight_scale_inv"),
-    "short name": scaled(torch.float8_e4m3fn, (128, 128), "scale"),
-    "activations": {**scaled(torch.float8_e4m3fn, None, "weight_scale"), "0.input_scale": torch.ones(())},
-    "wrapped": scaled(torch.float8_e4m3fn, (128, 128), "weight_scale_inv", prefix="module."),
-    "compiled": scaled(torch.float8_e4m3fn, None, "weight_scale", prefix="_orig_mod."),
+E4M3, ROW, SQUARE = torch.float8_e4m3fn, (1, 1 << 10), (128, 128)
+EMPTY, ONE = torch.zeros(0, dtype=E4M3), torch.ones(())
+LAYOUTS: dict[str, Layout] = {
+    "tensor": scaled(E4M3, "weight_scale"),
+    "tensor, e5m2": scaled(torch.float8_e5m2, "weight_scale"),
+    "comfy": scaled(E4M3, "scale_weight", **{"scaled_fp8": EMPTY, "0.scale_input": ONE}),
+    "rows": scaled(E4M3, "weight_scale", ROW),
+    "blocks": scaled(E4M3, "weight_scale_inv", SQUARE),
+    "short name": scaled(E4M3, "scale", SQUARE),
+    "activations": scaled(E4M3, "weight_scale", **{"0.input_scale": ONE}),
+    "wrapped": scaled(E4M3, "weight_scale_inv", SQUARE, prefix="module."),
+    "compiled": scaled(E4M3, "weight_scale", prefix="_orig_mod."),
 }
+TENSOR = LAYOUTS["tensor"][0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_advised_rules_multiply_by_the_scales(layout: str, tmp_path: Path) -> None:
-    state = LAYOUTS[layout]
+    state, expected = LAYOUTS[layout]
     save_file(state, tmp_path / "f.safetensors")
     model = plain()
     error = refusal(model, tmp_path / "f.safetensors")
@@ -95,24 +97,8 @@ def test_the_advised_rules_multiply_by_the_scales(layout: str, tmp_path: Path) -
     assert "allow_unexpected" not in str(error)
     ms.load(model, tmp_path / "f.safetensors", rules=advised(error))
     for name, value in model.state_dict().items():
-        source = next(
-            key for key in state if key.endswith(name) and key.removesuffix(name) in ("", "module.", "_orig_mod.")
-        )
-        scales = [
-            key
-            for key in state
-            if key.startswith(source.removesuffix("weight")) and "scale" in key and "input" not in key
-        ]
-        if scales and name.endswith("weight"):
-            scale = state[scales[0]].double()
-            if scale.dim() == 2:
-                rows, columns = (1 if layout == "rows" else 128), (192 if layout == "rows" else 128)
-                scale = scale.repeat_interleave(rows, 0)[: value.shape[0]]
-                scale = scale if layout == "rows" else scale.repeat_interleave(columns, 1)[:, : value.shape[1]]
-            assert torch.equal(value, (state[source].double() * scale).float().bfloat16())
-            assert value.abs().max() < 0.1
-        else:
-            assert torch.equal(value, state[source])
+        assert torch.equal(value, expected[name]), name
+    assert model[0].weight.abs().max() < 0.1
 
 
 @pytest.mark.parametrize(
@@ -126,7 +112,7 @@ def test_the_advised_rules_multiply_by_the_scales(layout: str, tmp_path: Path) -
     ids=str,
 )
 def test_leaving_out_the_scales_is_refused(options: dict[str, Any]) -> None:
-    error = refusal(plain(), LAYOUTS["tensor"], **options)
+    error = refusal(plain(), TENSOR, **options)
     assert {problem.name for problem in error.problems if problem.kind.name == "QUANTIZED_WEIGHT"} == {
         "0.weight",
         "2.weight",
@@ -138,7 +124,7 @@ def test_leaving_out_the_scales_is_refused(options: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("per_row", [False, True])
 def test_scales_under_other_names_are_a_guess(name: str, per_row: bool) -> None:
-    source = scaled(torch.float8_e4m3fn, None, name, per_row=per_row)
+    source, _ = scaled(E4M3, name, ROW if per_row else None)
     model = plain()
     for options in ({}, {"allow_unexpected": [f"*.{name}"]}):
         error = refusal(model, source, **options)
@@ -150,13 +136,13 @@ def test_scales_under_other_names_are_a_guess(name: str, per_row: bool) -> None:
 
 
 def test_a_cast_of_the_weight_takes_the_numbers_as_they_are() -> None:
-    model, state = plain(), LAYOUTS["tensor"]
+    model, state = plain(), TENSOR
     ms.load(model, state, rules=[ms.rules.Cast("*.weight", "bf16"), ms.rules.Ignore("*.weight_scale")])
     assert torch.equal(model[0].weight, state["0.weight"].bfloat16())
 
 
 def test_a_transform_may_use_the_scales_itself() -> None:
-    model, state = plain(), LAYOUTS["tensor"]
+    model, state = plain(), TENSOR
 
     def dequantize(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.float() * state[f"{name}_scale"]).bfloat16()
@@ -223,7 +209,7 @@ def test_the_rules_of_weights_with_other_blocks_name_each_weight(rows: int) -> N
 
 
 def test_rules_follow_those_for_the_scales() -> None:
-    state = {f"old.{name}": value for name, value in LAYOUTS["tensor"].items()}
+    state = {f"old.{name}": value for name, value in TENSOR.items()}
     rules = [ms.rules.Rename("old.*", "*")]
     error = refusal(plain(), state, rules=rules)
     (code,) = RULES.findall(str(error))

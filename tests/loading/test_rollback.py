@@ -209,15 +209,6 @@ def test_slots_with_private_names_and_owners_of_methods() -> None:
 # Modules that are not what they seem.
 
 
-def test_script_modules() -> None:
-    scripted = torch.jit.script(nn.Linear(2, 2))
-    state = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
-    ms.load_state_dict(scripted, state)
-    assert torch.equal(scripted.weight, torch.ones(2, 2))
-    ms.load(scripted, {name: value * 2 for name, value in state.items()})
-    assert torch.equal(scripted.weight, torch.full((2, 2), 2.0))
-
-
 def test_script_modules_on_meta() -> None:
     """Their C++ object would keep the tensors without values, and the report would call them loaded."""
     with ms.skeleton():
