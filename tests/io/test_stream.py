@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelstate.errors import ReadFailedError
 from modelstate.io.blocks import Block, Buffers, Wait, Wanted, in_blocks, stream
-from modelstate.io.engine import ReadStrategy, read_threads
+from modelstate.io.engine import ReadStrategy
 from modelstate.io.files import current_fingerprints
 from modelstate.process import parallel_for
 from modelstate.spec import ByteRange
@@ -200,16 +199,3 @@ def test_an_error_of_one_thread_stops_the_others(error: BaseException, with_torc
         parallel_for(work, 3, with_torch=with_torch, takes_part=takes_part)
     assert len(ended) == 2
     assert torch.get_num_threads() == before
-
-
-def test_a_file_that_ends_early(path: str) -> None:
-    stamps = current_fingerprints([path])
-    wanted = [Wanted(ByteRange(path, 0, 400_000), 4)]
-    with pytest.raises(ReadFailedError, match="ends before"):
-        stream(
-            wanted,
-            lambda block, buffer: None,
-            strategy=ReadStrategy(read_threads(), 1000),
-            files=stamps,
-            on_block=lambda block, seconds: None,
-        )

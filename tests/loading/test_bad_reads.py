@@ -289,15 +289,10 @@ def test_limits_of_the_process_have_their_own_remedy(tmp_path: Path, number: int
     with faulty_reads(error=error), pytest.raises(ReadFailedError) as caught:
         ms.load(model, checkpoint, map=map)
     assert remedy in caught.value.remedy
-
-
-@pytest.mark.parametrize("call", ["open", "verify"])
-def test_a_limit_has_its_remedy_before_anything_is_open(call: str, tmp_path: Path) -> None:
-    ms.save(nn.Linear(2, 2), tmp_path / "model.safetensors")
-    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    with faulty_reads(error=error), pytest.raises(ReadFailedError) as caught:
-        getattr(ms, call)(tmp_path / "model.safetensors")
-    assert "ulimit -n" in caught.value.remedy
+    for call in (ms.open, ms.verify):
+        with faulty_reads(error=error), pytest.raises(ReadFailedError) as caught:
+            call(tmp_path / "x.safetensors")
+        assert remedy in caught.value.remedy
 
 
 class Doubled(nn.Linear):

@@ -289,14 +289,6 @@ def test_the_load_comes_between_what_is_queued_before_and_after_it(
     assert_same({name: value.cpu() for name, value in new.items()}, stored)
 
 
-def test_in_inference_mode(large: tuple[nn.Module, dict[str, Any], Path]) -> None:
-    module, before, path = large
-    with torch.inference_mode():
-        ms.load(module, path)
-    assert_same(values_of(module), {name: ms.open(path).tensor(name) for name in before})
-    module(torch.ones(2, 2500, device="cuda")).sum().backward()
-
-
 def test_a_graph_that_was_captured_before_computes_with_the_new_values(
     large: tuple[nn.Module, dict[str, Any], Path],
 ) -> None:

@@ -40,18 +40,6 @@ def test_names_that_hooks_forgive_or_take_away() -> None:
     assert "1 went into the model's own loading code: x" in report.notes
 
 
-@pytest.mark.parametrize(
-    ("value", "agrees"),
-    [([0.9, 1.9, 2.9], False), ([0.0, 1.0, 2.0], True), ([0.0, 1.0, float("nan")], False)],
-)
-def test_hidden_buffers_are_compared_without_rounding(value: list[float], agrees: bool) -> None:
-    module = nn.Module()
-    module.register_buffer("position", torch.arange(3), persistent=False)
-    module.weight = nn.Parameter(torch.ones(1))
-    plan = ms.plan(module, {"weight": torch.ones(1), "position": torch.tensor(value)})
-    assert [problem.kind.name for problem in plan.problems] == ([] if agrees else ["BUFFER_CONFLICT"])
-
-
 def test_nothing_at_all_is_not_a_load() -> None:
     with pytest.raises(ms.PlanError) as caught:
         ms.load(nn.Linear(2, 2), {"x": torch.ones(1)}, allow_missing=["*"], allow_unexpected=["*"])

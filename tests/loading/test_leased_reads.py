@@ -17,7 +17,7 @@ from torch import nn
 import modelstate as ms
 from tests.faults import Request, faulty_reads
 from tests.io.test_lease import WRITERS, can_lease, writer
-from tests.loading.loads import write_shards
+from tests.loading.loads import stored, write_shards
 from tests.sweeps import EXHAUSTIVE
 
 WIDTH = 512
@@ -44,29 +44,20 @@ def state(value: float) -> dict[str, torch.Tensor]:
     return {name: torch.full_like(one, value) for name, one in given.items()}
 
 
-def zipped(state: dict[str, torch.Tensor], path: Path) -> Path:
-    torch.save(state, path.with_suffix(".pt"))
-    return path.with_suffix(".pt")
+FORMS = ("safetensors", "torch", "shards")
 
 
-def tensors(state: dict[str, torch.Tensor], path: Path) -> Path:
-    state.pop("head.weight")
-    save_file(state, path.with_suffix(".safetensors"))
-    return path.with_suffix(".safetensors")
-
-
-def shards(state: dict[str, torch.Tensor], path: Path) -> Path:
-    state.pop("head.weight")
+def saved(folder: Path, value: float = 2.0, form: str = "safetensors") -> Path:
+    named = state(value)
+    if form != "torch":
+        del named["head.weight"]
+    if form != "shards":
+        path: Path = stored(named, folder, form)
+        return path
+    path = folder / f"{len(list(folder.iterdir()))}"
     path.mkdir()
-    write_shards(state, path)
+    write_shards(named, path)
     return path
-
-
-FORMATS: dict[str, Callable[[dict[str, torch.Tensor], Path], Path]] = {
-    "safetensors": tensors,
-    "torch": zipped,
-    "shards": shards,
-}
 
 
 def module(value: float = 1.0, dtype: torch.dtype = torch.float32) -> Net:
@@ -88,16 +79,16 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def path(folder: Path) -> Path:
-    return tensors(state(2.0), folder / "x")
+    return saved(folder)
 
 
 def whys(report: ms.LoadReport | ms.LoadPlan) -> set[str]:
     return {step.why for step in report.steps}
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FORMS)
 def test_the_values_are_read_into_the_memory_that_is_there(form: str, folder: Path) -> None:
-    path, net = FORMATS[form](state(2.0), folder / "x"), module()
+    path, net = saved(folder, form=form), module()
     before = {name: (one, one.data_ptr(), one._version) for name, one in net.state_dict(keep_vars=True).items()}
     report = ms.load(net, path)
     assert whys(report) == {LEASED}
@@ -110,7 +101,7 @@ def test_the_values_are_read_into_the_memory_that_is_there(form: str, folder: Pa
 
 
 def test_a_cast_is_made_block_by_block(folder: Path) -> None:
-    path, net = tensors(state(2.0), folder / "x"), module(1.0, torch.bfloat16)
+    path, net = saved(folder), module(1.0, torch.bfloat16)
     report = ms.load(net, path, dtype=torch.bfloat16)
     assert whys(report) == {LEASED}
     assert 0 < report.peak_memory_bytes <= ms.plan(net, path, dtype=torch.bfloat16).peak_memory_bytes
@@ -229,7 +220,7 @@ def waits_for_the_lease(name: str, process: subprocess.Popen[bytes]) -> None:
     ("form", "name"), [*(("safetensors", name) for name in WRITERS), ("torch", "cut"), ("shards", "overwritten")]
 )
 def test_another_process_writes_to_the_file_at_each_block(form: str, name: str, folder: Path) -> None:
-    path = FORMATS[form](state(2.0), folder / "x")
+    path = saved(folder, form=form)
     count = len(blocks(lambda: ms.load(module(), path)))
     assert count >= 2
     for number in range(count) if EXHAUSTIVE else sorted({0, count // 2, count - 1}):
@@ -252,7 +243,7 @@ def test_another_process_writes_to_the_file_at_each_block(form: str, name: str, 
                 old.unlink()
         if path.is_dir():
             path.rmdir()
-        path = FORMATS[form](state(2.0), folder / "x")
+        path = saved(folder, form=form)
 
 
 @pytest.mark.slow
@@ -297,7 +288,7 @@ def test_a_sector_that_goes_bad_within_the_commit_is_named(options: dict[str, An
 
 @pytest.mark.slow
 def test_ctrl_c_at_random_moments(folder: Path) -> None:
-    paths = [tensors(state(value), folder / str(value)) for value in (1.0, 2.0)]
+    paths = [saved(folder, value) for value in (1.0, 2.0)]
     net, seconds = module(), [0.0]
     for path in (*paths, *paths):
         seconds.append(ms.load(net, path).seconds)
@@ -322,7 +313,7 @@ def test_ctrl_c_at_random_moments(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_threads_that_load_one_model(folder: Path) -> None:
-    paths = [tensors(state(value), folder / str(value)) for value in (2.0, 3.0)]
+    paths = [saved(folder, value) for value in (2.0, 3.0)]
     net, mixed = module(), []
     for _ in range(20):
         barrier = threading.Barrier(2)

@@ -60,19 +60,6 @@ def test_the_values(
 
 
 @pytest.mark.parametrize("blanks", range(4))
-def test_code_of_the_model_uses_a_value(blanks: int, tmp_path: Path) -> None:
-    path = unaligned(tmp_path / "x.safetensors", {"weight": torch.ones(2, 2)}, blanks)
-    module = nn.Linear(2, 2, bias=False)
-
-    def hook(owner: nn.Module, values: Any, prefix: str, *_: Any) -> None:
-        values[prefix + "weight"].mul_(5)
-
-    module.register_load_state_dict_pre_hook(hook)
-    ms.load(module, path)
-    assert torch.equal(module.weight, torch.full((2, 2), 5.0))
-
-
-@pytest.mark.parametrize("blanks", range(4))
 def test_tied_slots_with_equal_and_with_other_values(blanks: int, tmp_path: Path) -> None:
     weight = nn.Parameter(torch.zeros(2, 2))
     module = holding(a=weight, b=weight)

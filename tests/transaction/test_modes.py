@@ -125,21 +125,6 @@ def test_the_models_own_code_sees_the_modes_of_the_caller(tmp_path: Path) -> Non
     assert not model.weight.is_meta
 
 
-@pytest.mark.parametrize("context", ["no_grad", "inference_mode", "autocast", "device"])
-def test_a_load_within_a_context_of_torch_loads(context: str, tmp_path: Path) -> None:
-    right, model, path = build(), build(), tmp_path / "model.safetensors"
-    ms.save(right, path)
-    contexts: dict[str, Any] = {
-        "no_grad": torch.no_grad(),
-        "inference_mode": torch.inference_mode(),
-        "autocast": torch.autocast("cpu", torch.bfloat16),
-        "device": torch.device("meta"),
-    }
-    with contexts[context]:
-        ms.load(model, path, in_place=False)
-    assert is_equal([*right.state_dict().values()][:-1], [*model.state_dict().values()][:-1])
-
-
 def test_where_tensors_stand_for_others_nothing_is_loaded(tmp_path: Path) -> None:
     model, path = nn.Linear(2, 2), tmp_path / "model.safetensors"
     ms.save(nn.Linear(2, 2), path)

@@ -75,18 +75,6 @@ def test_tied_parameters_are_one_slot() -> None:
     assert slots.by_name["head.weight"].name == "embed.weight"
 
 
-def test_a_module_in_two_places() -> None:
-    shared = Stateful()
-    slots = slots_of(nn.ModuleDict({"a": shared, "b": shared}))
-    assert [slot.names for slot in slots.tensors] == [
-        ("a.weight", "b.weight"),
-        ("a.mean", "b.mean"),
-        ("a.ids", "b.ids"),
-    ]
-    assert slots.extra == ("a._extra_state", "b._extra_state")
-    assert slots.empty == {"a.bias", "a.absent", "b.bias", "b.absent"}
-
-
 @pytest.mark.parametrize("hidden_first", [True, False])
 def test_a_tensor_of_several_kinds_is_of_the_strictest(hidden_first: bool) -> None:
     shared = torch.zeros(2)
