@@ -1,7 +1,6 @@
 """With `--json`, an error is one JSON value on stdout, with the exit code that it has without."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +12,14 @@ import modelstate as ms
 from tests.cli.command import run
 
 FIELDS = {"error", "what", "where", "expected", "found", "to_do", "page"}
-MODULE = """
-from torch import nn
-
-def build():
-    return nn.Linear(2, 2)
-
-def fails():
-    raise LookupError("no such size")
-
-def number():
-    return 3
-"""
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "json_errors_zoo.py").write_text(MODULE)
-    monkeypatch.delitem(sys.modules, "json_errors_zoo", raising=False)
+def checkpoints(models: Path) -> None:
     save_file({"w": torch.ones(2)}, "other.safetensors")
     Path("damaged.safetensors").write_bytes(b"\xff" * 20)
     Path("taken.pt").write_bytes(b"")
     ms.Store("run").save(1, {"model": torch.nn.Linear(2, 2)})
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -50,10 +32,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("diff nowhere.pt other.safetensors", "SourceNotFoundError"),
         ("convert other.safetensors taken.pt", "TargetExistsError"),
         ("convert nowhere.pt new.pt", "SourceNotFoundError"),
-        ("load json_errors_zoo:build other.safetensors", "PlanError"),
-        ("load json_errors_zoo:fails other.safetensors", "FactoryError"),
-        ("plan json_errors_zoo:number other.safetensors", "FactoryError"),
-        ("suggest json_errors_zoo:build nowhere.pt", "SourceNotFoundError"),
+        ("load MODELS:tiny other.safetensors", "PlanError"),
+        ("load MODELS:fails other.safetensors", "FactoryError"),
+        ("plan MODELS:number other.safetensors", "FactoryError"),
+        ("suggest MODELS:tiny nowhere.pt", "SourceNotFoundError"),
         ("store ls nowhere", "SourceNotFoundError"),
         ("store ls other.safetensors", "SourceTypeError"),
         ("store verify run --step 7", "StepNotFoundError"),

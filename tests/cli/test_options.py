@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,96 +12,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from tests.cli.command import run
+from tests.cli.command import run, tiny
 from tests.programs import run_program
 
-MODULE = """
-import torch
-from torch import nn
+pytestmark = pytest.mark.usefixtures("models")
 
-class Settings:
-    def __init__(self):
-        self.rate = 0.1
-
-def tiny():
-    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-
-def half():
-    return tiny().half()
-
-def tied():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    return model
-
-def looks():
-    model = nn.Linear(4, 3)
-    if model.weight.sum().item() > 1e9:
-        raise RuntimeError
-    return model
-
-def hooked():
-    def hook(module, state, *_):
-        raise ValueError("the hook is broken")
-    model = tiny()
-    model.register_load_state_dict_pre_hook(hook)
-    return model
-
-def ends():
-    raise SystemExit(0)
-
-def ends_in_a_hook():
-    def hook(module, state, *_):
-        raise SystemExit(0)
-    model = tiny()
-    model.register_load_state_dict_pre_hook(hook)
-    return model
-
-def prints():
-    def hook(module, state, *_):
-        print("loading")
-    model = tiny()
-    model.register_load_state_dict_pre_hook(hook)
-    return model
-
-def reads_in_a_hook():
-    def hook(module, *_):
-        if module[0].weight.sum().item() > 1e9:
-            raise RuntimeError
-    model = tiny()
-    model._register_load_state_dict_pre_hook(hook, with_module=True)
-    return model
-
-def swallows():
-    try:
-        return looks()
-    except RuntimeError:
-        return None
-
-instance = tiny()
-
-def lost():
-    model = tiny()
-    model.register_buffer("table", torch.arange(3.0, device="meta"), persistent=False)
-    return model
-"""
-
-
-@pytest.fixture(autouse=True)
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a module of factories."""
-    name = f"factories_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("MODELS", name)
-    save_file(tiny(), tmp_path / "tiny.safetensors")
-    return tmp_path
-
-
-def tiny() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).state_dict()
+STATE = tiny().state_dict()
 
 
 def proposed(text: str) -> list[str]:
@@ -137,13 +52,13 @@ def works_as_proposed(model: str, path: str, *more: str) -> str:
     ids=["a prefix", "an odd prefix"],
 )
 def test_other_names(change: Any, option: str) -> None:
-    save_file({change(name): value for name, value in tiny().items()}, "other.safetensors")
+    save_file({change(name): value for name, value in STATE.items()}, "other.safetensors")
     assert works_as_proposed("MODELS:tiny", "other.safetensors").startswith(option)
 
 
 def test_names_of_which_nothing_is_proved() -> None:
     """The command that finds rules out is named, and it does."""
-    save_file({f"{'ab'[name[0] == '0']}.{name}": value for name, value in tiny().items()}, "other.safetensors")
+    save_file({f"{'ab'[name[0] == '0']}.{name}": value for name, value in STATE.items()}, "other.safetensors")
     done = run("plan", "MODELS:tiny", "other.safetensors")
     assert "modelstate suggest MODEL SOURCE works out rules" in done.stdout
     assert any(line.startswith("--allow-unexpected") for line in proposed(done.stdout))
@@ -151,21 +66,24 @@ def test_names_of_which_nothing_is_proved() -> None:
 
 
 def test_a_prefix_that_the_file_lacks() -> None:
-    save_file({name.partition(".")[2]: value for name, value in tiny().items() if name[0] == "0"}, "part.safetensors")
+    save_file(
+        {name.partition(".")[2]: value for name, value in STATE.items() if name[0] == "0"},
+        "part.safetensors",
+    )
     line = works_as_proposed("MODELS:tiny", "part.safetensors", "--allow-missing", "1.*")
     assert line == "--add-prefix 0."
 
 
 def test_a_head_of_another_size() -> None:
-    save_file({**tiny(), "0.weight": torch.ones(5, 4), "0.bias": torch.ones(5)}, "wider.safetensors")
+    save_file({**STATE, "0.weight": torch.ones(5, 4), "0.bias": torch.ones(5)}, "wider.safetensors")
     line = works_as_proposed("MODELS:tiny", "wider.safetensors", "--no-skeleton")
     assert line.startswith("--ignore 0.weight --ignore 0.bias --allow-missing 0.weight --allow-missing 0.bias,")
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_what_the_file_lacks_and_has_beyond(prefix: str) -> None:
-    save_file({prefix + name: value for name, value in tiny().items() if name != "0.bias"}, "part.safetensors")
-    save_file({**tiny(), "more": torch.ones(1), "odd[0]": torch.ones(1)}, "more.safetensors")
+    save_file({prefix + name: value for name, value in STATE.items() if name != "0.bias"}, "part.safetensors")
+    save_file({**STATE, "more": torch.ones(1), "odd[0]": torch.ones(1)}, "more.safetensors")
     lacking = works_as_proposed("MODELS:tiny", "part.safetensors", "--no-skeleton")
     assert lacking.startswith("--allow-missing 0.bias")
     beyond = works_as_proposed("MODELS:tiny", "more.safetensors")
@@ -188,7 +106,10 @@ def test_a_cast_that_loses_something() -> None:
 
 def test_an_adapter_is_merged_in_python() -> None:
     low = {"0.lora_A.weight": torch.ones(2, 4), "0.lora_B.weight": torch.ones(3, 2)}
-    save_file({**tiny(), **{f"base_model.model.{name}": value for name, value in low.items()}}, "adapted.safetensors")
+    save_file(
+        {**STATE, **{f"base_model.model.{name}": value for name, value in low.items()}},
+        "adapted.safetensors",
+    )
     for command in ("plan", "load"):
         done = run(command, "MODELS:tiny", "adapted.safetensors")
         assert done.exit_code == 1
@@ -197,7 +118,7 @@ def test_an_adapter_is_merged_in_python() -> None:
 
 
 def test_several_state_dicts() -> None:
-    torch.save({"model": tiny(), "ema": tiny()}, "two.pt")
+    torch.save({"model": STATE, "ema": STATE}, "two.pt")
     for command in ("plan", "load"):
         (line,) = proposed(run(command, "MODELS:tiny", "two.pt").stderr)
         assert run(command, "MODELS:tiny", "two.pt", *shlex.split(line)).exit_code == 0
@@ -205,14 +126,14 @@ def test_several_state_dicts() -> None:
 
 
 @pytest.mark.slow
-def test_a_class_that_has_to_be_allowed(project: Path) -> None:
+def test_a_class_that_has_to_be_allowed(models: Path) -> None:
     module = os.environ["MODELS"]
     code = f"""
 import torch, {module} as made
 torch.manual_seed(0)
 torch.save({{"model": made.tiny().state_dict(), "settings": made.Settings()}}, "settings.pt")
 """
-    run_program(code, cwd=project)
+    run_program(code, cwd=models)
     for arguments in (["inspect"], ["plan", "MODELS:tiny"], ["load", "MODELS:tiny"]):
         command = [*arguments, "settings.pt", "--key", "model"]
         done = run(*command)
@@ -232,7 +153,7 @@ def test_a_store_in_the_place_of_a_file() -> None:
     assert run("inspect", "model.pt").exit_code == 0
 
 
-def test_what_must_not_be_trusted_is_not_proposed(project: Path) -> None:
+def test_what_must_not_be_trusted_is_not_proposed() -> None:
     class Runs:
         def __reduce__(self) -> object:
             return os.system, ("true",)
@@ -267,9 +188,7 @@ def test_a_model_itself() -> None:
 
 
 def test_the_model_initialises_what_the_file_lacks() -> None:
-    state = tiny()
-    del state["0.weight"]
-    save_file(state, "part.safetensors")
+    save_file({name: value for name, value in STATE.items() if name != "0.weight"}, "part.safetensors")
     for command in ("plan", "load"):
         done = run(command, "MODELS:tiny", "part.safetensors")
         assert done.exit_code == 1
@@ -338,7 +257,7 @@ def test_a_wrong_command_line_exits_2(option: tuple[str, str], says: str) -> Non
 
 
 def test_rules_apply_in_their_order() -> None:
-    state = {f"module.net.{name}": value for name, value in tiny().items()}
+    state = {f"module.net.{name}": value for name, value in STATE.items()}
     save_file(state, "other.safetensors")
     rules = ["--strip-prefix", "module.", "--strip-prefix", "net", "--add-prefix", "a=b", "--rename", "a=b.*=c.*"]
     done = run("load", "MODELS:tiny", "other.safetensors", *rules, "--rename-regex", r"^c\.=")
@@ -352,8 +271,8 @@ def test_rules_from_a_module() -> None:
         "schema = ms.rules.Schema('1', [ms.rules.Migration('2', rules)], recognise={'1': lambda names: True})\n"
         "nothing = 7\n"
     )
-    save_file({f"net.{name}": value for name, value in tiny().items()}, "old.safetensors")
-    save_file({f"net.{name.replace('0.', 'x.')}": value for name, value in tiny().items()}, "older.safetensors")
+    save_file({f"net.{name}": value for name, value in STATE.items()}, "old.safetensors")
+    save_file({f"net.{name.replace('0.', 'x.')}": value for name, value in STATE.items()}, "older.safetensors")
     for command in ("plan", "load"):
         assert run(command, "MODELS:tiny", "old.safetensors", "--rules", "their_rules:rules").exit_code == 0
         assert run(command, "MODELS:tiny", "old.safetensors", "--rules", "their_rules:schema").exit_code == 0
@@ -386,7 +305,7 @@ def test_a_file_without_checksums() -> None:
 
 
 def test_what_needs_python_says_so() -> None:
-    save_file({name: value.to(torch.int8) for name, value in tiny().items()}, "numbers.safetensors")
+    save_file({name: value.to(torch.int8) for name, value in STATE.items()}, "numbers.safetensors")
     assert "a transform is given in Python" in run("plan", "MODELS:tiny", "numbers.safetensors").stdout
 
 
