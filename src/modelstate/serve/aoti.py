@@ -6,7 +6,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from modelstate.errors import DamagedFileError, LiveTargetError, ProgramInputError, WeightsError
 from modelstate.io import linux
 from modelstate.serve.meta_clone import runtime_state, state_module
-from modelstate.serve.program_file import Manifest, ProgramFile
+from modelstate.serve.program_file import Manifest, ProgramFile, ProgramInput, ProgramInputs
 from modelstate.serve.targets import Program, Target
 from modelstate.text_format import listed
 from modelstate.torch_compat.private import (
@@ -199,7 +199,7 @@ class _Request:
             return unflatten(self._runner.run(inputs), self._call.out_spec)
 
 
-_FUNCTIONS: dict[str, Any] = {
+_FUNCTIONS: dict[str, object] = {
     "math": math,
     "inf": math.inf,
     "Max": max,
@@ -209,34 +209,26 @@ _FUNCTIONS: dict[str, Any] = {
 }
 
 
-def signature_of(program: "ExportedProgram", written: Sequence[str]) -> dict[str, Any]:
-    """Describes the inputs of a program for its manifest, as values for JSON. Raises `ValueError` for numbers.
+def inputs_of(program: "ExportedProgram", written: Sequence[str]) -> ProgramInputs:
+    """Describes the inputs of a program for its manifest. Raises `ValueError` for numbers.
 
     `written` has the names of inputs that the program writes to.
     """
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    values: list[dict[str, Any]] = []
+    values: list[ProgramInput] = []
     for name in program.graph_signature.user_inputs:
         value = nodes[name].meta.get("val") if name in nodes else name
         if isinstance(value, torch.SymInt):
             raise ValueError(str(name))
-        if isinstance(value, torch.Tensor):
-            strides = value.stride()
-            is_usual = value.is_contiguous() or not all(isinstance(step, int) for step in strides)
-            order = sorted(range(value.dim()), key=strides.__getitem__, reverse=True)
-            values.append(
-                {
-                    "name": name,
-                    "dtype": str(value.dtype).removeprefix("torch."),
-                    "device": str(value.device),
-                    "rank": value.dim(),
-                    "order": [*range(value.dim())] if is_usual else order,
-                    "is_written": name in written,
-                }
-            )
-        else:
-            values.append({"name": str(name)})
-    return {"values": values, "conditions": input_conditions(program, compiled=True)}
+        if not isinstance(value, torch.Tensor):
+            values.append(ProgramInput(str(name)))
+            continue
+        strides, order = value.stride(), list(range(value.dim()))
+        if not value.is_contiguous() and all(isinstance(step, int) for step in strides):
+            order.sort(key=strides.__getitem__, reverse=True)
+        dtype = str(value.dtype).removeprefix("torch.")
+        values.append(ProgramInput(str(name), dtype, str(value.device), tuple(order), name in written))
+    return ProgramInputs(tuple(values), tuple(input_conditions(program, compiled=True)))
 
 
 class _Call:
@@ -244,21 +236,21 @@ class _Call:
 
     def __init__(self, runner: _Runner, manifest: Manifest | None, where: str) -> None:
         self._where = where
-        self._signature: list[dict[str, Any]] | None = None
-        self._check: Callable[[list[Any]], str | None] = lambda args: None
+        inputs = None if manifest is None else manifest.inputs
+        self._tensors: list[tuple[ProgramInput, torch.dtype, torch.device] | None] | None = None
+        """Each input that is a tensor; None for a package whose inputs are not known."""
+        self._failed: Callable[[list[object]], str | None] = lambda args: None
+        if inputs is not None:
+            self._tensors = [
+                (each, getattr(torch, each.dtype), torch.device(each.device)) if each.dtype else None
+                for each in inputs.values
+            ]
+            self._failed = _compiled_conditions(inputs.conditions)
         try:
             self._in_spec, self.out_spec = map(structure_of, runner.call_spec)
-            if manifest is not None and manifest.inputs is not None:
-                self._signature = [
-                    {**each, "dtype": getattr(torch, each["dtype"]), "device": torch.device(each["device"])}
-                    if "dtype" in each
-                    else each
-                    for each in manifest.inputs["values"]
-                ]
-                self._check = _compiled_conditions(manifest.inputs["conditions"])
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, SyntaxError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise DamagedFileError(
-                "the description of the inputs in the file is damaged, or has classes that are not registered",
+                "the description of the inputs in the file has classes that are not registered, or is damaged",
                 where=where,
                 found=f"{type(error).__name__}: {error}",
                 remedy="import the modules that register the classes of the inputs, or export the program again",
@@ -272,33 +264,33 @@ class _Call:
         leaves, spec = flatten((args, named))
         if spec != self._in_spec:
             raise self._error("the arguments have another structure", self._in_spec, spec)
-        if self._signature is not None:
-            for place, (each, leaf) in enumerate(zip(self._signature, leaves, strict=True)):
-                if "dtype" in each:
-                    leaves[place] = self._tensor(each, leaf)
-            if (failed := self._check(leaves)) is not None:
+        if self._tensors is not None:
+            for place, (expected, leaf) in enumerate(zip(self._tensors, leaves, strict=True)):
+                if expected is not None:
+                    leaves[place] = self._tensor(*expected, leaf)
+            if (failed := self._failed(leaves)) is not None:
                 shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
                 raise self._error("the inputs have other sizes or values than the library is for", failed, shapes)
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-    def _tensor(self, each: dict[str, Any], leaf: object) -> torch.Tensor:
+    def _tensor(self, each: ProgramInput, dtype: torch.dtype, device: torch.device, leaf: object) -> torch.Tensor:
         """Checks a tensor, and returns it with the order of strides of the export, which the library assumes."""
         if not isinstance(leaf, torch.Tensor):
-            raise self._error(f"{each['name']} is not a tensor", each["dtype"], type(leaf).__name__)
-        if (leaf.dtype, leaf.device, leaf.dim()) != (each["dtype"], each["device"], each["rank"]):
-            expected = f"{each['dtype']}, {each['device']}, {each['rank']} dimensions"
+            raise self._error(f"{each.name} is not a tensor", dtype, type(leaf).__name__)
+        if (leaf.dtype, leaf.device, leaf.dim()) != (dtype, device, len(each.order)):
+            expected = f"{dtype}, {device}, {len(each.order)} dimensions"
             found = f"{leaf.dtype}, {leaf.device}, shape {list(leaf.shape)}"
-            raise self._error(f"{each['name']} is another kind of tensor", expected, found)
-        if leaf.permute(each["order"]).is_contiguous():
+            raise self._error(f"{each.name} is another kind of tensor", expected, found)
+        if leaf.permute(each.order).is_contiguous():
             return leaf
-        if each["is_written"]:
+        if each.is_written:
             raise self._error(
-                f"the program writes to {each['name']}, whose memory order differs from that of the export",
-                f"dimensions {each['order']} from the farthest apart to the nearest, without gaps",
+                f"the program writes to {each.name}, whose memory order differs from that of the export",
+                f"dimensions {list(each.order)} from the farthest apart to the nearest, without gaps",
                 f"shape {list(leaf.shape)}, stride {list(leaf.stride())}",
             )
-        inverse = sorted(range(leaf.dim()), key=each["order"].__getitem__)
-        return leaf.permute(each["order"]).contiguous().permute(inverse)
+        inverse = sorted(range(leaf.dim()), key=each.order.__getitem__)
+        return leaf.permute(each.order).contiguous().permute(inverse)
 
     def _error(self, what: str, expected: object, found: object) -> ProgramInputError:
         return ProgramInputError(
@@ -310,7 +302,7 @@ class _Call:
         )
 
 
-def _compiled_conditions(conditions: Sequence[str]) -> Callable[[list[Any]], str | None]:
+def _compiled_conditions(conditions: Sequence[str]) -> Callable[[list[object]], str | None]:
     """Returns a function that returns the first condition that the inputs of a call do not fulfil."""
     codes = [(text, compile(text.strip(), "<condition>", "eval")) for text in conditions]
     whole = compile(" and ".join(f"({text.strip()})" for text in conditions) or "True", "<conditions>", "eval")
@@ -318,7 +310,7 @@ def _compiled_conditions(conditions: Sequence[str]) -> Callable[[list[Any]], str
     is_usual = all(usual.issuperset(code.co_names) for _, code in codes)
     functions = {**_FUNCTIONS, **({} if is_usual else condition_names())}
 
-    def first_failed(args: list[Any]) -> str | None:
+    def first_failed(args: list[object]) -> str | None:
         inputs = {"args": args}
         if eval(whole, functions, inputs):
             return None

@@ -20,10 +20,10 @@ from modelstate.errors import (
 )
 from modelstate.formats.torch_zip import archive_file
 from modelstate.io.atomic import Output, atomic_file, check_target
-from modelstate.serve.aoti import signature_of
+from modelstate.serve.aoti import inputs_of
 from modelstate.serve.live import target_factory
 from modelstate.serve.meta_clone import buffers_of, check_captured_references, meta_clone, runtime_state, state_module
-from modelstate.serve.program_file import NAME, Kind, Manifest, ProgramTensor
+from modelstate.serve.program_file import NAME, Kind, Manifest, ProgramInputs, ProgramTensor
 from modelstate.serve.state_names import NameMap, names_by_tensor
 from modelstate.serve.targets import Program, Target, check_mode
 from modelstate.text_format import listed
@@ -182,16 +182,16 @@ def _exported(
 
 def _compiled(
     program: "ExportedProgram", module: nn.Module, options: Mapping[str, object]
-) -> tuple[list[object], dict[str, object]]:
+) -> tuple[list[object], ProgramInputs]:
     """Compiles a program. Returns the files of the package, and the description of its inputs. Raises `ExportError`."""
     where = type(module).__name__
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             written = [*program.run_decompositions({}).graph_signature.user_inputs_to_mutate.values()]
-            signature_of(program, written)  # before the compiler, which takes longer
+            inputs_of(program, written)  # before the compiler, which takes longer
             files = aoti_compile(program, {**options, **_OPTIONS})
-            return files, signature_of(program, written)
+            return files, inputs_of(program, written)
     except ValueError as error:
         raise ExportError(
             "AOTInductor does not take numbers that change from request to request",

@@ -341,7 +341,6 @@ def _reachable(root: nn.Module, ends: Container[int]) -> Iterator[Reference]:
 
 def _referents(path: str, value: object) -> Iterator[Reference]:
     """Yields what a module, a function, a method, a container or an object of the user refers to, with its path."""
-    home = type(value).__module__
     if isinstance(value, nn.Module):
         yield from _of_module(path, value)
     elif isinstance(value, torch.Tensor):
@@ -364,10 +363,10 @@ def _referents(path: str, value: object) -> Iterator[Reference]:
     elif isinstance(value, weakref.ref):
         if isinstance(value(), nn.Module):
             yield f"{path}()", value()
-    elif not isinstance(value, type | types.ModuleType) and (
-        home.partition(".")[0] not in ("torch", "builtins") or home.startswith("torch.nn.")
-    ):
-        yield from _attributes(path, value)
+    elif not isinstance(value, type | types.ModuleType):
+        home = type(value).__module__
+        if home.partition(".")[0] not in ("torch", "builtins") or home.startswith("torch.nn."):
+            yield from _attributes(path, value)
 
 
 def _of_module(path: str, module: nn.Module) -> Iterator[Reference]:

@@ -10,9 +10,8 @@ import json
 import os
 import tempfile
 import zipfile
-from collections.abc import Mapping
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import IO, TYPE_CHECKING, Annotated, Literal, Self
 
 import msgspec
 import torch
@@ -70,6 +69,26 @@ class ProgramTensor(msgspec.Struct, frozen=True):
         return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
 
 
+class ProgramInput(msgspec.Struct, frozen=True):
+    """An input of a package. The defaults are those of an input that is not a tensor."""
+
+    name: str
+    dtype: str = ""
+    device: str = ""
+    order: tuple[int, ...] = ()
+    """The dimensions, from the one with the largest stride to the one with the smallest."""
+    is_written: bool = False
+    """Whether the program writes to it."""
+
+
+class ProgramInputs(msgspec.Struct, frozen=True):
+    """What a package takes."""
+
+    values: tuple[ProgramInput, ...]
+    conditions: tuple[str, ...]
+    """Python of `args`, the inputs of a call in one list."""
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """The description of a program that `modelstate.export` writes and returns. Each weight in it can be swapped.
 
@@ -86,7 +105,7 @@ class Manifest(msgspec.Struct, frozen=True):
     names_reason: str
     """The reason why there is no map; empty where there is one."""
     torch_version: str = msgspec.field(name="torch")
-    inputs: Mapping[str, Any] | None = None
+    inputs: ProgramInputs | None = None
     """The description of a package's inputs; None for an exported program, which contains it."""
 
     def __str__(self) -> str:
