@@ -201,7 +201,7 @@ class _Piece(msgspec.Struct, frozen=True):
     """The first element."""
     count: int
     starts: tuple[int, ...] = ()
-    """For each operand the beginning in the buffer, in bytes; -1 for one in memory."""
+    """For each operand the beginning in the buffer, in bytes."""
     regions: tuple[Region, ...] = ()
     """The regions of the operands, where these are read by region."""
 
@@ -240,12 +240,12 @@ def reduce(
     Raises:
         ReadFailedError: A file cannot be read, or has changed.
     """
-    filled = [index for index, operands in enumerate(items) if math.prod(operands[0].shape)]
-    streamed = [index for index in filled if all(operand.is_streamed for operand in items[index])]
-    by_region = sorted(set(filled) - set(streamed))
-    read_ahead(
-        [operand.extent for index in streamed for operand in items[index] if operand.extent is not None], fingerprints
-    )
+    streamed, by_region = list[int](), list[int]()
+    for index, operands in enumerate(items):
+        if math.prod(operands[0].shape):
+            (streamed if all(operand.is_streamed for operand in operands) else by_region).append(index)
+    extents = [operand.extent for index in streamed for operand in items[index] if operand.extent is not None]
+    read_ahead(extents, fingerprints)
 
     def consume(block: Block, buffer: torch.Tensor) -> None:
         assert isinstance(block, _PieceBlock)
@@ -290,15 +290,15 @@ def _streamed_blocks(
     blocks: list[_PieceBlock] = []
     parts: list[Part] = []
     pieces: list[_Piece] = []
-    used = weight = 0  # bytes of the buffer, and bytes that are folded
+    used = 0  # bytes of the buffer, in which operands in memory have a place as well: the blocks take equally long
 
     def close() -> None:
-        nonlocal used, weight
+        nonlocal used
         if pieces:
             blocks.append(_PieceBlock(tuple(parts), used, tuple(pieces)))
             parts.clear()
             pieces.clear()
-        used = weight = 0
+        used = 0
 
     def place(index: int) -> tuple[str, int]:
         extents = [operand.extent for operand in items[index] if operand.extent is not None]
@@ -316,18 +316,15 @@ def _streamed_blocks(
         slack = sum(aligned(1) for operand in operands)
         each = sum(operand.dtype.itemsize for operand in operands)
         while first < numel:
-            count = min(numel - first, (_BLOCK_BYTES - weight - slack) // each)
+            count = min(numel - first, (_BLOCK_BYTES - used - slack) // each)
             if count <= 0 or (count < numel - first and pieces and count * each < _BLOCK_BYTES // 2):
                 close()
                 continue
             starts = []
             for operand, number in zip(operands, which, strict=True):
                 nbytes = count * operand.dtype.itemsize
-                weight += aligned(nbytes)
-                if operand.memory is not None:
-                    starts.append(-1)
-                    continue
-                parts.append(Part(number, first * operand.dtype.itemsize, nbytes, used))
+                if operand.memory is None:
+                    parts.append(Part(number, first * operand.dtype.itemsize, nbytes, used))
                 starts.append(used)
                 used += aligned(nbytes)
             pieces.append(_Piece(index, first, count, tuple(starts)))

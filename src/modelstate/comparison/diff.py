@@ -126,16 +126,15 @@ def diff(
     selected = {name for name in (*entries, *others) if is_selected(name, patterns)}
     if not selected:
         raise nothing_selected(patterns, [*second, *first], where)
-    comparable = [
-        part for name in second if name in matched & selected for part in _parts(name, tensors[name], others[name])
-    ]
+    both, one_sided = matched & selected, selected - matched
+    comparable = [part for name in second if name in both for part in _parts(name, tensors[name], others[name])]
     differences, read_bytes = _compared(comparable, first, second, values, progress)
     return Diff(
         _label(a, first),
         _label(b, second),
         differences,
-        tuple(_removed(name, entry, first) for name, entry in tensors.items() if name in selected - matched),
-        tuple(spec for name, spec in second.items() if name in selected - matched),
+        tuple(_removed(name, entry, first) for name, entry in tensors.items() if name in one_sided),
+        tuple(spec for spec in second.specs() if spec.name in one_sided),
         tuple(_value_diffs(entries, others, selected)),
         read_bytes,
         sum(tensor.bytes for tensor in differences if not tensor.is_read and tensor.status is Status.EQUAL),
