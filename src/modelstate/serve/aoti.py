@@ -152,8 +152,8 @@ class _Runner:
         """
         with torch.inference_mode(False), torch.no_grad():
             if not self.memory:
-                made = {id(value): _like(value) for value in values.values()}
-                self.memory = {name: made[id(value)] for name, value in values.items()}
+                allocated = {id(value): _like(value) for value in values.values()}
+                self.memory = {name: allocated[id(value)] for name, value in values.items()}
             wrong = [name for name, value in values.items() if _kind(value) != _kind(self.memory[name])]
             if wrong:
                 raise WeightsError(

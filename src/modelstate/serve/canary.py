@@ -98,10 +98,10 @@ class Canary(msgspec.Struct, frozen=True):
         (leaves, spec), (reference_leaves, reference_spec) = flatten(answer), flatten(reference)
         if spec != reference_spec:
             raise CanaryError("the answer has another structure", expected=reference_spec, found=spec)
-        for leaf, wanted in zip(leaves, reference_leaves, strict=True):
-            if isinstance(leaf, torch.Tensor) is not isinstance(wanted, torch.Tensor):
-                raise CanaryError("the answer has another type", expected=_kind(wanted), found=_kind(leaf))
-            value, expected = _as_tensor(leaf), _as_tensor(wanted)
+        for leaf, reference_leaf in zip(leaves, reference_leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) is not isinstance(reference_leaf, torch.Tensor):
+                raise CanaryError("the answer has another type", expected=_kind(reference_leaf), found=_kind(leaf))
+            value, expected = _as_tensor(leaf), _as_tensor(reference_leaf)
             if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
                 self._compare_tensors(value, expected)
             elif _kind(value) != _kind(expected):
@@ -111,7 +111,9 @@ class Canary(msgspec.Struct, frozen=True):
 
     def _compare_tensors(self, value: torch.Tensor, expected: torch.Tensor) -> None:
         if (value.shape, value.dtype, value.layout) != (expected.shape, expected.dtype, expected.layout):
-            raise CanaryError("the answer is another kind of tensor", expected=_shown(expected), found=_shown(value))
+            raise CanaryError(
+                "the answer is another kind of tensor", expected=_described(expected), found=_described(value)
+            )
         value, expected = _wide(value), _wide(expected).to(value.device)
         if not bool(torch.isnan(expected).any()):
             _check_nan(value)
@@ -194,7 +196,7 @@ def _as_tensor(value: object) -> object:
 
 
 def _kind(value: object) -> str:
-    return f"a tensor, {_shown(value)}" if isinstance(value, torch.Tensor) else type(value).__qualname__
+    return f"a tensor, {_described(value)}" if isinstance(value, torch.Tensor) else type(value).__qualname__
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,5 +206,5 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _shown(tensor: torch.Tensor) -> str:
+def _described(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)}, {tensor.dtype}"

@@ -142,13 +142,13 @@ def _check_arguments(module: object, args: object, where: str, kind: str, option
 
 def _check_on_cpu(module: nn.Module, inputs: object) -> None:
     tensors = [*module.parameters(), *module.buffers(), *flatten(inputs)[0]]
-    found = sorted({str(tensor.device) for tensor in tensors if isinstance(tensor, torch.Tensor)} - {"cpu"})
-    if found:
+    devices = sorted({str(tensor.device) for tensor in tensors if isinstance(tensor, torch.Tensor)} - {"cpu"})
+    if devices:
         raise ExportError(
             "packages of AOTInductor are served only on the CPU",
             where=type(module).__name__,
             expected="a module and inputs on the CPU",
-            found=", ".join(found),
+            found=", ".join(devices),
             remedy="export with kind='exported', or move the module and the inputs to the CPU",
         )
 
@@ -271,13 +271,13 @@ class _Answer(NamedTuple):
 
 
 class _Trial:
-    """Calls a module, and the program that is made of it, with the same inputs and with any weights.
+    """Calls a module, and its program, with the same inputs and with any weights.
 
     Args:
         module: The module that is exported.
         args: Inputs of the calls.
         named: Inputs by keyword.
-        kind: What is made of the module.
+        kind: The kind of the program.
 
     Raises:
         ExportError: The module cannot be compared with a program, since its answers are random.
@@ -305,7 +305,7 @@ class _Trial:
             ExportError: The answers of the program differ, or do not follow a change of some weights.
         """
         if difference := self._difference_with(target, {}):
-            raise _answer_error(self._where, difference, "the weights that it was made with")
+            raise _answer_error(self._where, difference, "the original weights")
         for offset in _OFFSETS:
             changes = self._changes(offset)
             difference = self._difference_with(
@@ -437,26 +437,26 @@ def _difference(answer: _Answer, expected: _Answer) -> str:
     return ""
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def _distance(value: torch.Tensor, other: torch.Tensor) -> float:
     """The largest difference of two tensors, in tolerances of their dtype."""
-    if not one.numel():
+    if not value.numel():
         return 0.0
-    one, other = one.detach(), other.detach()
-    if not (one.is_floating_point() or one.is_complex()):
-        return 0.0 if torch.equal(one, other) else float("inf")
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    tolerance = _TOLERANCE.get(one.dtype, _LOW_PRECISION_TOLERANCE)
-    one, other = one.to(wide), other.to(wide)
-    if not torch.equal(torch.isfinite(one), torch.isfinite(other)):
+    value, other = value.detach(), other.detach()
+    if not (value.is_floating_point() or value.is_complex()):
+        return 0.0 if torch.equal(value, other) else float("inf")
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    tolerance = _TOLERANCE.get(value.dtype, _LOW_PRECISION_TOLERANCE)
+    value, other = value.to(wide), other.to(wide)
+    if not torch.equal(torch.isfinite(value), torch.isfinite(other)):
         return float("inf")
-    finite = torch.isfinite(one)
-    if not torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num()):
+    finite = torch.isfinite(value)
+    if not torch.equal(value[~finite].nan_to_num(), other[~finite].nan_to_num()):
         return float("inf")
-    one, other = one[finite], other[finite]
-    if not one.numel():
+    value, other = value[finite], other[finite]
+    if not value.numel():
         return 0.0
-    scale = max(float(one.abs().max()), 1e-6)
-    return float((one - other).abs().max()) / (scale * tolerance)
+    scale = max(float(value.abs().max()), 1e-6)
+    return float((value - other).abs().max()) / (scale * tolerance)
 
 
 def _answer_error(where: str, found: str, which: str) -> ExportError:

@@ -271,12 +271,12 @@ def check_captured_references(module: nn.Module, clone: nn.Module) -> tuple[str,
     # Without other buffers: a deep copy keeps views of those.
     state = runtime_state(module)
     name_of_address = {address: name for name, tensor in state.items() for address in _addresses(tensor)}
-    found: list[str] = []
+    references: list[str] = []
     others: list[str] = []
     on_meta: list[str] = []
     for path, value in _reachable(clone, original):
         if id(value) in original:
-            found.append(f"{path} is {original[id(value)]} of the first version")
+            references.append(f"{path} is {original[id(value)]} of the first version")
     for path, value in _reachable(module, ()):
         if not isinstance(value, torch.Tensor | np.ndarray) or id(value) in original:
             continue
@@ -285,7 +285,7 @@ def check_captured_references(module: nn.Module, clone: nn.Module) -> tuple[str,
             on_meta.append(path)
         base = next((name_of_address[address] for address in _addresses(value) if address in name_of_address), None)
         if base is not None:
-            found.append(f"{path} is a view of {base}")
+            references.append(f"{path} is a view of {base}")
     hidden = _hidden_buffer_ids(modules_of(module))
     on_meta += [name for name, buffer in module.named_buffers() if buffer.is_meta and id(buffer) in hidden]
     if on_meta:
@@ -296,11 +296,11 @@ def check_captured_references(module: nn.Module, clone: nn.Module) -> tuple[str,
             remedy="build the module with `with modelstate.skeleton():`; where the constructor only allocates them, "
             "load before it is served: modelstate.load(module, source, init_missing=True)",
         )
-    if found:
+    if references:
         raise LiveTargetError(
             "later versions would serve weights of the first one: a copy of the module still refers to them",
             where=type(module).__name__,
-            found=listed(found, 4, "; "),
+            found=listed(references, 4, "; "),
             remedy="patch the class, or the instance by types.MethodType; let hooks use the module that they "
             "are given; compile the whole, torch.compile(module); make a property of a view",
         )

@@ -159,8 +159,10 @@ def _stage(
     kept_extra: list[str] = []
     if retired is not None:
         memory.update(target.memory_for(skeleton, retired, has_file=bool(part.fingerprints)))
-    given = {id(tensor): (tensor, memory[name]) for name, tensor in runtime_state(skeleton).items() if name in memory}
-    for tensor, own in given.values():
+    reserved = {
+        id(tensor): (tensor, memory[name]) for name, tensor in runtime_state(skeleton).items() if name in memory
+    }
+    for tensor, own in reserved.values():
         become(tensor, own.detach())
 
     def check(preparation: Preparation) -> None:
@@ -172,7 +174,7 @@ def _stage(
             raise preparation.error()
         if options.exact:
             _check_casts(preparation.transfers, part.source)
-        if not given.keys() <= {*preparation.filled, *kept}:  # code of the model leaves them out
+        if not reserved.keys() <= {*preparation.filled, *kept}:  # code of the model leaves them out
             raise WeightsError("the checkpoint lacks weights that code of the module does not ask for")
 
     in_place = True if memory else None
@@ -287,17 +289,19 @@ def _swap_errors(
             "allow_missing": options.loading.allow_missing,
             "allow_unexpected": options.loading.allow_unexpected,
         }
-        given = {name: f"*{name}" for name, value in arguments.items() if value}
+        patterns = {name: f"*{name}" for name, value in arguments.items() if value}
         casts = [problem for problem in problems if problem.kind is ProblemKind.WRONG_DTYPE]
         if options.exact and casts and len(casts) == len(problems):
-            found = [(each.name, f"{each.found}, which would have to be cast to {each.expected}") for each in casts]
-            raise _dtype_error(found, where, extended(_cast_remedy(casts)[0].text, given)) from error
+            differences = [
+                (each.name, f"{each.found}, which would have to be cast to {each.expected}") for each in casts
+            ]
+            raise _dtype_error(differences, where, extended(_cast_remedy(casts)[0].text, patterns)) from error
         unexpected = [problem.name for problem in error.problems if problem.kind is ProblemKind.UNEXPECTED]
         if len(unexpected) == len(error.problems) and target.unexpected_error is not None:
             raise target.unexpected_error(unexpected) from error
         has_values = not any(tensor.is_meta for tensor in serving.tensors)
         remedies = _REMEDIES if has_values else {**_REMEDIES, ProblemKind.MISSING: "take a checkpoint that has them"}
-        raise plan_error(target.name, where, problems, remedies, given=given) from error.__cause__
+        raise plan_error(target.name, where, problems, remedies, given=patterns) from error.__cause__
     except PlacementError as error:
         error.remedy = "give weights of the class that the program has, as the state dict of such a module"
         raise
@@ -306,8 +310,8 @@ def _swap_errors(
 # Checks of the weights.
 
 
-def _dtype_error(found: list[tuple[str, str]], where: str, remedy: str) -> WeightsError:
-    return _error("weights have another dtype than the program", found, where, "the dtype of the program", remedy)
+def _dtype_error(differences: list[tuple[str, str]], where: str, remedy: str) -> WeightsError:
+    return _error("weights have another dtype than the program", differences, where, "the dtype of the program", remedy)
 
 
 def _check_casts(transfers: Iterable[Transfers], where: str) -> None:
@@ -335,7 +339,7 @@ def _check_kinds(
     wrong = {name: value for name, value in state.items() if _kind_of(value) not in (None, kinds.get(name))}
     if not wrong:
         return
-    found = [(name, f"{type(value).__name__}, {value.layout}") for name, value in wrong.items()]
+    differences = [(name, f"{type(value).__name__}, {value.layout}") for name, value in wrong.items()]
     what = "weights are another kind of tensor than the program's: sparse, or a tensor subclass"
     ways = {
         "to_dense()"
@@ -345,7 +349,7 @@ def _check_kinds(
     }
     remedy = f"give plain tensors: {', '.join(f'weight.{way}' for way in sorted(ways))}"
     remedy = "; ".join(remedies_for([*wrong.values()])) or remedy
-    raise _error(what, found, where, "the kind that the program has", remedy)
+    raise _error(what, differences, where, "the kind that the program has", remedy)
 
 
 def _check_finite(new: Mapping[str, torch.Tensor], serving: Mapping[str, torch.Tensor], where: str) -> None:
@@ -356,16 +360,16 @@ def _check_finite(new: Mapping[str, torch.Tensor], serving: Mapping[str, torch.T
         return not any(nonfinite(part) for part in parts if not part.is_meta)
 
     wrong = [name for name, tensor in new.items() if not is_finite(tensor)]
-    found = [(name, "NaN or infinity") for name in wrong if name not in serving or is_finite(serving[name])]
-    if found:
+    differences = [(name, "NaN or infinity") for name in wrong if name not in serving or is_finite(serving[name])]
+    if differences:
         expected = "finite values wherever those that serve are finite"
         remedy = "look at the training run; check_finite=False accepts them"
-        raise _error("weights are NaN or infinite", found, where, expected, remedy)
+        raise _error("weights are NaN or infinite", differences, where, expected, remedy)
 
 
-def _error(what: str, found: list[tuple[str, str]], where: str, expected: str, remedy: str) -> WeightsError:
-    lines = listed((f"{name}: {difference}" for name, difference in found), 8, "; ")
-    names = [name for name, _ in found]
+def _error(what: str, differences: list[tuple[str, str]], where: str, expected: str, remedy: str) -> WeightsError:
+    lines = listed((f"{name}: {difference}" for name, difference in differences), 8, "; ")
+    names = [name for name, _ in differences]
     return WeightsError(what, where=where, expected=expected, found=lines, remedy=remedy, names=names)
 
 
@@ -451,12 +455,12 @@ def buffer_restorer(module: nn.Module) -> Callable[[], None]:
             else:
                 resized[id(buffer)] = value
         for table, buffers in tables:
-            wanted = {name: resized.get(id(buffer), buffer) for name, buffer in buffers.items()}
+            restored = {name: resized.get(id(buffer), buffer) for name, buffer in buffers.items()}
             present = dict(table.items())
             # TorchScript does not allow writing its table, so an equal one is left alone.
-            if list(present) != list(wanted) or any(present[name] is not value for name, value in wanted.items()):
+            if list(present) != list(restored) or any(present[name] is not value for name, value in restored.items()):
                 table.clear()
-                table.update(wanted)
+                table.update(restored)
         for names, before in hidden:
             names.clear()
             names.update(before)

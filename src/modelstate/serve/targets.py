@@ -346,33 +346,33 @@ def check_mode(module: nn.Module, training: object) -> None:
     """Raises `LiveTargetError` where a submodule is in training mode and its code reads the mode."""
     if training:
         return
-    found = [
+    parts = [
         f"{path or 'the module itself'}, a {type(part).__name__}"
         for path, part in module.named_modules()
         if part.training and _reads_mode(part)
     ]
-    if found:
+    if parts:
         # The module of an exported program has this mode always, and an `eval` that raises.
         is_exported = isinstance(module, GraphModule) and "eval" in vars(module)
         remedy = "serve the ExportedProgram itself" if is_exported else "call module.eval() first"
-        raise _mode_error(type(module).__name__, found, f"{remedy}; training=True takes the module as it is")
+        raise _mode_error(type(module).__name__, parts, f"{remedy}; training=True takes the module as it is")
 
 
 def check_graph_mode(program: "ExportedProgram", training: object, where: str) -> None:
     """Raises `LiveTargetError` for an exported program with operators in training mode."""
     if training:
         return
-    found = [node.name for node in program.graph.nodes if node.op == "call_function" and _trains(node)]
-    if found:
-        raise _mode_error(where, found, "export module.eval(); training=True takes the program as it is")
+    parts = [node.name for node in program.graph.nodes if node.op == "call_function" and _trains(node)]
+    if parts:
+        raise _mode_error(where, parts, "export module.eval(); training=True takes the program as it is")
 
 
-def _mode_error(where: str, found: list[str], remedy: str) -> LiveTargetError:
+def _mode_error(where: str, parts: list[str], remedy: str) -> LiveTargetError:
     return LiveTargetError(
         "the target is in training mode, and a part of it computes something else then",
         where=where,
         expected="eval mode",
-        found=f"training mode in {listed(found, 4)}",
+        found=f"training mode in {listed(parts, 4)}",
         remedy=remedy,
     )
 
