@@ -11,6 +11,7 @@ the whole.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate, product
 
 import msgspec
@@ -372,23 +373,9 @@ def concatenated(sources: Sequence[Source], dim: int) -> Source:
     return Derived(sources[0].dtype, tuple(shape), tuple(sources), Concatenation(dim % len(shape)))
 
 
-class Constant(Operation, frozen=True):
-    """A tensor whose elements are all equal."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    value: float | complex
-
-    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
-        return torch.full(self.shape, self.value, dtype=self.dtype, device="cpu")
-
-    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
-        return constant(self.dtype, tuple(map(len, box)), self.value)
-
-
 def constant(dtype: torch.dtype, shape: tuple[int, ...], value: float | complex) -> Derived:
     """Returns a tensor whose elements are all equal."""
-    return Derived(dtype, shape, (), Constant(dtype, shape, value))
+    return Derived(dtype, shape, (), partial(torch.full, shape, value, dtype=dtype, device="cpu"))
 
 
 class Scaling(Operation, frozen=True):
