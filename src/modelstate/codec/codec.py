@@ -21,8 +21,8 @@ class Codec(msgspec.Struct, frozen=True):
 
     cls: type
     name: str
-    encode: Callable[[Any], Any]
-    decode: Callable[[Any], Any]
+    encode: Callable[[Any], object]
+    decode: Callable[[Any], object]
 
 
 _CODECS: dict[str, Codec] = {}
@@ -124,7 +124,7 @@ def decode(tree: Tree, where: str = "", *, leaf: Leaf | None = None) -> Any:
     return _walked(Decoder(KINDS, where, leaf), tree)
 
 
-def _walked(walk: Walk, value: object) -> Any:
+def _walked(walk: Walk, value: object) -> Tree:
     try:
         return walk.value(value)
     except RecursionError as error:
@@ -132,7 +132,7 @@ def _walked(walk: Walk, value: object) -> Any:
 
 
 def register_codec(
-    cls: type[T], encode: Callable[[T], Any], decode: Callable[[Any], T], name: str | None = None
+    cls: type[T], encode: Callable[[T], object], decode: Callable[[Any], T], name: str | None = None
 ) -> None:
     """Registers an encoding for the objects of exactly this class.
 

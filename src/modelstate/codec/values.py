@@ -89,7 +89,7 @@ def _encode_ordered(value: OrderedDict[object, object], encoder: Encoder) -> Tre
 def _ordered(tree: Tree, decoder: Decoder) -> OrderedDict[object, object]:
     value: OrderedDict[object, object] = OrderedDict()
     if type(tree) is list:
-        return decoder.pairs(tree, value)  # type: ignore[no-any-return]
+        return decoder.pairs(tree, value)
     items, metadata = decoder.fields(tree, "items", "_metadata")
     decoder.pairs(items, value)
     set_version_metadata(value, decoder.named({"_metadata": metadata})["_metadata"])
@@ -112,7 +112,7 @@ def _encode_default(value: defaultdict[object, object], encoder: Encoder) -> Tre
 def _default(tree: Tree, decoder: Decoder) -> defaultdict[object, object]:
     factory, items = decoder.fields(tree, "factory", "items")
     value: defaultdict[object, object] = defaultdict(None if factory is None else FACTORIES[factory])
-    return decoder.pairs(items, value)  # type: ignore[no-any-return]
+    return decoder.pairs(items, value)
 
 
 def _datetime(tree: Tree, decoder: Decoder) -> datetime:
@@ -417,7 +417,7 @@ KINDS: dict[type, ValueKind] = {
     dict: ValueKind("dict", _pairs, lambda tree, decoder: decoder.pairs(tree, {})),
     OrderedDict: ValueKind("OrderedDict", _encode_ordered, _ordered),
     defaultdict: ValueKind("defaultdict", _encode_default, _default),
-    Counter: ValueKind("Counter", _pairs, lambda tree, decoder: decoder.pairs(tree, Counter())),
+    Counter: ValueKind("Counter", _pairs, lambda tree, decoder: Counter(decoder.pairs(tree, {}))),
     datetime: ValueKind(
         "datetime",
         lambda value, encoder: [

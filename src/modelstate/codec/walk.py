@@ -11,7 +11,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -34,12 +34,13 @@ MAX_EXPANDED = 8
 """How many times the memory of a stored tensor its elements may be. A saved tensor has memory of its own."""
 
 Tree = Any
-"""JSON types and tensors."""
-Leaf = Callable[[Any], Any]
+"""JSON types and tensors; also a value that becomes a tree, or was one."""
+Leaf = Callable[[Tree], Tree]
 """When encoding: from a tensor to the text or number that identifies it; raises `ValueError`. When decoding: the way
 back; raises `LookupError`."""
 
 ITEM, FIELD, KEY = "[{}]", ".{}", "[key {}]"
+_Dict = TypeVar("_Dict", bound=dict[object, object])
 Step = tuple[str, object]
 """One step of a path: its format, and the key, index or name."""
 _SHOWN = (str, int, float, bool, bytes, tuple, list, type(None))
@@ -63,7 +64,7 @@ class ValueKind(msgspec.Struct, frozen=True):
 
     tag: str
     encode: Callable[[Any, Encoder], Tree]
-    decode: Callable[[Any, Decoder], Any]
+    decode: Callable[[Tree, Decoder], object]
 
 
 class ValueKinds(msgspec.Struct, frozen=True):
@@ -86,11 +87,11 @@ class Walk:
         self._path: list[Step] = []
         self._nodes = 0
 
-    def value(self, value: Any) -> Any:
+    def value(self, value: Tree) -> Tree:
         """Converts a value, or a tree, at the current place. Raises `CodecError`."""
         raise NotImplementedError
 
-    def child(self, value: Any, step: Step) -> Any:
+    def child(self, value: Tree, step: Step) -> Tree:
         """Converts a value, or a tree, that is one step from the current place."""
         self._path.append(step)
         self._nodes += 1
@@ -105,15 +106,15 @@ class Walk:
         self._path.pop()  # not after an error, whose text has the place
         return result
 
-    def children(self, values: Iterable[Any]) -> list[Any]:
+    def children(self, values: Iterable[object]) -> list[Tree]:
         """Converts the items of a sequence."""
         return [self.child(value, (ITEM, index)) for index, value in enumerate(values)]
 
-    def named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def named(self, values: Mapping[str, object]) -> dict[str, Tree]:
         """Converts the fields of an object by name."""
         return {name: self.child(value, (FIELD, name)) for name, value in values.items()}
 
-    def key(self, key: Any, place: object) -> Any:
+    def key(self, key: object, place: object) -> Tree:
         """Converts a key or a member of a set, which is hashed when it is decoded."""
         own_hashes = self.own_hashes
         result = self.child(key, (KEY, place))
@@ -158,7 +159,7 @@ class Encoder(Walk):
         self._snapshots: dict[int, tuple[torch.Tensor, Tree]] = {}
         self._arrays: dict[int, tuple[object, torch.Tensor]] = {}
 
-    def pairs(self, mapping: Mapping[Any, object]) -> list[list[Tree]]:
+    def pairs(self, mapping: Mapping[object, object]) -> list[list[Tree]]:
         """Encodes a dict with any keys."""
         self.check_hashes(mapping)
         return [[self.key(key, key), self.child(value, (ITEM, key))] for key, value in mapping.items()]
@@ -184,7 +185,7 @@ class Encoder(Walk):
             self._arrays[id(value)] = value, data()
         return self.tensor(self._arrays[id(value)][1])
 
-    def value(self, value: Any) -> Tree:
+    def value(self, value: Tree) -> Tree:
         cls = type(value)
         if (
             value is None
@@ -203,7 +204,7 @@ class Encoder(Walk):
         self._open.discard(id(value))
         return tree
 
-    def _container(self, cls: type, value: Any) -> Tree:
+    def _container(self, cls: type, value: Tree) -> Tree:
         if cls is list:
             return self.children(value)
         if cls is dict and all(type(key) is str and is_unicode(key) for key in value) and not looks_like_tag(value):
@@ -230,7 +231,7 @@ class Decoder(Walk):
         self._copies: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
         self._arrays: dict[int, tuple[torch.Tensor, object, object]] = {}
 
-    def pairs(self, trees: Tree, into: Any) -> Any:
+    def pairs(self, trees: Tree, into: _Dict) -> _Dict:
         """Decodes pairs of keys and values into an empty dict, and returns it."""
         pairs = [self.expect(pair, list) for pair in self.expect(trees, list)]
         keys = self.keys([key for key, _ in pairs])
@@ -238,7 +239,7 @@ class Decoder(Walk):
             into[key] = self.child(tree, (ITEM, key))
         return into
 
-    def keys(self, trees: Tree) -> list[Any]:
+    def keys(self, trees: Tree) -> list[Tree]:
         """Decodes the keys of a dict or the members of a set, which differ."""
         keys = [self.key(tree, "…") for tree in self.expect(trees, list)]
         self.check_hashes(keys)
@@ -246,12 +247,12 @@ class Decoder(Walk):
             raise self.fail("a key, or a member of a set, stands twice")
         return keys
 
-    def items(self, trees: Tree, cls: type | None = None) -> list[Any]:
+    def items(self, trees: Tree, cls: type | None = None) -> list[Tree]:
         """Decodes a list, whose items must be of the class, where it is given."""
         items = self.children(self.expect(trees, list))
         return items if cls is None else [self.expect(item, cls) for item in items]
 
-    def expect(self, tree: Tree, cls: type) -> Any:
+    def expect(self, tree: Tree, cls: type) -> Tree:
         """Returns the tree if it is of the class. Raises `CodecError`."""
         if type(tree) is not cls:
             raise self.fail("this is not what a tag needs", expected=cls.__name__, found=_shown(tree))
@@ -277,7 +278,7 @@ class Decoder(Walk):
             self._copies[key] = stored, tensor
         return self._copies[key][1]
 
-    def array(self, tree: Tree, description: object, make: Callable[[torch.Tensor], Any]) -> Any:
+    def array(self, tree: Tree, description: object, make: Callable[[torch.Tensor], object]) -> object:
         """An array that is created from a tensor of bytes; the same tensor of the tree becomes the same array.
 
         `make` must not keep the tensor, which belongs to the tree.
@@ -317,7 +318,7 @@ class Decoder(Walk):
             )
         return tree
 
-    def value(self, tree: Tree) -> Any:
+    def value(self, tree: Tree) -> Tree:
         cls = type(tree)
         if tree is None or cls in (bool, int, str) or (cls is float and math.isfinite(tree)):
             return tree
@@ -347,7 +348,7 @@ class Decoder(Walk):
             raise self.fail(what, found=f"{_shown(payload)}: {type(error).__name__}") from error
 
 
-def looks_like_tag(tree: Mapping[Any, object]) -> bool:
+def looks_like_tag(tree: Mapping[object, object]) -> bool:
     return len(tree) == 1 and all(type(key) is str and key.startswith("$") for key in tree)
 
 

@@ -392,7 +392,7 @@ class _Constructor:
 
         No code of the module runs, so state-dict hooks and extra state have no effect.
         """
-        state: OrderedDict[str, Any] = OrderedDict()
+        state: OrderedDict[str, object] = OrderedDict()
         transient = fields.get("_non_persistent_buffers_set")
         transient = transient if isinstance(transient, set) else ()
         tensors = list(fields["_parameters"].items())
@@ -492,7 +492,7 @@ def _with_grad(tensor: torch.Tensor, node: StoredTensor | Storage | DeferredTens
     return tensor.detach().requires_grad_() if node.requires_grad else tensor
 
 
-def _created(call: DeferredCall, args: Any, kwargs: Any) -> Any:
+def _created(call: DeferredCall, args: Any, kwargs: Any) -> object:
     cls: Any = call.make
     return cls.__new__(cls, *args, **kwargs) if call.new else cls(*args, **kwargs)
 

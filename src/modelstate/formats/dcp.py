@@ -513,7 +513,7 @@ def _finished(node: _Container, where: str, path: Path) -> object:
     return [nodes.get(index) for index in range(1 + max(steps))]
 
 
-def with_positions(node: dict[Any, object]) -> dict[Any, object]:
+def with_positions(node: dict[str | int, object]) -> dict[str | int, object]:
     """The state of an optimizer by the positions of its parameters, which are integers; any other dict as it is.
 
     The writer turns all keys of dicts into text. `Optimizer.load_state_dict` ignores the state of a parameter "0", so

@@ -129,7 +129,7 @@ def apply(contents: Contents, text: str, path: str, place: str, allow: Sequence[
     if "attached" in manifest:
         metadata["extra"] = Encoded(manifest["attached"], hidden, f"{path}: extra")
     composites: dict[str, Stored] = {}
-    known = ChainMap[str, Any](composites, cast("Any", tensors))
+    known = ChainMap[str, Stored](composites, cast("Any", tensors))
     parts: set[str] = set()
     for name, description in manifest.get("subclasses", {}).items():
         if name in known:
@@ -223,7 +223,7 @@ class _Tree:
             raise damaged(self._where, "its keys stand for paths that are longer than any memory")
         return at + step
 
-    def _keys(self, trees: list[Any]) -> list[object]:
+    def _keys(self, trees: list[object]) -> list[object]:
         """Decodes the keys of a dict, which differ."""
         if {str}.issuperset(map(type, trees)) and len(set(trees)) == len(trees):
             return trees
@@ -267,7 +267,7 @@ def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) ->
     }
 
 
-def are_usual_versions(versions: Mapping[str, Any]) -> bool:
+def are_usual_versions(versions: Mapping[str, object]) -> bool:
     """Whether versions of modules are encoded as they are: almost all modules have torch's version number alone."""
     paths = "".join(versions)
     return (

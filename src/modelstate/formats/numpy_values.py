@@ -7,7 +7,6 @@ sizes and flags of a state. An array is a read-only view of the bytes in the pic
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ _KINDS = "biufcSUMm"
 _RECONSTRUCT = "numpy._core.multiarray._reconstruct"
 
 
-def _dtype(text: object, _align: object = False, _copy: object = True, state: object = None) -> np.dtype[Any]:
+def _dtype(text: object, _align: object = False, _copy: object = True, state: object = None) -> np.dtype[np.generic]:
     """`numpy.dtype`, with the state that follows it: byte order, size of text, unit of time."""
     if type(text) is not str or len(text) > 100:
         raise damaged("a dtype of NumPy without a name")
@@ -43,7 +42,7 @@ def _dtype(text: object, _align: object = False, _copy: object = True, state: ob
     return dtype.newbyteorder(order) if order in "<>" else dtype
 
 
-def _scalar(dtype: object, data: object = b"") -> Any:
+def _scalar(dtype: object, data: object = b"") -> object:
     """`numpy._core.multiarray.scalar`."""
     kind, raw = _plain(dtype), _bytes(data)
     if len(raw) != kind.itemsize:
@@ -51,7 +50,7 @@ def _scalar(dtype: object, data: object = b"") -> Any:
     return np.frombuffer(raw, kind)[0] if raw else kind.type()
 
 
-def _array(cls: object, _shape: object, _code: object, state: object = None) -> Any:
+def _array(cls: object, _shape: object, _code: object, state: object = None) -> object:
     """`numpy._core.multiarray._reconstruct`, with the state that follows it."""
     if cls is not np.ndarray or type(state) is not tuple or len(state) != 5:
         raise damaged("the state of an array of NumPy is not valid")
@@ -59,7 +58,7 @@ def _array(cls: object, _shape: object, _code: object, state: object = None) -> 
     return _view(data, dtype, shape, "F" if is_fortran else "C")
 
 
-def _view(data: object, dtype: object, shape: object, order: object, _axes: object = None) -> Any:
+def _view(data: object, dtype: object, shape: object, order: object, _axes: object = None) -> object:
     """`numpy._core.numeric._frombuffer`, as which protocol 5 writes an array."""
     kind = _plain(dtype)
     if type(shape) is not tuple or len(shape) > 64 or not all(type(size) is int and size >= 0 for size in shape):
@@ -72,7 +71,7 @@ def _view(data: object, dtype: object, shape: object, order: object, _axes: obje
     return np.ndarray(shape, kind, raw or None, order=order)
 
 
-def _plain(dtype: object) -> np.dtype[Any]:
+def _plain(dtype: object) -> np.dtype[np.generic]:
     if not isinstance(dtype, np.dtype):
         raise damaged("a dtype of NumPy that is not one", type(dtype).__name__)
     if dtype.kind == "O":

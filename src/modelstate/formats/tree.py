@@ -99,7 +99,7 @@ def leaves(node: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, 
 
 def deep_copy(value: Any) -> Any:
     """Returns what `copy.deepcopy` does, also for tensors in compressed sparse layouts, for which that raises."""
-    copies: dict[int, Any] = {}
+    copies: dict[int, object] = {}
     waiting, seen = [value], set[int]()
     while waiting:
         node = waiting.pop()

@@ -477,7 +477,7 @@ class _Machine:
         else:
             raise damaged("items for a value that is not a list", kind.__name__)
 
-    def members(self, items: list[Any]) -> list[Any]:
+    def members(self, items: list[object]) -> list[object]:
         """Returns the members of a set. Raises as `Keys.check`."""
         for item in items:
             self.keys.check(item)
