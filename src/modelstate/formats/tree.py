@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy, deepcopy
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -97,18 +97,30 @@ def leaves(node: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, 
         yield from leaves(child, f"{path}.{name}" if path else name, depth + 1)
 
 
+def nodes_of(node: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yields a node and everything in it with their dotted paths, containers before their items and in their order.
+
+    Members of sets are included, tensors of a table are not. A container that is in several places, or in itself, has
+    the first of its paths, and its items have theirs.
+    """
+    waiting, seen = [(path, node)], set[int]()
+    while waiting:
+        path, node = waiting.pop()
+        yield path, node
+        is_set = isinstance(node, set | frozenset)
+        if id(node) in seen or isinstance(node, StoredTensors) or not (is_set or is_container(node)):
+            continue
+        seen.add(id(node))
+        items = items_of([*node] if isinstance(node, set | frozenset) else node)
+        waiting += reversed([(f"{path}.{name}" if path else name, child) for name, child in items])
+
+
 def deep_copy(value: Any) -> Any:
     """Returns what `copy.deepcopy` does, also for tensors in compressed sparse layouts, for which that raises."""
-    copies: dict[int, object] = {}
-    waiting, seen = [value], set[int]()
-    while waiting:
-        node = waiting.pop()
-        if is_tensor(node) and "sparse_" in str(node.layout):
-            copies[id(node)] = node.clone()
-        elif is_container(node) and id(node) not in seen:
-            seen.add(id(node))
-            waiting += (child for _, child in items_of(node))
-    return deepcopy(value, copies)
+    nodes = (node for _, node in nodes_of(value))
+    return deepcopy(
+        value, {id(node): node.clone() for node in nodes if is_tensor(node) and "sparse_" in str(node.layout)}
+    )
 
 
 def map_leaves(node: Any, function: Callable[[tuple[object, ...], Any], Any], path: tuple[object, ...] = ()) -> Any:
@@ -144,14 +156,9 @@ def leaf_paths(node: object) -> list[tuple[tuple[object, ...], Any]]:
     return leaves
 
 
-def paths_of_containers(node: object, path: str = "") -> Iterator[str]:
+def paths_of_containers(node: object) -> Iterator[str]:
     """The dotted paths of the mappings, lists and tuples below a node of a tree that `flatten` accepts."""
-    if not isinstance(node, StoredTensors):
-        for name, child in items_of(node):
-            if is_container(child):
-                below = f"{path}.{name}" if path else name
-                yield below
-                yield from paths_of_containers(child, below)
+    return (path for path, below in nodes_of(node) if path and is_container(below))
 
 
 def refused_in(node: object, path: str = "") -> dict[str, Refused]:
@@ -160,27 +167,14 @@ def refused_in(node: object, path: str = "") -> dict[str, Refused]:
     Each has the path of the first container that holds it. A key that is a placeholder counts, too.
     """
     found: dict[str, Refused] = {}
-    waiting, seen = [(path, node)], set[int]()
-    while waiting:
-        path, node = waiting.pop()
-        if isinstance(node, Refused):
-            found.setdefault(path, node)
-        elif id(node) not in seen and (is_container(node) or isinstance(node, set | frozenset)):
-            seen.add(id(node))
-            if isinstance(node, StoredTensors):
-                continue
-            pairs: Any = node.items() if isinstance(node, Mapping) else enumerate(cast("Iterable[object]", node))
-            below = [
-                (f"{path}.{key}" if path else str(key), child)
-                for key, value in pairs
-                for child in ((key, value) if isinstance(key, tuple | Refused) else (value,))
-                if type(child) not in _LEAVES
-            ]
-            waiting += reversed(below)
+    for place, below in nodes_of(node, path):
+        if isinstance(below, Refused):
+            found.setdefault(place, below)
+        elif isinstance(below, Mapping) and not isinstance(below, StoredTensors):
+            for key in below:
+                if isinstance(key, tuple | Refused):
+                    found = refused_in(key, f"{place}.{key}" if place else str(key)) | found
     return found
-
-
-_LEAVES = frozenset({StoredTensor, str, int, float, bool, type(None)})
 
 
 def flatten(tree: object, where: str) -> FlatTree:

@@ -210,17 +210,13 @@ class ZipDirectory:
             if at + _HEADER_BYTES > len(block):
                 ahead_bytes = _TOGETHER_BYTES if true_packed < GAP_BYTES else _HEADER_BYTES
                 block, first, at = self._header(entry, fixed_bytes, ahead_bytes, directory), header, 0
-            magic, flags, stated_method, packed, nbytes, name_size, extra_size = unpack(block, at)
+            magic, _, stated_method, packed, nbytes, name_size, extra_size = unpack(block, at)
             header_bytes = fixed_bytes + name_size + extra_size
             if at + header_bytes > len(block):
                 block, first, at = self._header(entry, header_bytes, header_bytes, directory), header, 0
             raw_name = block[at + fixed_bytes : at + fixed_bytes + name_size]
             if magic != b"PK\3\4" or raw_name != true_name or stated_method != method:
                 raise self._size_error(name, "the same name and method in front of the data", raw_name[:100])
-            if packed != true_packed or nbytes != true_nbytes:
-                for stated, true in ((packed, true_packed), (nbytes, true_nbytes)):
-                    if stated != true and not (stated == _MAX32 or (stated == 0 and flags & _SIZES_FOLLOW)):
-                        raise self._size_error(name, f"{true} bytes, as the directory says", f"{stated} bytes")
             starts[name] = start = header + header_bytes
             end = start + true_packed
             if true_flags & _SIZES_FOLLOW:
