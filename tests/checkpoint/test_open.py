@@ -24,8 +24,6 @@ import numpy as np
 import pytest
 import torch
 import torch.package
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 import modelstate as ms
@@ -396,34 +394,6 @@ def test_an_error_of_the_system(call: str, tmp_path: Path) -> None:
 # Damage at random.
 
 WHOLE = save(STATE, metadata={"format": "pt"})
-
-
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_damaged_safetensors(data: st.DataObject, tmp_path: Path) -> None:
-    content = bytearray(WHOLE)
-    at = data.draw(st.integers(0, len(content) - 1))
-    how = data.draw(st.sampled_from(["flip", "cut", "zero", "insert"]))
-    if how == "flip":
-        content[at] ^= 1 << data.draw(st.integers(0, 7))
-    elif how == "cut":
-        del content[at:]
-    elif how == "zero":
-        content[at : at + 64] = bytes(len(content[at : at + 64]))
-    else:
-        content[at:at] = data.draw(st.binary(min_size=1, max_size=16))
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(content)
-    try:
-        checkpoint = ms.open(path)
-    except OpenError:
-        return
-    # What no damage of one place can do without a contradiction is to change a shape or a dtype.
-    assert how in ("flip", "zero")
-    assert {(spec.shape, spec.dtype) for spec in checkpoint.values()} == {(t.shape, t.dtype) for t in STATE.values()}
-    different = {name for name in STATE if name not in checkpoint or not same(checkpoint.tensor(name), STATE[name])}
-    assert len(different) <= (2 if how == "zero" else 1)
 
 
 @pytest.mark.parametrize("length", range(8, len(WHOLE), 13))

@@ -1,4 +1,4 @@
-"""Damaged files of every format: the values that were written, or an error of the library."""
+"""Damaged files of other tools: the values that were written, or an error of the library."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,11 +49,6 @@ def _safetensors(folder: Path) -> Path:
     return folder / "x.safetensors"
 
 
-def _modelstate(folder: Path) -> Path:
-    ms.save({**STATE, "tied": STATE["scalar"], "a._extra_state": {"x": (1, 2)}}, folder / "x.safetensors")
-    return folder / "x.safetensors"
-
-
 def _index(folder: Path) -> Path:
     save_file(STATE, folder / "a.safetensors")
     (folder / "x.index.json").write_text(index_text(dict.fromkeys(STATE, "a.safetensors")))
@@ -73,7 +68,6 @@ class Format:
 
 FORMATS = {
     "safetensors": Format(_safetensors, is_sealed=False, has_checksums=False),
-    "of modelstate": Format(_modelstate),
     "zip": Format(_zip),
     "legacy": Format(_legacy, is_sealed=False, has_checksums=False),
     "index": Format(_index, has_checksums=False),
