@@ -156,31 +156,3 @@ def test_values_that_are_damaged_fail_when_they_are_asked_for(path: Path, tree: 
         with pytest.raises(CodecError) as caught:
             checkpoint.extra[name]
         assert caught.value.where == f"{path}: x._extra_state[0]"
-
-
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 3) | st.sampled_from(["a", "b", "x", ""]),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "b", "x", "$tensor"]), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-_MANIFESTS = st.fixed_dictionaries(
-    {"format": st.just(1) | _JSON},
-    optional=dict.fromkeys(("aliases", "extra", "extra_tensors", "versions", "schema", "writer", "other"), _JSON),
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck))
-@given(_MANIFESTS)
-def test_any_manifest_gives_a_checkpoint_or_an_error(path: Path, manifest: dict[str, Any]) -> None:
-    write(path, {"a": torch.ones(2), "b": torch.ones(1)}, json.dumps(manifest))
-    try:
-        checkpoint = ms.open(path)
-        for name in checkpoint:
-            checkpoint.tensor(name)
-        for name in checkpoint.extra:
-            checkpoint.extra[name]
-    except (DamagedFileError, NewerManifestError, CodecError):
-        return

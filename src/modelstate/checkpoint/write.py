@@ -19,7 +19,7 @@ from modelstate.arguments import check_integer, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import KeyNotFoundError, OptionError, SourceTypeError, TargetExistsError, UnsavableError
-from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
+from modelstate.formats.block_writer import LazyTensor, OnCast, bytes_stored, lazy_tensor, threads_within, whole
 from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX
 from modelstate.formats.tree import EXTRA_STATE, empty_like, is_container, leaves, rebuild, refused_in, subtree
@@ -154,8 +154,8 @@ class LazyStateBuilder:
         if isinstance(stored, torch.Tensor):
             if cast is None:
                 return stored
-            shape, key, storages = tuple(stored.shape), bytes_key(stored, path), storages_of(stored)
-            return whole(cast, shape, key, stored.detach, 0, storages, self.on_cast(path))
+            shape, key = tuple(stored.shape), bytes_key(stored, path)
+            return whole(cast, shape, key, stored.detach, 0, bytes_stored(stored), self.on_cast(path))
         return lazy_tensor(stored, bytes_key(stored, path), self._read_all, cast, self.on_cast(path))
 
     def _cast_now(self, value: torch.Tensor, path: str) -> torch.Tensor:

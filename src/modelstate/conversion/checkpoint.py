@@ -25,7 +25,7 @@ from modelstate.checkpoint.write import (
     write_state,
 )
 from modelstate.errors import CodecError, OptionError
-from modelstate.formats.block_writer import storages_of, whole
+from modelstate.formats.block_writer import bytes_stored, whole
 from modelstate.formats.sharded import other_shards
 from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
@@ -33,7 +33,7 @@ from modelstate.planning.matching import ModelSchemaView, entries_of, renamed_ve
 from modelstate.planning.options import check_model
 from modelstate.problems import ProblemKind, join_remedies, remedies_for
 from modelstate.remote.cache import Cache
-from modelstate.rules.expression import Derived, values_of
+from modelstate.rules.expression import Derived, leaves, values_of
 from modelstate.rules.expression import Source as DerivedSource
 from modelstate.rules.rule import Entry, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
@@ -186,7 +186,7 @@ def _to_write(builder: LazyStateBuilder, checkpoint: Checkpoint, name: str, entr
     needed = content.scratch_bytes + content.result_bytes
     on_cast = builder.on_cast(name)
     values = partial(values_of, content, checkpoint.read, on_cast)
-    return whole(to, content.shape, content, values, needed, _storages_of(content), on_cast)
+    return whole(to, content.shape, content, values, needed, sum(map(bytes_stored, leaves(content))), on_cast)
 
 
 def _is_initialised(source: DerivedSource) -> bool:
@@ -194,13 +194,3 @@ def _is_initialised(source: DerivedSource) -> bool:
     if not isinstance(source, Derived):
         return False
     return any(map(_is_initialised, source.parts)) if source.parts else not source.is_certain
-
-
-def _storages_of(source: DerivedSource) -> dict[object, int]:
-    """Returns the bytes of the storages that a source reads, by storage."""
-    if not isinstance(source, Derived):
-        return dict(storages_of(source))
-    storages: dict[object, int] = {}
-    for part in source.parts:
-        storages |= _storages_of(part)
-    return storages

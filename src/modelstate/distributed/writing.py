@@ -143,9 +143,7 @@ class CollectiveWriter(CheckpointWriter):
         # Ties must be the same on ranks whose local tensor is empty, where no two tensors share an address.
         key = (storage_id(local), local.storage_offset(), local.stride(), shape, placements, tensor.dtype)
         self._total_bytes += nbytes
-        return ShardedTensor(
-            tensor.dtype, shape, key, _make, True, 0, {key: nbytes}, local, placements, mesh, writer=self
-        )
+        return ShardedTensor(tensor.dtype, shape, key, _make, True, 0, nbytes, local, placements, mesh, writer=self)
 
     def planning(self) -> AbstractContextManager[None]:
         """A block before `write`, whose errors reach all ranks."""
@@ -522,7 +520,7 @@ def elements_of(piece: Piece) -> torch.Tensor | LazyTensor:
     def make(first: int, end: int) -> torch.Tensor:
         return in_a_row(source, start + first, start + end)
 
-    return LazyTensor(tensor.dtype, (count,), None, make, True, min(BLOCK_BYTES, piece.nbytes), {})
+    return LazyTensor(tensor.dtype, (count,), None, make, True, min(BLOCK_BYTES, piece.nbytes), piece.nbytes)
 
 
 def _index(ranges: Sequence[range], index: int) -> int:

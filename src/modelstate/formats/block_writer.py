@@ -124,8 +124,8 @@ def past_page_cache(output: Output, nbytes: int) -> Iterator[Output | Uncached]:
 Make = Callable[[int, int], torch.Tensor]
 OnCast = Callable[[torch.Tensor, torch.Tensor], object]
 REPEATED_BYTES, REPEATED_TIMES = 1 << 30, 16
-"""The limit of a state that is larger than its storages, because each view is written in full: 16 times what is stored,
-and 1 GiB."""
+"""The limit of a tensor that is larger than its storage, because it shows the same bytes again and again: 16 times what
+is stored, and 1 GiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,8 +142,8 @@ class LazyTensor:
     in_pieces: bool
     memory_bytes: int
     """The memory for computing a piece, including the piece."""
-    storages: Mapping[object, int]
-    """The sizes of the storages that the tensor is computed from, by a key that identifies the storage."""
+    stored_bytes: int
+    """The bytes of the storages that the tensor is computed from."""
     run: "Run | None" = field(default=None, kw_only=True)
     """Where the elements are contiguous in a file, so that those of several small tensors can be read at once."""
 
@@ -192,7 +192,7 @@ def lazy_tensor(
         taken = read + (piece if dtype else 0)
         make = partial(_cast, lambda first, end: elements(stored, first, end - first, read_all), to, on_cast)
         run = Run(stored, read_all, on_cast)
-        return LazyTensor(to, shape, key, make, True, taken, storages_of(stored), run=run)
+        return LazyTensor(to, shape, key, make, True, taken, bytes_stored(stored), run=run)
     row = math.prod(shape[1:])
     is_in_chunks = isinstance(stored, StoredComposite) and isinstance(stored.build, Assemble)
     if isinstance(stored, StoredComposite) and is_in_chunks and 0 < row * stored.dtype.itemsize <= BLOCK_BYTES:
@@ -200,9 +200,9 @@ def lazy_tensor(
         read = rows * row * stored.dtype.itemsize
         taken = 2 * read + (rows * row * to.itemsize if dtype else 0)  # the chunks, and the rows made of them
         make = partial(_cast, partial(_piece_of_chunks, stored, row, read_all), to, on_cast)
-        return LazyTensor(to, shape, key, make, True, taken, storages_of(stored))
+        return LazyTensor(to, shape, key, make, True, taken, bytes_stored(stored))
     values = partial(read_tensor, stored, read_all)
-    return whole(to, shape, key, values, own_bytes(stored), storages_of(stored), on_cast)
+    return whole(to, shape, key, values, own_bytes(stored), bytes_stored(stored), on_cast)
 
 
 def whole(
@@ -211,36 +211,35 @@ def whole(
     key: object,
     values: Callable[[], torch.Tensor],
     memory_bytes: int,
-    storages: Mapping[object, int],
+    stored_bytes: int,
     on_cast: OnCast = lambda *_: None,
 ) -> LazyTensor:
     """A tensor that is computed at once; `memory_bytes` is the memory for that, without the result."""
     result = math.prod(shape) * dtype.itemsize
     make = partial(_cast, lambda first, end: values().detach(), dtype, on_cast)
-    return LazyTensor(dtype, shape, key, make, False, memory_bytes + result, storages)
+    return LazyTensor(dtype, shape, key, make, False, memory_bytes + result, stored_bytes)
 
 
-def storages_of(stored: Stored | LazyTensor) -> Mapping[object, int]:
-    """The sizes of the storages that hold the elements of a tensor, by a key that identifies the storage."""
-    if isinstance(stored, StoredTensor):
-        return {stored.storage: stored.storage.nbytes}
+def bytes_stored(stored: Stored | LazyTensor) -> int:
+    """The bytes of the storages that hold the elements of a tensor."""
     if isinstance(stored, LazyTensor):
-        return stored.storages
-    storages: dict[object, int] = {}
+        return stored.stored_bytes
+    total = 0
     for piece in pieces(stored):
         if isinstance(piece, StoredTensor):
-            storages[piece.storage] = piece.storage.nbytes
+            total += piece.storage.nbytes
         else:
-            with suppress(NotImplementedError, RuntimeError):  # tensors of some devices have no storage
-                storage = piece.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-    return storages
+            try:
+                total += piece.untyped_storage().nbytes()
+            except (NotImplementedError, RuntimeError):  # tensors of some devices have no storage
+                total += piece.nbytes
+    return total
 
 
 def check_repeated(tensors: Mapping[str, torch.Tensor | LazyTensor], where: str) -> None:
-    """Raises `UnsavableError` where a file of the tensors would be far larger than their storages.
+    """Raises `UnsavableError` for a tensor that would be far larger in a file than its storage is.
 
-    A small file can describe tensors of any size: with strides of 0, or with many views of one storage.
+    A small file can describe tensors of any size, with strides of 0.
     """
     what = "expanded views would make the file far larger than the memory of the tensors"
     check_expanded(tensors, where, UnsavableError, what, "leave the tensor out, or save what it was expanded from")
@@ -249,29 +248,21 @@ def check_repeated(tensors: Mapping[str, torch.Tensor | LazyTensor], where: str)
 def check_expanded(
     tensors: Mapping[str, Stored | LazyTensor], where: str, kind: type[ModelStateError], what: str, remedy: str
 ) -> None:
-    """Raises an error of a kind where the elements are far more bytes than the storages have."""
-    sizes = {
-        name: tensor.nbytes if isinstance(tensor, LazyTensor) else elements_bytes(tensor)
-        for name, tensor in tensors.items()
-    }
-    total = sum(sizes.values())
-    if total <= REPEATED_BYTES:
-        return
-    storages: dict[object, int] = {}
-    for tensor in tensors.values():
-        storages |= storages_of(tensor)
-    stored = sum(storages.values())
-    if total > (most := REPEATED_TIMES * stored + REPEATED_BYTES):
-        times = {name: nbytes / max(sum(storages_of(tensors[name]).values()), 1) for name, nbytes in sizes.items()}
-        name = max(times, key=lambda name: times[name])
-        raise kind(
-            what,
-            where=f"{where}: {name}",
-            expected=f"at most {size(most)}: {REPEATED_TIMES} times what is stored, and {size(REPEATED_BYTES)}",
-            found=f"{size(total)} of elements, and {size(stored)} stored",
-            remedy=remedy,
-            names=(name,),
-        )
+    """Raises an error of a kind for a tensor whose elements are far more bytes than its storages have."""
+    for name, tensor in tensors.items():
+        nbytes = tensor.nbytes if isinstance(tensor, LazyTensor) else elements_bytes(tensor)
+        if nbytes <= REPEATED_BYTES:
+            continue
+        stored = bytes_stored(tensor)
+        if nbytes > (most := REPEATED_TIMES * stored + REPEATED_BYTES):
+            raise kind(
+                what,
+                where=f"{where}: {name}",
+                expected=f"at most {size(most)}: {REPEATED_TIMES} times what is stored, and {size(REPEATED_BYTES)}",
+                found=f"{size(nbytes)} of elements, and {size(stored)} stored",
+                remedy=remedy,
+                names=(name,),
+            )
 
 
 def _piece_of_chunks(stored: StoredComposite, row: int, read_all: ReadAll, first: int, end: int) -> torch.Tensor:
