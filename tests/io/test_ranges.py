@@ -135,21 +135,6 @@ def test_what_is_read_is_what_is_in_the_file(files: dict[str, str], data: st.Dat
     assert sum(heard) == sum(source.nbytes for source in sources)
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_on_read_is_called_by_one_thread_at_a_time(files: dict[str, str], threads: int) -> None:
-    inside, most, total = 0, 0, 0
-
-    def on_read(nbytes: int) -> None:
-        nonlocal inside, most, total
-        inside += 1
-        time.sleep(0.002)
-        most, total = max(most, inside), total + nbytes
-        inside -= 1
-
-    read([ByteRange(files["a"], 0, 90)], threads=threads, on_read=on_read)
-    assert (most, total) == (1, 90)
-
-
 @pytest.mark.parametrize("most", [1, 3, 10])
 def test_calls_that_read_less_than_asked_go_on(files: dict[str, str], most: int) -> None:
     sources = [ByteRange(files["a"], 3, 7), ByteRange(files["a"], 12, 20), ByteRange(files["a"], 33, 1)]

@@ -76,16 +76,6 @@ def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[No
     assert [id(p) for group in optimizer.param_groups for p in group["params"]] == references
 
 
-def test_the_load_itself_works(tmp_path: Path) -> None:
-    model, _ = trained()
-    path = checkpoint_of(model, tmp_path / "x.pt")
-    expected = model[0].weight.detach() + 1
-    ms.load(model, path)
-    assert torch.equal(model[0].weight, expected)
-    assert model[4].log[-1] == pytest.approx(expected.sum().item())
-    assert model[4].options["nested"]["list"] == [1, 2, 3]
-
-
 def raising_hook(model: nn.Module) -> None:
     def hook(owner: nn.Module, _: Any) -> None:
         owner[0].weight.data.zero_()  # type: ignore[index, union-attr]

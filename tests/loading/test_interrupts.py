@@ -149,14 +149,6 @@ class Alarm(TimeoutError):
     pass
 
 
-class Lack(MemoryError):
-    pass
-
-
-class Missing(KeyError):
-    pass
-
-
 class Broken(ValueError):
     pass
 
@@ -165,7 +157,7 @@ class Stop(KeyboardInterrupt):
     pass
 
 
-KINDS = [Alarm, Lack, Missing, Broken, Stop]
+KINDS = [Alarm, Broken, Stop]
 
 
 class Handler:
@@ -276,8 +268,7 @@ def test_at_any_moment(name: str, handler: Handler, tmp_path: Path) -> None:
     operation(Net(), tmp_path)
     seconds, moments = time.perf_counter() - started, random.Random(0)
     for _ in range(60):
-        # The standard library takes a `KeyError` of a handler for its own.
-        model, handler.raised, handler.kind = Net(), None, moments.choice([Alarm, Lack, Broken, Stop])
+        model, handler.raised, handler.kind = Net(), None, moments.choice(KINDS)
         before, raised = state(model), None
         try:
             signal.setitimer(signal.ITIMER_REAL, max(seconds * moments.random(), 1e-5))

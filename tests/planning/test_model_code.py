@@ -174,3 +174,27 @@ def test_a_nested_buffer_that_may_be_missing() -> None:
 
     with pytest.raises(ms.errors.UnsupportedTensorError, match="save the tensors that it is made of"):
         ms.plan(model, model.state_dict())
+
+
+def test_values_that_an_override_swallows() -> None:
+    class Swallows(nn.Linear):
+        def _load_from_state_dict(self, *_: Any) -> None:
+            pass
+
+    module = nn.Sequential(Swallows(2, 2), nn.Linear(2, 2))
+    report = ms.load(module, module.state_dict())
+    assert report.coverage == 0.5
+    assert "2 went into the model's own loading code: 0.bias, 0.weight" in report.notes
+    assert "2 left to the model's own loading code: 0.bias, 0.weight" in report.notes
+
+
+def test_names_that_hooks_forgive_or_take_away() -> None:
+    forgiving = nn.Linear(2, 2)
+    forgiving.register_load_state_dict_post_hook(lambda _, incompatible: incompatible.missing_keys.clear())
+    report = ms.load(forgiving, {"weight": torch.ones(2, 2)})
+    assert "1 left to the model's own loading code: bias" in report.notes
+
+    taking = nn.Linear(2, 2)
+    taking._register_load_state_dict_pre_hook(lambda state, *_: state.pop("x") and None)
+    report = ms.load(taking, {"weight": torch.ones(2, 2), "bias": torch.ones(2), "x": torch.ones(())})
+    assert "1 went into the model's own loading code: x" in report.notes

@@ -423,3 +423,15 @@ def test_twice_as_many_names_are_clear(others: int, clear: bool) -> None:
     else:
         with pytest.raises(AmbiguousCheckpointError):
             key_of(tree)
+
+
+def test_what_else_a_checkpoint_holds_is_noted(tmp_path: Any) -> None:
+    module = nn.Linear(2, 2)
+    torch.save({"model": module.state_dict(), "moments": {"a": torch.ones(1)}}, tmp_path / "x.pt")
+    assert "1 tensor of other parts" in ms.load(module, tmp_path / "x.pt").notes[0]
+
+
+def test_nothing_at_all_is_not_a_load() -> None:
+    with pytest.raises(ms.PlanError) as caught:
+        ms.load(nn.Linear(2, 2), {"x": torch.ones(1)}, allow_missing=["*"], allow_unexpected=["*"])
+    assert caught.value.problems[0].kind.name == "NOTHING_FITS"
