@@ -74,6 +74,8 @@ from modelstate.text_format import as_given, printable, printable_lines
 
 CUT_SHORT = "the file is damaged or cut short: compare its size with the original, and copy it again"
 """The remedy for a damaged file."""
+OPEN_AGAIN = "open the checkpoint again, when nothing writes to it any more"
+"""The remedy for a file or an object that has changed since it was opened."""
 
 
 _OWN_PACKAGE = __name__.partition(".")[0]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from modelstate.errors import ReadFailedError, SourceTypeError
+from modelstate.errors import OPEN_AGAIN, ReadFailedError, SourceTypeError
 from modelstate.forks import fork_safe_lock
 from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
@@ -245,7 +245,7 @@ class Maps:
                     where=path,
                     expected=f"at least {min(_HEAD_BYTES, status.st_size)} bytes",
                     found=f"{len(head)} bytes",
-                    remedy="open the checkpoint again, when nothing writes to it any more",
+                    remedy=OPEN_AGAIN,
                 )
             writer = _overwriting_writer(path, head)
             if writer and not option:
@@ -301,7 +301,7 @@ class Maps:
                 where=region.path,
                 expected=f"at least {region.start + region.nbytes} bytes",
                 found=f"{len(mapped)} bytes",
-                remedy="open the checkpoint again, when nothing writes to it any more",
+                remedy=OPEN_AGAIN,
             )
         return mapped
 

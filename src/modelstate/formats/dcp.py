@@ -296,7 +296,7 @@ def _places(table: dict[object, object]) -> dict[Index, ItemPlace]:
             typed(info.get("length"), int, "the length of an item is missing"),
         )
         if not 0 <= place.start < MAX_INDEX or not 0 <= place.nbytes < MAX_INDEX:
-            raise DamagedFileError("an item lies nowhere", where=name, found=place, remedy="copy the checkpoint again")
+            raise DamagedFileError("an item lies nowhere", where=name, found=place)
         transforms = info.get("transform_descriptors")
         if transforms:
             raise UnsupportedTensorError(
@@ -318,7 +318,6 @@ def _check_apart(places: dict[Index, ItemPlace]) -> None:
                 "two items lie in the same bytes",
                 where=after.file,
                 found=f"{first[0]} and {second[0]}, at byte {after.start}",
-                remedy="copy the checkpoint again",
             )
 
 
@@ -425,7 +424,6 @@ def _read_archive(file: SourceFile, index: Index, place: ItemPlace, names: Torch
                 "not an archive of torch.save",
                 expected=f"one at byte {place.start}, as the metadata says",
                 found=excerpt(section.head),
-                remedy="copy the checkpoint again",
             )
         return torch_zip.read_archive(section, names)
     except OpenError as error:

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from modelstate.errors import ReadFailedError
+from modelstate.errors import OPEN_AGAIN, ReadFailedError
 from modelstate.io import lease, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged, remedy_for_limit
 from modelstate.io.memory import aligned
@@ -221,7 +221,7 @@ class LocalFile:
                 "a process that waited to write to the file was let go on before the read was over",
                 where=self.path,
                 expected=f"at most {seconds:.0f} seconds",
-                remedy="open the checkpoint again, when nothing writes to it any more",
+                remedy=OPEN_AGAIN,
             )
 
     def close(self) -> None:
@@ -535,7 +535,7 @@ def read_fully(file: RangeFile, views: list[memoryview], offset: int, left: int)
                 "the file ends before the tensor does",
                 where=f"{getattr(file, 'path', '')}, byte {offset}",
                 expected=f"{left} more bytes",
-                remedy="open the checkpoint again, when nothing writes to it any more",
+                remedy=OPEN_AGAIN,
             )
         offset, left = offset + count, left - count
         if left <= 0:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from modelstate.errors import (
+    OPEN_AGAIN,
     OpenError,
     ReadFailedError,
     SourceAccessError,
@@ -389,7 +390,7 @@ def _changed(path: str, expected: FileFingerprint, found: FileFingerprint, what:
         expected=f"{expected.nbytes} bytes, modified at {expected.modified_ns} ns",
         found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns"
         + (", another file under the same name" if found.inode != expected.inode else ""),
-        remedy="open the checkpoint again, when nothing writes to it any more",
+        remedy=OPEN_AGAIN,
     )
 
 

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelstate.errors import (
+    OPEN_AGAIN,
     ModelStateError,
     OpenError,
     ReadFailedError,
@@ -256,7 +257,7 @@ class RemoteFile:
                 where=self.path,
                 expected=f"{expected.nbytes} bytes, ETag {expected.tag or 'none'}",
                 found=f"{found.nbytes} bytes, ETag {found.tag or 'none'}",
-                remedy="open the checkpoint again, when nothing writes to it any more",
+                remedy=OPEN_AGAIN,
             )
 
     def _check_encoding(self, result: GetResult) -> None:

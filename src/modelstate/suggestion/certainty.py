@@ -36,8 +36,6 @@ class _Side:
         """The words of a name that say which tensor it is."""
         self.own: dict[str, frozenset[str]] = {}
         """The words of the last part of the name that has any."""
-        self.fused: set[str] = set()
-        """Open names of tensors that may be fused."""
         self.ranks: dict[str, tuple[int, ...]] = {}
         """The ranks of the numbers of layers in a name."""
         self.siblings: dict[str, list[str]] = defaultdict(list)
@@ -59,7 +57,6 @@ class _Side:
                     parts = [leaf.words(at) - GENERIC for at in range(kind.owner.count(".") + 1)]
                     self.own[leaf.name] = next((part for part in reversed(parts) if part), frozenset())
                     self.words[leaf.name] = frozenset(word for word in words if not word.startswith("#"))
-                    self.fused |= {leaf.name} if words & PARTS.keys() else set()
                     if not within_words:
                         self.ranks[leaf.name] = kind.places[leaf.name]
 
@@ -75,7 +72,6 @@ class _Side:
     def settle(self, name: str) -> None:
         """Records that a name has a sure match, so that no other match can be with it."""
         self._open[self._size[name]].discard(name)
-        self.fused.discard(name)
 
     def is_unique(self, name: str) -> bool:
         """Whether no other name, be it open or not, has a tensor of this size and role."""
@@ -126,9 +122,6 @@ def guesses(
         # Numbers that differ may stand for the same layers only where no layer lacks a match.
         of_source, of_target = (first.ranks[source], second.ranks[target]) if is_whole else map(_NUMBER.findall, match)
         if of_source != of_target and len(of_source) == len(of_target):
-            return False
-        is_part = any(first.own[source] & second.own[target] & common & {*parts} for parts in PARTS.values())
-        if is_part and (first.fused or second.fused) and not (source in first.fused or target in second.fused):
             return False
         here, there = first.words[source] - second.tokens[target], second.words[target] - first.tokens[source]
         if here and there and not is_whole:
