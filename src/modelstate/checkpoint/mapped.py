@@ -22,7 +22,7 @@ from modelstate.io.files import (
     open_regular,
     open_unchanged,
     pread_fully,
-    remedy_for_limit,
+    read_failed,
 )
 from modelstate.io.lease import hold
 from modelstate.io.linux import MAP_NORESERVE
@@ -229,16 +229,14 @@ class Maps:
         except (FileNotFoundError, NotADirectoryError, SourceTypeError):
             return True  # the mapped file has no name any more, by which it could be overwritten
         except OSError as error:
-            remedy = remedy_for_limit(error)
-            raise ReadFailedError("the file can no longer be opened", where=path, found=error, remedy=remedy) from error
+            raise read_failed("the file can no longer be opened", path, error) from error
         try:
             if fingerprint is not None and (status.st_ino, status.st_dev) != (fingerprint.inode, fingerprint.device):
                 return True  # the path names another file
             try:
                 head = pread_fully(descriptor, _HEAD_BYTES, 0)
             except OSError as error:
-                remedy = remedy_for_limit(error)
-                raise ReadFailedError("the file cannot be read", where=path, found=error, remedy=remedy) from error
+                raise read_failed("the file cannot be read", path, error) from error
             if len(head) < min(_HEAD_BYTES, status.st_size):
                 raise ReadFailedError(
                     "the file has become shorter",
@@ -289,9 +287,7 @@ class Maps:
             try:
                 mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
             except (OSError, ValueError) as error:
-                raise ReadFailedError(
-                    "the file cannot be mapped", where=region.path, found=error, remedy=remedy_for_limit(error)
-                ) from error
+                raise read_failed("the file cannot be mapped", region.path, error) from error
             finally:
                 descriptor.close()
             mapped = self._maps.setdefault(region.path, mapped)  # another thread may have mapped it meanwhile

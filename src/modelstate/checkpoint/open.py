@@ -25,7 +25,7 @@ from modelstate.formats import safetensors, sharded
 from modelstate.formats.recognise import Format, no_checkpoint, recognise, tensorflow_prefix, unpacked
 from modelstate.formats.tree import Contents
 from modelstate.io import system
-from modelstate.io.files import NOT_FOUND, SourceFile, local_path, mode_of, no_access, not_found, remedy_for_limit
+from modelstate.io.files import NOT_FOUND, SourceFile, local_path, mode_of, no_access, not_found, read_failed
 from modelstate.process import gc_paused
 from modelstate.remote.location import is_remote, is_repository, locate
 from modelstate.tensor_spec import TensorSpec
@@ -263,9 +263,7 @@ def _at_no_file(path: str, argument: str) -> str:
     except OSError as error:
         if error.errno in NOT_FOUND:
             raise tensorflow_prefix(path) or not_found(path, argument) from error
-        raise ReadFailedError(
-            "the file cannot be opened", where=path, found=error, remedy=remedy_for_limit(error)
-        ) from error
+        raise read_failed("the file cannot be opened", path, error) from error
     try:
         if stat.S_ISDIR(mode) and (of_archive := unpacked(path)):
             raise of_archive

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from modelstate.errors import OPEN_AGAIN, ReadFailedError
 from modelstate.io import lease, system
-from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged, remedy_for_limit
+from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged, read_failed
 from modelstate.io.memory import aligned
 from modelstate.process import parallel_for
 from modelstate.remote.location import CACHE_BLOCK_BYTES, CONNECTIONS
@@ -206,9 +206,7 @@ class LocalFile:
         try:
             return system.preadv(self.descriptor, buffers, offset)
         except OSError as error:
-            raise ReadFailedError(
-                "reading failed", where=f"{self.path}, byte {offset}", found=error, remedy=remedy_for_limit(error)
-            ) from error
+            raise read_failed("reading failed", f"{self.path}, byte {offset}", error) from error
 
     def check_unchanged(self) -> None:
         """As `RangeFile.check_unchanged`. A leased file has not changed before a writer has waited for too long."""

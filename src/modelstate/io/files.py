@@ -323,11 +323,16 @@ def current_fingerprints(paths: Iterable[str]) -> dict[str, FileFingerprint]:
         raise ReadFailedError("the file is gone", found=error, remedy="open the checkpoint again") from error
 
 
-def remedy_for_limit(
-    error: Exception, otherwise: str = "look at the disk, or at the network that the file comes over, and try again"
-) -> str:
-    """What to do about an error of a limit, which says nothing about the file; `otherwise` for other errors."""
-    return _LIMITS.get(error.errno or 0, otherwise) if isinstance(error, OSError) else otherwise
+def read_failed(
+    what: str,
+    where: str,
+    error: Exception,
+    remedy: str = "look at the disk, or at the network that the file comes over, and try again",
+) -> ReadFailedError:
+    """Returns the error for a file that cannot be read. Where a limit is the cause, it has a remedy of its own."""
+    limit = _LIMITS.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+    found = error.found if isinstance(error, SourceTypeError) else error
+    return ReadFailedError(what, where=where, found=found, remedy=limit or remedy)
 
 
 def open_unchanged(path: str, expected: FileFingerprint | None, flags: int = 0) -> Descriptor:
@@ -338,12 +343,7 @@ def open_unchanged(path: str, expected: FileFingerprint | None, flags: int = 0) 
     try:
         descriptor, status = open_regular(path, flags)
     except (OSError, SourceTypeError) as error:
-        raise ReadFailedError(
-            "the file can no longer be opened",
-            where=path,
-            found=error.found if isinstance(error, SourceTypeError) else error,
-            remedy=remedy_for_limit(error, "open the checkpoint again"),
-        ) from error
+        raise read_failed("the file can no longer be opened", path, error, "open the checkpoint again") from error
     found = _fingerprint(status)
     if expected is not None and found != expected:
         descriptor.close()
@@ -360,9 +360,7 @@ def check_unchanged(descriptor: int, path: str, expected: FileFingerprint | None
     try:
         found = _fingerprint(system.fstat(descriptor))
     except OSError as error:
-        raise ReadFailedError(
-            "the file's size and time cannot be read", where=path, found=error, remedy=remedy_for_limit(error)
-        ) from error
+        raise read_failed("the file's size and time cannot be read", path, error) from error
     if expected is not None and found != expected:
         raise _changed(path, expected, found, _WHILE)
 
@@ -374,9 +372,7 @@ def check_mapped(path: str, expected: FileFingerprint, nbytes: int) -> None:
     except FileNotFoundError:
         found = None
     except OSError as error:
-        raise ReadFailedError(
-            "the file's size and time cannot be read", where=path, found=error, remedy=remedy_for_limit(error)
-        ) from error
+        raise read_failed("the file's size and time cannot be read", path, error) from error
     if found is None or (found.inode, found.device) != (expected.inode, expected.device):
         found = replace(expected, nbytes=nbytes)  # the path now names another file
     if found != expected:
@@ -456,9 +452,7 @@ class SourceFile(AbstractContextManager["SourceFile"]):
                 raise no_access(path, error) from error
             except OSError as error:
                 if error.errno not in NOT_FOUND:
-                    raise ReadFailedError(
-                        "the file cannot be opened", where=path, found=error, remedy=remedy_for_limit(error)
-                    ) from error
+                    raise read_failed("the file cannot be opened", path, error) from error
                 raise not_found(path, path) from error
         self.nbytes = self.fingerprint.nbytes
         try:
@@ -502,9 +496,7 @@ class SourceFile(AbstractContextManager["SourceFile"]):
         except ReadFailedError:
             raise
         except OSError as error:
-            raise ReadFailedError(
-                f"{what} cannot be read", where=self.path, found=error, remedy=remedy_for_limit(error)
-            ) from error
+            raise read_failed(f"{what} cannot be read", self.path, error) from error
         if len(data) < nbytes:
             raise self.truncated(what, start + nbytes)
         return data

@@ -29,7 +29,7 @@ from modelstate.errors import (
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, sealed
 from modelstate.formats.sharded import INDEX_SUFFIX
 from modelstate.io.engine import for_each
-from modelstate.io.files import read_whole, remedy_for_limit
+from modelstate.io.files import read_failed, read_whole
 from modelstate.objects.parts import Kind, Part
 from modelstate.process import progress_bar
 from modelstate.remote.cache import Cache
@@ -333,12 +333,10 @@ class StepIndex:
                 raise ReadFailedError(
                     error.what, where=self.directory, found=error.found, remedy=error.remedy
                 ) from error
-            remedy = remedy_for_limit(error)
             if isinstance(error, PermissionError):
                 remedy = "ask the owner of the directory for the permissions to list and to search it"
-            raise ReadFailedError(
-                "the store cannot be read", where=self.directory, found=error, remedy=remedy
-            ) from error
+                raise read_failed("the store cannot be read", self.directory, error, remedy) from error
+            raise read_failed("the store cannot be read", self.directory, error) from error
 
     def _name(self, places: Iterable[Place]) -> str:
         """Returns the name of the store, or else the one that most of the checkpoints have."""
