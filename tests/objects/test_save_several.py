@@ -13,6 +13,7 @@ import modelstate as ms
 from modelstate.errors import (
     ChecksumError,
     ObjectStateError,
+    OptimizerStateError,
     PlanError,
 )
 
@@ -52,7 +53,7 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     more = {**objects(1), "ema": nn.Linear(2, 2)}
     with pytest.raises(ObjectStateError, match="ema"):
         ms.restore(more, path)
-    with pytest.raises(ObjectStateError, match="not the state of an optimizer"):
+    with pytest.raises(OptimizerStateError, match="not the state of an optimizer"):
         ms.restore({"model": less["model"], "step": less["optimizer"]}, path, allow_unexpected=["*"])
     assert all(map(torch.equal, less["model"].state_dict().values(), before["model"].state_dict().values()))
     ms.restore(less, path, allow_unexpected=["scheduler", "averaged"])

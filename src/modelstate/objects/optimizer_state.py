@@ -382,8 +382,7 @@ def plan_by_name(
     is_same_class = state.get(CLASS) == class_name(cls)
     may_add = is_same_class and not is_torchs(cls)
     option_problems: list[str] = []
-    options = _matched_groups(groups, optimizer, sources, option_problems, keeps)
-    option_problems += [line for group, saved in options for line in _option_problems(saved, group, may_add)]
+    options = _matched_groups(groups, optimizer, sources, option_problems, keeps, may_add)
     elsewhere = cast(Mapping[str, object], state.get(_OTHER, {}))
     keys = listed(map(repr, elsewhere), 8)
     if isinstance(optimizer, torch.optim.LBFGS) or elsewhere:
@@ -687,8 +686,12 @@ def _matched_groups(
     sources: Mapping[torch.Tensor, set[str]],
     problems: list[str],
     keeps: Callable[[str], bool],
+    may_add: bool,
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns each group of the optimizer with the saved options for it that it does not keep; adds to `problems`."""
+    """Returns each group of the optimizer with the saved options for it that it does not keep; adds to `problems`.
+
+    With `may_add`, the class of the optimizer adds options when it steps, as a counter of the steps of a group.
+    """
     matched = []
     groups_of: dict[str, list[int]] = {}
     for index, saved in enumerate(groups):
@@ -706,14 +709,8 @@ def _matched_groups(
             )
         elif candidates:
             matched.append((group, candidates[0]))
+            unknown = [] if may_add else sorted(candidates[0].keys() - group.keys() - SCHEDULER_OPTIONS, key=str)
+            if unknown:
+                noun = "option" if len(unknown) == 1 else "options"
+                problems.append(f"the optimizer does not have the saved {noun} {', '.join(map(str, unknown))}")
     return matched
-
-
-def _option_problems(saved: Mapping[str, object], group: Group, may_add: bool) -> list[str]:
-    """Returns a line for the saved options that the optimizer does not have.
-
-    With `may_add`, the class of the optimizer adds options when it steps, as a counter of the steps of a group.
-    """
-    unknown = [] if may_add else sorted(set(saved) - set(group) - SCHEDULER_OPTIONS, key=str)
-    noun = "option" if len(unknown) == 1 else "options"
-    return [f"the optimizer does not have the saved {noun} {', '.join(map(str, unknown))}"] if unknown else []

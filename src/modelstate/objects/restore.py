@@ -8,6 +8,7 @@ transaction undoes all of it on any error.
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -239,30 +240,16 @@ def restore(
 
 def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
     """Returns the part of the checkpoint that was saved for a target; None where it has none."""
+    if target.kind is Kind.MODULE:
+        with suppress(KeyNotFoundError):
+            return Part(Kind.MODULE, checkpoint.select(path))
     try:
-        if target.kind is Kind.MODULE:
-            return Part(Kind.MODULE, _module_state(checkpoint, path))
         value = checkpoint.value(path)
     except KeyNotFoundError:
         return None
-    if target.kind is Kind.OPTIMIZER and not isinstance(value, Mapping):
-        raise ObjectStateError(
-            "what was saved is not the state of an optimizer",
-            where=f"{checkpoint.source}: {path}",
-            expected="a mapping with state and param_groups",
-            found=type(value).__name__,
-            remedy=f"look at what the file has there: modelstate.open({checkpoint.source!r}).value({path!r})",
-        )
+    if target.kind is Kind.MODULE and value != {}:  # a module without state, as a loss function, is an empty mapping
+        return None
     return Part(Kind.STATEFUL if is_whole(value) else target.kind, value)
-
-
-def _module_state(checkpoint: Checkpoint, path: str) -> Checkpoint | Mapping[str, object]:
-    try:
-        return checkpoint.select(path)
-    except KeyNotFoundError:
-        if checkpoint.value(path) == {}:  # a module without state, as a loss function
-            return {}
-        raise
 
 
 def _value_names(values: Mapping[str, object], targets: Mapping[str, Target]) -> Iterator[str]:
