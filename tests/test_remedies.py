@@ -515,13 +515,6 @@ def transform_of_optimized_parameters(_: Path) -> Scenario:
     return Scenario(call, {"transform": Halves()})
 
 
-@scenario("objects/restore.py::_part")
-def restore_of_no_optimizer(tmp_path: Path) -> Scenario:
-    ms.save({"optimizer": 3}, tmp_path / "x.safetensors")
-    optimizer = torch.optim.SGD(net().parameters())
-    return Scenario(partial(ms.restore, {"optimizer": optimizer}, tmp_path / "x.safetensors"))
-
-
 @scenario("remote/cache.py::check_cache")
 def no_cache(tmp_path: Path) -> Scenario:
     return Scenario(partial(ms.open, saved(tmp_path)), {"cache": True}, {"directory": tmp_path / "cache"})

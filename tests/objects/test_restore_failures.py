@@ -51,7 +51,7 @@ RAISED = {
     "model": errors.PlanError,
     "head": errors.PlanError,
     "averaged.ema": errors.PlanError,
-    "optimizer": errors.OptimizerStateError,
+    "optimizer": errors.PlanError,
     "scheduler": errors.ObjectStateError,
     "scaler": errors.ObjectStateError,
     "loader": errors.ObjectStateError,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import ModelStateError, ObjectStateError, OptimizerStateError
+from modelstate.errors import ModelStateError, ObjectStateError, OptimizerStateError, PlanError
 from tests.loading.fingerprint import described
 
 
@@ -162,10 +162,10 @@ def test_names_are_compared_by_position(place: str, builder: str, tmp_path: Path
     of = step(built(BUILDERS[builder]), 1)
     of["optimizer"] = BUILDERS[builder](reversed([*of["model"].parameters()]))
     before = everything(of)
-    with pytest.raises(OptimizerStateError, match="order") as caught:
+    with pytest.raises((OptimizerStateError, PlanError), match="order") as caught:
         restore(of)
     assert everything(of) == before
-    assert "call it 'optimizer_new'" in str(caught.value.remedy)
+    assert "call it 'optimizer_new'" in str(caught.value)
     of["optimizer_new"] = of.pop("optimizer")
     restore(of, allow_missing=["optimizer_new"], allow_unexpected=["optimizer"])
 
@@ -180,7 +180,7 @@ def test_rules_that_change_more_than_names_are_refused(builder: str, tmp_path: P
     of = step(square("head"), 1)
     before = everything(of)
     rules = [ms.rules.Rename("fc.*", "head.*"), ms.rules.Transpose("head.weight")]
-    with pytest.raises(OptimizerStateError, match=r"fc\.weight: Transpose.* changes the parameter"):
+    with pytest.raises((OptimizerStateError, PlanError), match=r"fc\.weight: Transpose.* changes the parameter"):
         restore(of, rules={"model": rules})
     assert everything(of) == before
     restore(of, rules={"model": rules[:1]})

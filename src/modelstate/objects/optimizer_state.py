@@ -209,7 +209,12 @@ def load_optimizer_state(
             check_keep_options(patterns, [str(key) for group in optimizer.param_groups for key in group_options(group)])
             if planned.problems:
                 names = remedies_for_names(planned.missing, planned.unexpected, "take them out of the state")
-                raise misfit(type(optimizer).__name__, planned.problems, "; or ".join([*planned.remedies, *names]))
+                raise OptimizerStateError(
+                    "the state does not fit the optimizer; nothing has been changed",
+                    where=type(optimizer).__name__,
+                    found=listed(planned.problems, _MAX_SHOWN, "\n    "),
+                    remedy="; or ".join([*planned.remedies, *names]),
+                )
         into_recorded_memory(planned.load(agreement.phase("reading", decides=True)))
 
 
@@ -240,16 +245,6 @@ def remedies_for_names(missing: Sequence[str], unexpected: Sequence[str], gone: 
     if unexpected:
         remedies.append(f"for those that are gone or frozen: {gone}")
     return remedies
-
-
-def misfit(where: str, problems: Sequence[str], remedy: str) -> OptimizerStateError:
-    """Returns the error for optimizer state that does not fit."""
-    return OptimizerStateError(
-        "the state does not fit the optimizer; nothing has been changed",
-        where=where,
-        found=listed(problems, _MAX_SHOWN, "\n    "),
-        remedy=remedy,
-    )
 
 
 class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):

@@ -27,7 +27,6 @@ from modelstate.errors import (
     KeyNotFoundError,
     ModelStateError,
     ObjectStateError,
-    OptimizerStateError,
     OptionError,
     PlanError,
     Remedy,
@@ -51,7 +50,6 @@ from modelstate.objects.objects import (
 from modelstate.objects.optimizer_state import (
     OptimizerPlan,
     check_keep_options,
-    misfit,
     plan_by_name,
     remedies_for_names,
 )
@@ -208,8 +206,8 @@ def restore(
         OpenError: The source cannot be opened as a checkpoint.
         ObjectStateError: An object without saved state, saved state without an object, or an object of another kind;
             or the own code of an object raised.
-        OptimizerStateError: The state of an optimizer does not fit.
-        PlanError: The modules do not fit; the error has all problems, those of the optimizers too.
+        OptimizerStateError: What was saved is not the state of an optimizer.
+        PlanError: The modules or optimizers do not fit; the error has all problems.
         ChecksumError: With `verify`, the file is not what was saved.
         RollbackError: After another error, an object did not take its own earlier state back.
 
@@ -496,11 +494,10 @@ class _Restoring:
         idle = [problem for problem in preparation.problems if problem.kind is ProblemKind.IDLE_PATTERN]
         if first_error is not None and len(idle) == len(preparation.problems):
             raise first_error  # otherwise it may only follow from the other problems
-        if problems := [item for item in preparation.problems if item not in idle or item.name not in used]:
+        problems = [item for item in preparation.problems if item not in idle or item.name not in used]
+        if problems or any(plan.problems for plan in self._plans.values()):
             raise self._plan_error(problems)
         preparation.problems.clear()
-        if misfits := {path: plan for path, plan in self._plans.items() if plan.problems}:
-            raise _misfits(misfits)
 
     def restore_others(self, transaction: Transaction) -> None:
         """Restores all objects except modules."""
@@ -574,12 +571,14 @@ class _Restoring:
         for path, plan in self._plans.items():
             for line in plan.problems:
                 name, _, why = line.partition(": ")
-                if name not in misshapen:  # else its state has the shape of the checkpoint's parameter
-                    whole = f"{path}.{name}" if why else path
-                    problems.append(Problem(ProblemKind.OPTIMIZER_MISFIT, whole, why=why or line))
-        missing, unexpected = _refused(self._plans)
-        missing = [problem.name for problem in problems if problem.kind is ProblemKind.MISSING] + missing
-        unexpected = [problem.name for problem in problems if problem.kind is ProblemKind.UNEXPECTED] + unexpected
+                if " " in name or not why:  # a line about the optimizer, not about a parameter
+                    problems.append(Problem(ProblemKind.OPTIMIZER_MISFIT, path, why=line))
+                elif name not in misshapen:  # else its state has the shape of the checkpoint's parameter
+                    problems.append(Problem(ProblemKind.OPTIMIZER_MISFIT, f"{path}.{name}", why=why))
+        missing = [problem.name for problem in problems if problem.kind is ProblemKind.MISSING]
+        missing += [f"{path}.{name}" for path, plan in self._plans.items() for name in plan.missing]
+        unexpected = [problem.name for problem in problems if problem.kind is ProblemKind.UNEXPECTED]
+        unexpected += [f"{path}.{name}" for path, plan in self._plans.items() for name in plan.unexpected]
         remedies = [remedy for plan in self._plans.values() for remedy in plan.remedies]
         if any(problem.kind is ProblemKind.OTHER_NAMES for problem in problems):
             remedies.append("pass the rule above: optimizers follow rules")
@@ -597,28 +596,12 @@ class _Restoring:
         ]
         code = ", ".join(f"{path!r}: {_suggest_code(path, checkpoints[path], self._source_name)}" for path in renamed)
         return plan_error(
-            ", ".join(checkpoints),
-            listed(sources, 3),
+            ", ".join(checkpoints) or "the objects",
+            listed(sources, 3) or "the saved state",
             problems,
             {ProblemKind.OPTIMIZER_MISFIT: "; ".join(remedies)},
             Remedy(f"work out rules: rules={{{code}}}") if code else RULES_FROM_SUGGEST,
         )
-
-
-def _misfits(plans: Mapping[str, OptimizerPlan]) -> OptimizerStateError:
-    """Returns one error for all optimizers, by their paths, whose states do not fit."""
-    missing, unexpected = _refused(plans)
-    lines = [f"{path}: {line}" if len(plans) > 1 else line for path, plan in plans.items() for line in plan.problems]
-    remedies = [remedy for plan in plans.values() for remedy in plan.remedies]
-    remedies += remedies_for_names(missing, unexpected, f"allow_unexpected={glob_patterns(unexpected)!r}")
-    where = ", ".join(f"{path}: {type(plan.optimizer).__name__}" for path, plan in plans.items())
-    return misfit(where, lines, "; ".join(remedies))
-
-
-def _refused(plans: Mapping[str, OptimizerPlan]) -> tuple[list[str], list[str]]:
-    """Returns the names of parameters that lack state, and of saved ones that are too many, with their paths."""
-    missing = [f"{path}.{name}" for path, plan in plans.items() for name in plan.missing]
-    return missing, [f"{path}.{name}" for path, plan in plans.items() for name in plan.unexpected]
 
 
 def _start_anew(path: str) -> str:
