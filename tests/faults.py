@@ -5,6 +5,7 @@ calls on files, so that every call can be counted, delayed, shortened or made to
 """
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -156,6 +157,18 @@ def faulty_writes(
     faults = Faults(at, error, short, before)
     with replaced(system, _counted(system, WRITE_CALLS, faults)):
         yield faults
+
+
+@contextmanager
+def failing(error: BaseException, call: str, path: str = "") -> Iterator[None]:
+    """Has each system call of a name, on a path that has a match of a pattern, raise an error."""
+
+    def fail(request: Request) -> None:
+        if request.call == call and re.search(path, request.path):
+            raise error
+
+    with (faulty_reads if call in READ_CALLS else faulty_writes)(before=fail):
+        yield
 
 
 @contextmanager

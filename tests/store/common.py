@@ -2,17 +2,12 @@
 
 import os
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from modelstate.io import system
-from tests.faults import WRITE_CALLS
 from tests.programs import run_program
 
 
@@ -90,45 +85,3 @@ def flip(path: Path, byte: int = -1, bit: int = 0) -> None:
 def program(code: str, *arguments: object, timeout: float = 100) -> subprocess.CompletedProcess[str]:
     """A Python program, from a fork to the end of its interpreter."""
     return run_program(code, *arguments, timeout=timeout, finalizes=True)
-
-
-@contextmanager
-def failing_call(
-    number: int, error: BaseException | Callable[[], object], *, lasting: bool = False
-) -> Iterator[list[str]]:
-    """Has one of the calls that write, counted from 1, raise an error, or do something first; and lists the calls.
-
-    With `lasting` all calls behind it do the same.
-    """
-    made: list[str] = []
-    lock = threading.Lock()
-    real = {name: getattr(system, name) for name in WRITE_CALLS}
-
-    def before(name: str) -> None:
-        with lock:
-            made.append(name)
-            if len(made) != number and not (lasting and len(made) > number):
-                return
-        if isinstance(error, BaseException):
-            raise error
-        error()
-
-    def replaced(name: str) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
-            try:
-                before(name)
-            except BaseException:
-                if name == "close":
-                    real[name](*given)  # as the system does: the descriptor is gone in any case
-                raise
-            return real[name](*given)
-
-        return call
-
-    for name in WRITE_CALLS:
-        setattr(system, name, replaced(name))
-    try:
-        yield made
-    finally:
-        for name in WRITE_CALLS:
-            setattr(system, name, real[name])

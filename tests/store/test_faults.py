@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,10 +12,9 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.io import system
 from tests.conftest import Log
-from tests.faults import faulty_reads
-from tests.store.common import Training, contents, failing_call, litter
+from tests.faults import Faults, Request, failing, faulty_reads, faulty_writes
+from tests.store.common import Training, contents, litter
 from tests.sweeps import sample
 
 CODES = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT, "EACCES": errno.EACCES}
@@ -32,6 +32,14 @@ class Half(Training):
         return {"model": nn.ModuleDict({"a": self.model, "b": self.frozen}), "optimizer": self.optimizer, "plain": 1}
 
 
+def fails_from(number: int, error: OSError) -> AbstractContextManager[Faults]:
+    def fail(request: Request) -> None:
+        if request.number >= number:
+            raise error
+
+    return faulty_writes(before=fail)
+
+
 def same(store: ms.Store, step: int, bits: dict[str, bytes]) -> bool:
     fresh = Half(5)
     store.restore(fresh.objects, step)
@@ -46,23 +54,24 @@ def test_every_call_in_turn(tmp_path: Path, code: str, lasting: bool) -> None:
     for step in (0, 1):
         store.save(step, training.train().objects)
         bits[step] = training.bits()
-    with failing_call(0, Exception()) as clean:  # none of them
+    with faulty_writes() as clean:
         store.save(2, training.train().objects)
     bits[2] = training.bits()
     failed = survived = 0
-    for number, _ in sample([*enumerate(clean, 1)], lambda place: place[1], more=8):
+    for number, _ in sample([(each.number, each.call) for each in clean.requests], lambda place: place[1], more=8):
         step = store.latest() or 0
         was = contents(tmp_path)
         training.train()
         error = OSError(CODES[code], os.strerror(CODES[code]))
         done = None
-        with failing_call(number, error, lasting=lasting) as calls:
+        with fails_from(number, error) if lasting else faulty_writes(at=number, error=error) as faults:
             try:
                 done = store.save(step + 1, training.objects)
             except errors.WriteFailedError as raised:
                 said = str(raised)
         if done is None:
             assert os.strerror(CODES[code]) in said
+        calls = faults.requests
         assert set(store.verify().values()) == {""}, calls[-1]
         assert done or len(calls) >= number
         if done is None:
@@ -90,7 +99,7 @@ def test_in_the_background(tmp_path: Path) -> None:
     bits = training.bits()
     for number, code in zip((1, 5, 9, 20), CODES.values(), strict=True):
         was = contents(tmp_path)
-        with failing_call(number + 2, OSError(code, os.strerror(code))):
+        with faulty_writes(at=number + 2, error=OSError(code, os.strerror(code))):
             pending = store.save(1, training.train().objects, background=True)
             assert pending is not None
             with pytest.raises(errors.WriteFailedError, match=os.strerror(code)):
@@ -108,7 +117,7 @@ def test_a_disk_that_has_become_read_only(tmp_path: Path, code: int) -> None:
     store, training = ms.Store(tmp_path), Half().train()
     store.save(1, training.objects)
     bits, was = training.bits(), contents(tmp_path)
-    with failing_call(1, OSError(code, os.strerror(code)), lasting=True):
+    with faulty_writes(error=OSError(code, os.strerror(code))):
         with pytest.raises(errors.WriteFailedError):
             store.save(2, training.train().objects)
         with pytest.raises(errors.WriteFailedError):
@@ -155,21 +164,12 @@ def test_checkpoints_that_users_have_changed_are_replaced_and_removed() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_checkpoint_that_cannot_be_removed_does_not_keep_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Log
-) -> None:
-    real = system.replace
-
-    def replace(source: str, target: str) -> None:
-        if source.endswith("step-000000001"):  # as of a mount point
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        real(source, target)
-
+def test_a_checkpoint_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path, log: Log) -> None:
     with ms.Store(tmp_path) as store:
         for step in (1, 2, 3):
             store.save(step, {"value": step})
-    monkeypatch.setattr(system, "replace", replace)
-    with ms.Store(tmp_path, keep=1) as store:
+    busy = OSError(errno.EBUSY, os.strerror(errno.EBUSY))  # as of a mount point
+    with failing(busy, "replace", "step-000000001$"), ms.Store(tmp_path, keep=1) as store:
         store.save(4, {"value": 4})
         assert store.steps() == (1, 4)
         assert "not removed" in log.text

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.io import system
+from tests.faults import failing
 from tests.store.common import flip, litter
 
 
@@ -134,15 +134,12 @@ def test_what_verify_found_damaged_is_not_linked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EXDEV])
-def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def link(source: str, target: str) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(system, "link", link)
+def test_a_file_system_without_links(tmp_path: Path, code: int) -> None:
     store, model = ms.Store(tmp_path), Adapted()
     store.save(0, {"model": model})
     model.step()
-    saved = store.save(1, {"model": model})
+    with failing(OSError(code, os.strerror(code)), "link"):
+        saved = store.save(1, {"model": model})
     assert (saved.linked_bytes, saved.written_bytes > 160_000) == (0, True)
     assert store.verify() == {0: "", 1: ""}
     assert same(store, model, 1)

@@ -8,7 +8,7 @@ import pytest
 
 import modelstate as ms
 from modelstate.errors import SaveFailedWarning, StoreMovedError
-from modelstate.io import system
+from tests.faults import Request, faulty_writes
 from tests.store.common import Training, contents
 
 
@@ -75,22 +75,18 @@ def test_the_next_save_says_so_and_writes_nothing(
 
 @pytest.mark.parametrize("change", [rename, remake])
 @pytest.mark.parametrize("call", ["mkdir", "pwritev", "replace"])
-def test_a_save_that_is_under_way(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], call: str
-) -> None:
-    training, store = Training(), ms.Store(directory)
+def test_a_save_that_is_under_way(directory: Path, change: Callable[[Path], None], call: str) -> None:
+    training, store, changes = Training(), ms.Store(directory), [change]
     store.save(1, training.objects)
-    real = getattr(system, call)
 
-    def changing(*given: object) -> object:
-        monkeypatch.setattr(system, call, real)
-        change(directory)
-        return real(*given)
+    def before(request: Request) -> None:
+        if request.call == call and changes:
+            changes.pop()(directory)
 
-    monkeypatch.setattr(system, call, changing)
-    store.save(2, training.train().objects, background=True)
-    with pytest.raises(StoreMovedError):
-        store.wait()
+    with faulty_writes(before=before):
+        store.save(2, training.train().objects, background=True)
+        with pytest.raises(StoreMovedError):
+            store.wait()
     assert not [path for path in directory.rglob("*") if "step" in path.name]
     shutil.rmtree(directory, ignore_errors=True)
     directory.with_name("elsewhere").rename(directory)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import modelstate as ms
-from modelstate.io import system
+from tests.faults import failing
 from tests.lossy_disk import lossy_disk
 from tests.store.common import litter
 from tests.store.killed import Job
@@ -59,15 +59,8 @@ def test_at_every_point(tmp_path: Path) -> None:
             assert not litter(into)
 
 
-def test_the_parent_of_the_directory_need_not_be_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = system.open_to_write
-
-    def opened(path: str, *options: Any) -> int:
-        if path == str(tmp_path):
-            raise PermissionError(13, "Permission denied", path)
-        return real(path, *options)
-
-    monkeypatch.setattr(system, "open_to_write", opened)
-    with ms.Store(tmp_path / "run") as store:
+def test_the_parent_of_the_directory_need_not_be_readable(tmp_path: Path) -> None:
+    refused = PermissionError(13, "Permission denied")
+    with failing(refused, "open_to_write", f"{tmp_path}$"), ms.Store(tmp_path / "run") as store:
         store.save(1, {"value": 1})
     assert ms.Store(tmp_path / "run").latest() == 1
