@@ -2,14 +2,14 @@
 
 import errno
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,35 +18,25 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.io import system
-from modelstate.process import is_stopped
-from modelstate.store.backend import _NewDirectory
-from modelstate.store.saving import PendingSave
+from tests.faults import Request, faulty_writes
 from tests.programs import Program
-from tests.store.common import Held, Training, failing_call, litter, program
+from tests.store.common import Held, Training, litter, program
 
 
 class Gate:
     """Holds up the write of a save until it is opened, and may make it fail."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened, self.reached, self.error = threading.Event(), threading.Event(), None
+    def __init__(self) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        self.error: OSError | None = None
         self.opened.set()
-        real = system.mkdir
 
-        def mkdir(path: str, *mode: int) -> None:
-            if "unfinished" in path:
-                self.reached.set()
-                assert self.opened.wait(60)
-                if self.error is not None:
-                    raise self.error
-            real(path, *mode)
-
-        monkeypatch.setattr(system, "mkdir", mkdir)
-
-    opened: threading.Event
-    reached: threading.Event
-    error: OSError | None
+    def before(self, request: Request) -> None:
+        if request.call == "mkdir" and "unfinished" in request.path:
+            self.reached.set()
+            assert self.opened.wait(60)
+            if self.error is not None:
+                raise self.error
 
     def close(self) -> None:
         self.reached.clear()
@@ -54,10 +44,11 @@ class Gate:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = Gate(monkeypatch)
-    yield made
-    made.opened.set()
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    with faulty_writes(before=gate.before):
+        yield gate
+        gate.opened.set()
 
 
 def test_what_is_overwritten_at_once_is_saved_as_it_was(tmp_path: Path, gate: Gate) -> None:
@@ -319,12 +310,12 @@ def test_ctrl_c_at_the_end_says_what_was_not_saved(tmp_path: Path) -> None:
 def test_ctrl_c_in_a_save_that_blocks(tmp_path: Path) -> None:
     store, training = ms.Store(tmp_path), Training(width=100).train()
     store.save(1, training.objects)
-    for number in range(1, 100):
-        with failing_call(number, KeyboardInterrupt()) as calls, suppress(KeyboardInterrupt):
+    for number in range(1, 100, 4):
+        with faulty_writes(at=number, error=KeyboardInterrupt()) as faults, suppress(KeyboardInterrupt):
             store.save(2, training.train().objects, overwrite=True)
-        if len(calls) < number:
+        if len(faults.requests) < number:
             break
-        assert not litter(tmp_path), calls[-1]
+        assert not litter(tmp_path), faults.requests[-1]
         assert store.verify()[1] == ""
         assert set(store.verify().values()) == {""}
     else:
@@ -367,17 +358,15 @@ def test_a_forked_child_has_nothing_to_do_with_it(tmp_path: Path, gate: Gate) ->
     assert store.verify() == {1: ""}
 
 
-def test_a_commit_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handles, stopped, commit = SimpleQueue[PendingSave](), list[bool](), _NewDirectory.commit
+def test_a_commit_is_not_stopped(tmp_path: Path) -> None:
+    handles = SimpleQueue[ms.store.PendingSave]()
 
-    def cancelled_meanwhile(new: _NewDirectory, *args: Any) -> str:
-        path = commit(new, *args)
-        handles.get().cancel(wait=False)
-        stopped.append(is_stopped())
-        return path
+    def cancel(request: Request) -> None:
+        if request.call == "replace" and re.search(r"/\.step-[^/]*unfinished$", request.path):
+            handles.get().cancel(wait=False)
 
-    monkeypatch.setattr(_NewDirectory, "commit", cancelled_meanwhile)
-    with ms.Store(tmp_path) as store:
-        handles.put(store.save(1, {"model": nn.Linear(2, 2)}, background=True))
-    assert stopped == [False]
-    assert ms.Store(tmp_path).steps() == (1,)
+    with faulty_writes(before=cancel), ms.Store(tmp_path) as store:
+        pending = store.save(1, {"model": nn.Linear(2, 2)}, background=True)
+        handles.put(pending)
+        assert pending.result().step == 1
+    assert ms.Store(tmp_path).verify() == {1: ""}

@@ -5,11 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.cli.main import app
+from tests.commands import run_command
 from tests.store.killed import Job
 
 FLIPS = 60
@@ -63,7 +62,7 @@ def test_a_damaged_store_file_is_named_and_mended_by_the_next_save(tmp_path: Pat
     assert "damaged" in problems["store.json"]
     assert problems[1] == ""
     assert ms.Store(tmp_path).verify(1) == {1: ""}
-    done = CliRunner().invoke(app, ["store", "verify", str(tmp_path)])
+    done = run_command("store", "verify", tmp_path)
     assert done.exit_code == 1
     assert done.stdout.startswith("store.json: ")
     assert "step 1: " in done.stdout

@@ -3,13 +3,12 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.store.directory import StepIndex
+from tests.faults import Request, faulty_reads
 from tests.store.killed import Job, start, train
 
 SAVES, READS = 15, 2
@@ -87,42 +86,27 @@ def test_readers_see_whole_checkpoints_only(tmp_path: Path) -> None:
     assert not wrong
 
 
-def test_a_step_that_vanishes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the latest moment: the writer takes it away when the reader has begun with it."""
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_step_that_vanishes_while_it_is_read(tmp_path: Path, is_replaced: bool) -> None:
+    """The writer takes a step away, or replaces it, when the reader opens the first file of it: three times."""
     writer, reader, job = ms.Store(tmp_path, keep=1), ms.Store(tmp_path), Job()
     writer.save(1, job.objects(1))
-    real = StepIndex.read_parts
-    seen = []
+    seen = [1]
 
-    def parts(shelf: Any, found: Any, verify: bool, **options: Any) -> object:
-        step = found.place.step
-        seen.append(step)
-        if step < 4:
-            job.train()
-            writer.save(step + 1, job.objects(step + 1))
-        return real(shelf, found, verify, **options)
+    def before(request: Request) -> None:
+        if request.call == "open" and "/model" in request.path and writer_is_idle.acquire(blocking=False):
+            if len(seen) < 4:
+                job.train()
+                seen.append(1 if is_replaced else len(seen) + 1)
+                writer.save(seen[-1], job.objects(seen[-1]), overwrite=is_replaced)
+            writer_is_idle.release()
 
-    monkeypatch.setattr(StepIndex, "read_parts", parts)
-    target = Job()
-    restored = reader.restore(target.objects(None))
-    assert seen == [1, 2, 3, 4]
-    assert (restored.step, restored.skipped, restored["digest"]) == (4, {}, target.digest())
-
-
-def test_a_step_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, reader, job = ms.Store(tmp_path), ms.Store(tmp_path), Job()
-    writer.save(1, job.objects(1))
-    real = StepIndex.read_parts
-
-    def parts(shelf: Any, found: Any, verify: bool, **options: Any) -> object:
-        if found.place.revision == 0:
-            job.train()
-            writer.save(1, job.objects(1), overwrite=True)
-        return real(shelf, found, verify, **options)
-
-    monkeypatch.setattr(StepIndex, "read_parts", parts)
-    target = Job()
-    assert reader.restore(target.objects(None), step=1)["digest"] == job.digest() == target.digest()
+    writer_is_idle, target = threading.Lock(), Job()
+    with faulty_reads(before=before):
+        restored = reader.restore(target.objects(None), 1 if is_replaced else "latest")
+    assert (restored.step, restored.skipped) == (seen[-1], {})
+    assert restored["digest"] == job.digest() == target.digest()
+    assert len(seen) == 4
 
 
 def test_readers_write_nothing(tmp_path: Path) -> None:

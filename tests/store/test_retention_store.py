@@ -2,18 +2,18 @@
 
 import errno
 import os
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import modelstate as ms
-from modelstate.cli.main import app
 from modelstate.errors import ReadFailedError, TargetExistsError
-from modelstate.io import system
-from modelstate.store import store as store_module
+from tests.commands import run_command
+from tests.faults import failing
 
 
 def rot(path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_save_does_not_take_itself_away_when_the_clock_has_gone_back(
 ) -> None:
     store = ms.Store(tmp_path, keep=1)
     store.save(10, {"value": 10})
-    monkeypatch.setattr(store_module.time, "time", lambda: 1000.0)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
     assert store.save(5, {"value": 5}).pruned == ()
     assert store.latest() == 5
     assert store.restore({"value": None})["value"] == 5
@@ -57,7 +57,7 @@ def test_the_last_good_ones_stay_where_the_newest_is_damaged(tmp_path: Path, by:
             assert store.prune(1) == (1,)
     else:
         for option in (["--dry-run"], []):
-            result = CliRunner().invoke(app, ["store", "prune", str(tmp_path), "--keep-last", "1", *option])
+            result = run_command("store", "prune", tmp_path, "--keep-last", "1", *option)
             assert result.exit_code == 0, result.output
             assert "1 step: 1" in result.output
     store = ms.Store(tmp_path)
@@ -109,24 +109,15 @@ def test_a_pin_that_cannot_be_read_keeps_its_checkpoint(
 
 @pytest.mark.parametrize("name", ["state-", "state.safetensors.index.json"])
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EIO])
-def test_tensors_that_cannot_be_read_for_now_are_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, name: str
-) -> None:
+def test_tensors_that_cannot_be_read_for_now_are_not_damaged(tmp_path: Path, error: int, name: str) -> None:
     saved(tmp_path, 1, 2).close()
-    store, real = ms.Store(tmp_path), system.open
-
-    def fails(path: object, *args: object, **named: object) -> object:
-        if f"step-000000002/{name}" in str(path):
-            raise OSError(error, os.strerror(error))
-        return real(path, *args, **named)  # type: ignore[arg-type]
-
+    store = ms.Store(tmp_path)
     uses: list[Callable[[], object]] = [
         lambda: store.restore({"state": None}, 2),
         lambda: store.open("state", 2, verify=True),
         lambda: store.index.first_usable(2, store.index.whole),
     ]
-    with monkeypatch.context() as patched:
-        patched.setattr(system, "open", fails)
+    with failing(OSError(error, os.strerror(error)), "open", f"step-000000002/{name}"):
         for use in uses:
             with pytest.raises(ReadFailedError, match=r"step-000000002.*cannot be (read|opened)"):
                 use()
@@ -141,7 +132,7 @@ def test_tensors_that_cannot_be_read_for_now_are_not_damaged(
 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize("call", ["open", "stat"])
-@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO, errno.EACCES])
 def test_a_checkpoint_that_cannot_be_read_for_now_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, call: str
 ) -> None:
@@ -149,16 +140,19 @@ def test_a_checkpoint_that_cannot_be_read_for_now_stays(
     for step in (1, 2, 3):
         store.save(step, {"state": {"w": torch.full((9,), float(step))}}, metrics={"loss": float(step)})
     assert store.steps() == (1, 3)
-    owner = system if call == "open" else os
-    real, name = getattr(owner, call), "checkpoint.json" if call == "open" else tensors_of(tmp_path, 1).name
+    real, name, failure = os.stat, tensors_of(tmp_path, 1).name, OSError(error, os.strerror(error))
 
     def fails(path: object, *args: object, **named: object) -> object:
         if str(path).endswith(f"step-000000001/{name}"):
-            raise OSError(error, os.strerror(error))
-        return real(path, *args, **named)
+            raise failure
+        return real(path, *args, **named)  # type: ignore[arg-type]
 
-    with monkeypatch.context() as patched:
-        patched.setattr(owner, call, fails)
+    with (
+        monkeypatch.context() as patched,
+        failing(failure, "open", "step-000000001/checkpoint.json$") if call == "open" else nullcontext(),
+    ):
+        if call == "stat":
+            patched.setattr(os, "stat", fails)
         assert [(info.step, info.intact, info.state) for info in store.infos()] == [
             (1, False, "not readable"),
             (3, True, ""),
@@ -177,22 +171,12 @@ def test_a_checkpoint_that_cannot_be_read_for_now_stays(
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO])
-def test_the_newest_stays_where_a_prune_cannot_read_it_for_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
-) -> None:
+def test_the_newest_stays_where_a_prune_cannot_read_it_for_now(tmp_path: Path, error: int) -> None:
     with ms.Store(tmp_path) as store:
         for step in (1, 2, 3):
             store.save(step, {"state": {"w": torch.ones(9)}}, metrics={"loss": float(step)})
-    real, newest = system.open, str(tensors_of(tmp_path, 3))
-
-    def fails(path: object, *args: object, **named: object) -> object:
-        if str(path) == newest:
-            raise OSError(error, os.strerror(error))
-        return real(path, *args, **named)
-
-    keep = ms.Keep(best=1, metric="loss")
-    with monkeypatch.context() as patched, ms.Store(tmp_path) as store:
-        patched.setattr(system, "open", fails)
+    keep, failure = ms.Keep(best=1, metric="loss"), OSError(error, os.strerror(error))
+    with failing(failure, "open", f"{tensors_of(tmp_path, 3)}$"), ms.Store(tmp_path) as store:
         assert store.prune(keep) == ()  # step 2 is the newest that is known to be whole
     with ms.Store(tmp_path) as store:
         assert store.prune(keep) == (2,)
@@ -202,7 +186,7 @@ def test_the_newest_stays_where_a_prune_cannot_read_it_for_now(
 def test_a_run_that_went_back_is_restored_by_the_command_line_as_by_restore(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 15).close()
     target = tmp_path / "out.safetensors"
-    result = CliRunner().invoke(app, ["store", "restore", str(tmp_path), str(target), "--object", "state"])
+    result = run_command("store", "restore", tmp_path, target, "--object", "state")
     assert result.exit_code == 0, result.output
     assert ms.open(target).tensor("w")[0] == 15
     assert [info.step for info in ms.Store(tmp_path).infos(by_age=True)] == [10, 20, 15]
