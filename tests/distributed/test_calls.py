@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.torch_compat.sharding import local_tensor
 from modelstate.transaction import transaction
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
@@ -36,7 +35,7 @@ def same(net: nn.Module, whole: nn.Module) -> bool:
 def fingerprint(net: nn.Module) -> list[tuple[int, str]]:
     """The identity and the bits of every tensor, as this rank holds it."""
     tensors = [*net.parameters(), *net.buffers()]
-    locals_ = [local_tensor(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    locals_ = [models.local(tensor) for tensor in tensors]
     return [
         (id(tensor), "meta" if local.is_meta else str(local.dtype) + str(local.detach().tolist()))
         for tensor, local in zip(tensors, locals_, strict=True)

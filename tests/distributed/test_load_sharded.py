@@ -19,7 +19,6 @@ import modelstate as ms
 from modelstate import errors
 from modelstate.distributed.agreement import Agreement
 from modelstate.torch_compat import sharding
-from modelstate.torch_compat.sharding import local_tensor
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
 
@@ -146,7 +145,7 @@ def test_one_rank_reads_for_its_replicas(ranks: Ranks, kind: str, meta: bool, tm
 def loses_a_reader(path: str) -> tuple[str, bool]:
     """A rank that dies while values are sent to its replicas."""
     net = models.sharded("hsdp")
-    before = [tensor.clone() for tensor in map(local_tensor, net.parameters())]
+    before = [tensor.clone() for tensor in map(models.local, net.parameters())]
     if dist.get_rank() == 2:
         broadcast = Agreement.broadcast
 
@@ -161,7 +160,7 @@ def loses_a_reader(path: str) -> tuple[str, bool]:
         with mock.patch.object(sharding, "CHECK_SECONDS", 0.2):
             ms.load(net, path, read_once=True, timeout_seconds=60)
     except errors.ModelStateError as error:
-        after = [local_tensor(param) for param in net.parameters()]
+        after = [models.local(param) for param in net.parameters()]
         return type(error).__name__, all(map(torch.equal, before, after))
     return "", False
 
@@ -210,7 +209,7 @@ def replicas_between_shards(path: str) -> tuple[bool, bool]:
     """Whether the replicas that one rank reads for all are right, and shards that half of the ranks do not have."""
     net, state = BetweenShards(), torch.load(path)
     ms.load(net, path, read_once=True, timeout_seconds=30)
-    row = local_tensor(net.row)
+    row = models.local(net.row)
     return all(torch.equal(getattr(net, name), state[name]) for name in "abcde"), torch.equal(
         row, state["row"][: len(row)]
     )

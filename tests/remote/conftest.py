@@ -26,6 +26,12 @@ def _small_and_fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     client._store.cache_clear()
 
 
+@pytest.fixture
+def one_part_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads send one part at a time."""
+    monkeypatch.setattr(upload, "PARTS_AT_ONCE", 1)
+
+
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """The URL of a server of S3 without a proxy: moto, or the one that MODELSTATE_S3_SERVER names."""

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import modelstate as ms
-from modelstate.cli.main import app
+from tests.commands import run_command
 from tests.programs import CONTEXT
 from tests.proxy import FaultProxy, fault_proxy
 from tests.remote.servers import FileServer, http_server
@@ -200,7 +199,7 @@ def test_commands_take_the_directory(proxy: FaultProxy, files: tuple[Path, str],
         ["convert", url_of(proxy), copy],
     ):
         proxy.reset()
-        done = CliRunner().invoke(app, [*command, *cache])
+        done = run_command(*command, *cache)
         assert done.exit_code == 0, done.output
     assert (len(proxy.requests), proxy.downloaded_bytes) == (1, HEADER_BYTES)
 

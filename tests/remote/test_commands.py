@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import modelstate as ms
-from modelstate.cli.main import app
+from tests.commands import run_command
 from tests.proxy import Fault, FaultProxy, HttpRequest
 
 pytestmark = pytest.mark.slow
@@ -33,7 +32,7 @@ def directories(tmp_path: Path) -> None:
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, list(arguments))
+    done = run_command(*arguments)
     return done.exit_code, done.stdout, done.stderr
 
 

@@ -14,24 +14,15 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.remote import client, upload
 from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote.servers import file_server
 from tests.sweeps import EXHAUSTIVE
 
 pytest.importorskip("obstore")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_part_at_once")]
 MB = 1 << 20
 AT_ONCE_SECONDS = 20.0
 """Far less than the 60 s after which the client gives a stalled request up, and far more than an interrupt takes."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(upload, "PARTS_AT_ONCE", 1)
-    client._store.cache_clear()
-    yield
-    client._store.cache_clear()
 
 
 @contextmanager

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.cli.main import app
+from tests.commands import run_command
 from tests.programs import run_program
 from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote.servers import FileServer, file_server, http_server
@@ -156,7 +155,7 @@ def test_commands_take_urls(served: Served) -> None:
     assert ms.verify(url)
     assert ms.inspect(url).stats().tensors == ms.inspect(served.directory / name).stats().tensors
     for arguments in (["diff", url, str(served.directory / name)], ["inspect", "--stats", url]):
-        assert CliRunner().invoke(app, arguments).exit_code == 0
+        assert run_command(*arguments).exit_code == 0
     bf16 = make_model().bfloat16()
     ms.load(bf16, url, dtype="bfloat16", max_memory_bytes=1 << 20)
     assert torch.equal(bf16[0].weight, model[0].weight.bfloat16())

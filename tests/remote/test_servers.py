@@ -13,7 +13,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import TargetExistsError, WriteFailedError
-from modelstate.remote import client, location, upload
+from modelstate.remote import client, location
 from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote import servers
 from tests.sweeps import sample
@@ -164,4 +164,4 @@ def test_a_removal_goes_on_after_an_object_that_is_not_there(running: Running) -
     ms.save(state, f"{running.url}/model.safetensors", shard_size_bytes=1)
     running.proxy.fault = None
     assert lost
-    assert len(upload.list_all(location.locate(running.url))) == 25
+    assert len(running.names()) == 25

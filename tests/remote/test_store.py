@@ -10,11 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import modelstate as ms
-from modelstate.cli.main import app
 from modelstate.errors import (
     LockedError,
     ModelStateError,
@@ -26,6 +24,7 @@ from modelstate.errors import (
     WriteFailedError,
 )
 from modelstate.store import bucket as buckets
+from tests.commands import run_command
 from tests.proxy import Fault, FaultProxy, HttpRequest
 from tests.remote.kills import exit_code_of_killed
 from tests.sweeps import EXHAUSTIVE, sample
@@ -163,7 +162,7 @@ def test_a_damaged_name_of_the_store_is_found_by_verify(url: str, bucket: str, s
     assert store.verify() == {1: ""}
     s3_client().put_object(Bucket=bucket, Key="runs/first/store.json", Body=b"{}")
     assert "damaged" in store.verify()["store.json"]
-    result = CliRunner().invoke(app, ["store", "verify", url])
+    result = run_command("store", "verify", url)
     assert (result.exit_code, "store.json: " in result.output) == (1, True), result.output
     s3_client().delete_object(Bucket=bucket, Key="runs/first/store.json")
     assert store.verify() == {1: ""}
@@ -510,7 +509,7 @@ def test_a_cache_keeps_what_is_read(url: str, proxy: FaultProxy, tmp_path: Path)
     proxy.reset()
     restore(cache)
     ms.Store(url, cache=cache).verify()
-    done = CliRunner().invoke(app, ["verify", url, "--cache", str(cache.directory)])
+    done = run_command("verify", url, "--cache", str(cache.directory))
     assert done.exit_code == 0, done.output
     assert proxy.downloaded_bytes < nbytes / 2
     proxy.reset()
