@@ -71,7 +71,7 @@ _TAKES_RANKS = {
 class _Order(msgspec.Struct):
     """The order of the calls of this process over the same ranks and channel. A call within a call is part of it."""
 
-    lock: Any = msgspec.field(default_factory=RLock)
+    lock: AbstractContextManager[bool] = msgspec.field(default_factory=RLock)
     """Held by the thread of the call: collectives of two calls that overlap would be taken for one call."""
     calls: int = 0
     """The calls that have begun, which are as many on all ranks."""
@@ -121,7 +121,7 @@ class Agreement:
         is_initialized = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if is_initialized else 0
         """The global rank of this process; 0 where there is no process group."""
-        self._world: Callable[[], Any] = ref(dist.group.WORLD) if is_initialized else lambda: None
+        self._world: Callable[[], object] = ref(dist.group.WORLD) if is_initialized else lambda: None
         self._order = _orders.setdefault((self.ranks, channel), _Order())
         self.seconds: dict[str, float] = {}
         """The time of each phase on this rank, without the time that it waited for others."""
@@ -251,7 +251,7 @@ class Agreement:
                 with self.phase(name):
                     raise
 
-    def decided(self, name: str, choose: Callable[[], Any], *, effect: str = NOTHING_CHANGED) -> Any:
+    def decided(self, name: str, choose: Callable[[], _R], *, effect: str = NOTHING_CHANGED) -> _R:
         """Returns what the first rank chooses, on all ranks.
 
         Args:
@@ -264,7 +264,8 @@ class Agreement:
         if not self.is_collective:
             return choose()
         with self.phase(name, effect=effect):
-            return self.on_first(choose)
+            result: _R = self.on_first(choose)
+        return result
 
     def texts(self, name: str, text: str) -> list[str]:
         """Returns the text of each rank, in the order of the ranks. Where all are empty, one all-reduce shows it.
@@ -369,7 +370,7 @@ class Agreement:
         position = ranks.index(source)
         self._use_connections(ranks, lambda made: made.broadcast(tensor, position, self.timeout_seconds))
 
-    def on_first(self, function: Callable[[], Any]) -> Any:
+    def on_first(self, function: Callable[[], object]) -> Any:
         """Calls a function on the first rank, in a phase. Returns its result, a JSON value, on all ranks.
 
         Where it raises, the other ranks return None; they raise at the end of the phase.
@@ -598,7 +599,7 @@ def agreement_of(
         OptionError: `timeout_seconds` is not a positive number.
     """
     # A program without DTensors has not imported their module, and its models are not searched.
-    sharded: list[Any] = []
+    sharded: list[torch.Tensor] = []
     if "torch.distributed.tensor" in sys.modules:
         tensors = tensors_of(modules_of(model)) if isinstance(model, nn.Module) else model
         sharded = [tensor for tensor in tensors if is_sharded(tensor)]

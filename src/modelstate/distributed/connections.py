@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary, ref
 
@@ -64,7 +63,7 @@ class Connections:
         # Another key than that of a call of these ranks alone, whose connections are other ones.
         self._key = _key_of(ranks, channel, () if of_all is None else of_all._ranks)
         self._of_some: dict[tuple[int, ...], Connections] = {}
-        self._group: Any = None
+        self._group: dist.ProcessGroup | None = None
         self._decisions = 0
         self._generation = self._enter()
 
@@ -98,7 +97,7 @@ class Connections:
                 return generation
             self._compare_set("generation", str(generation), str(generation + 1))
 
-    def _meet(self, store: Any, timeout_seconds: float) -> None:
+    def _meet(self, store: dist.Store, timeout_seconds: float) -> None:
         """Waits until all ranks are here.
 
         The last rank sets the key that the others wait for, so that no rank waits for a key of each other rank.
@@ -235,7 +234,7 @@ def without_frames(error: Exception) -> Exception:
 
 
 _Made = dict[tuple[tuple[int, ...], str], Connections]
-_made: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()
+_made: WeakKeyDictionary[object, _Made] = WeakKeyDictionary()
 """The connections of each default process group, by their ranks and channel. They hold the group's store, so they end
 with the group: torch cannot make the next group over a store with the keys of a group that has ended."""
 # A thread of gloo may still hold a tensor of the last vote. Where it releases it while the interpreter ends, the
@@ -243,12 +242,12 @@ with the group: torch cannot make the next group over a store with the keys of a
 atexit.register(_made.clear)
 
 
-def made_connections(world: Any) -> _Made:
+def made_connections(world: object) -> _Made:
     """Returns the connections of a default process group that have been made; none where there is no such group."""
     return {} if world is None else _made.setdefault(world, {})
 
 
-def connections_of(world: Any, ranks: tuple[int, ...], timeout_seconds: float, channel: str) -> Connections:
+def connections_of(world: object, ranks: tuple[int, ...], timeout_seconds: float, channel: str) -> Connections:
     """Returns the connections between ranks of the default process group, which are made at the first call.
 
     Raises what the constructor and `connect` raise, and `RuntimeError` where the process group has been destroyed.
@@ -264,7 +263,7 @@ def connections_of(world: Any, ranks: tuple[int, ...], timeout_seconds: float, c
     return connections
 
 
-def drop_abandoned(world: Any, ranks: tuple[int, ...], channel: str, call: int) -> None:
+def drop_abandoned(world: object, ranks: tuple[int, ...], channel: str, call: int) -> None:
     """Forgets the connections that another rank has abandoned when this one did not take part, before a call.
 
     They are kept where it has abandoned them in the call of this number: the first vote raises its error.

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from enum import Enum
 from functools import lru_cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -108,8 +109,8 @@ _S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 @lru_cache(maxsize=256)
 def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], ...], repeats: bool = True) -> Any:
     store, errors = _obstore(scheme)
-    options: Any = {"retry_config": _retry(requests.RETRIES if repeats else 0), "client_options": dict(_CLIENT)}
-    client = options["client_options"]
+    client: dict[str, object] = dict(_CLIENT)
+    options = {"retry_config": _retry(requests.RETRIES if repeats else 0), "client_options": client}
     try:
         match scheme:
             case "s3":
@@ -150,10 +151,10 @@ def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], 
 
 
 @lru_cache(maxsize=256)
-def hub_store(path: str, period: int) -> Any:
+def hub_store(path: str, period: int) -> "ObjectStore":
     """A client for the place where the hub keeps a file. Asks the hub once in each period, or after `cache_clear`."""
-    address, headers = address_of(path)
-    return _web_store(address, headers)
+    client: ObjectStore = _web_store(*address_of(path))
+    return client
 
 
 def _web_store(url: str, headers: Mapping[str, str] | None = None) -> Any:
@@ -164,16 +165,16 @@ def _web_store(url: str, headers: Mapping[str, str] | None = None) -> Any:
     if user:  # the client sends no user that is in the URL; it drops this header where a redirect leaves the host
         headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
         url = parts._replace(netloc=host).geturl()
-    client: Any = {**_CLIENT, "allow_http": url.startswith("http://"), "default_headers": headers}
+    client: dict[str, object] = {**_CLIENT, "allow_http": url.startswith("http://"), "default_headers": headers}
     return store.HTTPStore(url, client_options=client, retry_config=_retry(requests.RETRIES))
 
 
-def _retry(times: int) -> Any:
+def _retry(times: int) -> dict[str, object]:
     backoff = {"init_backoff": requests.FIRST_WAIT, "max_backoff": requests.LONGEST_WAIT, "base": 2}
     return {"max_retries": times, "backoff": backoff, "retry_timeout": _RETRY_FOR}
 
 
-def _obstore(scheme: str) -> tuple[Any, Any]:
+def _obstore(scheme: str) -> tuple[ModuleType, ModuleType]:
     """The modules `store` and `exceptions` of obstore."""
     try:
         from obstore import exceptions, store
@@ -202,7 +203,7 @@ def _check_endpoints() -> None:
             )
 
 
-def _s3_credentials() -> Any:
+def _s3_credentials() -> object:
     """The source of credentials for S3; None where the client finds them itself."""
     if {"AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE"} & os.environ.keys():
         return None
@@ -227,7 +228,7 @@ def _s3_credentials() -> Any:
         ) from error
 
 
-def _azure_config() -> Any:
+def _azure_config() -> dict[str, str]:
     """The settings that the command `az storage` takes from the environment."""
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
     given = dict(part.split("=", 1) for part in text.split(";") if "=" in part)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from modelstate.errors import (
     OPEN_AGAIN,
@@ -190,7 +190,7 @@ class RemoteFile:
                 index += 1
         return min(end, stop) - offset
 
-    def _received(self, start: int, end: int) -> Iterator[Any]:
+    def _received(self, start: int, end: int) -> Iterator[memoryview]:
         """Requests a range, and yields its bytes as they arrive, to the end of the range or of the object."""
         tries = 0
         while start < end:
@@ -228,7 +228,7 @@ class RemoteFile:
                 wait_to_retry(tries)
                 tries += 1
 
-    def _chunks(self, store: ObjectStore, start: int, end: int) -> Iterator[Any]:
+    def _chunks(self, store: ObjectStore, start: int, end: int) -> Iterator[bytes]:
         """The bytes of a range. Compares the version first."""
         import obstore
 
@@ -357,7 +357,7 @@ def _open_error(failure: Failure, where: str) -> OpenError | ReadFailedError:
     return kind(failure.cause.value, where=where, found=failure.found, remedy=failure.remedy, page=page)
 
 
-def _scatter(buffers: Sequence[memoryview], done: int, chunk: Any) -> None:
+def _scatter(buffers: Sequence[memoryview], done: int, chunk: memoryview) -> None:
     """Copies a chunk to the buffers, behind the bytes that are there."""
     view = memoryview(chunk)
     for buffer in buffers:

@@ -11,7 +11,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from types import ModuleType
+from typing import NamedTuple, TypeVar
 
 from modelstate.errors import (
     PackageError,
@@ -152,7 +153,7 @@ def _status_of(error: BaseException) -> int:
     return int(getattr(getattr(error, "response", None), "status_code", 0))
 
 
-def _client() -> Any:
+def _client() -> ModuleType:
     """The module of the client of huggingface_hub."""
     try:
         import httpx2 as httpx  # from 2.0 on

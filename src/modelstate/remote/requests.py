@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from modelstate.forks import at_fork, fork_safe_lock
 from modelstate.process import ThreadValue, is_stopped, try_start, unstoppable, wait_for
@@ -95,7 +95,7 @@ def call(
         del future  # it refers to an error, whose traceback refers to this frame
 
 
-def chunks(stream: BytesStream) -> Iterator[Any]:
+def chunks(stream: BytesStream) -> Iterator[bytes]:
     """Yields the parts of a body as they arrive."""
     with suppress(StopAsyncIteration):
         while True:
@@ -155,7 +155,7 @@ def _noting(hand_over: Callable[..., _Result]) -> Callable[..., _Result]:
     client aborts the process.
     """
 
-    def noted(*args: Any, **options: Any) -> _Result:
+    def noted(*args: object, **options: object) -> _Result:
         thread = threading.get_ident()
         _handing_over.add(thread)
         try:

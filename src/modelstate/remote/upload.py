@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -167,7 +167,7 @@ def put(location: Location, data: bytes, *, overwrite: bool) -> None:
     nonce = secrets.token_hex(8)
 
     def send() -> None:
-        mode: Any = "overwrite" if overwrite else "create"
+        mode: Literal["overwrite", "create"] = "overwrite" if overwrite else "create"
         call(obstore.put_async, store, key, data, mode=mode, use_multipart=False, attributes={_NONCE: nonce})
 
     _sent(location, send, lambda: _has_nonce(location, nonce))

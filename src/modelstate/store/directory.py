@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from modelstate.errors import (
     ChecksumError,
@@ -716,7 +716,7 @@ def not_shared(directory: str, expected: str, found: object) -> DistributedError
     )
 
 
-def _decided(agreement: "Agreement | None", name: str, choose: Callable[[], Any]) -> Any:
+def _decided(agreement: "Agreement | None", name: str, choose: Callable[[], _Result]) -> _Result:
     """Returns what the first rank chooses, or this process where it is alone."""
     return choose() if agreement is None else agreement.decided(name, choose)
 
