@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import modelstate as ms
 from modelstate import errors
 from modelstate.loading import ModuleTransform, Quantize
+from modelstate.torch_compat.sharding import local_tensor
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
 
@@ -69,7 +70,7 @@ def quantizes(path: str, config: str, pattern: str, meta: bool) -> list[str]:
         ms.load(model, path, transform=transform)
     wrong = [] if ids == [id(tensor) for tensor in sharded.parameters()] else ["identity"]
     for name, tensor in sharded.named_parameters():
-        local, expected = models.local(tensor), whole.get_parameter(name)
+        local, expected = local_tensor(tensor), whole.get_parameter(name)
         if type(local) is not type(expected.data) or tensor.requires_grad != expected.requires_grad:
             wrong.append(f"{name}: {type(local)}")
         dim = int(name == "1.weight")
@@ -79,7 +80,7 @@ def quantizes(path: str, config: str, pattern: str, meta: bool) -> list[str]:
                 wrong.append(f"{name}.{part}")
     x, (first, whole_first) = torch.ones(3, 64), (model.get_parameter("0.weight") for model in (sharded, whole))
     with torch.no_grad():  # as in a module that computes with its local tensors
-        found, expected = nn.functional.linear(x, models.local(first)), nn.functional.linear(x, whole_first)
+        found, expected = nn.functional.linear(x, local_tensor(first)), nn.functional.linear(x, whole_first)
     return wrong if torch.allclose(found, expected[:, 5 * rank : 5 * rank + 5], atol=1e-5) else [*wrong, "product"]
 
 
@@ -121,11 +122,11 @@ def refused(path: str) -> dict[str, str]:
     found = {}
     for name, (kind, transform) in cases.items():
         model = net(kind)
-        before = [models.local(tensor).clone() for tensor in model.parameters()]
+        before = [local_tensor(tensor).clone() for tensor in model.parameters()]
         with pytest.raises(errors.PlanError) as error:
             ms.load(model, path, transform=transform)  # type: ignore[arg-type]
         found[name] = str(error.value)
-        assert all(map(torch.equal, before, map(models.local, model.parameters())))
+        assert all(map(torch.equal, before, map(local_tensor, model.parameters())))
     return found
 
 
