@@ -538,7 +538,7 @@ class Agreement:
         if isinstance(cause, AbandonedError):
             reason = cause.reason
         else:
-            reason = "" if connections is None else connections.reason()
+            reason = "" if connections is None else connections.reason()[1]
         error: ModelStateError
         takes_ranks = _TAKES_RANKS.get(self.call, self.call)
         if self._is_destroyed:

@@ -112,7 +112,7 @@ class Connections:
             if is_abandoned or waited_seconds > timeout_seconds:
                 missing = ranks_text([rank for rank in self._ranks if not store.check([f"here/{rank}"])])
                 if is_abandoned:
-                    raise AbandonedError(f"another rank has stopped waiting for the ranks {missing}", self.reason())
+                    raise AbandonedError(f"another rank has stopped waiting for the ranks {missing}", self.reason()[1])
                 raise TimeoutError(f"nothing from the ranks {missing}")
             check_stopped()
             time.sleep(min(max(waited_seconds / 5, 0.001), 0.5))
@@ -184,18 +184,13 @@ class Connections:
         self._of_some.clear()
         self._group = None
 
-    def reason(self) -> str:
-        """Returns why another rank has abandoned the connections of all ranks; empty if it does not say."""
-        return self._reason()[1]
+    def reason(self) -> tuple[str, str]:
+        """Returns the number of the call in which a rank has abandoned the connections of all ranks, and why.
 
-    def ends_call(self, call: int) -> bool:
-        """Whether another rank has abandoned the connections in the call of this number, and has said why."""
-        return self._reason()[0] == str(call)
-
-    def _reason(self) -> tuple[str, str]:
-        """Returns the number of the call in which a rank has abandoned the connections, and why."""
+        Both are empty if it does not say.
+        """
         if self._of_all is not None:
-            return self._of_all._reason()
+            return self._of_all.reason()
         key = f"{self._key}/{self._generation}/reason"
         with suppress(Exception):
             if self._store.check([key]):
@@ -271,7 +266,7 @@ def drop_abandoned(world: object, ranks: tuple[int, ...], channel: str, call: in
     made = made_connections(world)
     connections = made.get((ranks, channel))
     with suppress(Exception):  # the rank that has the store may be gone: the first vote raises it
-        if connections is not None and connections.is_abandoned() and not connections.ends_call(call):
+        if connections is not None and connections.is_abandoned() and connections.reason()[0] != str(call):
             del made[ranks, channel]
 
 

@@ -196,11 +196,6 @@ class StepEntry:
         return "newer version" if isinstance(self.error, NewerManifestError) else "damaged"
 
 
-def backend_of(directory: str) -> StoreBackend:
-    """Returns the backend of a store, by its path or URL."""
-    return Bucket(directory) if is_remote(directory) else LocalBackend(directory)
-
-
 def ages(serials: Mapping[int, int | None]) -> dict[int, tuple[int, int]]:
     """Returns a sort key for each step by the time of saving: the higher, the later.
 
@@ -222,9 +217,9 @@ class StepIndex:
     them are damaged, and which are not.
     """
 
-    def __init__(self, directory: str, backend: StoreBackend | None = None, cache: Cache | None = None) -> None:
+    def __init__(self, directory: str, cache: Cache | None = None) -> None:
         self.directory, self.cache = directory, cache
-        self.backend = backend_of(directory) if backend is None else backend
+        self.backend: StoreBackend = Bucket(directory) if is_remote(directory) else LocalBackend(directory)
         self._damage: dict[_Key, ModelStateError] = {}
         """Damage that only reading a checkpoint shows."""
         self._whole: set[_Key] = set()

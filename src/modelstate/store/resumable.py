@@ -180,7 +180,10 @@ class Resumable:
             self.done += 1
             for name, value in self.metrics.items():
                 metric_value(name, value)
-            self._note_step()
+            now = time.perf_counter()
+            if self._deadline is not None:
+                self._deadline.stepped(now - self._checked_at)
+            self._checked_at = now
             if self.done % self._save_every == 0 and self.done < self._steps:
                 self._save(background=self._background)
                 self._checked_at = time.perf_counter()
@@ -203,13 +206,6 @@ class Resumable:
                 where=self.store.directory,
                 remedy="give each loop a Store of its own, in a new directory: this one may have the steps of both",
             )
-
-    def _note_step(self) -> None:
-        """Gives the deadline the time since it was last checked."""
-        now = time.perf_counter()
-        if self._deadline is not None:
-            self._deadline.stepped(now - self._checked_at)
-        self._checked_at = now
 
     def _stop(self) -> bool:
         """Whether the deadline of this rank, or of another one, is reached."""

@@ -217,7 +217,10 @@ def _chosen(infos: list[CheckpointInfo], keep: Keep) -> list[CheckpointInfo]:
         seconds = keep.every_hours * _HOUR_SECONDS
         chosen += _firsts(sorted(infos, key=lambda info: (info.time, info.step)), lambda info: info.time // seconds)
     if keep.best is not None and keep.metric is not None:
-        chosen += _best(infos, keep.best, keep.metric, keep.mode)
+        values = [(info.metrics.get(keep.metric, math.nan), info) for info in infos]
+        sign = 1 if keep.mode == "min" else -1
+        ranked = [(sign * value, info.step, info) for value, info in values if value == value]
+        chosen += [info for _, _, info in sorted(ranked, key=lambda entry: entry[:2])[: keep.best]]
     return chosen
 
 
@@ -229,10 +232,3 @@ def _firsts(infos: list[CheckpointInfo], bucket: Callable[[CheckpointInfo], T]) 
     for info in infos:
         first.setdefault(bucket(info), info)
     return list(first.values())
-
-
-def _best(infos: list[CheckpointInfo], count: int, metric: str, mode: str) -> list[CheckpointInfo]:
-    values = [(info.metrics.get(metric, math.nan), info) for info in infos]
-    ranked = [(value if mode == "min" else -value, info.step, info) for value, info in values if value == value]
-    ranked.sort(key=lambda entry: entry[:2])
-    return [info for _, _, info in ranked[:count]]

@@ -452,7 +452,13 @@ class NewStep:
                 with agreement.phase(f"writing step {record.step}"):
                     if agreement.is_first:
                         self._write(check)
-                    values = self._replicas() if agreement.is_collective else {}
+                    values: dict[str, object] = {}
+                    if agreement.is_collective:
+                        every = self._objects.items()
+                        alike = {path: of for path, of in every if of.has_one_state and not of.is_spread}
+                        # The first rank has written them.
+                        digests = {path: self._written[path][1].digests for path in alike} if self._written else None
+                        values = replicated_values(alike, digests)
                 agreement.check_equal(f"comparing the ranks in step {record.step}", values)
                 if write_spread is not None:
                     files += write_spread()
@@ -489,13 +495,6 @@ class NewStep:
                     check()
                     linkable = _linkable(self._before.get(path), self._files_before, self._index)
                     self._written[path] = _write_object(new, path, encoded, linkable, self._shard_bytes)
-
-    def _replicas(self) -> dict[str, object]:
-        """Returns what stands for the values that all ranks must have alike. The first rank has written them."""
-        every = self._objects.items()
-        objects = {path: encoded for path, encoded in every if encoded.has_one_state and not encoded.is_spread}
-        digests = {path: self._written[path][1].digests for path in objects} if self._written else None
-        return replicated_values(objects, digests)
 
     @property
     def files(self) -> NewFiles:
