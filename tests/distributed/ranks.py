@@ -58,6 +58,15 @@ class Outcome:
     died: bool = False
 
 
+def error_of(call: Callable[[], object]) -> tuple[str, str]:
+    """Returns the class and the text of the error of ours that a call raises; empty where it raises none."""
+    try:
+        call()
+    except ModelStateError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
 class Ranks:
     """The ranks. `close` ends their processes.
 

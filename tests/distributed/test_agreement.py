@@ -24,7 +24,6 @@ from modelstate.distributed import connections as connections_module
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.distributed.reports import Digest
 from modelstate.problems import Problem, ProblemKind, plan_error
-from modelstate.torch_compat import sharding
 from tests.distributed import models
 from tests.distributed.ranks import Outcome, Ranks
 
@@ -122,51 +121,6 @@ def test_an_interrupt_of_one_rank_ends_the_others(ranks: Ranks) -> None:
     outcomes = ranks.run(raising, [1], "interrupt")
     kinds = [outcome.failure.classes[0] for outcome in outcomes if outcome.failure]
     assert kinds == ["DistributedError", "KeyboardInterrupt", "DistributedError", "DistributedError"]
-
-
-def interrupted_votes(decides: bool) -> list[str]:
-    """The ends of calls and of the next ones. Only the last call may leave descriptors: those of a group."""
-    ends, descriptors = [], []
-    for _ in range(4):
-        ends.append(interrupted_vote(decides))
-        descriptors.append(len(os.listdir("/proc/self/fd")))
-    assert descriptors[-1] <= descriptors[0] + 4, descriptors
-    return ends
-
-
-def interrupted_vote(decides: bool) -> str:
-    """Rank 1 is interrupted while it waits for the others at the end of a phase."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    ranks, ends = agreement(), list[str]()
-    try:
-        with mock.patch.object(sharding, "CHECK_SECONDS", 0.1), ranks.collective():
-            with ranks.phase("reading", decides=decides):
-                if dist.get_rank() == 1:
-                    signal.setitimer(signal.ITIMER_REAL, 0.05)
-                else:
-                    time.sleep(0.2)
-            ends.append("reading has ended")
-            with ranks.phase("the commit"):
-                pass
-    except (KeyboardInterrupt, errors.DistributedError) as error:
-        dist.barrier()
-        ends += [type(error).__name__, phases()]
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    return ", ".join(ends)
-
-
-@pytest.mark.parametrize("decides", [False, True])
-def test_an_interrupt_of_a_rank_that_waits_ends_the_others(ranks: Ranks, decides: bool) -> None:
-    # The vote tells the others that this rank has ended the phase, but what it decides they ask the store.
-    others = ["DistributedError, committed" if decides else "reading has ended, DistributedError, committed"] * 4
-    interrupted = ["KeyboardInterrupt, committed"] * 4
-    assert ranks.values(interrupted_votes, decides) == [others, interrupted, others, others]
 
 
 def other_calls(kind: str, other: str) -> str:

@@ -21,12 +21,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import modelstate as ms
 from modelstate.distributed import uploading
-from modelstate.errors import ModelStateError
 from modelstate.formats.manifest import KEY
 from modelstate.remote import requests, upload
 from modelstate.store import bucket as buckets
 from tests.distributed import models
-from tests.distributed.ranks import WORLD_SIZE, Ranks
+from tests.distributed.ranks import WORLD_SIZE, Ranks, error_of
 from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote import servers
 from tests.sweeps import EXHAUSTIVE
@@ -103,14 +102,6 @@ def connect(urls: list[str], part_bytes: int = 1024) -> None:
     requests.RETRIES, requests.FIRST_WAIT = 1, timedelta(milliseconds=10)
     upload.FIRST_WAIT_SECONDS, buckets.LEASE_SECONDS = 0.01, 4.0
     uploading.PART_BYTES = part_bytes
-
-
-def error_of(call: Callable[[], object]) -> tuple[str, str]:
-    try:
-        call()
-    except ModelStateError as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 # Equality with a save on one machine.

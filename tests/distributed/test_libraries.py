@@ -13,8 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import modelstate as ms
 from tests.distributed import models
-from tests.distributed.ranks import Ranks
-from tests.distributed.test_store import error_of
+from tests.distributed.ranks import Ranks, error_of
 
 pytestmark = pytest.mark.slow
 

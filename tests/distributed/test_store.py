@@ -16,10 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import modelstate as ms
-from modelstate.errors import ModelStateError
 from modelstate.store import PendingSave
 from tests.distributed import models
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, error_of
 from tests.faults import failing
 
 pytestmark = pytest.mark.slow
@@ -41,14 +40,6 @@ def plain_objects() -> dict[str, Any]:
 
 def drawn(objects: dict[str, Any]) -> tuple[float, float]:
     return float(torch.rand(())), float(torch.rand((), generator=objects["shuffle"]))
-
-
-def error_of(call: Any) -> tuple[str, str]:
-    try:
-        call()
-    except ModelStateError as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 # Random generators.

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from tests.commands import run_command
 from tests.programs import run_program
 from tests.proxy import Fault, FaultProxy, HttpRequest, fault_proxy
 from tests.remote.servers import FileServer, file_server, http_server
@@ -144,21 +143,6 @@ def test_part_of_a_checkpoint_takes_the_bytes_of_the_part(served: Served) -> Non
     layer = nn.Linear(96, 96)
     report = ms.load(layer, remote.select("3"))
     assert report.bytes <= served.proxy.downloaded_bytes <= 1.02 * report.bytes
-
-
-def test_commands_take_urls(served: Served) -> None:
-    model = make_model()
-    name = write_safetensors(model, served.directory)
-    served.publish()
-    url = f"{served.url}/{name}"
-    assert ms.diff(url, served.directory / name).is_equal
-    assert ms.verify(url)
-    assert ms.inspect(url).stats().tensors == ms.inspect(served.directory / name).stats().tensors
-    for arguments in (["diff", url, str(served.directory / name)], ["inspect", "--stats", url]):
-        assert run_command(*arguments).exit_code == 0
-    bf16 = make_model().bfloat16()
-    ms.load(bf16, url, dtype="bfloat16", max_memory_bytes=1 << 20)
-    assert torch.equal(bf16[0].weight, model[0].weight.bfloat16())
 
 
 def test_an_object_that_changes_is_an_error(served: Served) -> None:
