@@ -14,9 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import stat
-from collections.abc import Mapping
-from enum import Enum
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from modelstate.errors import (
@@ -93,20 +91,19 @@ def find_in(directory: str) -> str:
         AmbiguousCheckpointError: The choice is not clear.
         PermissionError: The directory may not be read.
     """
-    entries = _entries(directory)
-    files = [name for name, kind in entries.items() if kind is _Kind.FILE]
+    files, below, others = _entries(directory)
     looked_at = [name for name in files if re.search(NAMED, name)] if is_remote(directory) else files
     candidates = [candidate for name in looked_at if (candidate := _candidate(directory, name))]
     if not any(candidate.stem == MODEL for candidate in candidates):
         if DCP_METADATA in files and _is_dcp(directory, files):
             return os.path.join(directory, DCP_METADATA)
-        _refuse_other_tools(directory, [*entries])
+        _refuse_other_tools(directory, [*files, *below])
     if not candidates:
         by_name = [name for name in files if re.search(_SUFFIX, name)]
         by_name = by_name or [name for name in files if re.search(FOREIGN, name)][:1]
         if len(by_name) == 1:
             return os.path.join(directory, by_name[0])  # reading it reports what is wrong with it
-        raise _nothing(directory, entries)
+        raise _nothing(directory, below, [*files, *others])
     indexed = frozenset[str]().union(*(candidate.shards for candidate in candidates))
     candidates = [candidate for candidate in candidates if candidate.shards or candidate.name not in indexed]
     if candidates and all(re.search(_SHARD, candidate.name) for candidate in candidates):
@@ -127,29 +124,20 @@ def find_in(directory: str) -> str:
     return os.path.join(directory, chosen[0].name)
 
 
-class _Kind(Enum):
-    FILE = "file"
-    DIRECTORY = "directory"
-    OTHER = "other"
-
-
-def _entries(directory: str) -> dict[str, _Kind]:
-    """What is in a directory, or below the prefix of a bucket, by name and sorted."""
+def _entries(directory: str) -> tuple[list[str], list[str], list[str]]:
+    """The names of the files, the directories and the special files in a directory, or below the prefix of a bucket."""
     if is_remote(directory):
         from modelstate.remote.file import listing
 
         files, below = listing(directory)
-        return dict(sorted({**dict.fromkeys(below, _Kind.DIRECTORY), **dict.fromkeys(files, _Kind.FILE)}.items()))
-    return {entry.name: _kind_of(entry) for entry in sorted(os.scandir(directory), key=lambda entry: entry.name)}
-
-
-def _kind_of(entry: os.DirEntry[str]) -> _Kind:
-    try:
-        mode = entry.stat().st_mode
-    except OSError:
+        return sorted(files), sorted({*below} - {*files}), []
+    entries: tuple[list[str], list[str], list[str]] = [], [], []
+    for name in sorted(os.listdir(directory)):
+        path = os.path.join(directory, name)
         # An interrupted download leaves a link whose target is missing.
-        return _Kind.FILE if entry.is_symlink() else _Kind.OTHER
-    return _Kind.FILE if stat.S_ISREG(mode) else _Kind.DIRECTORY if stat.S_ISDIR(mode) else _Kind.OTHER
+        is_file = os.path.isfile(path) or (os.path.islink(path) and not os.path.exists(path))
+        entries[0 if is_file else 1 if os.path.isdir(path) else 2].append(name)
+    return entries
 
 
 def _candidate(directory: str, name: str) -> _Candidate | None:
@@ -208,10 +196,9 @@ def _refuse_other_tools(directory: str, names: list[str]) -> None:
             )
 
 
-def _nothing(directory: str, entries: Mapping[str, _Kind]) -> SourceNotFoundError:
+def _nothing(directory: str, below: Sequence[str], others: Sequence[str]) -> SourceNotFoundError:
     options = ""
-    below = [name for name, kind in entries.items() if kind is _Kind.DIRECTORY]
-    there = [name + ("/" if name in below else "") for name in entries]
+    there = sorted([*(f"{name}/" for name in below), *others])
     if "store.json" in there:
         remedy = (
             "it is a store: give one object of it, such as modelstate.Store(path).open('model'). Store.restore and "
