@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelstate.io.blocks import Block, Buffers, Wait, Wanted, in_blocks, stream
+from modelstate.io.blocks import Block, Wait, Wanted, in_blocks, stream
 from modelstate.io.engine import ReadStrategy
 from modelstate.io.files import current_fingerprints
 from modelstate.process import parallel_for
@@ -117,20 +117,6 @@ def test_nothing_that_was_started_goes_on_after_an_error(threads: int, path: str
             on_block=on_block,
         )
     assert sorted(ended) == started
-
-
-def test_a_buffer_is_lent_to_one_thread_at_a_time() -> None:
-    buffers = Buffers()
-    buffers.need(in_blocks([Wanted(ByteRange("x", 0, 100), 1)], 100), 1)
-    buffers.need(in_blocks([Wanted(ByteRange("x", 0, 5_000), 1)], 1_000), 2)
-    buffers.reserve()
-    with buffers.lend() as one, buffers.lend() as two:
-        lent = {one.data_ptr(), two.data_ptr()}
-        assert len(lent) == 2
-        assert len(one) >= 1_000 <= len(two)
-    buffers.reserve()
-    with buffers.lend() as one, buffers.lend() as two:
-        assert lent == {one.data_ptr(), two.data_ptr()}
 
 
 def threads_of_a_new_thread() -> int:

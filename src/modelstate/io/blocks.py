@@ -63,45 +63,12 @@ Consume = Callable[[Block, "torch.Tensor"], Wait | None]
 """Consumes a block from a byte buffer. The function that it returns is called before the buffer is used again."""
 
 
-class Buffers:
-    """The buffers of one read, or of several reads that follow each other.
+def block_buffers(blocks: Sequence[Block], threads: int) -> list[torch.Tensor]:
+    """Allocates the byte buffers of a read: one for each thread."""
+    import torch
 
-    `need` takes note of what each read takes, and `reserve` then makes buffers that are enough for every one of them.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-        self._needed = 0, 0
-
-    def need(self, blocks: Sequence[Block], threads: int) -> None:
-        """Takes note of what `reserve` has to make: for these blocks, a buffer for each thread."""
-        count, nbytes = self._needed
-        self._needed = max(count, min(threads, len(blocks))), max(nbytes, _largest(blocks))
-
-    def reserve(self) -> None:
-        """Makes the buffers that are still missing for the reads that are noted. No read is under way."""
-        count, nbytes = self._needed
-        if count > len(self._free):
-            self._free += self._make(count - len(self._free), nbytes)
-
-    @contextmanager
-    def lend(self) -> Iterator[torch.Tensor]:
-        """Lends a buffer to one thread."""
-        buffer = self._free.pop()  # one call: threads do this at the same time
-        try:
-            yield buffer
-        finally:
-            self._free.append(buffer)
-
-    def release(self) -> None:
-        """Frees the buffers, when all reads have ended."""
-        self._free.clear()
-
-    def _make(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        """Makes buffers."""
-        import torch
-
-        return fresh_tensors([(torch.Size([nbytes]), None, torch.uint8)] * count)
+    layout = torch.Size([max((block.nbytes for block in blocks), default=0)]), None, torch.uint8
+    return fresh_tensors([layout] * min(threads, len(blocks)))
 
 
 def stream(
@@ -112,7 +79,7 @@ def stream(
     files: OpenFiles | Mapping[str, FileFingerprint],
     on_block: Callable[[Block, float], None],
     blocks: Sequence[Block] | None = None,
-    buffers: Buffers | None = None,
+    buffers: list[torch.Tensor] | None = None,
 ) -> None:
     """Reads the requested ranges in blocks; the thread that has read a block consumes it while another one reads.
 
@@ -125,7 +92,7 @@ def stream(
         files: As for `read_ranges`.
         on_block: Called with each consumed block and the seconds that it took, by one thread at a time.
         blocks: The blocks, for a caller that needs parts of several ranges in one block; by default `in_blocks`.
-        buffers: The buffers, for a caller that has made them before or makes them in another way.
+        buffers: A buffer for each thread, for a caller that has allocated them before; by default `block_buffers`.
 
     Raises:
         ReadFailedError: An I/O error, a short read, or a file that has changed. What `consume` raises passes through.
@@ -136,14 +103,13 @@ def stream(
         paths = {entry.source.path for entry in wanted}
         fingerprints = files.fingerprints if isinstance(files, OpenFiles) else files
         blocks = in_blocks(wanted, strategy.block_bytes, common_align_bytes(paths, fingerprints))
-    buffers, threads = Buffers() if buffers is None else buffers, min(strategy.threads, len(blocks))
-    buffers.need(blocks, threads)
-    buffers.reserve()
+    free = block_buffers(blocks, strategy.threads) if buffers is None else buffers
 
     @contextmanager
     def worker() -> Iterator[Callable[[Block], None]]:
         wait: Wait | None = None
-        with torch.inference_mode(False), torch.no_grad(), buffers.lend() as buffer:
+        buffer = free.pop()  # one call: threads do this at the same time
+        with torch.inference_mode(False), torch.no_grad():
 
             def process(block: Block) -> None:
                 nonlocal wait
@@ -164,9 +130,10 @@ def stream(
             finally:
                 if wait is not None:
                     wait()
+                free.append(buffer)
 
     with open_files((entry.source.path for entry in wanted), files) as opened:
-        for_each(blocks, worker, threads, on_block, with_torch=True)
+        for_each(blocks, worker, min(strategy.threads, len(blocks)), on_block, with_torch=True)
 
 
 def in_blocks(wanted: Sequence[Wanted], block_bytes: int, align_bytes: int = 1) -> list[Block]:
@@ -208,7 +175,3 @@ def in_blocks(wanted: Sequence[Wanted], block_bytes: int, align_bytes: int = 1) 
                 close()
     close()
     return blocks
-
-
-def _largest(blocks: Sequence[Block]) -> int:
-    return max((block.nbytes for block in blocks), default=0)

@@ -34,7 +34,7 @@ class MemoryTracker:
         self.peak_bytes = self._now = 0
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> None:
         """Adds to the running total; a negative value releases memory."""
         if nbytes:
             with self._lock:
@@ -42,13 +42,13 @@ class MemoryTracker:
                 self.peak_bytes = max(self.peak_bytes, self._now)
 
     @contextmanager
-    def during(self, nbytes: int) -> Iterator[None]:
+    def reserved(self, nbytes: int) -> Iterator[None]:
         """Counts memory as long as the context lasts."""
-        self.take(nbytes)
+        self.reserve(nbytes)
         try:
             yield
         finally:
-            self.take(-nbytes)
+            self.reserve(-nbytes)
 
 
 # Allocation.

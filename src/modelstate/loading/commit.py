@@ -28,26 +28,15 @@ def overwrite(staging: Staging, transfers: Iterable[Transfers], advance: Progres
     try:
         for read in reads_into_slots(staging, transfers, advance):
             read()
-    except ReadFailedError as error:
-        raise ReadFailedError(
-            "reading failed while the model was read in place: its values are partly overwritten",
-            where=error.where,
-            found=error,
-            remedy="load again, or load without in_place=True, which keeps the old values until all is read",
-        ) from error
-    except MemoryBudgetError as error:
-        raise MemoryBudgetError(
-            "memory was lacking while the model was read in place: its values may be partly overwritten",
-            expected=error.expected,
-            found=error.found,
-            remedy="free some memory, and load again",
-        ) from error
-    except Exception as error:  # of torch: what was read could not be cast or copied
-        raise PlacementError(
-            "values could not be put in their places while the model was read in place: its values are partly "
-            "overwritten",
-            found=f"{type(error).__name__}: {error}",
-            remedy="load again without in_place=True, which keeps the old values until all is read and cast",
+    except Exception as error:
+        kind: type[ModelStateError] = PlacementError  # of torch: what was read could not be cast or copied
+        if isinstance(error, ReadFailedError | MemoryBudgetError):
+            kind = type(error)
+        raise kind(
+            "the model was read in place, and that has failed: its values may be partly overwritten",
+            where=getattr(error, "where", ""),
+            found=error if kind is type(error) else f"{type(error).__name__}: {error}",
+            remedy="load again; without in_place=True, the old values are kept until all is read and cast",
         ) from error
 
 

@@ -57,7 +57,7 @@ from modelstate.transaction.references import lost_references
 from modelstate.transaction.slots import slots_of
 from modelstate.transaction.transaction import Transaction, exclusive
 
-Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
+Source = str | os.PathLike[str] | Mapping[str, object] | Checkpoint
 OF_TORCH = {
     "assign": "leave it out: tensors on meta get memory, and all parameters stay the same objects",
     "weights_only": NO_PICKLE,
@@ -366,7 +366,7 @@ def _execute(
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
                 held.enter_context(deferred_signals())
         with phase(COMMIT, effect="all other ranks have loaded"):
-            last = [partial(state.__setitem__, *item) for state, *item in new_state]
+            last = [partial(state.__setitem__, key, value) for state, key, value in new_state]
             commit_values(transaction, waiting, transfers, reads, last)
         ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(preparation, staging, agreement)
     target, source_name = preparation.names
@@ -376,7 +376,7 @@ def _execute(
         notes=(*notes, *transaction.notes, *(staging.overflows.notes() if staging.overflows.counts else ())),
         slots=preparation.slot_count,
         seconds=time.perf_counter() - started,
-        peak_memory_bytes=staging.held.peak_bytes,
+        peak_memory_bytes=staging.memory.peak_bytes,
         verified_bytes=verified,
         # The writes of this library keep every object. Code of the model may replace objects.
         references_lost=lost_references(preparation.slots_before, preparation.model) if transaction.armed else (),

@@ -28,7 +28,7 @@ from modelstate.transaction.transaction import Transaction, Write, exclusive
 
 @checked_call("ms.load_state_dict")
 def load_state_dict(
-    model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    model: nn.Module, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
 ) -> ReturnedKeys:
     """Loads a state dict as `torch.nn.Module.load_state_dict` does, or leaves the module unchanged.
 
@@ -116,7 +116,7 @@ class _TorchSink:
         self._transaction = transaction
         self._swaps = torch.__future__.get_swap_module_params_on_conversion()
 
-    def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
+    def extra_state(self, module: nn.Module, key: str, value: object) -> None:
         if unread := refused_in(value, key):
             from modelstate.formats.construct import refusal
 

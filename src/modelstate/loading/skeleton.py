@@ -85,7 +85,7 @@ def _tensors_of(created: Iterable[nn.Module]) -> list[torch.Tensor]:
     return [*tensors.values()]
 
 
-def _new(stock: Any, cls: type[nn.Parameter], *args: Any, **named: Any) -> nn.Parameter:
+def _new(stock: Any, cls: type[nn.Parameter], *args: object, **named: object) -> nn.Parameter:
     param: nn.Parameter = stock(cls, *args, **named)
     created = _created.value
     if created is not None:
@@ -102,7 +102,7 @@ def _register(stock: Any, module: nn.Module, name: str, param: nn.Parameter | No
         give_memory(param, torch.empty_like(param, device="meta", requires_grad=False))
 
 
-def _init(stock: Any, module: nn.Module, *args: Any, **named: Any) -> None:
+def _init(stock: Any, module: nn.Module, *args: object, **named: object) -> None:
     stock(module, *args, **named)
     modules = _modules.value
     if modules is not None:
@@ -135,7 +135,7 @@ def _is_concealed(param: nn.Parameter, caller: FrameType) -> bool:
     return id(own) in modules and not any(param is each for other in others for each in own_parameters(other).values())
 
 
-def _fill(stock: Any, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+def _fill(stock: Any, tensor: torch.Tensor, *args: object, **named: object) -> torch.Tensor:
     recorded = tensor.requires_grad and torch.is_grad_enabled()
     if _created.value is not None and tensor.is_meta and is_plain(tensor) and not recorded:
         return tensor

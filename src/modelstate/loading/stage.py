@@ -17,7 +17,7 @@ from modelstate.io.memory import fresh_tensors
 from modelstate.io.prefetch import LEAST_BYTES, read_ahead
 from modelstate.io.tensors import compute, elements
 from modelstate.loading.staging import Staging
-from modelstate.loading.stream import Progress, StreamBuffers, set_transformed, streamed_read
+from modelstate.loading.stream import Progress, set_transformed, streamed_read
 from modelstate.planning.memory import peak_bytes, placed_bytes, strategy_within
 from modelstate.planning.transfer import Sink, Transfer, Transfers, Way
 from modelstate.planning.transforms import BY_TRANSFORM, Transform, called
@@ -30,6 +30,8 @@ from modelstate.torch_compat.dtypes import AT_ONCE, nonfinite, short
 from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.torch_compat.private import payload_of, storage_id, storage_owners, write_count
 
+Pairs = Sequence[tuple[Transfers, list[torch.Tensor]]]
+"""What is read, with the memory for each row."""
 _Turn = tuple[Transfer, torch.Tensor | None]
 """A value that is needed whole, and the memory that it is read into before its turn."""
 _LEAST_TRIMMED_BYTES = 4 << 20
@@ -84,13 +86,13 @@ def stage(staging: Staging, transfers: Iterable[Transfers], progress: Progress) 
             progress(item.nbytes)
     straight, blocks, computed, whole = by_sink(item for item in waiting if not item.finals)
     if straight:
-        staging.held.take(sum(item.staged_bytes for item in straight))
+        staging.memory.reserve(sum(item.staged_bytes for item in straight))
         memory = iter(fresh_tensors([layout for item in straight for layout in item.layouts()]))
-        read_straight(staging, [(item, [next(memory) for _ in item.names]) for item in straight], progress)
+        _read_straight(staging, [(item, [next(memory) for _ in item.names]) for item in straight], progress)
     if blocks:
         streamed_read(staging, blocks, progress)()
     if computed:
-        staging.held.take(sum(item.staged_bytes for item in computed))
+        staging.memory.reserve(sum(item.staged_bytes for item in computed))
         _compute(staging, computed, fresh_tensors([layout for item in computed for layout in item.layouts()]), progress)
     _take_turns(staging, whole, partial(stage_one, staging), progress)
 
@@ -100,21 +102,17 @@ def reads_into_slots(
 ) -> list[Callable[[], object]]:
     """Returns functions that read values straight into the memory of their slots, one after the other.
 
-    The buffers for blocks have been allocated when this returns. Each function raises `ReadFailedError` where a read
-    fails, and the last one where a file has changed; the memory is then partly overwritten.
+    The buffers for blocks have been allocated when this returns. Values that are needed whole, as only a load with
+    `in_place=True` has, have been read. Each function raises `ReadFailedError` where a read fails, and the last one
+    where a file has changed; the memory is then partly overwritten.
     """
     straight, blocks, computed, whole = by_sink(transfers)
-    reads: list[Callable[[], object]] = []
-    buffers = StreamBuffers(staging, {item.device for item in blocks})
-    if whole:  # their buffers are allocated before anything is written
-        reads.append(partial(_take_turns, staging, whole, partial(_finish_in_slot, staging), progress))
-    if blocks:
-        reads += [streamed_read(staging, blocks, progress, buffers), buffers.release]
+    _take_turns(staging, whole, partial(_finish_in_slot, staging), progress)
+    reads: list[Callable[[], object]] = [streamed_read(staging, blocks, progress)] if blocks else []
     if computed:
         reads.append(partial(_compute, staging, computed, [item.param for item in computed], progress))
     if straight:
-        reads.append(partial(read_straight, staging, [(item, item.params) for item in straight], progress))
-    buffers.reserve()
+        reads.append(partial(_read_straight, staging, [(item, item.params) for item in straight], progress))
     return [*reads, staging.files.check_unchanged]
 
 
@@ -132,30 +130,31 @@ def by_sink(
     )
 
 
-def read_straight(
-    staging: Staging,
-    pairs: Sequence[tuple[Transfers, list[torch.Tensor]]],
-    progress: Progress,
-) -> None:
-    """Reads values that are ranges of files into tensors, their final memory. Raises `ReadFailedError`."""
-    started, strategy = time.perf_counter(), staging.strategy
-    requests = [request for item, targets in pairs for request in item.requests(targets)]
+def _read_straight(staging: Staging, pairs: Pairs, progress: Progress) -> None:
+    """Reads values that are ranges of files into their final memory. Raises `ReadFailedError`."""
     try:
-        with staging.held.during(placed_bytes(item for item, _ in pairs) + strategy.buffer_bytes):
-            read_ranges(
-                requests,
-                files=staging.files,
-                on_read=progress,
-                threads=strategy.threads if strategy.remote else None,
-                batch_bytes=strategy.block_bytes if strategy.remote else None,
-            )
+        _read(staging, pairs, progress)
     finally:  # autograd has not seen the writes
         for item, targets in pairs:
             if item.way is Way.INTO:
                 increment_version(targets)
-    seconds, total = time.perf_counter() - started, sum(item.nbytes for item, _ in pairs)
     for item, targets in pairs:
         item.finals = targets
+
+
+def _read(staging: Staging, pairs: Pairs, progress: Progress) -> None:
+    """Reads values that are ranges of files into tensors. Raises `ReadFailedError`."""
+    started, strategy = time.perf_counter(), staging.strategy
+    with staging.memory.reserved(placed_bytes(item for item, _ in pairs) + strategy.buffer_bytes):
+        read_ranges(
+            [request for item, targets in pairs for request in item.requests(targets)],
+            files=staging.files,
+            on_read=progress,
+            threads=strategy.threads if strategy.remote else None,
+            batch_bytes=strategy.block_bytes if strategy.remote else None,
+        )
+    seconds, total = time.perf_counter() - started, sum(item.nbytes for item, _ in pairs)
+    for item, _ in pairs:
         item.seconds += seconds * item.nbytes / max(total, 1)
 
 
@@ -174,7 +173,7 @@ def _compute(
         for (path, start, nbytes), address in requests:
             read_fully(staging.files[path], [memory_at(address, nbytes)], start, nbytes)
 
-    with staging.held.during(read_threads() * thread_bytes):
+    with staging.memory.reserved(read_threads() * thread_bytes):
         compute(targets, read, read_whole=staging.read, on_done=lambda _: progress(0))
     seconds, total = time.perf_counter() - started, sum(item.nbytes for item in computed)
     for item, final in zip(computed, finals, strict=True):
@@ -212,7 +211,7 @@ def _take_turns(
             return item, empty.set_(next(turns).untyped_storage(), 0, shape, contiguous_stride(shape))
         if not (ahead and item.is_read_ahead):
             return item, None
-        staging.held.take(item.nbytes)
+        staging.memory.reserve(item.nbytes)
         return item, _memory_as_stored(item)
 
     def fetch(turn: _Turn, check: Callable[[], None]) -> None:
@@ -222,17 +221,17 @@ def _take_turns(
 
         item, memory = turn
         assert memory is not None
-        _read_whole(staging, item, memory, on_read)
+        _read(staging, [(item, [memory])], on_read)
 
     def use(turn: _Turn) -> None:
         item, memory = turn
         if memory is not None and not is_fetched(turn):
-            _read_whole(staging, item, memory, progress)
+            _read(staging, [(item, [memory])], progress)
         finish(item, memory)
         if memory is None:
             progress(item.nbytes)
         elif not item.is_buffered:
-            staging.held.take(-item.nbytes)
+            staging.memory.reserve(-item.nbytes)
         if item.transform_bytes >= _LEAST_TRIMMED_BYTES:
             trim_heap()
 
@@ -240,26 +239,12 @@ def _take_turns(
         item, memory = turn
         return memory is not None and ahead and item.is_read_ahead
 
-    with staging.held.during(sum(buffer.nbytes for buffer in buffers)):
+    with staging.memory.reserved(sum(buffer.nbytes for buffer in buffers)):
         if any(item.is_read_ahead for item in transfers) and ahead:
             prefetch_one(map(with_memory, transfers), fetch, use, is_fetched=is_fetched)
         else:
             for item in transfers:
                 use(with_memory(item))
-
-
-def _read_whole(staging: Staging, transfer: Transfer, memory: torch.Tensor, progress: Progress) -> None:
-    """Reads a value as it is in the checkpoint. Raises `ReadFailedError`."""
-    started, strategy = time.perf_counter(), staging.strategy
-    with staging.held.during(placed_bytes([transfer]) + strategy.buffer_bytes):
-        read_ranges(
-            transfer.requests([memory]),
-            files=staging.files,
-            on_read=progress,
-            threads=strategy.threads if strategy.remote else None,
-            batch_bytes=strategy.block_bytes if strategy.remote else None,
-        )
-    transfer.seconds += time.perf_counter() - started
 
 
 def _memory_as_stored(transfer: Transfer) -> torch.Tensor:
@@ -279,9 +264,9 @@ def stage_one(staging: Staging, transfer: Transfer, value: torch.Tensor | None =
     if value is None and transfer.is_buffered:
         temporary_bytes += transfer.nbytes
     try:
-        with staging.held.during(temporary_bytes):
+        with staging.memory.reserved(temporary_bytes):
             _stage_one(staging, transfer, value)
-            staging.held.take(transfer.staged_bytes)
+            staging.memory.reserve(transfer.staged_bytes)
     except ModelStateError:
         raise
     except Exception as error:
@@ -339,7 +324,7 @@ def _own_value(staging: Staging, transfer: Transfer) -> torch.Tensor:
     stored = transfer.stored
     if transfer.is_read_into_place:
         memory = _memory_as_stored(transfer)
-        _read_whole(staging, transfer, memory, lambda _: None)
+        _read(staging, [(transfer, [memory])], lambda _: None)
         return memory
     if isinstance(stored, StoredComposite):
         return staging.read(stored)
@@ -373,7 +358,7 @@ def _as_slot(staging: Staging, transfer: Transfer, value: torch.Tensor) -> torch
 
 def _finish_in_slot(staging: Staging, transfer: Transfer, value: torch.Tensor | None) -> None:
     """Copies a value into the memory of its slot."""
-    with staging.held.during(0 if value is not None else transfer.buffer_bytes), torch.no_grad():
+    with staging.memory.reserved(0 if value is not None else transfer.buffer_bytes), torch.no_grad():
         if value is None:
             value = _own_value(staging, transfer)
         transfer.param.copy_(value)
@@ -436,7 +421,7 @@ def _nonfinite_before(staging: Staging, transfer: Transfer) -> int:
     if isinstance(stored, StoredTensor) and transfer.columns is not None:
         starts = range(0, stored.numel, AT_ONCE)
         return sum(nonfinite(elements(stored, at, min(AT_ONCE, stored.numel - at), read_all)) for at in starts)
-    with staging.held.during(transfer.buffer_bytes):
+    with staging.memory.reserved(transfer.buffer_bytes):
         return nonfinite(transfer.value if stored is None else values_of(stored, staging.read))
 
 

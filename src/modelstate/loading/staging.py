@@ -28,7 +28,7 @@ class Staging(msgspec.Struct, eq=False, dict=True):
     """The threads, buffers and files of the reads."""
     overflows: Overflows = msgspec.field(default_factory=Overflows)
     """Counts values that casts make infinite or NaN."""
-    held: MemoryTracker = msgspec.field(default_factory=MemoryTracker)
+    memory: MemoryTracker = msgspec.field(default_factory=MemoryTracker)
     shared: list[SharedRead] = msgspec.field(default_factory=list)
     """The values that one rank reads for several."""
 

@@ -4,13 +4,13 @@ import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
-from modelstate.io.blocks import Block, Buffers, Part, Wait, Wanted, in_blocks, stream
+from modelstate.io.blocks import Block, Part, Wait, Wanted, block_buffers, in_blocks, stream
 from modelstate.io.engine import common_align_bytes
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.pinned import pinned_memory
@@ -75,12 +75,19 @@ def copy_runs(runs: Sequence[Run], buffer: torch.Tensor, overflows: Overflows) -
         if narrow := run.narrow:
             if len(values) > _FEW and all(is_within(elements, dtype) for dtype in narrow):
                 continue
-            for value, source in zip(run.values, values, strict=True):
-                try:
-                    found.check(value.name, source, value.target)
-                except (MemoryError, RuntimeError):  # the values are in place: a load does not fail for a count
-                    found.add({(UNCHECKED, value.name): source.numel()})
+            _count_overflows(run, values, [value.target for value in run.values], found)
     overflows.add(found.counts)
+
+
+def _count_overflows(
+    run: Run, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor | torch.dtype], overflows: Overflows
+) -> None:
+    """Counts the values of a run that a cast has made infinite. They are in place: a load does not fail for a count."""
+    for value, source, target in zip(run.values, sources, targets, strict=True):
+        try:
+            overflows.check(value.name, source, target)
+        except (MemoryError, RuntimeError):
+            overflows.add({(UNCHECKED, value.name): source.numel()})
 
 
 class CudaQueue:
@@ -92,35 +99,18 @@ class CudaQueue:
     done before is done before: a thread that queues a block keeps all others waiting.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._callers, self._lock = torch.cuda.current_stream(device), threading.Lock()
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        """Allocates memory for blocks of this size on the device, so that no read allocates any."""
+        callers, self._lock = torch.cuda.current_stream(device), threading.Lock()
         self._own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._there = torch.empty(0, device="cpu")
-
-    def reserve(self, nbytes: int) -> int:
-        """Allocates memory for blocks of this size on the device. A read that is under way allocates none.
-
-        Returns by how many bytes the memory has grown.
-        """
-        with self._lock, self.callers_stream():
-            before = self._there.nbytes
-            if before < nbytes:
-                self._there = torch.empty(nbytes, dtype=torch.uint8, device=self._own.device)
-            # The caller's work that is queued may use this memory, and that of the targets.
-            self._own.wait_stream(self._callers)
-            return self._there.nbytes - before
+        with torch.cuda.stream(callers):
+            self._there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        # The caller's work that is queued may use this memory, and that of the targets.
+        self._own.wait_stream(callers)
 
     def wait(self) -> None:
         """Waits until the device has done all that was queued, also by a call of `run` that was interrupted."""
         self._own.synchronize()
-
-    def release(self) -> None:
-        """Frees the memory on the device."""
-        self._there = torch.empty(0, device="cpu")
-
-    def callers_stream(self) -> AbstractContextManager[Any]:
-        """Has a thread queue its work behind that of the thread that loads."""
-        return torch.cuda.stream(self._callers)
 
     def run(self, buffer: torch.Tensor, nbytes: int, runs: Sequence[Run], overflows: Overflows) -> Wait:
         """Queues the copies of what is in a buffer to where it belongs.
@@ -150,11 +140,8 @@ class CudaQueue:
                 known = limits.tolist()
             for (run, _), (least, greatest) in zip(narrow, known, strict=True):
                 if not all(is_range_within(least, greatest, dtype) for dtype in run.narrow):
-                    for value, source in zip(run.values, run.sources(run.shown(buffer)), strict=True):
-                        try:
-                            found.check(value.name, source, value.target.dtype)
-                        except (MemoryError, RuntimeError):  # the block is done: nothing would look at it again
-                            found.add({(UNCHECKED, value.name): source.numel()})
+                    dtypes = [value.target.dtype for value in run.values]
+                    _count_overflows(run, run.sources(run.shown(buffer)), dtypes, found)
             overflows.add(found.counts)
 
         return wait
@@ -175,48 +162,25 @@ def goes_straight(runs: Sequence[Run]) -> bool:
     return count <= _MOST_DIRECT and all(value.target.dtype is run.dtype for run in runs for value in run.values)
 
 
-class StreamBuffers(Buffers):
-    """The buffers of streamed reads: of pinned memory where blocks are copied to CUDA devices."""
-
-    def __init__(self, staging: Staging, devices: Iterable[torch.device]) -> None:
-        super().__init__()
-        self.queues = {device: CudaQueue(device) for device in sorted(set(devices), key=str) if device.type == "cuda"}
-        self._tracker, self._taken = staging.held, 0
-
-    @torch.inference_mode(False)  # tensors of that mode could not be written to outside of it
-    def _make(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        on_devices = sum(queue.reserve(nbytes) for queue in self.queues.values())
-        taken = count * nbytes + on_devices
-        self._tracker.take(taken)
-        self._taken += taken
-        for device in self.queues:
-            with suppress(RuntimeError):  # a limit on pinned memory; copies from other memory only take longer
-                step = aligned(nbytes)
-                memory = pinned_memory(count * step, device)
-                return [memory[at : at + nbytes] for at in range(0, count * step, step)]
-        return super()._make(count, nbytes)
-
-    def release(self) -> None:
-        """Frees the buffers and the memory on the devices, when all reads have ended."""
-        super().release()
-        for queue in self.queues.values():
-            queue.release()
-        self._tracker.take(-self._taken)
-        self._taken = 0
+@torch.inference_mode(False)  # tensors of that mode could not be written to outside of it
+def _pinned_buffers(blocks: Sequence[Block], threads: int, device: torch.device) -> list[torch.Tensor]:
+    """The buffers of a read whose blocks are copied to a CUDA device: in pinned memory, as far as there is some."""
+    with suppress(RuntimeError):  # a limit on pinned memory; copies from other memory only take longer
+        nbytes, count = max(block.nbytes for block in blocks), min(threads, len(blocks))
+        memory, step = pinned_memory(count * aligned(nbytes), device), aligned(nbytes)
+        return [memory[at : at + nbytes] for at in range(0, count * step, step)]
+    return block_buffers(blocks, threads)
 
 
-def streamed_read(
-    staging: Staging, transfers: Sequence[Transfers], progress: Progress, buffers: StreamBuffers | None = None
-) -> Callable[[], None]:
+def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Progress) -> Callable[[], None]:
     """Returns a function that reads the final values of transfers that pass through blocks.
 
     It reads into the slots where that is the way. Values that adjoin in a file are read as one range, and the bytes of
-    a value that has several names once. The owner of `buffers`, where they are passed, reserves and releases them.
+    a value that has several names once. All buffers have been allocated when this returns.
 
     It raises `ReadFailedError` and `TransformError`; memory that is read into is then partly overwritten.
     """
-    own = StreamBuffers(staging, (item.device for item in transfers)) if buffers is None else buffers
-    fingerprints, strategy = staging.checkpoint.fingerprints, staging.strategy
+    strategy = staging.strategy
     wanted, owners = list[Wanted](), list[tuple[_Rows | _Transformed, ByteRange]]()
     for item in transfers:
         owner: _Rows | _Transformed
@@ -226,12 +190,20 @@ def streamed_read(
             owner = _Rows(item, _memory_for(item))
         wanted += [Wanted(extent, item.unit_bytes) for extent in item.extents]
         owners += [(owner, extent) for extent in item.extents]
-    staging.held.take(sum(item.staged_bytes for item in transfers))
-    if any(item.device in own.queues for item in transfers):
+    staging.memory.reserve(sum(item.staged_bytes for item in transfers))
+    devices = sorted({item.device for item in transfers if item.device.type == "cuda"}, key=str)
+    if devices:
         strategy = strategy.for_devices(sum(aligned(entry.source.nbytes) for entry in wanted))
-    align_bytes = common_align_bytes({entry.source.path for entry in wanted}, fingerprints)
+    align_bytes = common_align_bytes({entry.source.path for entry in wanted}, staging.checkpoint.fingerprints)
     blocks = in_blocks(wanted, strategy.block_bytes, align_bytes)
-    own.need(blocks, strategy.threads)
+    block_bytes = max((block.nbytes for block in blocks), default=0)
+    queues = {device: CudaQueue(device, block_bytes) for device in devices}
+    if devices and blocks:
+        buffers = _pinned_buffers(blocks, strategy.threads, devices[0])
+    else:
+        buffers = block_buffers(blocks, strategy.threads)
+    taken = (len(buffers) + len(queues)) * block_bytes
+    staging.memory.reserve(taken)
 
     def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
         runs = defaultdict[torch.device, list[Run]](list)
@@ -243,8 +215,8 @@ def streamed_read(
                 runs[owner.transfers.device].append(owner.run_of(part, extent))
         waits = list[Wait]()
         for device, of_device in runs.items():
-            if device in own.queues:
-                waits.append(own.queues[device].run(buffer, block.nbytes, of_device, staging.overflows))
+            if device in queues:
+                waits.append(queues[device].run(buffer, block.nbytes, of_device, staging.overflows))
             else:
                 copy_runs(of_device, buffer, staging.overflows)
         return (lambda: [wait() for wait in waits]) if waits else None
@@ -262,14 +234,15 @@ def streamed_read(
                 files=staging.files,
                 on_block=on_block,
                 blocks=blocks,
-                buffers=own,
+                buffers=buffers,
             )
         finally:
             # A block that has failed may have left copies behind: they use memory that is freed after an error.
-            for queue in own.queues.values():
+            for queue in queues.values():
                 queue.wait()
-        if buffers is None:
-            own.release()
+        buffers.clear()
+        queues.clear()
+        staging.memory.reserve(-taken)
         for owner in dict.fromkeys(owner for owner, _ in owners):
             owner.end()
         progress(sum(item.nbytes for item in transfers) - sum(entry.source.nbytes for entry in wanted))
@@ -323,7 +296,7 @@ class _Transformed:
         rows = value.view(-1, *transfer.value.shape[1:])
         first = part.first // transfer.unit_bytes
         cast_bytes = 0 if value.dtype == transfer.dtype else rows.numel() * transfer.dtype.itemsize
-        with self._staging.held.during(function.extra_bytes + cast_bytes):
+        with self._staging.memory.reserved(function.extra_bytes + cast_bytes):
             cast = rows.to(transfer.dtype)
             self._staging.overflows.check(transfer.name, rows, cast)
             parts = {name: tensor[first : first + len(rows)] for name, tensor in self._parts.items()}

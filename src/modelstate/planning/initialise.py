@@ -10,7 +10,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
@@ -251,7 +250,7 @@ def _initialises_children(module: nn.Module) -> bool:
     return not _can_be_called(method) and _can_be_called(method, module)
 
 
-def _can_be_called(method: Any, *arguments: object) -> bool:
+def _can_be_called(method: object, *arguments: object) -> bool:
     if not callable(method):
         return False
     handled = sys.exc_info()[1]

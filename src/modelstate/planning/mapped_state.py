@@ -3,7 +3,7 @@
 from collections.abc import Iterator, KeysView, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
@@ -42,7 +42,7 @@ class DeferredValue(Write):
 _NO_ORIGIN: tuple[str, Source | None] = ("", None)
 
 
-class MappedState(Mapping[str, Any]):
+class MappedState(Mapping[str, object]):
     """A matched checkpoint as a state dict of mapped tensors and other values, for the model's loading protocol.
 
     Results of rules, and tensors that the file does not align, get their values when code of the model uses them.
@@ -60,7 +60,7 @@ class MappedState(Mapping[str, Any]):
         """Entries of tensors that the checkpoint lacks, and that the model's own code initialises."""
         self.quantized: list[str] = []
         """Names of tensors that are quantized by a wrapper subclass."""
-        self._values: dict[str, Any] = {}
+        self._values: dict[str, object] = {}
         self._origins: dict[int, tuple[str, Source | None]] = {}
         """Names and sources by the ids of the tensors of the state dict."""
         if not isinstance(self.entries, StoredEntries):
@@ -69,7 +69,7 @@ class MappedState(Mapping[str, Any]):
                 if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor and is_quantized(value):
                     self.quantized.append(name)
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         if name in self._values:
             return self._values[name]
         # An entry of a tensor that no rule changes has nothing but the tensor.
@@ -124,7 +124,7 @@ class MappedState(Mapping[str, Any]):
                 nested[own.pop()] = NestedValue(tuple(new), partial(self._copy_of, path))
         return nested
 
-    def _copy_of(self, path: str) -> Any:
+    def _copy_of(self, path: str) -> object:
         value = self._checkpoint.value(path)
         return deepcopy(value) if self._checkpoint.format == "mapping" else value  # else it has been read just now
 

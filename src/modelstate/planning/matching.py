@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -145,7 +145,7 @@ class MatchedCheckpoint(msgspec.Struct, frozen=True):
     """The entries after all rules, including the rule for wrappers."""
     before_wrappers: Mapping[str, str]
     """From names of the model to the names that a user's rules see, where the rule for wrappers changes the name."""
-    versions: Mapping[str, dict[str, Any]] | None
+    versions: Mapping[str, dict[str, object]] | None
     """The versions of modules, by their paths in the model; None where the checkpoint has no versions."""
     notes: tuple[str, ...]
     fits_in_part: bool
@@ -169,15 +169,15 @@ class MatchedCheckpoint(msgspec.Struct, frozen=True):
 
 
 def renamed_versions(
-    versions: Mapping[str, dict[str, Any]], applied: Applied, rules: Sequence[Rule]
-) -> dict[str, dict[str, Any]]:
+    versions: Mapping[str, dict[str, object]], applied: Applied, rules: Sequence[Rule]
+) -> dict[str, dict[str, object]]:
     """Returns the versions of modules by their names after the rules."""
     # A module gets the new path of its tensors.
     moved: dict[str, set[str]] = {}
     for name, entry in applied.entries.items():
         if entry.rules and len(entry.sources) == 1:
             moved.setdefault(entry.sources[0].rpartition(".")[0], set()).add(name.rpartition(".")[0])
-    renamed: dict[str, dict[str, Any]] = {}
+    renamed: dict[str, dict[str, object]] = {}
     rename = renaming(rules)
     for path, saved in versions.items():
         (only,) = moved[path] if len(moved.get(path, ())) == 1 else (None,)

@@ -138,7 +138,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
             return self.device or tensor.device
         return _CPU if self.device_of_meta is None else self.device_of_meta(tensor)
 
-    def of_plan(self) -> dict[str, Any]:
+    def of_plan(self) -> dict[str, object]:
         """Returns the options that decide about the plan and are not the default, by name."""
         names = PlanArguments.__annotations__.keys() - {"cache"}
         return {name: getattr(self, name) for name in sorted(names) if getattr(self, name) != getattr(_DEFAULT, name)}

@@ -79,7 +79,7 @@ class Step(NamedTuple):
     def __hash__(self) -> int:
         return hash(self[:_COMPARED])
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Returns the step as a dictionary of JSON values."""
         return {
             "name": self.name,
@@ -139,7 +139,7 @@ class LoadSummary(Shown):
         """The fraction of the model's slots that is filled, from 0 to 1."""
         return len(self.steps) / self.slots if self.slots else 1.0
 
-    def _json(self, own: Mapping[str, object], step_dict: Callable[[Step], dict[str, Any]]) -> str:
+    def _json(self, own: Mapping[str, object], step_dict: Callable[[Step], dict[str, object]]) -> str:
         return json.dumps(
             {
                 "target": self.target,

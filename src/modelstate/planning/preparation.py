@@ -1,7 +1,6 @@
 """`Preparation`: the transfers of a load, and every problem that keeps a value from its slot."""
 
 from collections.abc import Callable, Collection, Hashable
-from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -239,7 +238,7 @@ class Preparation:
     def device_after(self, param: torch.Tensor) -> torch.device:
         return self.options.device_after(param)
 
-    def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
+    def extra_state(self, module: nn.Module, key: str, value: object) -> None:
         self.extra_states.append(key)
         # A plan calls the method that only checks, of classes that declare extra state. A load sets at once: an invalid
         # value sets nothing, and everything is undone where there are problems.
@@ -255,7 +254,7 @@ class Preparation:
             self._cause = self._cause or error
             self.problems.append(Problem(ProblemKind.BAD_EXTRA_STATE, key, why=one_line(error)))
 
-    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: nn.Module | None, errors: list[str]) -> None:
+    def tensor(self, key: str, param: torch.Tensor, value: object, owner: nn.Module | None, errors: list[str]) -> None:
         given = key
         if self.transaction.armed:
             slot = self.slots.by_name.get(key)
@@ -455,9 +454,9 @@ class Preparation:
 
     def hidden_buffer(self, slot: Slot, name: str) -> bool:
         """Fills a non-persistent buffer on meta; elsewhere the value must equal the buffer. Returns whether it does."""
-        value: Any = self.incoming.get(name)
+        value = self.incoming.get(name)
         buffer = slot.tensor
-        if is_lazy(value):
+        if isinstance(value, torch.Tensor) and is_lazy(value):
             self.problems.append(Problem(ProblemKind.NOT_YET_INITIALISED, name))
         elif not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else ()

@@ -45,13 +45,13 @@ from modelstate.transaction.transaction import Transaction
 class LoadSink(Protocol):
     """Receives each value that the base class would write."""
 
-    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: nn.Module | None, errors: list[str]) -> None:
+    def tensor(self, key: str, param: torch.Tensor, value: object, owner: nn.Module | None, errors: list[str]) -> None:
         """Receives `value`, which is `state_dict[key]`, for the tensor that is `param` before the load.
 
         `owner` is None unless the value itself is to be registered in this module, as with `assign=True`.
         """
 
-    def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
+    def extra_state(self, module: nn.Module, key: str, value: object) -> None:
         """Receives `state_dict[key]` for `module.set_extra_state`. Called within the transaction's `model_code`."""
 
     def device_after(self, param: torch.Tensor) -> torch.device:
@@ -73,18 +73,20 @@ class NestedValue(NamedTuple):
 
     names: tuple[str, ...]
     """The names of everything in it."""
-    value: Callable[[], Any]
+    value: Callable[[], object]
     """Returns a copy of the value."""
 
 
-class _StateDict(OrderedDict[str, Any]):
+class _StateDict(OrderedDict[str, object]):
     """A state dict of a checkpoint with nested values. Code of the model also finds such a value under its own name.
 
     Iteration yields the names of what is in the value instead. To remove the value is to remove these.
     """
 
     def __init__(
-        self, items: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), nested: Mapping[str, NestedValue] | None = None
+        self,
+        items: Mapping[str, object] | Iterable[tuple[str, object]] = (),
+        nested: Mapping[str, NestedValue] | None = None,
     ) -> None:
         super().__init__(items)
         of_items = items.nested if isinstance(items, _StateDict) else {}
@@ -95,7 +97,7 @@ class _StateDict(OrderedDict[str, Any]):
 
     __copy__ = copy
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_StateDict":
+    def __deepcopy__(self, memo: dict[int, object]) -> "_StateDict":
         return _StateDict(deepcopy(OrderedDict(self), memo), self.nested)  # each nested value is a copy already
 
     def _names(self, key: object) -> tuple[str, ...]:
@@ -106,7 +108,7 @@ class _StateDict(OrderedDict[str, Any]):
     def __contains__(self, key: object) -> bool:
         return super().__contains__(key) or bool(self._names(key))
 
-    def __missing__(self, key: str) -> Any:
+    def __missing__(self, key: str) -> object:
         if self._names(key):
             return self.nested[key].value()
         raise KeyError(key)
@@ -125,13 +127,13 @@ class _StateDict(OrderedDict[str, Any]):
                 copied[key] = value
         return copied
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> object:
         try:
             return self[key]
         except KeyError:
             return default
 
-    def pop(self, key: str, *default: Any) -> Any:
+    def pop(self, key: str, *default: object) -> object:
         if default and key not in self:
             return default[0]
         value = self[key]
@@ -142,8 +144,8 @@ class _StateDict(OrderedDict[str, Any]):
 def walk(
     root: nn.Module,
     slots: Slots,
-    state_dict: Mapping[str, Any],
-    versions: Mapping[str, dict[str, Any]] | None,
+    state_dict: Mapping[str, object],
+    versions: Mapping[str, dict[str, object]] | None,
     *,
     assign: bool,
     transaction: Transaction,
@@ -182,9 +184,9 @@ class _Recording(msgspec.Struct, eq=False, weakref=True):
 def _visit(
     recording: _Recording,
     module: nn.Module,
-    state_dict: dict[str, Any],
+    state_dict: dict[str, object],
     prefix: str,
-    versions: Mapping[str, dict[str, Any]] | None,
+    versions: Mapping[str, dict[str, object]] | None,
     assign: bool,
     is_root: bool = False,
 ) -> None:
@@ -244,9 +246,9 @@ class ModuleContainer(nn.Module):
 def _visit_alone(
     recording: _Recording,
     root: nn.Module,
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, object],
     prefix: str,
-    versions: Mapping[str, dict[str, Any]] | None,
+    versions: Mapping[str, dict[str, object]] | None,
     assign: bool,
 ) -> None:
     """Visits a module as if it were loaded alone: its code sees its own state dict, without a prefix."""
@@ -282,7 +284,7 @@ class _OwnLoad:
         self.refused: RuntimeError | None = None
         """The error of a strict call of torch's method. The names in it are problems of the load."""
 
-    def load(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> ReturnedKeys:
+    def load(self, module: nn.Module, state_dict: Mapping[str, object], strict: bool, assign: bool) -> ReturnedKeys:
         """Does what torch's method does, with the sink in place of writes."""
         path, outcome = self.paths[id(module)], IncompatibleKeys()
         recording = replace(self.recording, outcome=outcome)
@@ -303,7 +305,7 @@ class _OwnLoad:
         return ReturnedKeys(outcome.missing, outcome.unexpected)
 
 
-def _call_own(recording: _Recording, module: nn.Module, state_dict: dict[str, Any]) -> None:
+def _call_own(recording: _Recording, module: nn.Module, state_dict: dict[str, object]) -> None:
     """Calls the `load_state_dict` of a module that overrides it.
 
     Names are as strict as with torch's own method: whatever the override tolerates, each name that the module's own
@@ -313,7 +315,7 @@ def _call_own(recording: _Recording, module: nn.Module, state_dict: dict[str, An
     versions = version_metadata(state_dict)
     own_state: Mapping[str, object] = {}
 
-    def given() -> dict[str, Any]:
+    def given() -> dict[str, object]:
         copied = state_dict.with_values(own_state) if isinstance(state_dict, _StateDict) else state_dict.copy()
         if versions is not None:
             set_version_metadata(copied, versions)
@@ -371,17 +373,17 @@ class _PrefixingSink(msgspec.Struct, frozen=True):
     sink: LoadSink
     prefix: str
 
-    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: nn.Module | None, errors: list[str]) -> None:
+    def tensor(self, key: str, param: torch.Tensor, value: object, owner: nn.Module | None, errors: list[str]) -> None:
         self.sink.tensor(self.prefix + key, param, value, owner, errors)
 
-    def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
+    def extra_state(self, module: nn.Module, key: str, value: object) -> None:
         self.sink.extra_state(module, self.prefix + key, value)
 
     def device_after(self, param: torch.Tensor) -> torch.device:
         return self.sink.device_after(param)
 
 
-def _run_post_hooks(recording: _Recording, module: nn.Module, hooks: Iterable[Callable[..., Any]]) -> None:
+def _run_post_hooks(recording: _Recording, module: nn.Module, hooks: Iterable[Callable[..., object]]) -> None:
     incompatible = ReturnedKeys(recording.outcome.missing, recording.outcome.unexpected)
     for hook in hooks:
         with recording.transaction.model_code():
@@ -395,13 +397,13 @@ def _run_post_hooks(recording: _Recording, module: nn.Module, hooks: Iterable[Ca
 
 
 def _by_child(
-    state_dict: Mapping[str, Any], prefix: str, children: Mapping[str, object]
-) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    state_dict: Mapping[str, object], prefix: str, children: Mapping[str, object]
+) -> tuple[dict[str, dict[str, object]], list[str]]:
     """Returns the items below each child, and the names below no child."""
     if not children:
         return {}, [key for key in state_dict if key.startswith(prefix)]
     nested = state_dict.nested if isinstance(state_dict, _StateDict) else None
-    parts: dict[str, dict[str, Any]] = {
+    parts: dict[str, dict[str, object]] = {
         name: {} if nested is None else _StateDict({}, nested)
         for name in children.keys()  # noqa: SIM118  (TorchScript's)
     }
@@ -424,9 +426,9 @@ def _by_child(
 def _load_local(
     recording: _Recording,
     module: nn.Module,
-    state_dict: dict[str, Any],
+    state_dict: dict[str, object],
     prefix: str,
-    local_metadata: dict[str, Any],
+    local_metadata: dict[str, object],
     strict: bool,
     missing_keys: list[str],
     unexpected_keys: list[str],

@@ -406,13 +406,10 @@ class Transfer(Transfers):
     @property
     def turn_bytes(self) -> int:
         """Bytes of memory that a value that is needed whole takes for itself, as far as known before a transform."""
-        has_memory = self.is_buffered or self.maps is not None or isinstance(self.stored, torch.Tensor)
         if self.transform is not None:
             return self.buffer_bytes  # the argument of the transform
-        as_it_is = self.value.dtype == self.dtype and self.on_cpu and self.own_stride is None
-        is_read = self.is_read_into_place and as_it_is and self.module_transform is None
-        own = 0 if has_memory or is_read else self.buffer_bytes
-        return own + self.passing_bytes
+        has_memory = self.is_buffered or self.maps is not None or isinstance(self.stored, torch.Tensor)
+        return (0 if has_memory else self.buffer_bytes) + self.passing_bytes
 
     @property
     def passing_bytes(self) -> int:

@@ -17,7 +17,7 @@ from modelstate.transaction.references import objects_of
 
 Placed = Mapping[torch.Tensor, tuple[torch.dtype, torch.device]]
 """Dtype and device of parameters."""
-NewState = tuple[dict[str, Any], str, Any]
+NewState = tuple[dict[str, object], str, object]
 """The state of one parameter, a name in it, and the new value."""
 
 
@@ -103,7 +103,7 @@ def left_behind(
 
 
 def _lags(
-    key: str, value: Any, param: torch.Tensor, final: torch.Tensor, before: tuple[torch.dtype, torch.device]
+    key: str, value: object, param: torch.Tensor, final: torch.Tensor, before: tuple[torch.dtype, torch.device]
 ) -> bool:
     """Whether `following_state` would convert a value in the state of a parameter."""
     lags: list[bool] = []
@@ -190,20 +190,20 @@ def _check_other_state(
 
 def _following(
     key: str,
-    value: Any,
+    value: object,
     param: torch.Tensor,
     final: torch.Tensor,
     before: tuple[torch.dtype, torch.device],
     spend: Callable[[int], None],
     new: dict[int, torch.Tensor],
-) -> Any:
+) -> object:
     """Returns the new value for a value in the state of a parameter, which may be the value itself.
 
     `new` has the new tensors by the ids of the old ones: a tensor that several parameters share stays one.
     """
     is_changed = False
 
-    def follow(path: tuple[object, ...], leaf: Any) -> Any:
+    def follow(path: tuple[object, ...], leaf: object) -> object:
         nonlocal is_changed
         if not isinstance(leaf, torch.Tensor):
             return leaf

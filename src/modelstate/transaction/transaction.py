@@ -406,7 +406,13 @@ class _Guard(TorchFunctionMode):
         self._watching, self._depth = False, 0
         leave_mode(self)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Iterable[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         transaction = self._transaction() if self._watching else None
         if transaction is not None and func not in _HARMLESS:
@@ -417,7 +423,7 @@ class _Guard(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _tensors(values: Any, depth: int) -> Iterator[torch.Tensor]:
+def _tensors(values: Iterable[object], depth: int) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
