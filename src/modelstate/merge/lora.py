@@ -6,11 +6,12 @@
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import permutations
-from typing import ParamSpec, TypeGuard, TypeVar
+from typing import TypeGuard
 
 import msgspec
 
@@ -27,8 +28,6 @@ from modelstate.rules.expression import lacks_values
 from modelstate.spec import Stored, bytes_key
 from modelstate.text_format import listed, short_repr
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 _SAVED = re.compile(r"\.modules_to_save(\.[^.]+)?(?=\.)")
 _OTHER_METHODS = re.compile(
     r"\.(?:(?P<DoRA_of_LyCORIS>dora_scale)|(?P<LoHa>hada_\w+)|(?P<LoKr>lokr_\w+)|(?P<LoCon>lora_mid\.weight)"
@@ -239,7 +238,8 @@ class _AdapterReader(msgspec.Struct):
             elif name.endswith(".alpha") and name not in self.base:
                 text, kind = name.removesuffix(".alpha"), "alpha"
             else:
-                self._try(self._read_replacement, full, name.replace(".base_layer.", "."))
+                with self._gathering():
+                    self._read_replacement(full, name.replace(".base_layer.", "."))
                 continue
             if (other := by_text.setdefault(text, {}).setdefault(kind, full)) != full:
                 self._add_problem(full, f"is another matrix for the same as {other!r}")
@@ -248,20 +248,24 @@ class _AdapterReader(msgspec.Struct):
             return
         by_module: dict[str, dict[str, dict[str, str]]] = {}
         for text, kinds in by_text.items():
-            if module := self._try(self._module, text.replace(".base_layer", ""), kinds):
-                by_module.setdefault(module, {})[text] = kinds
-        pairs = [pair for matrices in by_module.items() for pair in self._try(self._pairs, *matrices) or ()]
+            with self._gathering():
+                by_module.setdefault(self._module(text.replace(".base_layer", ""), kinds), {})[text] = kinds
+        pairs: list[_Pair] = []
+        for module, matrices in by_module.items():
+            with self._gathering():
+                pairs += self._pairs(module, matrices)
         flips = {layout: self._flips_square(pairs, layout) for layout in (Layout.LINEAR, Layout.EXPERTS)}
         for pair in pairs:
-            self._try(self._read_pair, pair, flips.get(pair.layout))
+            with self._gathering():
+                self._read_pair(pair, flips.get(pair.layout))
 
-    def _try(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
-        """Calls a function; records the problem if a tensor does not fit, and returns None."""
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Records the problem where a tensor does not fit, and goes on."""
         try:
-            return function(*args, **kwargs)
+            yield
         except _MisfitError as error:
             self._add_problem(*error.args)
-            return None
 
     def _add_problem(self, full: str, what: str) -> None:
         self.problems.append(f"{full!r} of {self.label} {what}")
