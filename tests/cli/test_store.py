@@ -244,7 +244,7 @@ class TestPrune:
             ([], "say what is kept"),
             (["--best", "1"], "--best and --metric go together"),
             (["--keep-last", "-1"], "--keep-last"),
-            (["--every-hours", "nan"], "--every-hours is a time: nan; give hours"),
+            (["--every-hours", "nan"], "--every-hours must be a time: nan; give hours"),
         ],
     )
     def test_a_wrong_command_line(self, options: list[str], text: str) -> None:

@@ -109,7 +109,7 @@ def test_what_a_rule_cannot(rule: Any, state: dict[str, Any], says: str) -> None
         (lambda: ms.rules.Split("w", ["a", "b"], sizes=[1]), "one size for each part"),
         (lambda: ms.rules.Split("w", ["a", "b"], sizes=[-1, 7]), "integers"),
         (lambda: ms.rules.Split("w", ["a", "b"], sizes=7), "sizes= takes"),
-        (lambda: ms.rules.Split("w", ["a", "b"], dim="x"), "dim= is a number"),
+        (lambda: ms.rules.Split("w", ["a", "b"], dim="x"), "dim= must be an integer"),
         (lambda: ms.rules.Concat(["a", 7], "w"), "a name"),
         (lambda: ms.rules.Reshape("w", 7), "shape= takes"),
         (lambda: ms.rules.Reshape("w", [2.5]), "integers"),

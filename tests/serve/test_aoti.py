@@ -92,7 +92,7 @@ def test_a_package_of_others_and_what_was_inlined_in_it() -> None:
     live.swap({**trained.state_dict(), "shift": torch.ones(16)}, rules=rules)
     trained.shift.fill_(1.0)
     assert torch.allclose(live(X), trained(X))
-    with pytest.raises(OptionError, match="names= is for exported programs"):
+    with pytest.raises(OptionError, match="names= is only for exported programs"):
         ms.Live(package_of_others(), names=trained)
 
 

@@ -692,7 +692,7 @@ def _check_target(out: object, shape: tuple[int, ...], dtype: torch.dtype, where
 
 def _below(flat: FlatTree, key: str, where: str, decode: Callable[[object], object]) -> FlatTree:
     if not isinstance(key, str):
-        raise OptionError("key= is a dotted path", where=where, expected="a str", found=short_repr(key))
+        raise OptionError("key= must be a dotted path", where=where, expected="a str", found=short_repr(key))
     if not key:
         return flat
     prefix, cut = key + ".", len(key) + 1

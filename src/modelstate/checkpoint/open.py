@@ -166,9 +166,7 @@ def open_source(
 
         return combined([open_source(entry, key, allow, skip_forbidden, cache=cache) for entry in source], combine)
     if combine is not None:
-        raise OptionError(
-            "combine= is for several checkpoints", expected="a list of sources", found=type(source).__name__
-        )
+        raise OptionError("combine= needs a list of sources", expected="a list of sources", found=type(source).__name__)
     if isinstance(source, Checkpoint):
         return source if key is None else source.select(key)
     if isinstance(source, Mapping):

@@ -318,10 +318,10 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
         """
         schema, extra = self.schema, self.extra
         if schema is not None and (not isinstance(schema, str) or not schema):
-            raise OptionError("schema= is a text", expected='such as "2.0"', found=short_repr(schema))
+            raise OptionError("schema= must be text", expected='such as "2.0"', found=short_repr(schema))
         check_integer("shard_size_bytes", self.shard_size_bytes, least=1, accepts_none=True)
         if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
-            raise OptionError("extra= has values under names", expected="a mapping", found=short_repr(extra))
+            raise OptionError("extra= must be a mapping", expected="a mapping", found=short_repr(extra))
         seconds_of("lock_timeout_seconds", self.lock_timeout_seconds)
         format = format_of(where, self.format)
         if format == "torch" and (self.shard_size_bytes, extra, schema) != (None, None, None):
@@ -393,7 +393,7 @@ def _uploaded(write: Callable[[str], Files], where: str, overwrite: bool) -> Fil
     from modelstate.remote.upload import PART_BYTES, head, new_object
 
     if not overwrite and head(locate(where)) is not None:
-        raise TargetExistsError("something is there already", where=locate(where).url)
+        raise TargetExistsError("the target exists already", where=locate(where).url)
     with tempfile.TemporaryDirectory(prefix="modelstate-") as directory:
         path = os.path.join(directory, os.path.basename(where))
         (nbytes,) = write(path).values()

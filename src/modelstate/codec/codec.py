@@ -159,14 +159,14 @@ def register_codec(
         20.5
     """
     if not isinstance(cls, type):
-        raise OptionError("what is registered is a class", found=short_repr(cls))
+        raise OptionError("cls must be a class", found=short_repr(cls))
     if cls in KINDS.by_type or cls in (bool, list, type(None)):
         raise OptionError("a class that has an encoding already", found=cls.__qualname__)
     if not callable(encode) or not callable(decode):
         raise OptionError("encode and decode are functions", found=f"{encode!r}, {decode!r}")
     name = f"{cls.__module__}:{cls.__qualname__}" if name is None else name
     if not isinstance(name, str) or not name:
-        raise OptionError("name= is the text that files have for the class", found=short_repr(name))
+        raise OptionError("name= must be text, by which files refer to the class", found=short_repr(name))
     other = _CODECS.get(name)
     # A class of the same name is the same class after its module, or a cell of a notebook, has run again.
     names = [f"{named.__module__}:{named.__qualname__}" for named in (other.cls if other else cls, cls)]

@@ -239,7 +239,7 @@ def _upload(
         old_index = index_of_object(path)
         single = head(where) if old_index is not None or not overwrite or groups else None
         if not overwrite and (old_index is not None or single is not None):
-            raise TargetExistsError("something is there already", where=where.url)
+            raise TargetExistsError("the target exists already", where=where.url)
         unique = shard_names(path, [secrets.token_hex(16)] * len(groups))
         shards[:] = [locate(f"{directory}/{name}") for name in unique]
         return [shard.url for shard in shards]

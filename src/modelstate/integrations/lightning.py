@@ -142,7 +142,11 @@ def _placement(map_location: object) -> Callable[[torch.Tensor], torch.Tensor]:
     if isinstance(map_location, str | torch.device):
         return lambda tensor: tensor.to(map_location)
     if not callable(map_location):
-        raise OptionError("map_location= says where tensors belong", found=short_repr(map_location))
+        raise OptionError(
+            "map_location= has an invalid value",
+            expected="a device, a mapping or a function",
+            found=short_repr(map_location),
+        )
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         storage = map_location(tensor.untyped_storage(), "cpu")

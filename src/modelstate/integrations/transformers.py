@@ -84,7 +84,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
                 "a StoreCallback saves to a store", expected="a modelstate.Store", found=short_repr(store)
             )
         if taken := sorted(set(objects or {}) & set(_OWN_NAMES)):
-            raise OptionError("objects= has names that mean something else here", found=", ".join(taken))
+            raise OptionError("objects= has names that are reserved", found=", ".join(taken))
         self.store, self.deadline, self.background = store, deadline, background
         self._objects = dict(objects or {})
         self._rng = RNG()
@@ -137,7 +137,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         if self not in trainer.callback_handler.callbacks:
             raise OptionError("the Trainer does not have this callback", remedy="Trainer(..., callbacks=[saving])")
         if options.get("resume_from_checkpoint"):
-            raise OptionError("resume_from_checkpoint= is of the Trainer's own checkpoints", remedy="step=")
+            raise OptionError("resume_from_checkpoint= is for the Trainer's own checkpoints", remedy="step=")
         self._trainer = trainer
         self._restore = self._whole_step(step)
         try:

@@ -206,7 +206,7 @@ def check_target(path: str, *, overwrite: bool) -> None:
         remedy = "give the path of a file" + (f", such as {os.path.join(path, 'model.safetensors')}" if is_dir else "")
         raise UnsavableError("a file cannot be put here", where=path, found=kind, remedy=remedy)
     if not overwrite and os.path.lexists(path):
-        raise TargetExistsError("something is there already", where=path)
+        raise TargetExistsError("the target exists already", where=path)
 
 
 def put_durably(unfinished: str, path: str, overwrite: bool, instead_of: str | None = None) -> None:
@@ -261,7 +261,7 @@ def put(unfinished: str, path: str, overwrite: bool) -> None:
         # Unlike a rename, a link never replaces a file that another process has put there meanwhile.
         system.link(unfinished, path)
     except FileExistsError:
-        raise TargetExistsError("something is there already", where=path) from None
+        raise TargetExistsError("the target exists already", where=path) from None
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise

@@ -67,11 +67,11 @@ def local_path(path: str) -> str:
     Raises `SourceTypeError` for any other URL, and for a string that cannot be a path.
     """
     if "\0" in path or not path:
-        raise SourceTypeError("this can be no path", where=repr(path[:80]), remedy="give the path of a checkpoint")
+        raise SourceTypeError("this cannot be a path", where=repr(path[:80]), remedy="give the path of a checkpoint")
     try:
         os.fsencode(path)
     except UnicodeEncodeError as error:
-        raise SourceTypeError("this can be no path", where=repr(path[:80]), found=error) from error
+        raise SourceTypeError("this cannot be a path", where=repr(path[:80]), found=error) from error
     if re.match(_URL, path):
         scheme, _, rest = path.partition("://")
         if scheme.lower() != "file" or rest.partition("/")[0] not in ("", "localhost"):
@@ -93,7 +93,7 @@ def local_path(path: str) -> str:
             )
         path, given = os.fsdecode(unquote_to_bytes(os.fsencode(urlsplit(path).path))), path
         if "\0" in path or not path:
-            raise SourceTypeError("this can be no path", where=given, remedy="write file:///DIRECTORY/FILE")
+            raise SourceTypeError("this cannot be a path", where=given, remedy="write file:///DIRECTORY/FILE")
     elif (url := re.match(_MISSPELT_URL, path)) and not os.path.lexists(path.partition("/")[0]):
         scheme = url[1].lower()
         right = redacted_url(f"{scheme}://{'/' if scheme == 'file' else ''}{path[url.end() :]}")

@@ -200,15 +200,15 @@ class Declaration(msgspec.Struct, frozen=True, eq=False):
         if len(set(self.names)) < len(self.names):
             _refuse("an attribute is named twice", _quoted(self.names))
         if type(self.optional) is not bool:
-            _refuse("optional= is True or False", self.optional, "for single names: defaults={name: value}")
+            _refuse("optional= must be True or False", self.optional, "for single names: defaults={name: value}")
         if type(self.version) is not int or self.version < 1:
-            _refuse("a version is a whole number, 1 or above", self.version)
+            _refuse("version= must be an integer >= 1", self.version)
         if not isinstance(self.defaults, Mapping):
             _refuse("defaults= maps names to values", self.defaults)
         if unknown := [name for name in self.defaults if name not in self.names]:
             _refuse("a default is for a name that is declared", unknown, f"the names are {_quoted(self.names)}")
         if self.upgrade is not None and not callable(self.upgrade):
-            _refuse("upgrade= is no function", self.upgrade, "a function upgrade(old_version, values) -> values")
+            _refuse("upgrade= must be a function", self.upgrade, "a function upgrade(old_version, values) -> values")
 
     def check_class(self, cls: object) -> None:
         """Raises `OptionError` where this class cannot have the declaration."""

@@ -63,7 +63,7 @@ class RNG:
 
     def __init__(self, generators: Mapping[str, object] | None = None, *, cuda: bool = True) -> None:
         if not isinstance(generators, Mapping | None) or not all(type(name) is str for name in generators or ()):
-            raise OptionError("generators= has generators by names", expected="a dict", found=short_repr(generators))
+            raise OptionError("generators= must be a mapping", expected="a dict", found=short_repr(generators))
         check_flag("cuda", cuda)
         self._global = {
             "python": _Generator(random.getstate, partial(_set_python, random)),
@@ -182,7 +182,7 @@ def _user_generator(name: str, given: object) -> _Generator:
     elif isinstance(given, random.Random):
         generator = _Generator(given.getstate, partial(_set_python, given))
     else:
-        raise OptionError("no random generator", where=name, expected=_KINDS, found=f"a {type(given).__qualname__}")
+        raise OptionError("not a random generator", where=name, expected=_KINDS, found=f"a {type(given).__qualname__}")
     try:
         generator.get()
     except Exception as error:

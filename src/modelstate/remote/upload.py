@@ -189,7 +189,7 @@ def _sent(
                 if has_arrived():
                     return
             if cause in (Cause.EXISTS, Cause.CHANGED):
-                raise TargetExistsError("something is there already", where=location.url) from error
+                raise TargetExistsError("the target exists already", where=location.url) from error
             if cause in _DEFINITE or number == tries:
                 raise _failed(location, error) from error
         pause(FIRST_WAIT_SECONDS * 2 ** (number - 1))
@@ -301,7 +301,7 @@ def new_object(location: Location, nbytes: int, *, overwrite: bool) -> Iterator[
 
     check_writable(location)
     if not overwrite and head(location) is not None:
-        raise TargetExistsError("something is there already", where=location.url)
+        raise TargetExistsError("the target exists already", where=location.url)
     if nbytes <= PART_BYTES:
         whole = ObjectWriter(location, nbytes, bytearray())
         yield whole

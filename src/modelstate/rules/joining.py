@@ -218,7 +218,7 @@ class _FoldingRule(_JoiningRule, msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.patterns) != 2:
-            raise RuleError("patterns= takes two names", where=type(self).__name__, found=short_repr(self.patterns))
+            raise RuleError("patterns= must be two names", where=type(self).__name__, found=short_repr(self.patterns))
 
     def reverse(self) -> Rule:
         raise irreversible(self, "the two tensors cannot be computed from the result")
@@ -365,7 +365,7 @@ def _set_names(rule: PatternRule, argument: str, names: object) -> None:
 
 def _set_sizes(rule: Split | Concat, count: int) -> None:
     if not isinstance(rule.dim, int):
-        raise RuleError("dim= is a number", where=rule, found=short_repr(rule.dim))
+        raise RuleError("dim= must be an integer", where=rule, found=short_repr(rule.dim))
     if rule.sizes is None:
         return
     sizes = check_sizes(rule, "sizes", rule.sizes, least=0)

@@ -502,5 +502,5 @@ class _NameOnly:
 
 def _check_version(version: object) -> str:
     if not isinstance(version, str) or not version:
-        raise OptionError("a version is text", expected='text such as "2.0"', found=short_repr(version))
+        raise OptionError("a version must be text", expected='text such as "2.0"', found=short_repr(version))
     return version

@@ -132,7 +132,7 @@ def _check_arguments(module: object, args: object, where: str, kind: str, option
     if not where.endswith(".pt2"):
         raise UnsavableError("the path of a program must end in .pt2", where=where, expected="a name.pt2")
     if options and kind != "aoti":
-        raise OptionError("options= are for the compiler", expected="kind='aoti'", found=f"kind={kind!r}")
+        raise OptionError("options= is only for kind='aoti'", expected="kind='aoti'", found=f"kind={kind!r}")
     reserved = [name for name in _OPTIONS if name in (options or {})]
     if reserved:
         raise OptionError(

@@ -227,7 +227,7 @@ def target_factory(target: object, names: NameMap | nn.Module | None, training: 
             return _target_of_file(local_path(os.fspath(target)), names, training)
         case nn.Module():
             if names is not None:
-                raise OptionError("names= is for exported programs", found="a module, which has its own names")
+                raise OptionError("names= is only for exported programs", found="a module, which has its own names")
             return ModuleTarget(target, training)
     # There is no program where torch.export has not been imported.
     program_class = getattr(sys.modules.get("torch.export"), "ExportedProgram", None)
@@ -249,7 +249,7 @@ def _target_of_file(path: str, names: NameMap | nn.Module | None, training: bool
         if file.kind == "aoti":
             require_aoti(LiveTargetError, path, "serve the module, or an exported program")
             if names is not None:
-                raise OptionError("names= is for exported programs", found="a package, which has its own names")
+                raise OptionError("names= is only for exported programs", found="a package, which has its own names")
             from modelstate.serve.aoti import AotiTarget
 
             return AotiTarget(file)

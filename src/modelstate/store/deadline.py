@@ -74,19 +74,19 @@ class Deadline:
     ) -> None:
         if hours is not None and not (is_number(hours) and 0 < hours * _HOUR_SECONDS < math.inf):
             raise OptionError(
-                "hours= is the time of the job", expected="hours, above 0, or None", found=short_repr(hours)
+                "hours= must be a number of hours", expected="hours, above 0, or None", found=short_repr(hours)
             )
         self._total_seconds = math.inf if hours is None else hours * _HOUR_SECONDS
         if margin_seconds != "auto" and not (is_number(margin_seconds) and 0 <= margin_seconds < self._total_seconds):
             raise OptionError(
-                "margin_seconds= is the time that is left when the loop ends",
+                "margin_seconds= must be a number of seconds, or 'auto'",
                 expected=f"seconds, from 0, less than {self._total_seconds:g}, or 'auto'",
                 found=short_repr(margin_seconds),
             )
         self._margin_seconds = None if margin_seconds == "auto" else float(margin_seconds)
         self._signals = _checked_signals(signals)
         if hours is None and not self._signals:
-            raise OptionError("a deadline that never comes", expected="hours, or signals", found="neither")
+            raise OptionError("a Deadline needs hours= or signals=", expected="hours, or signals", found="neither")
         self._start = now_seconds() - _elapsed_seconds(since)
         self._longest_save: float | None = None
         self._longest_step = 0.0
@@ -247,7 +247,7 @@ _entered: list[Deadline] = []
 
 def _checked_seconds(given: float) -> float:
     if not (is_number(given) and 0 <= given < math.inf):
-        raise OptionError("this is no time that something took", expected="seconds, from 0", found=short_repr(given))
+        raise OptionError("the duration must be a number", expected="seconds, from 0", found=short_repr(given))
     return float(given)
 
 
@@ -258,7 +258,7 @@ def _name(number: int) -> str:
 def _checked_signals(given: Iterable[int]) -> tuple[int, ...]:
     expected = "several of signal.valid_signals() that ask for an end, as (signal.SIGTERM,)"
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise OptionError("signals= has several signals", expected=expected, found=short_repr(given))
+        raise OptionError("signals= must be a sequence of signals", expected=expected, found=short_repr(given))
     numbers = tuple(dict.fromkeys(given))
     never = {getattr(signal, name) for name in _NOT_CAUGHT if hasattr(signal, name)}
     for number in numbers:
@@ -276,7 +276,7 @@ def _elapsed_seconds(since: object) -> float:
     now = time.time()
     if not is_number(since) or not -math.inf < since <= now + _MAX_CLOCK_SKEW_SECONDS:
         raise OptionError(
-            "since= is where the time begins",
+            "since= has an invalid value",
             expected="'process', 'now', or a Unix time in seconds that is over",
             found=short_repr(since),
         )

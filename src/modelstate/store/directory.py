@@ -284,7 +284,7 @@ class StepIndex:
     def step(self, step: object, revisions: Iterable[StepEntry] | None = None) -> StepEntry:
         """Returns one step, as `steps` does. Raises `StepNotFoundError`, and `OptionError` for another type."""
         if type(step) is not int:
-            raise OptionError("step= is the number of a step", expected="an int", found=short_repr(step))
+            raise OptionError("step= must be an integer >= 0", expected="an int", found=short_repr(step))
         entries = self.steps(revisions)
         for entry in entries:
             if entry.place.step == step:

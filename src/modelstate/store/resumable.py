@@ -330,7 +330,7 @@ def resumable(
         is_path = not isinstance(store, Store)
         if not is_path and keep is not None:
             remedy = "give it to the Store: keep=..."
-            raise OptionError("keep= is for the path of a store", found=short_repr(keep), remedy=remedy)
+            raise OptionError("keep= is only for the path of a store", found=short_repr(keep), remedy=remedy)
         store = store if isinstance(store, Store) else Store(store, keep=keep)
         _check_no_outer(store)
         earlier = _newest.get(store.directory, lambda: None)()
@@ -362,7 +362,7 @@ def _check_options(steps: int, save_every: int, deadline: Deadline | None, resto
     for name, value in (("steps", steps), ("save_every", save_every)):
         check_integer(name, value, least=1)
     if deadline is not None and not isinstance(deadline, Deadline):
-        raise OptionError("deadline= says when to end", expected="a modelstate.Deadline", found=short_repr(deadline))
+        raise OptionError("deadline= must be a Deadline", expected="a modelstate.Deadline", found=short_repr(deadline))
     check_keywords("ms.resumable", restoring, _RESTORE_OPTIONS)  # now, not when there is something to restore
 
 

@@ -138,11 +138,14 @@ class Keep(msgspec.Struct, frozen=True):
         hours = self.every_hours
         if hours is not None and not (is_number(hours) and 1 <= hours * _HOUR_SECONDS < math.inf):
             raise OptionError(
-                "every_hours= is a time", expected="hours, from 1/3600", found=short_repr(hours), names=("every_hours",)
+                "every_hours= must be a time",
+                expected="hours, from 1/3600",
+                found=short_repr(hours),
+                names=("every_hours",),
             )
         if self.metric is not None and type(self.metric) is not str:
             raise OptionError(
-                "metric= is the name of a metric", expected="text, as 'loss'", found=short_repr(self.metric)
+                "metric= must be the name of a metric", expected="text, as 'loss'", found=short_repr(self.metric)
             )
         if (self.best is None) is not (self.metric is None):
             raise OptionError(
@@ -161,7 +164,7 @@ def as_keep(keep: Keep | int | None) -> Keep | None:
         return keep
     if type(keep) is not int or keep < 1:
         raise OptionError(
-            "keep= says which checkpoints stay",
+            "keep= must be an integer, a Keep, or None",
             expected="an int >= 1, which is the number of the last ones; a modelstate.Keep; or None for all",
             found=short_repr(keep),
         )

@@ -719,7 +719,7 @@ def _directory(given: object) -> str:
             path = os.path.join(os.path.realpath(os.sep.join(parts[:end])), *parts[end:])
         path = os.path.abspath(path)
     except SourceTypeError as error:
-        raise UnsavableError("this can be no directory", where=repr(text[:80]), found=error.what) from error
+        raise UnsavableError("this cannot be a directory", where=repr(text[:80]), found=error.what) from error
     if os.path.lexists(path) and not os.path.isdir(path):
         found = "a symbolic link to something that is not there" if not os.path.exists(path) else "a file"
         raise UnsavableError("a store is a directory", where=path, found=found, remedy="take another path")
@@ -729,10 +729,10 @@ def _directory(given: object) -> str:
 def _check_save(step: object, metrics: object, when_busy: object) -> dict[str, float]:
     """Checks the arguments of `Store.save`, and returns the metrics as floats. Raises `OptionError`."""
     if type(step) is not int or not 0 <= step < 10**18:
-        raise OptionError("step= is the number of a step", expected="an int, 0 or more", found=short_repr(step))
+        raise OptionError("step= must be an integer >= 0", expected="an int, 0 or more", found=short_repr(step))
     check_choice("when_busy", when_busy, ("wait", "skip"))
     if not isinstance(metrics, Mapping | None):
         raise OptionError(
-            "metrics= has numbers under names", expected='such as {"loss": 0.5}', found=short_repr(metrics)
+            "metrics= must be a mapping of numbers", expected='such as {"loss": 0.5}', found=short_repr(metrics)
         )
     return {name: metric_value(name, value) for name, value in (metrics or {}).items()}
