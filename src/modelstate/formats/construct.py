@@ -215,7 +215,8 @@ def _raise_refused(findings: Audit, path: str, names: TorchGlobals) -> None:
 
 def refusal(found: Mapping[str, Refused], source: str) -> OpenError:
     """Returns the error for values that are not read, by their paths, where they are needed."""
-    names = [(name, path) for path, value in found.items() for name in _refused_names(value)]
+    refused = ((value, path) for path, node in found.items() for value in _refused_in(node))
+    names = list(dict.fromkeys((value.name, path) for value, path in refused if value.error is None))
     if names:
         return forbidden(
             "a value is not read, since it takes {} that {} not allowed",
@@ -275,15 +276,6 @@ def forbidden(
         options=options,
         names=keys,
     )
-
-
-def _refused_names(node: object) -> dict[str, None]:
-    """The classes and functions that are refused in a value of a pickle, in the order of the value."""
-    names: dict[str, None] = {}
-    for refused in _refused_in(node):
-        if refused.error is None:
-            names[refused.name] = None
-    return names
 
 
 def _refused_in(node: object) -> Iterator[Refused]:

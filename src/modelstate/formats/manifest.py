@@ -298,7 +298,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         if len(text) > MAX_PARTS:  # otherwise it has no more parts than that
             check_size(text)
-        manifest = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        manifest = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise damaged(where, str(error) if isinstance(error, ValueError) else "nested too deeply") from error
     if type(manifest) is not dict or type(manifest.get("format")) is not int:
@@ -329,10 +329,6 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(value) != len(pairs):
         raise ValueError("a key stands twice in one object")
     return value
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
 
 
 def damaged(where: str, found: str) -> DamagedFileError:

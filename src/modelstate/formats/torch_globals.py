@@ -394,16 +394,13 @@ def _sparse(layout: object, data: object) -> Rebuilt:
 
 def _from_type(function: object, cls: object, args: object, state: object) -> Rebuilt:
     """`torch._tensor._rebuild_from_type_v2`: tensors with attributes, and subclasses."""
-    for name in (cls, function):
-        if isinstance(name, Refused):
-            return Refused(name.name, args, state, error=name.error)
+    for part in (cls, function, *(args[:MAX_ARGUMENTS] if type(args) is tuple else ())):
+        if isinstance(part, Refused):
+            return Refused(part.name, args, state, error=part.error)
     if isinstance(function, Allowed) and function.name.startswith("torch.nested."):
         return _nested()
     if type(args) is not tuple or type(function) is not SafeGlobal or not isinstance(cls, SafeGlobal | Allowed):
         raise damaged("a class that is not a tensor subclass")
-    inert = next((arg for arg in args[:MAX_ARGUMENTS] if isinstance(arg, Refused)), None)
-    if inert is not None:
-        return Refused(inert.name, args, state, error=inert.error)
     if function.name == "torch._utils._rebuild_wrapper_subclass":
         return _wrapper_subclass(cls, args, state)
     if function.call is _from_type or function.name not in FUNCTIONS or len(args) > MAX_ARGUMENTS:

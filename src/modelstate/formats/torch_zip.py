@@ -28,7 +28,7 @@ from modelstate.formats.block_writer import LazyTensor, check_repeated, threads_
 from modelstate.formats.construct import construct, refusal
 from modelstate.formats.safetensors import listed_problems
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
-from modelstate.formats.tree import Checksums, Contents, flatten, items_of, leaves, map_leaves, refused_in
+from modelstate.formats.tree import Checksums, Contents, flatten, leaves, map_leaves, nodes_of, refused_in
 from modelstate.formats.unpickle import (
     Storage,
     check_protocol,
@@ -301,7 +301,9 @@ def _save(state: Mapping[str, object], output: Output, path: str) -> None:
             ) from error
     failure = _load_error(output.path)  # torch.load maps the file, so it reads no tensor
     if failure is not None:
-        refused = {name: type(value) for name, value in _values_in(state) if _load_error(pickled(value)) is not None}
+        loaded = (dict, OrderedDict, list, tuple, torch.Tensor, torch.nn.Parameter)
+        others = ((name, value) for name, value in nodes_of(state) if type(value) not in loaded)
+        refused = {name: type(value) for name, value in others if _load_error(pickled(value)) is not None}
         if not refused and isinstance(failure, OSError | RuntimeError):
             raise UnsavableError(
                 "torch.load cannot read the file that was written",
@@ -347,15 +349,6 @@ def pickled(value: object) -> io.BytesIO:
     torch.save(value, buffer)
     buffer.seek(0)
     return buffer
-
-
-def _values_in(node: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """All values of a tree except plain tensors and the containers that torch.load always accepts."""
-    if type(node) in (dict, OrderedDict, list, tuple):
-        for key, value in items_of(node):
-            yield from _values_in(value, f"{name}.{key}" if name else key)
-    elif type(node) not in (torch.Tensor, torch.nn.Parameter):
-        yield name, node
 
 
 @contextmanager
