@@ -12,7 +12,6 @@ import signal
 import socket
 import struct
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -143,14 +142,6 @@ def replaced_after_opening(folder: Path) -> Iterator[tuple[str, Callable[[], Any
 
 def bombs(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Small files that stand for much memory."""
-    with (
-        zipfile.ZipFile(folder / "bomb.pt2", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
-        archive.open("a/extra/modelstate.json", "w", force_zip64=True) as record,
-    ):
-        for _ in range(600):  # more than MEMORY_BYTES
-            record.write(bytes(1 << 20))
-    yield "a .pt2 of 0.6 GB in 0.6 MB", lambda: ms.Live(folder / "bomb.pt2")
-
     header = folder / "header.safetensors"
     with header.open("wb") as file:
         file.write(struct.pack("<Q", TERABYTE - 8))

@@ -301,11 +301,12 @@ class _Serializer:
                 remedy = "load values into them first, or leave them out"
             else:
                 of_names = [problem in (_TWO_VALUES, NOT_A_NAME) for problem in self._wrong.values()]
-                remedy = " or ".join(
-                    ["convert them to tensors that the format has"] * (not all(of_names))
-                    + ["give them other names"] * any(of_names)
-                    + ["leave them out"]
-                )
+                remedies = ["leave them out"]
+                if any(of_names):
+                    remedies.insert(0, "give them other names")
+                if not all(of_names):
+                    remedies.insert(0, "convert them to tensors that the format has")
+                remedy = " or ".join(remedies)
             # A file of `torch.save` holds what safetensors cannot: other dtypes, layouts and names.
             if len(self._refused) == len(self._wrong) and all(
                 isinstance(tensor, LazyTensor) or (isinstance(tensor, torch.Tensor) and is_plain_or_sparse(tensor))
