@@ -88,10 +88,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # A thread reads 4 MB of rows, changes them in place, and has a heap of its own.
         ("skeleton", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 12 * MB),
         ("materialised", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 12 * MB),
-        # 64 MB are read. A weight is cast, and torchao takes up to three copies of it as float32.
-        ("skeleton", f"dict({INT8}, dtype=torch.bfloat16)", MODEL_BYTES // 4, 96 * MB + 7 * WEIGHT_BYTES // 2),
-        # The scale of a whole weight needs the whole of it: 64 MB are read, and torchao takes five copies of a weight.
-        ("skeleton", f"dict({FLOAT8})", MODEL_BYTES // 4, 64 * MB + 5 * WEIGHT_BYTES + 32 * MB),
+        # 32 MB are read. A weight is cast, and torchao takes up to three copies of it as float32.
+        ("skeleton", f"dict({INT8}, dtype=torch.bfloat16)", MODEL_BYTES // 4, 64 * MB + 7 * WEIGHT_BYTES // 2),
+        # The scale of a whole weight needs the whole of it: 32 MB are read, and torchao takes five copies of a weight.
+        ("skeleton", f"dict({FLOAT8})", MODEL_BYTES // 4, 32 * MB + 5 * WEIGHT_BYTES + 32 * MB),
     ],
 )
 def test_a_report_tells_the_memory_that_was_taken(
