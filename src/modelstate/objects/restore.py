@@ -226,7 +226,7 @@ def restore(
             checkpoint.verify()
         parts = {path: _part(checkpoint, path, target) for path, target in targets.items()}
         saved = {path: part for path, part in parts.items() if part is not None}
-        for path in _paths_without_target([*checkpoint, *_value_names(checkpoint.extra, targets)], targets):
+        for path in _paths_without_target(checkpoint, targets):
             saved[path] = Part(Kind.STATEFUL, None)  # the kind is not compared, since the objects lack this path
     return restore_objects(
         objects,
@@ -250,33 +250,25 @@ def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
     return Part(Kind.STATEFUL if is_whole(value) else target.kind, value)
 
 
-def _value_names(values: Mapping[str, object], targets: Mapping[str, Target]) -> Iterator[str]:
-    """Yields the names of values, descending as far as targets can be: a mapping that leads to no target is a value."""
-    prefixes = _prefixes(targets)
-    stack = list(values.items())
+def _paths_without_target(checkpoint: Checkpoint, targets: Mapping[str, Target]) -> dict[str, None]:
+    """Returns the paths of saved objects that are not among the targets, each cut at the first key no target has.
+
+    A mapping that leads to no target is a value.
+    """
+    prefixes = {path[:at] for path in targets for at, char in enumerate(path) if char == "."}
+    names, stack = list(checkpoint), list(checkpoint.extra.items())
     while stack:
         name, value = stack.pop()
         if name in prefixes and isinstance(value, Mapping) and value:
             stack += [(f"{name}.{key}", item) for key, item in value.items()]
         else:
-            yield name
-
-
-def _paths_without_target(names: Iterable[str], targets: Mapping[str, Target]) -> dict[str, None]:
-    """Returns the paths of saved objects that are not among the targets, each cut at the first key no target has."""
-    prefixes = _prefixes(targets)
+            names.append(name)
     unmatched: dict[str, None] = {}
     for name in names:
-        parts = name.split(".")
-        paths = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        paths = [name[:at] for at, char in enumerate(name) if char == "."] + [name]
         if targets.keys().isdisjoint(paths):
             unmatched[next((path for path in paths if path not in prefixes), name)] = None
     return unmatched
-
-
-def _prefixes(targets: Mapping[str, Target]) -> set[str]:
-    """Returns the paths of the mappings that the targets are in."""
-    return {path[:at] for path in targets for at, char in enumerate(path) if char == "."}
 
 
 def restore_objects(
