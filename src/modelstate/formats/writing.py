@@ -46,8 +46,6 @@ from modelstate.io.atomic import (
     write_errors,
 )
 from modelstate.remote.location import Location, is_remote, locate
-from modelstate.remote.requests import cleanup
-from modelstate.remote.upload import get, head, is_absent, new_object, remove
 
 if TYPE_CHECKING:
     import torch
@@ -125,6 +123,8 @@ class CheckpointWriter:
 
     def upload_object(self, location: Location, planned: FileLayout, *, overwrite: bool) -> Written:
         """Writes one object in this process. Raises what `modelstate.remote.upload.new_object` raises."""
+        from modelstate.remote.upload import new_object  # a save to a file needs no client
+
         return write_in_order(
             lambda _: new_object(location, planned.nbytes, overwrite=overwrite),
             planned,
@@ -228,6 +228,9 @@ def _upload(
     compared: Callable[[], Mapping[str, object]],
 ) -> Files:
     """Writes an object, or shards and then their index, into a bucket, and removes what was there."""
+    from modelstate.remote.requests import cleanup
+    from modelstate.remote.upload import head, is_absent, new_object, remove
+
     where, index, directory = locate(path), locate(path + INDEX_SUFFIX), path.rpartition("/")[0]
     shards: list[Location] = []
     old_index: bytes | None = None
@@ -277,11 +280,15 @@ def _upload(
 
 def index_of_object(path: str) -> bytes | None:
     """The index that a save to this URL replaces; None where there is none. Raises `WriteFailedError`."""
+    from modelstate.remote.upload import get
+
     return get(locate(path + INDEX_SUFFIX))
 
 
 def remove_index(path: str, index: bytes, *, keeps_index: bool = False) -> None:
     """Removes an index that a save to a URL has replaced, and its shards. Readers have the new checkpoint already."""
+    from modelstate.remote.upload import remove
+
     with suppress(WriteFailedError):
         if not keeps_index:  # one that was written meanwhile is that of another save
             remove([locate(path + INDEX_SUFFIX)], lambda: index_of_object(path) == index)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from keyword import iskeyword
-from typing import Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import torch
 from msgspec.structs import replace
@@ -63,11 +63,13 @@ from modelstate.planning.options import LoadOptions, checked_options
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.recorder import ModuleContainer
 from modelstate.problems import RULES_FROM_SUGGEST, Problem, ProblemKind, glob_patterns, plan_error
-from modelstate.remote.cache import Cache
 from modelstate.rules.rule import Rule, Scoped
 from modelstate.rules.schema import Schema, check_rules
 from modelstate.text_format import listed, short_repr
 from modelstate.transaction.transaction import Transaction, exclusive
+
+if TYPE_CHECKING:
+    from modelstate.remote.cache import Cache
 
 Source = str | os.PathLike[str] | Mapping[str, object] | Checkpoint
 RulesOf = Rule | Iterable[Rule] | Schema | Mapping[str, Rule | Iterable[Rule] | Schema]
@@ -175,7 +177,7 @@ def restore(
     source: Source,
     *,
     verify: bool = False,
-    cache: Cache | None = None,
+    cache: "Cache | None" = None,
     **options: Unpack[RestoreArguments],
 ) -> Restored:
     """Restores several objects from one file that `modelstate.save` has written: all of them, or none.

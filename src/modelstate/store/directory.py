@@ -32,10 +32,8 @@ from modelstate.io.engine import for_each
 from modelstate.io.files import read_failed, read_whole
 from modelstate.objects.parts import Kind, Part
 from modelstate.process import progress_bar
-from modelstate.remote.cache import Cache
 from modelstate.remote.location import is_remote
 from modelstate.store.backend import STORE_FILE, LocalBackend, Place, StoreBackend
-from modelstate.store.bucket import Bucket
 from modelstate.store.record import ALL, FileRecord, Record, damaged, read_record, unreadable
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 from modelstate.text_format import in_a_line, short_repr
@@ -43,6 +41,7 @@ from modelstate.text_format import in_a_line, short_repr
 if TYPE_CHECKING:
     from modelstate.checkpoint.checkpoint import Checkpoint
     from modelstate.distributed.agreement import Agreement  # imports torch
+    from modelstate.remote.cache import Cache
 
 STORE_FORMAT = 1
 """The version of a store as a whole. A writer refuses a newer one."""
@@ -138,7 +137,7 @@ class StepEntry:
             or self._index.backend.identity(self.place.path) != self._identity
         )
 
-    def open_object(self, name: str, cache: Cache | None = None, *, verify: bool = False) -> "Checkpoint":
+    def open_object(self, name: str, cache: "Cache | None" = None, *, verify: bool = False) -> "Checkpoint":
         """Opens one object, with `verify` after all of it was read and compared with its digests.
 
         Raises `StepNotFoundError` where there is no such object with tensors, and the error for which the checkpoint
@@ -217,9 +216,15 @@ class StepIndex:
     them are damaged, and which are not.
     """
 
-    def __init__(self, directory: str, cache: Cache | None = None) -> None:
+    def __init__(self, directory: str, cache: "Cache | None" = None) -> None:
         self.directory, self.cache = directory, cache
-        self.backend: StoreBackend = Bucket(directory) if is_remote(directory) else LocalBackend(directory)
+        self.backend: StoreBackend
+        if is_remote(directory):
+            from modelstate.store.bucket import Bucket  # a save in a directory needs no client
+
+            self.backend = Bucket(directory)
+        else:
+            self.backend = LocalBackend(directory)
         self._damage: dict[_Key, ModelStateError] = {}
         """Damage that only reading a checkpoint shows."""
         self._whole: set[_Key] = set()

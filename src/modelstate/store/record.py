@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,8 +26,10 @@ from modelstate.formats.safetensors import MAX_HEADER_BYTES
 from modelstate.formats.sharded import MAX_INDEX_BYTES
 from modelstate.io.files import SourceFile, read_whole
 from modelstate.objects.parts import Kind
-from modelstate.remote.cache import Cache
 from modelstate.version import __version__
+
+if TYPE_CHECKING:
+    from modelstate.remote.cache import Cache
 
 RECORD_FILE = "checkpoint.json"
 ALL = slice(None)
@@ -77,7 +79,7 @@ class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     ranks: int = 0
     """The number of ranks whose states it has, as a list; 0 where there is one state for all of them."""
 
-    def open(self, directory: str, cache: Cache | None = None) -> Checkpoint:
+    def open(self, directory: str, cache: "Cache | None" = None) -> Checkpoint:
         """Opens an object that has tensors. `cache` keeps what is read of a bucket.
 
         Raises `DamagedCheckpointError`, `NewerManifestError`, and `ReadFailedError` where a file cannot be read, which
@@ -93,7 +95,7 @@ class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     def verify(
         self,
         directory: str,
-        cache: Cache | None,
+        cache: "Cache | None",
         share: slice = ALL,
         on_read: Callable[[int], None] | None = None,
     ) -> Checkpoint | None:
@@ -123,7 +125,7 @@ class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         return checkpoint
 
     def decode(
-        self, directory: str, cache: Cache | None = None, *, opened: Checkpoint | None = None, map: bool = False
+        self, directory: str, cache: "Cache | None" = None, *, opened: Checkpoint | None = None, map: bool = False
     ) -> object:
         """Returns the state of an object as it was captured: containers, values, and tensors.
 
@@ -156,7 +158,7 @@ class Record(msgspec.Struct, frozen=True):
     serial: int = 0
     """The number of the save: the later checkpoint of a store has the higher one, independent of steps and clocks."""
 
-    def open(self, directory: str, cache: Cache | None = None) -> Checkpoint:
+    def open(self, directory: str, cache: "Cache | None" = None) -> Checkpoint:
         """Opens all objects as one checkpoint, whose names begin with the path of an object.
 
         Raises what `ObjectEntry.open` and `ObjectEntry.decode` raise.

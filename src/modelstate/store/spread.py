@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.connections import number_of
-from modelstate.distributed.uploading import CollectiveUploader
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.manifest import digest
@@ -70,6 +69,8 @@ class SpreadWriter:
 
         Raises what `CollectiveWriter.write` raises.
         """
+        from modelstate.distributed.uploading import CollectiveUploader
+
         layouts: list[FileLayout] = []
         files: list[SpreadFile] = []
         paths: list[str] = []

@@ -28,9 +28,7 @@ from modelstate.io.files import local_path
 from modelstate.objects.loaders import preserved_generators
 from modelstate.objects.objects import targets_of, tensors_within
 from modelstate.objects.restore import RestoreArguments, Restored, RestoreOptions, restore_objects
-from modelstate.remote.cache import Cache, check_cache
 from modelstate.remote.location import is_remote, locate
-from modelstate.remote.upload import check_writable
 from modelstate.store.backend import STORE_FILE, unfinished_name
 from modelstate.store.directory import Step, StepEntry, StepIndex, not_shared, store_file_problem
 from modelstate.store.record import RECORD_FILE, Record
@@ -53,6 +51,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
 
     from modelstate.comparison.result import Diff
+    from modelstate.remote.cache import Cache
 
 _logger = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ class Store(Shown):
         shard_size_bytes: int | None = None,
         process_group: "ProcessGroup | None" = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
-        cache: Cache | None = None,
+        cache: "Cache | None" = None,
     ) -> None:
         self.directory = _directory(directory)
         self.keep = as_keep(keep)
@@ -127,6 +126,8 @@ class Store(Shown):
         self._process_group = process_group
         self._timeout_seconds = seconds_of("timeout_seconds", timeout_seconds, accepts_zero=False)
         if cache is not None:
+            from modelstate.remote.cache import check_cache
+
             check_cache(cache)
         self.index = StepIndex(self.directory, cache=cache)
         """The checkpoints of the directory, as they are now."""
@@ -709,6 +710,8 @@ def _directory(given: object) -> str:
         raise UnsavableError("a store is a directory", expected="a str or a pathlib.Path", found=short_repr(given))
     try:
         if is_remote(text):
+            from modelstate.remote.upload import check_writable
+
             location = locate(text.rstrip("/"))
             check_writable(location)
             return location.url
