@@ -10,8 +10,8 @@ import torch
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import BackgroundCancelledError, OptionError
 from modelstate.loading.report import LoadReport
-from modelstate.loading.stage import prefetch_range, stage
-from modelstate.loading.staging import Staging
+from modelstate.loading.stage import stage
+from modelstate.loading.staging import Staging, prefetch_range
 from modelstate.loading.stream import Progress
 from modelstate.planning.plan import LoadPlan
 from modelstate.planning.preparation import Preparation

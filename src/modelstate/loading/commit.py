@@ -8,8 +8,8 @@ import torch
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError
 from modelstate.io.leased import leased_files
 from modelstate.loading.place import Place
-from modelstate.loading.stage import limit_memory, reads_into_slots, stage
-from modelstate.loading.staging import Staging
+from modelstate.loading.stage import reads_into_slots, stage
+from modelstate.loading.staging import Staging, limit_memory
 from modelstate.loading.stream import Progress
 from modelstate.planning.transfer import Transfer, Transfers, Way
 from modelstate.text_format import listed

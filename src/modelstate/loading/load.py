@@ -39,8 +39,8 @@ from modelstate.loading.commit import (
 from modelstate.loading.place import Place
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
 from modelstate.loading.report import LoadReport
-from modelstate.loading.stage import limit_memory, prefetch_range, reads_into_slots, stage
-from modelstate.loading.staging import Staging
+from modelstate.loading.stage import reads_into_slots, stage
+from modelstate.loading.staging import Staging, limit_memory, prefetch_range
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadArguments, LoadOptions, PlanArguments, check_model, checked_options
 from modelstate.planning.plan import LoadPlan

@@ -6,26 +6,22 @@ from functools import partial
 from itertools import cycle
 
 import torch
-from msgspec.structs import replace
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
-from modelstate.io.engine import ReadStrategy, Request, memory_at, read_fully, read_ranges, read_threads
+from modelstate.errors import ModelStateError, PlacementError, TransformError
+from modelstate.io.engine import Request, memory_at, read_fully, read_ranges, read_threads
 from modelstate.io.linux import trim_heap
 from modelstate.io.memory import fresh_tensors
-from modelstate.io.prefetch import LEAST_BYTES, read_ahead
 from modelstate.io.tensors import compute, elements
 from modelstate.loading.staging import Staging
 from modelstate.loading.stream import Progress, set_transformed, streamed_read
-from modelstate.planning.memory import peak_bytes, placed_bytes, strategy_within
+from modelstate.planning.memory import placed_bytes
 from modelstate.planning.transfer import Sink, Transfer, Transfers, Way
 from modelstate.planning.transforms import BY_TRANSFORM, Transform, called
 from modelstate.process import ONE_VARIABLE, prefetch_one, reference_count
-from modelstate.remote.location import CONNECTIONS
 from modelstate.rules.expression import Derived, values_of
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
-from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import AT_ONCE, nonfinite, short
 from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.torch_compat.private import payload_of, storage_id, storage_owners, write_count
@@ -37,41 +33,6 @@ _Turn = tuple[Transfer, torch.Tensor | None]
 _LEAST_TRIMMED_BYTES = 4 << 20
 """A transform that frees so much leaves holes in the heap. Without trimming, 16 weights of 16 MB that become float8
 were measured to take 600 instead of 280 MB."""
-
-
-def limit_memory(staging: Staging, transfers: Sequence[Transfers]) -> None:
-    """Chooses a read strategy that keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
-    most_bytes = staging.options.max_memory_bytes
-    if most_bytes is None:
-        return
-    usual = ReadStrategy.fastest()
-    if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
-        usual = replace(usual, threads=CONNECTIONS, remote=True)
-    staging.strategy = strategy_within(transfers, most_bytes, usual)
-    needed = peak_bytes(transfers, staging.strategy)
-    if needed <= most_bytes:
-        return
-    staged = 0 if staging.options.in_place else sum(item.staged_bytes for item in transfers)
-    could = staged > 0 and needed - staged <= most_bytes
-    raise MemoryBudgetError(
-        "the load needs more memory beyond the final tensors than it was given; nothing has been changed",
-        expected=f"at most {most_bytes} bytes",
-        found=f"{needed} bytes, at the least",
-        remedy=f"max_memory_bytes={needed}" + (", or in_place=True, which needs no second copy" if could else ""),
-    )
-
-
-def prefetch_range(staging: Staging, transfers: Sequence[Transfers]) -> list[str]:
-    """Makes the kernel read what is not in the page cache, and does not wait. Returns remarks for the report."""
-    fingerprints = staging.checkpoint.fingerprints
-    if any(file.is_remote for file in fingerprints.values()):
-        if staging.options.max_memory_bytes is None:
-            staging.strategy = replace(staging.strategy, threads=CONNECTIONS)
-        return []
-    if sum(file.nbytes for file in fingerprints.values()) < LEAST_BYTES:
-        return []
-    nbytes = read_ahead([extent for item in transfers for extent in item.extents], staging.files)
-    return [f"the file was not in the page cache: {size(nbytes)} of it are read ahead"] if nbytes else []
 
 
 def stage(staging: Staging, transfers: Iterable[Transfers], progress: Progress) -> None:

@@ -29,53 +29,49 @@ _FEW = 16
 """So many tensors of a block are checked one by one, whether a cast has made values infinite."""
 
 
-class Value(NamedTuple):
-    """A value in a run, or a piece of one, and where it goes."""
-
-    name: str
-    first: int
-    """Elements from the beginning of the run."""
-    target: torch.Tensor
-    """The memory for it, flat, of the dtype that it is cast to."""
-
-
 class Run(NamedTuple):
-    """Values of one dtype that lie behind each other in a buffer."""
+    """Values of one dtype, or pieces of values, that lie behind each other in a buffer, and where they go."""
 
     at: int
     """Bytes from the beginning of the buffer."""
     numel: int
     dtype: torch.dtype
-    values: Sequence[Value]
+    names: list[str]
+    """The names of the values."""
+    firsts: list[int]
+    """Where each value begins: elements from the beginning of the run."""
+    targets: list[torch.Tensor]
+    """The memory for each value, flat, of the dtype that it is cast to."""
 
     @property
     def narrow(self) -> set[torch.dtype]:
         """The dtypes that values are cast to and in which they may become infinite."""
-        return {dtype for dtype in {value.target.dtype for value in self.values} if can_overflow(self.dtype, dtype)}
+        return {dtype for dtype in {target.dtype for target in self.targets} if can_overflow(self.dtype, dtype)}
 
-    def shown(self, buffer: torch.Tensor) -> torch.Tensor:
+    def elements(self, buffer: torch.Tensor) -> torch.Tensor:
         """The elements in a buffer."""
         return buffer[self.at : self.at + self.numel * self.dtype.itemsize].view(self.dtype)
 
-    def sources(self, shown: torch.Tensor) -> list[torch.Tensor]:
-        """The values, as views."""
-        if len(self.values) == 1 and self.values[0].target.numel() == self.numel:
-            return [shown]
-        return [shown[value.first : value.first + value.target.numel()] for value in self.values]
+    def sources(self, elements: torch.Tensor) -> list[torch.Tensor]:
+        """The values, as views of the elements."""
+        if len(self.targets) == 1 and self.targets[0].numel() == self.numel:
+            return [elements]
+        rows = zip(self.firsts, self.targets, strict=True)
+        return [elements[first : first + target.numel()] for first, target in rows]
 
 
 def copy_runs(runs: Sequence[Run], buffer: torch.Tensor, overflows: Overflows) -> None:
     """Copies and casts what is in a buffer to where it belongs."""
-    shown = [run.shown(buffer) for run in runs]
+    shown = [run.elements(buffer) for run in runs]
     sources = [run.sources(elements) for run, elements in zip(runs, shown, strict=True)]
-    copy_each([value.target for run in runs for value in run.values], [one for some in sources for one in some])
+    copy_each([target for run in runs for target in run.targets], [one for some in sources for one in some])
     found = Overflows()
     for run, elements, values in zip(runs, shown, sources, strict=True):
         # The sum of a result takes less time than the limits of what was read, but a call for each tensor.
         if narrow := run.narrow:
             if len(values) > _FEW and all(is_within(elements, dtype) for dtype in narrow):
                 continue
-            _count_overflows(run, values, [value.target for value in run.values], found)
+            _count_overflows(run, values, run.targets, found)
     overflows.add(found.counts)
 
 
@@ -83,11 +79,11 @@ def _count_overflows(
     run: Run, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor | torch.dtype], overflows: Overflows
 ) -> None:
     """Counts the values of a run that a cast has made infinite. They are in place: a load does not fail for a count."""
-    for value, source, target in zip(run.values, sources, targets, strict=True):
+    for name, source, target in zip(run.names, sources, targets, strict=True):
         try:
-            overflows.check(value.name, source, target)
+            overflows.check(name, source, target)
         except (MemoryError, RuntimeError):
-            overflows.add({(UNCHECKED, value.name): source.numel()})
+            overflows.add({(UNCHECKED, name): source.numel()})
 
 
 class CudaQueue:
@@ -120,9 +116,9 @@ class CudaQueue:
         """
         is_direct = goes_straight(runs)
         here, there = (buffer, buffer) if is_direct else (buffer[:nbytes], self._there[:nbytes])
-        shown = [run.shown(there) for run in runs]
+        shown = [run.elements(there) for run in runs]
         sources = [one for run, elements in zip(runs, shown, strict=True) for one in run.sources(elements)]
-        targets = [value.target for run in runs for value in run.values]
+        targets = [target for run in runs for target in run.targets]
         narrow = [(run, elements) for run, elements in zip(runs, shown, strict=True) if run.narrow]
         with self._lock, torch.cuda.stream(self._own):
             if not is_direct:
@@ -140,8 +136,8 @@ class CudaQueue:
                 known = limits.tolist()
             for (run, _), (least, greatest) in zip(narrow, known, strict=True):
                 if not all(is_range_within(least, greatest, dtype) for dtype in run.narrow):
-                    dtypes = [value.target.dtype for value in run.values]
-                    _count_overflows(run, run.sources(run.shown(buffer)), dtypes, found)
+                    dtypes = [target.dtype for target in run.targets]
+                    _count_overflows(run, run.sources(run.elements(buffer)), dtypes, found)
             overflows.add(found.counts)
 
         return wait
@@ -158,8 +154,8 @@ def _queued_limits(runs: Sequence[tuple[Run, torch.Tensor]]) -> torch.Tensor:
 
 def goes_straight(runs: Sequence[Run]) -> bool:
     """Whether the values of a block are copied from the buffer to where they belong, and not by the block."""
-    count = sum(len(run.values) for run in runs)
-    return count <= _MOST_DIRECT and all(value.target.dtype is run.dtype for run in runs for value in run.values)
+    count = sum(len(run.targets) for run in runs)
+    return count <= _MOST_DIRECT and all(target.dtype is run.dtype for run in runs for target in run.targets)
 
 
 @torch.inference_mode(False)  # tensors of that mode could not be written to outside of it
@@ -262,8 +258,8 @@ class _Rows:
 
     def run_of(self, part: Part, extent: ByteRange) -> Run:
         """Returns the values of a part of a range."""
-        dtype, first, values = self.transfers.stored_dtype, extent.start + part.first, list[Value]()
-        end = first + part.nbytes
+        dtype, first = self.transfers.stored_dtype, extent.start + part.first
+        run, end = Run(part.at, part.nbytes // dtype.itemsize, dtype, [], [], []), first + part.nbytes
         from_row = bisect_right(self._ends, (extent.path, first))
         for row in self._order[from_row : bisect_left(self._begins, (extent.path, end))]:
             _, start, nbytes = self._sources[row]
@@ -274,8 +270,10 @@ class _Rows:
                 target = target.as_strided(((until - begin) // dtype.itemsize,), (1,), at)
             elif target.dim() != 1:
                 target = target.view(-1)
-            values.append(Value(self.transfers.names[row], (begin - first) // dtype.itemsize, target))
-        return Run(part.at, part.nbytes // dtype.itemsize, dtype, values)
+            run.names.append(self.transfers.names[row])
+            run.firsts.append((begin - first) // dtype.itemsize)
+            run.targets.append(target)
+        return run
 
     def end(self) -> None:
         """Sets the final values."""

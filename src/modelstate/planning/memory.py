@@ -1,4 +1,4 @@
-"""Predicts the memory that a load needs beyond the final tensors, and chooses a strategy that fits a budget."""
+"""Predicts the memory that a load needs beyond the final tensors."""
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -6,14 +6,6 @@ from operator import attrgetter
 from modelstate.io.engine import ReadStrategy, read_threads
 from modelstate.io.memory import aligned
 from modelstate.planning.transfer import Sink, Transfer, Transfers, Way
-
-
-def strategy_within(transfers: Sequence[Transfers], max_bytes: int, usual: ReadStrategy) -> ReadStrategy:
-    """The fastest strategy that needs at most `max_bytes`; the one that needs least, if none does."""
-    for strategy in (usual, *usual.smaller()):
-        if peak_bytes(transfers, strategy) <= max_bytes:
-            break
-    return strategy
 
 
 def peak_bytes(transfers: Iterable[Transfers], strategy: ReadStrategy) -> int:
