@@ -29,7 +29,7 @@ from modelstate.torch_compat.private import payload_of, storage_id, storage_owne
 Pairs = Sequence[tuple[Transfers, list[torch.Tensor]]]
 """What is read, with the memory for each row."""
 _Turn = tuple[Transfer, torch.Tensor | None]
-"""A value that is needed whole, and the memory that it is read into before its turn."""
+"""A value that is needed whole, and the memory that another thread reads it into; None where that is not done."""
 _LEAST_TRIMMED_BYTES = 4 << 20
 """A transform that frees so much leaves holes in the heap. Without trimming, 16 weights of 16 MB that become float8
 were measured to take 600 instead of 280 MB."""
@@ -161,17 +161,24 @@ def _take_turns(
         progress: Called with numbers of bytes that are done.
     """
     ahead = staging.strategy.ahead and len(transfers) > 1
-    buffered = [item.nbytes for item in transfers if item.is_buffered]
-    layout = torch.Size([max(buffered, default=0)]), None, torch.uint8
-    buffers = fresh_tensors([layout] * (2 if ahead else 1)) if buffered else []
+    fetched, others = (
+        [item.nbytes for item in transfers if item.is_buffered and (ahead and item.is_read_ahead) is is_fetched]
+        for is_fetched in (True, False)
+    )
+    # The other thread reads into one buffer while the value in another one is used.
+    buffers = fresh_tensors([(torch.Size([max(fetched, default=0)]), None, torch.uint8)] * min(2, len(fetched)))
+    own = fresh_tensors([(torch.Size([max(others, default=0)]), None, torch.uint8)] * min(1, len(others)))
     turns = cycle(buffers)
 
+    def within(buffer: torch.Tensor, item: Transfer) -> torch.Tensor:
+        empty, shape = torch.empty(0, dtype=item.value.dtype, device="cpu"), item.value.size()
+        return empty.set_(buffer.untyped_storage(), 0, shape, contiguous_stride(shape))
+
     def with_memory(item: Transfer) -> _Turn:
-        if item.is_buffered:
-            empty, shape = torch.empty(0, dtype=item.value.dtype, device="cpu"), item.value.size()
-            return item, empty.set_(next(turns).untyped_storage(), 0, shape, contiguous_stride(shape))
         if not (ahead and item.is_read_ahead):
             return item, None
+        if item.is_buffered:
+            return item, within(next(turns), item)
         staging.memory.reserve(item.nbytes)
         return item, _memory_as_stored(item)
 
@@ -186,7 +193,8 @@ def _take_turns(
 
     def use(turn: _Turn) -> None:
         item, memory = turn
-        if memory is not None and not is_fetched(turn):
+        if memory is None and item.is_buffered:
+            memory = within(own[0], item)
             _read(staging, [(item, [memory])], progress)
         finish(item, memory)
         if memory is None:
@@ -196,13 +204,9 @@ def _take_turns(
         if item.transform_bytes >= _LEAST_TRIMMED_BYTES:
             trim_heap()
 
-    def is_fetched(turn: _Turn) -> bool:
-        item, memory = turn
-        return memory is not None and ahead and item.is_read_ahead
-
-    with staging.memory.reserved(sum(buffer.nbytes for buffer in buffers)):
-        if any(item.is_read_ahead for item in transfers) and ahead:
-            prefetch_one(map(with_memory, transfers), fetch, use, is_fetched=is_fetched)
+    with staging.memory.reserved(sum(buffer.nbytes for buffer in (*buffers, *own))):
+        if ahead and any(item.is_read_ahead for item in transfers):
+            prefetch_one(map(with_memory, transfers), fetch, use, is_fetched=lambda turn: turn[1] is not None)
         else:
             for item in transfers:
                 use(with_memory(item))

@@ -44,7 +44,11 @@ def _stream(blocks: Sequence[Transfers], strategy: ReadStrategy) -> int:
 def _turns(whole: Sequence[Transfer], strategy: ReadStrategy) -> int:
     """The memory of values that are needed whole: of one of them, and of the one that is read for the next turn."""
     ahead = strategy.ahead and len(whole) > 1
-    buffers = (2 if ahead else 1) * max((aligned(item.nbytes) for item in whole if item.is_buffered), default=0)
+    fetched, others = (
+        [aligned(item.nbytes) for item in whole if item.is_buffered and (ahead and item.is_read_ahead) is is_fetched]
+        for is_fetched in (True, False)
+    )
+    buffers = min(2, len(fetched)) * max(fetched, default=0) + max(others, default=0)
     turn_bytes = attrgetter("turn_bytes")
     arguments = [item for item in whole if item.transform is not None and item.is_read_ahead] if ahead else []
     read_ahead = max(arguments, key=turn_bytes, default=None)
