@@ -170,6 +170,8 @@ def with_other(name: str) -> Any:
         (changed("q.weight", "step", torch.ones(4, 4)), (), OptimizerStateError, r"step has the shape \[4, 4\]"),
         (lambda state: state["state"].update({"q.weight": 5}), (), OptimizerStateError, "not the state of a parameter"),
         (lambda state: state["param_groups"][0].update({3: 3}), (), OptimizerStateError, "the saved option 3"),
+        (lambda state: state["param_groups"][0].update(betas=(1, 2, 3)), (), OptimizerStateError, "the option betas"),
+        (lambda state: state["param_groups"][0].update(lr="high"), (), OptimizerStateError, "the option lr is 'high'"),
         (lambda state: state["param_groups"][0].update(nesterov=1), (), OptimizerStateError, "the saved option nest"),
         (with_other("x"), (), OptimizerStateError, "x: the optimizer has no such parameter"),
         (changed("q.bias", "exp_avg", torch.ones(4, 4)), (), OptimizerStateError, r"exp_avg has the shape \[4, 4\]"),

@@ -139,7 +139,7 @@ def test_a_scheduler_that_would_undo_it_is_refused_and_can_be_left_out(build: An
     for group in of["optimizer"].param_groups:
         group["lr"] = 0.5
     weight = of["model"].weight.clone()
-    with pytest.raises(OptionError, match="would set the rate that is kept") as caught:
+    with pytest.raises(OptionError, match="would set an option that is kept") as caught:
         ms.restore(of, tmp_path / "run.safetensors", keep_options=["optimizer.lr"])
     assert torch.equal(of["model"].weight, weight)
     assert rates(of) == [0.5, 0.5]
@@ -169,3 +169,16 @@ def test_one_lowest_rate_for_groups_that_change_differently_is_refused(tmp_path:
     of["optimizer"].param_groups[0]["lr"] = 0.5
     with pytest.raises(OptionError, match="eta_min"):
         ms.restore(of, tmp_path / "run.safetensors", keep_options=["optimizer.lr"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("builder", ["OneCycleLR", "CyclicLR"])
+def test_a_kept_momentum_that_a_scheduler_cycles_is_refused(builder: str, tmp_path: Path) -> None:
+    saved_after(4, BUILDERS[builder], tmp_path)
+    of = built(BUILDERS[builder])
+    with pytest.raises(OptionError, match=r"optimizer\.momentum.*\n.*cycles the momentum") as caught:
+        ms.restore(of, tmp_path / "run.safetensors", keep_options=["optimizer.momentum"])
+    assert "keep_options=['optimizer.lr']" in str(caught.value.remedy)
+    ms.restore(of, tmp_path / "run.safetensors", keep_options=["optimizer.lr"])
+    if builder == "OneCycleLR":  # its momenta are options, which are kept too
+        ms.restore(of, tmp_path / "run.safetensors", keep_options=["optimizer"])

@@ -36,6 +36,7 @@ from modelstate.objects.optimizer_values import (
     group_options,
     in_memory_orders,
     into_recorded_memory,
+    is_number,
     is_torchs,
     memory_order,
     parameter_names,
@@ -708,4 +709,18 @@ def _matched_groups(
             if unknown:
                 noun = "option" if len(unknown) == 1 else "options"
                 problems.append(f"the optimizer does not have the saved {noun} {', '.join(map(str, unknown))}")
+            problems += [
+                f"the option {key} is {value!r}, where the optimizer has {group[key]!r}"
+                for key, value in candidates[0].items()
+                if key in group and not _same_kind(value, group[key])
+            ]
     return matched
+
+
+def _same_kind(saved: object, live: object) -> bool:
+    """Whether two values of an option are of one kind. None is of every kind, since an option may be optional."""
+    if isinstance(saved, tuple | list) and isinstance(live, tuple | list):
+        return len(saved) == len(live) and all(map(_same_kind, saved, live))
+    if is_number(live) and not isinstance(live, bool):  # a choice such as fused= may also be None
+        return is_number(saved)
+    return saved is None or live is None or isinstance(saved, type(live)) or isinstance(live, type(saved))

@@ -33,26 +33,37 @@ def go_on_from_kept_rates(
         keeps: Whether the optimizer keeps its own value of the option of this name.
 
     Raises:
-        OptionError: A scheduler would set the rate of the optimizer to another one, and cannot be scaled.
+        OptionError: A scheduler would set the kept rate to another one, and cannot be scaled, or cycles a momentum that
+            is kept.
     """
-    if not keeps("lr"):
-        return
     for name, obj in objects.items():
         for scheduler in _schedulers_of(obj, optimizer):
             inner = [*_within(scheduler)]
+            for each in inner:
+                momentum = "betas" if getattr(each, "use_beta1", False) else "momentum"
+                # OneCycleLR takes its momenta from options, which may be kept as well.
+                keeps_range = not hasattr(each, "max_momentums") and keeps("max_momentum")
+                if getattr(each, "cycle_momentum", False) and keeps(momentum) and not keeps_range:
+                    why = f"{type(each).__name__} cycles the momentum"
+                    raise _refusal(path, momentum, name, why, f"keep the rate alone: keep_options=[{path + '.lr'!r}]")
+            if not keeps("lr"):
+                continue
             rates = [float(group["lr"]) for group in optimizer.param_groups]
             last = [float(rate) for rate in getattr(scheduler, "_last_lr", ())]
             if rates == last:
                 continue
             own = [each for each in inner if not type(each).__module__.startswith("torch.optim.")]
             if own or len(last) != len(rates):
-                raise _refusal(path, name, f"{type((own or inner)[0]).__name__} is not a scheduler of torch's")
+                raise _refusal(path, "lr", name, f"{type((own or inner)[0]).__name__} is not a scheduler of torch's")
             if any((rate == 0) != (before == 0) for rate, before in zip(rates, last, strict=True)):
-                remedy = "before the restore, set the rate of each group to one that is not 0"
-                raise _refusal(path, name, f"the kept rates are {rates}, the saved ones {last}, and one is 0", remedy)
+                why = f"the kept rates are {rates}, the saved ones {last}, and one is 0"
+                remedies = ["before the restore, set the rate of each group to one that is not 0"] if all(last) else []
+                raise _refusal(path, "lr", name, why, *remedies)
             factors = [rate / before if before else 1.0 for rate, before in zip(rates, last, strict=True)]
             if max(factors) > min(factors) * (1 + 1e-6) and any(getattr(each, _RATE_OF_ALL, 0) for each in inner):
-                raise _refusal(path, name, f"its {_RATE_OF_ALL} is one rate for groups whose rates change differently")
+                raise _refusal(
+                    path, "lr", name, f"its {_RATE_OF_ALL} is one rate for groups whose rates change differently"
+                )
             for each in inner:
                 _scale(each, factors)
                 options = [key for key in _RATE_OPTIONS.get(type(each).__name__, ()) if not keeps(key)]
@@ -69,14 +80,14 @@ def _scale(scheduler: Any, factors: list[float]) -> None:
         setattr(scheduler, _RATE_OF_ALL, getattr(scheduler, _RATE_OF_ALL) * factors[0])
 
 
-def _refusal(path: str, name: str, why: str, *remedies: str) -> OptionError:
+def _refusal(path: str, option: str, name: str, why: str, *remedies: str) -> OptionError:
     leave_out = (
         f"leave the scheduler out of the objects, with allow_unexpected=[{name!r}], and build one for the steps that "
         "are left"
     )
     return OptionError(
-        "a scheduler that is restored would set the rate that is kept to another one; nothing has been changed",
-        where=f"keep_options of {path}.lr",
+        "a scheduler that is restored would set an option that is kept to another value; nothing has been changed",
+        where=f"keep_options of {path}.{option}",
         found=f"{name}: {why}",
         remedy="; or ".join([*remedies, leave_out, "restore without keep_options"]),
     )
