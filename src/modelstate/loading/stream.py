@@ -23,6 +23,8 @@ from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import copy_each
 
 Progress = Callable[[int], None]
+_QUEUED_DEVICES = ("cuda",)
+"""The types of devices to which copies are queued."""
 _MOST_DIRECT = 4
 """So many parts of a block are copied to a device one by one."""
 _FEW = 16
@@ -187,7 +189,7 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
         wanted += [Wanted(extent, item.unit_bytes) for extent in item.extents]
         owners += [(owner, extent) for extent in item.extents]
     staging.memory.reserve(sum(item.staged_bytes for item in transfers))
-    devices = sorted({item.device for item in transfers if item.device.type == "cuda"}, key=str)
+    devices = sorted({item.device for item in transfers if item.device.type in _QUEUED_DEVICES}, key=str)
     if devices:
         strategy = strategy.for_devices(sum(aligned(entry.source.nbytes) for entry in wanted))
     align_bytes = common_align_bytes({entry.source.path for entry in wanted}, staging.checkpoint.fingerprints)
