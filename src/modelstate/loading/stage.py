@@ -17,7 +17,7 @@ from modelstate.io.tensors import compute, elements
 from modelstate.loading.staging import Staging
 from modelstate.loading.stream import Progress, set_transformed, streamed_read
 from modelstate.planning.memory import placed_bytes
-from modelstate.planning.transfer import Sink, Transfer, Transfers, Way
+from modelstate.planning.transfer import LEAST_AHEAD_BYTES, Sink, Transfer, Transfers, Way
 from modelstate.planning.transforms import BY_TRANSFORM, Transform, called
 from modelstate.process import ONE_VARIABLE, prefetch_one, reference_count
 from modelstate.rules.expression import Derived, values_of
@@ -119,6 +119,12 @@ def _read(staging: Staging, pairs: Pairs, progress: Progress) -> None:
         item.seconds += seconds * item.nbytes / max(total, 1)
 
 
+def _read_here(staging: Staging, requests: Iterable[Request]) -> None:
+    """Reads ranges of files in the caller's thread. Raises `ReadFailedError`."""
+    for (path, start, nbytes), address in requests:
+        read_fully(staging.files[path], [memory_at(address, nbytes)], start, nbytes)
+
+
 def _compute(
     staging: Staging,
     computed: Sequence[Transfer],
@@ -129,13 +135,8 @@ def _compute(
     pairs = zip(computed, finals, strict=True)
     targets = [(item.combined, final) for item, final in pairs if item.combined is not None]
     started, thread_bytes = time.perf_counter(), max(stored.thread_bytes for stored, _ in targets)
-
-    def read(requests: Iterable[Request]) -> None:
-        for (path, start, nbytes), address in requests:
-            read_fully(staging.files[path], [memory_at(address, nbytes)], start, nbytes)
-
     with staging.memory.reserved(read_threads() * thread_bytes):
-        compute(targets, read, read_whole=staging.read, on_done=lambda _: progress(0))
+        compute(targets, partial(_read_here, staging), read_whole=staging.read, on_done=lambda _: progress(0))
     seconds, total = time.perf_counter() - started, sum(item.nbytes for item in computed)
     for item, final in zip(computed, finals, strict=True):
         item.finals = [final]
@@ -195,7 +196,11 @@ def _take_turns(
         item, memory = turn
         if memory is None and item.is_buffered:
             memory = within(own[0], item)
-            _read(staging, [(item, [memory])], progress)
+            if item.columns is not None and item.nbytes < LEAST_AHEAD_BYTES:
+                _read_here(staging, map(Request, item.sources, [memory.data_ptr()]))  # without threads
+                progress(item.nbytes)
+            else:
+                _read(staging, [(item, [memory])], progress)
         finish(item, memory)
         if memory is None:
             progress(item.nbytes)

@@ -346,7 +346,8 @@ class Preparation:
         if last is not None:
             way, why = Way.NEW, f"made by {last.transform}"
         elif is_plain_slot:
-            can_read_into = not (is_meta or transformed) and self._can_read_into(param, value, device, stored)
+            can_read_into = not (is_meta or transformed or options.in_place is False)
+            can_read_into = can_read_into and self._can_read_into(param, value, device, stored)
             way, why = choose_way(
                 *(param, dtype, device), can_map=can_map, in_place=options.in_place, can_read_into=can_read_into
             )
@@ -413,7 +414,10 @@ class Preparation:
         self, param: torch.Tensor, value: torch.Tensor, device: torch.device, stored: Source | None
     ) -> bool:
         """Whether a value can get into existing memory without temporary memory for all values."""
-        if not isinstance(stored, Described | Derived) or not copy_cannot_fail(param, value):
+        in_order = param.is_contiguous() and not (param.is_conj() or param.is_neg())
+        if not (isinstance(stored, Described | Derived) and (self.options.in_place or in_order)):
+            return False
+        if not copy_cannot_fail(param, value):
             return False
         by_blocks = stored.read_in_blocks is not None if isinstance(stored, Derived) else False
         if self.options.in_place:
@@ -431,8 +435,7 @@ class Preparation:
             same = device == _CPU and stored.dtype == param.dtype
             if not (same and (by_blocks or bool(placed_tensors(stored)))):
                 return False
-        in_order = param.is_contiguous() and not (param.is_conj() or param.is_neg())
-        return device.type in DEVICES_READ_INTO and in_order
+        return device.type in DEVICES_READ_INTO
 
     @staticmethod
     def _block_function(
