@@ -229,7 +229,7 @@ def several_parts(_: Path) -> Scenario:
     return made
 
 
-@scenario("loading/stage.py::limit_memory")
+@scenario("loading/staging.py::limit_memory")
 def memory_budget(tmp_path: Path) -> Scenario:
     def build() -> nn.Module:
         return nn.Linear(512, 512).half()

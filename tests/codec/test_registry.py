@@ -65,7 +65,7 @@ def register(cls: type = Meter, **options: Any) -> None:
 
 
 def test_objects_come_back(again: Callable[[Any], Any]) -> None:
-    register(name="meter")
+    register(name="test.meter")
     made = again({"meter": Meter((torch.ones(2), Meter(3)))})["meter"]
     assert type(made) is Meter
     assert torch.equal(made.total[0], torch.ones(2))
@@ -75,12 +75,12 @@ def test_objects_come_back(again: Callable[[Any], Any]) -> None:
 def test_the_encoding_is_readable_and_can_be_replaced(written: Callable[[Any], Any]) -> None:
     register()
     assert written(Meter(3)) == {"$object": {"codec": f"{__name__}:Meter", "value": {"total": 3}}}
-    ms.register_codec(Meter, lambda meter: meter.total, Meter, "meter")
-    assert written(Meter(3)) == {"$object": {"codec": "meter", "value": 3}}
+    ms.register_codec(Meter, lambda meter: meter.total, Meter, "test.meter")
+    assert written(Meter(3)) == {"$object": {"codec": "test.meter", "value": 3}}
 
 
 def test_derived_classes_are_not_implied(again: Callable[[Any], Any]) -> None:
-    register(name="meter")
+    register(name="test.meter")
     with pytest.raises(CodecError, match="Finer"):
         again(Finer(1))
 
@@ -95,9 +95,9 @@ def test_a_class_that_was_defined_again_is_the_same(again: Callable[[Any], Any])
 
 
 def test_a_name_has_one_class(again: Callable[[Any], Any]) -> None:
-    register(name="meter")
+    register(name="test.meter")
     with pytest.raises(CodecError, match=r"(?s)meter: the name belongs.*Meter.*Other.*name="):
-        ms.register_codec(Other, lambda other: None, lambda value: Other(), "meter")
+        ms.register_codec(Other, lambda other: None, lambda value: Other(), "test.meter")
     assert again(Meter(1)).total == 1
     with pytest.raises(CodecError):
         again(Other())
@@ -153,10 +153,10 @@ def test_the_functions_have_to_return_the_right_thing(again: Callable[[Any], Any
 
 
 def test_what_is_not_registered_where_it_is_read(written: Callable[[Any], Any], path: Path) -> None:
-    register(name="meter")
+    register(name="test.meter")
     written([Meter(1)])
     register(name="another meter")
-    with pytest.raises(UnknownClassError, match=r"(?s)\[0\]: nothing is registered under 'meter'.*register_codec"):
+    with pytest.raises(UnknownClassError, match=r"(?s)\[0\]: nothing is registered under 'test.meter'.*register_codec"):
         ms.open(path).extra["_extra_state"]
 
 

@@ -122,8 +122,8 @@ def test_versions_that_are_none(version: str) -> None:
     [
         (lambda: ms.rules.Schema("1", [ms.rules.Migration("1", [])]), "twice"),
         (lambda: ms.rules.Schema("1", [("2", [])]), "not a migration"),
-        (lambda: ms.rules.Schema(1), "version is text"),
-        (lambda: ms.rules.Migration(2, []), "version is text"),
+        (lambda: ms.rules.Schema(1), "version must be text"),
+        (lambda: ms.rules.Migration(2, []), "version must be text"),
         (lambda: ms.rules.Migration("2", [7]), "not a rule"),
         (lambda: ms.rules.Schema("1", recognise={"1": "x"}), "takes functions"),
     ],
