@@ -1,5 +1,7 @@
 """Checks of arguments: one check, and one text of an error, for each kind."""
 
+from __future__ import annotations
+
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -8,7 +10,7 @@ from difflib import get_close_matches
 from functools import wraps
 from numbers import Real
 from types import MappingProxyType
-from typing import ParamSpec, TypeGuard, TypeVar, Unpack, get_args, get_origin
+from typing import ParamSpec, TypeGuard, TypeVar
 
 from modelstate.errors import OptionError, keep_interrupt
 from modelstate.text_format import short_repr
@@ -158,6 +160,7 @@ def checked_call(
     foreign: Mapping[str, str] = MappingProxyType({}),
     is_method: bool = False,
     within: Callable[..., AbstractContextManager[object]] = lambda *_, **__: nullcontext(),
+    options: type | None = None,
     defaults: object = None,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorates a function so that a wrong call raises an `OptionError` with the right one.
@@ -171,11 +174,12 @@ def checked_call(
         is_method: Whether the function has `self`.
         within: Returns the block that raises the error, such as a phase of all ranks, for the arguments of the call. A
             call that the signature does not allow raises its `TypeError` there, too.
-        defaults: An object with the default of each option, for a function that takes `**options: Unpack[TypedDict]`.
+        options: The `TypedDict` of a function that takes `**options: Unpack[...]`.
+        defaults: An object with the default of each of these options.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        signature = _expanded(inspect.signature(function), defaults)
+        signature = _expanded(inspect.signature(function), options, defaults)
         flags = {}
         parameters = signature.parameters.values()
         keywords = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -212,16 +216,18 @@ def checked_call(
     return decorate
 
 
-def _expanded(signature: inspect.Signature, defaults: object) -> inspect.Signature:
-    """Returns a signature with a keyword for each option in place of `**options: Unpack[...]`."""
-    parameters = []
-    for parameter in signature.parameters.values():
-        if get_origin(parameter.annotation) is Unpack:
-            (arguments,) = get_args(parameter.annotation)
-            parameters += [
-                inspect.Parameter(name, parameter.KEYWORD_ONLY, default=getattr(defaults, name), annotation=annotation)
-                for name, annotation in arguments.__annotations__.items()
-            ]
-        else:
-            parameters.append(parameter)
+def _expanded(signature: inspect.Signature, options: type | None, defaults: object) -> inspect.Signature:
+    """Returns a signature with a keyword for each option in place of `**options`."""
+    if options is None:
+        return signature
+    parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    parameters += [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=getattr(defaults, name),
+            annotation=getattr(annotation, "__forward_arg__", annotation),
+        )
+        for name, annotation in options.__annotations__.items()
+    ]
     return signature.replace(parameters=parameters)

@@ -4,6 +4,8 @@ A task is complete in this file: its start, its end, cancelling it, waiting for 
 forked while it runs, and the end of the program.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextvars
 import copy
@@ -61,7 +63,7 @@ class BackgroundTask(Generic[_Result]):
 
     def __init__(
         self,
-        work: "Callable[[BackgroundTask[_Result]], _Result]",
+        work: Callable[[BackgroundTask[_Result]], _Result],
         *,
         kind: str,
         where: str,
@@ -313,7 +315,7 @@ def _clear_frames(error: BaseException, has_callers: bool) -> None:
             waiting += (cause.__cause__, cause.__context__)
 
 
-_tasks: "set[BackgroundTask[Any]]" = set()
+_tasks: set[BackgroundTask[Any]] = set()
 """The tasks that are running, and those whose error is to be printed."""
 _is_watching_exit = False
 _is_ending = False

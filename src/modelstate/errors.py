@@ -63,6 +63,8 @@ ModelStateError
     └── SkippedCheckpointError    (ValueError)
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from types import FrameType

@@ -4,6 +4,8 @@
 name of a tensor, and its facts. Remedies are written twice, for Python and for the command line.
 """
 
+from __future__ import annotations
+
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,7 +45,7 @@ Fact: TypeAlias = tuple[int, ...] | int | str | None
 class Problem(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """A problem that prevents a plan from being executed. The kind says which of the facts there are."""
 
-    kind: "ProblemKind"
+    kind: ProblemKind
     name: str
     """The name in the model, or in the checkpoint if the model has none."""
     expected: Fact = None
@@ -300,12 +302,12 @@ class ProblemKind(Enum):
 
     title: str
     page: str
-    remedy: "str | Remedy | MakeRemedies"
+    remedy: str | Remedy | MakeRemedies
     line: Line
 
     def __new__(
-        cls, title: str, page: str, remedy: "str | Remedy | MakeRemedies", line: Line = "{0.name}"
-    ) -> "ProblemKind":
+        cls, title: str, page: str, remedy: str | Remedy | MakeRemedies, line: Line = "{0.name}"
+    ) -> ProblemKind:
         kind = object.__new__(cls)
         kind.title, kind.page, kind.remedy, kind.line = title, page, remedy, line
         kind._value_ = title

@@ -4,6 +4,8 @@ Invariant: a function that starts threads returns or raises only when none of th
 more, also when an interrupt arrives, since that memory may be freed afterwards. `run_detached` is the exception.
 """
 
+from __future__ import annotations
+
 import _signal  # type: ignore[import-not-found]
 import _thread
 import gc
@@ -186,7 +188,7 @@ def _started(workers: Iterable[threading.Thread]) -> int:
     return sum(1 for _ in takewhile(try_start, workers))
 
 
-def _next_of(ended: "SimpleQueue[BaseException | None]") -> BaseException | None:
+def _next_of(ended: SimpleQueue[BaseException | None]) -> BaseException | None:
     """The error of the next thread that ends, or None. Raises `Stopped` where the work of this thread is to end."""
     while _stops.value:
         with suppress(Empty):

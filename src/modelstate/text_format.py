@@ -1,5 +1,7 @@
 """Formats sizes, counts, durations, values and untrusted text for messages and tables."""
 
+from __future__ import annotations
+
 import os
 import re
 import reprlib

@@ -1,5 +1,7 @@
 """Opens several checkpoints as one: merges their trees, and joins or combines their tensors."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -14,6 +14,8 @@ Invariants:
 - A file is checked against its fingerprint before its first byte is read and after its last.
 """
 
+from __future__ import annotations
+
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -5,6 +5,8 @@ float64 in float64. The chunks are combined with the mean and the sum of squared
 mean does not cancel a small deviation. Minima and maxima are exact.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import threading
@@ -72,7 +74,7 @@ class TensorStatistics(msgspec.Struct, frozen=True):
     bytes: int
     """Bytes of the elements; 0 for a tied tensor, whose bytes count under the first of its names."""
     statistics: Statistics
-    parts: "tuple[TensorStatistics, ...]" = ()
+    parts: tuple[TensorStatistics, ...] = ()
     """The plain tensors that a sparse or quantized one consists of, such as the payload and the scales."""
 
 

@@ -1,5 +1,7 @@
 """Writes a state to a file: the options and the report of a save, and states whose tensors are read while written."""
 
+from __future__ import annotations
+
 import json
 import os
 import tempfile
@@ -65,7 +67,7 @@ def streamed(checkpoint: Checkpoint, cast: torch.dtype | None = None) -> StateTo
     return around(checkpoint, state, builder)
 
 
-def around(checkpoint: Checkpoint, state: Mapping[str, object], builder: "LazyStateBuilder") -> StateToWrite:
+def around(checkpoint: Checkpoint, state: Mapping[str, object], builder: LazyStateBuilder) -> StateToWrite:
     """A state that was built from a checkpoint, with the metadata of the checkpoint."""
     metadata = {key: value for key, value in checkpoint.contents.metadata.items() if type(value) is str}
     schema = metadata.pop("schema", None)
@@ -311,7 +313,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_memory_bytes: int | None = None
     progress: bool | None = False
 
-    def checked(self, where: str) -> "SaveOptions":
+    def checked(self, where: str) -> SaveOptions:
         """Returns the options of a save to a path, with the format that is written.
 
         Raises `OptionError`, and `UnsavableError` for a path whose suffix no format has.

@@ -1,5 +1,7 @@
 """The pages about errors, each with code that fails and code that works, and the search for a page."""
 
+from __future__ import annotations
+
 import difflib
 import re
 from collections.abc import Iterator

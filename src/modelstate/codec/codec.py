@@ -1,5 +1,7 @@
 """`encode`, `decode` and `register_codec`: convert plain values to JSON and tensors, and back."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 

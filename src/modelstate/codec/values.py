@@ -4,6 +4,8 @@ A class is looked up in imported modules and never imported; its objects are fil
 The attributes of a class or a module are read without running its own code (`__getattr__`, descriptors, metaclasses).
 """
 
+from __future__ import annotations
+
 import base64
 import dataclasses
 import json
@@ -330,7 +332,7 @@ def _slots(cls: type) -> dict[str, MemberDescriptorType]:
     return slots
 
 
-def _encode_dataclass(value: "DataclassInstance", encoder: Encoder) -> Tree:
+def _encode_dataclass(value: DataclassInstance, encoder: Encoder) -> Tree:
     cls = type(value)
     text = _class_text(value, encoder)
     slots = _slots(cls)

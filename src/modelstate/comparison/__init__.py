@@ -1,5 +1,7 @@
 """Compares two checkpoints: `modelstate.diff`."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from modelstate.lazy import attach

@@ -5,6 +5,8 @@ tensors are then read block by block (`checkpoint.reduction`), and measured (`di
 are not read.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial

@@ -7,6 +7,8 @@ with elements that are not finite, and those whose sums leave the range of float
 computed again in float64. Differences of 64-bit integers are computed exactly and rounded once.
 """
 
+from __future__ import annotations
+
 import ctypes
 import math
 import threading
@@ -125,7 +127,7 @@ class Accumulator:
 
     def _quick_sums(
         self, a: torch.Tensor, b: torch.Tensor, arithmetic: torch.dtype, is_same: bool
-    ) -> "_ChunkSums | None":
+    ) -> _ChunkSums | None:
         """Returns the sums in the dtype of the arithmetic; None where that is not exact enough."""
         if self._is_exact:
             return None
@@ -143,7 +145,7 @@ class Accumulator:
             return None
         return _ChunkSums(changed, len(x), largest=largest, squares=squares, squared_differences=squared)
 
-    def _sums(self, a: torch.Tensor, b: torch.Tensor, arithmetic: torch.dtype) -> "_ChunkSums":
+    def _sums(self, a: torch.Tensor, b: torch.Tensor, arithmetic: torch.dtype) -> _ChunkSums:
         """Returns the sums of the finite elements in float64, and the numbers of the others."""
         wide = torch.complex128 if arithmetic.is_complex else torch.float64
         x, y = a.to(wide), b.to(wide)

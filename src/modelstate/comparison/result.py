@@ -1,5 +1,7 @@
 """The result of a comparison: what each tensor and value differs by, as text, as JSON and as a page."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections import Counter

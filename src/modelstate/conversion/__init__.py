@@ -1,5 +1,7 @@
 """Conversions of live modules to another dtype or device, with every reference kept."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from modelstate.lazy import attach

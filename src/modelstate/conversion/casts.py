@@ -6,6 +6,8 @@ is freed as soon as its new one exists, where two phases would need the memory o
 A module may have tens of thousands of small tensors. They are cast in batches, each with a few calls of torch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 
 import msgspec

@@ -1,5 +1,7 @@
 """`modelstate.convert_checkpoint`: rewrites a checkpoint with other names, dtypes or another format, block by block."""
 
+from __future__ import annotations
+
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,6 +5,8 @@ the override is called, and torch's part of `_apply` is replaced in this thread:
 the module are converted, as in torch. A conversion that fails undoes the changes of the override.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import is_

@@ -1,5 +1,7 @@
 """`modelstate.convert`: converts a live module to another dtype or device, or by a function of its tensors."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

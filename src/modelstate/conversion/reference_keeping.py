@@ -1,5 +1,7 @@
 """A replacement of `torch.nn.Module._apply` that keeps references, so that `.to()`, `.half()` and their like do."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from types import TracebackType
 from typing import ClassVar
@@ -21,7 +23,7 @@ from modelstate.transaction.transaction import Transaction, exclusive
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
-_switches: "tuple[reference_keeping, ...]" = ()
+_switches: tuple[reference_keeping, ...] = ()
 """The switches of all threads that have not been left, in the order in which they were set. The last one counts. A
 change replaces the tuple, since modules are converted in other threads meanwhile."""
 

@@ -4,6 +4,8 @@ A `Target` makes the new tensors: `CastAndMove` for a dtype and a device, `ByFun
 is one new tensor with its placement.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

@@ -14,6 +14,8 @@ the default process group. The store keeps the first proposal, and all ranks fol
 The votes go over connections of their own (`modelstate.distributed.connections`).
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import time
@@ -146,7 +148,7 @@ class Agreement:
         """Whether this process has destroyed the process group in which the call has begun."""
         return self._world() is not dist.group.WORLD
 
-    def on_channel(self, channel: str) -> "Agreement":
+    def on_channel(self, channel: str) -> Agreement:
         """Returns the agreement of the same ranks over connections of their own, for another thread."""
         return Agreement(self.ranks, self.timeout_seconds, call=self.call, channel=channel)
 
@@ -456,7 +458,7 @@ class Agreement:
             connections.abandon(f"{self._order.calls} {reason}" if reason else "")
         self._order.has_failed = True
 
-    def _end(self, phase: "_Phase", error: BaseException | None, own: Sequence[Digest]) -> None:
+    def _end(self, phase: _Phase, error: BaseException | None, own: Sequence[Digest]) -> None:
         """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""
         if error is not None and self._order.has_failed:
             return  # it says why all ranks raise already
@@ -492,7 +494,7 @@ class Agreement:
     def _reports(
         self,
         connections: Connections,
-        phase: "_Phase",
+        phase: _Phase,
         error: BaseException | None,
         own: Sequence[Digest],
         length: int = 0,
@@ -511,7 +513,7 @@ class Agreement:
             reports = [json.loads(text) for text in gathered]
         return reports, longest
 
-    def _compare(self, connections: Connections, phase: "_Phase", length: int = 0) -> int:
+    def _compare(self, connections: Connections, phase: _Phase, length: int = 0) -> int:
         """Votes where this rank ends no phase. Returns the largest `length` of all ranks.
 
         Raises what the reports of the ranks say where they do not agree, which also ends the phase that this rank is
@@ -523,13 +525,13 @@ class Agreement:
             self._raise(phase, None, dict(zip(self.ranks, reports, strict=True)))
         return longest
 
-    def _leave(self, phase: "_Phase") -> None:
+    def _leave(self, phase: _Phase) -> None:
         """Ends the phase for an interrupt, without the other ranks: one of them may be waiting for a server."""
         connections = self._connections
         if phase.decides and connections is not None:
             connections.decide(False)
 
-    def _lost(self, phase: "_Phase", cause: Exception) -> ModelStateError:
+    def _lost(self, phase: _Phase, cause: Exception) -> ModelStateError:
         """Returns the error for connections that broke or were not made. The next load makes new ones.
 
         Where another rank has abandoned them for an error, it is that one.
@@ -565,7 +567,7 @@ class Agreement:
         self._close("" if is_reported else json.dumps([self.rank, report_of(error)]))
         return error
 
-    def _raise(self, phase: "_Phase", error: BaseException | None, reports: Mapping[int, Report]) -> None:
+    def _raise(self, phase: _Phase, error: BaseException | None, reports: Mapping[int, Report]) -> None:
         """Raises what the reports of all ranks say together. Returns where `error` is the same on all ranks."""
         failed = {rank: report for rank, report in reports.items() if "error" in report}
         if not failed:
@@ -579,8 +581,8 @@ class Agreement:
 
 
 def agreement_of(
-    model: "nn.Module | Iterable[torch.Tensor]",
-    process_group: "dist.ProcessGroup | None" = None,
+    model: nn.Module | Iterable[torch.Tensor],
+    process_group: dist.ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     call: str = "modelstate.load",
 ) -> Agreement:

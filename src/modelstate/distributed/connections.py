@@ -7,6 +7,8 @@ thread, as of a save in the background, have a channel of their own, with its ow
 Ranks meet in the store before they connect, because gloo waits for a rank that is missing without saying which one.
 """
 
+from __future__ import annotations
+
 import atexit
 import time
 from collections.abc import Iterable, Sequence
@@ -56,7 +58,7 @@ class Connections:
         of_all: The connections of all ranks of a call, for those of some of them, which end with them.
     """
 
-    def __init__(self, ranks: tuple[int, ...], channel: str, of_all: "Connections | None" = None) -> None:
+    def __init__(self, ranks: tuple[int, ...], channel: str, of_all: Connections | None = None) -> None:
         self._store = default_store()
         self._world = ref(dist.group.WORLD)
         self._ranks, self._channel, self._of_all = ranks, channel, of_all
@@ -117,7 +119,7 @@ class Connections:
             check_stopped()
             time.sleep(min(max(waited_seconds / 5, 0.001), 0.5))
 
-    def of(self, ranks: tuple[int, ...], timeout_seconds: float) -> "Connections":
+    def of(self, ranks: tuple[int, ...], timeout_seconds: float) -> Connections:
         """Returns the connections between some of the ranks, which are made at the first call.
 
         Raises what the constructor and `connect` raise.

@@ -8,6 +8,8 @@ that are long and contiguous, each with digests of its own, and their number doe
 What is the same on several ranks is one region, and one of them writes it, or each of them a share.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache

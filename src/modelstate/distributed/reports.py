@@ -4,6 +4,8 @@ A report is JSON: the error of a rank, or the digests of one that has none. Rank
 the error that all of them raise.
 """
 
+from __future__ import annotations
+
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +43,7 @@ class Digest(msgspec.Struct, frozen=True):
     """A number of 62 bits that depends on the whole of it."""
 
     @classmethod
-    def of(cls, what: str, text: str, parts: Iterable[object]) -> "Digest":
+    def of(cls, what: str, text: str, parts: Iterable[object]) -> Digest:
         """Returns the digest of the texts of `parts`."""
         return cls(what, text, number_of(parts))
 

@@ -3,6 +3,8 @@
 Pure arithmetic, without a process group: what a rank of any mesh holds can be computed in any process.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from functools import lru_cache

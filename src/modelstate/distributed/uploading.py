@@ -9,6 +9,8 @@ is uploaded once. All ranks upload at the same time, and none of them needs the 
 The objects have names that no reader knows before the first rank commits the checkpoint.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import chain
@@ -111,7 +113,7 @@ class CollectiveUploader(CollectiveWriter):
         layouts: Sequence[FileLayout],
         owned: Mapping[int, Sequence[int]],
         meshes: Mapping[Mesh, Mesh],
-        objects: "_Objects",
+        objects: _Objects,
     ) -> None:
         """Brings all tensors to their owners, which append them to their objects. Ends early where a rank has failed.
 
@@ -181,7 +183,7 @@ class CollectiveUploader(CollectiveWriter):
                 at += tensor.nbytes
 
     def _collected(
-        self, layouts: Sequence[FileLayout], owned: Mapping[int, Sequence[int]], objects: "_Objects"
+        self, layouts: Sequence[FileLayout], owned: Mapping[int, Sequence[int]], objects: _Objects
     ) -> list[list[str]]:
         """Returns on the first rank the digests of the tensors of each object; on the others nothing."""
         sizes = [[HEX * ceil(tensor.nbytes / BLOCK_BYTES) for _, tensor in layout.tensors] for layout in layouts]

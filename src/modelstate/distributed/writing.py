@@ -10,6 +10,8 @@ first rank, which writes the headers.
 Invariant: between two collectives of a phase no rank raises, except where a rank is lost: the others would wait.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
@@ -68,7 +70,7 @@ class ShardedTensor(LazyTensor):
     """The local tensor."""
     placements: tuple[Any, ...]
     mesh: Mesh
-    writer: "CollectiveWriter"
+    writer: CollectiveWriter
 
     @property
     def parts(self) -> tuple[int, ...]:

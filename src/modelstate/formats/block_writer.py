@@ -8,6 +8,8 @@ The hash is XXH3-128. It detects damage, not tampering, at the speed of memory, 
 write.
 """
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import math
@@ -144,7 +146,7 @@ class LazyTensor:
     """The memory for computing a piece, including the piece."""
     stored_bytes: int
     """The bytes of the storages that the tensor is computed from."""
-    run: "Run | None" = field(default=None, kw_only=True)
+    run: Run | None = field(default=None, kw_only=True)
     """Where the elements are contiguous in a file, so that those of several small tensors can be read at once."""
 
     def numel(self) -> int:
@@ -317,7 +319,7 @@ class _Job(msgspec.Struct):
 
 
 def write_blocks(
-    output: "Output | Uncached | ObjectWriter | None",
+    output: Output | Uncached | ObjectWriter | None,
     start: int | Sequence[int],
     tensors: Sequence[torch.Tensor | LazyTensor],
     threads: int | None = None,

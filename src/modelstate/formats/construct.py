@@ -1,5 +1,7 @@
 """Creates the tree of a checkpoint from the value of a pickle, after an audit of everything that it asks for."""
 
+from __future__ import annotations
+
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -297,7 +299,7 @@ class _Constructor:
         self,
         findings: Audit,
         path: str,
-        tree: "_Constructor | None" = None,
+        tree: _Constructor | None = None,
         tensors: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         """For a composite, `tree` creates what holds no tensors, and `tensors` has its tensors by the ids of nodes."""

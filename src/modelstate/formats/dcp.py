@@ -8,6 +8,8 @@ In the `*.distcp` files each chunk of a tensor, and each value other than a tens
 archives follow one another, and `.metadata` has their names and places.
 """
 
+from __future__ import annotations
+
 import enum
 import math
 import os

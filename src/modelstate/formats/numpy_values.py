@@ -4,6 +4,8 @@ The functions have the arguments of those of NumPy, and call none of these: NumP
 sizes and flags of a state. An array is a read-only view of the bytes in the pickle. `rebuild` copies it.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from functools import partial

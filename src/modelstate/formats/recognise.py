@@ -1,5 +1,7 @@
 """Recognises the format of a file by its beginning, and explains files that are not checkpoints."""
 
+from __future__ import annotations
+
 import os
 import re
 import shlex

@@ -1,5 +1,7 @@
 """Prepares a state for a safetensors file: its plain tensors by name, and the manifest for everything else."""
 
+from __future__ import annotations
+
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping

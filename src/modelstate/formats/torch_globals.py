@@ -7,6 +7,8 @@ supported, or whose description contradicts itself, becomes a `Refused`, so that
 The keys of `FUNCTIONS`, and their arguments, are those that torch.save has written since 0.2.
 """
 
+from __future__ import annotations
+
 import codecs
 import enum
 import math

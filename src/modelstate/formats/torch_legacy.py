@@ -1,5 +1,7 @@
 """Reads the stream that `torch.save` wrote before 1.6: five pickles, then each storage behind its length."""
 
+from __future__ import annotations
+
 import struct
 from collections.abc import Sequence
 
@@ -67,7 +69,7 @@ def _tree(file: SourceFile, allow: Sequence[object], skip_forbidden: bool) -> ob
     return construct(value, path=file.path, data_nbytes=stop - start, names=names, skip_forbidden=skip_forbidden)
 
 
-def _pickles(data: bytes, storages: "_StreamStorages") -> tuple[int, object, int]:
+def _pickles(data: bytes, storages: _StreamStorages) -> tuple[int, object, int]:
     """The start of the main pickle, the keys of the storages in their order, and the start of the first storage."""
     check_protocol(data)
     names = TorchGlobals()

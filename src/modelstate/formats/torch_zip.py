@@ -4,6 +4,8 @@ The writer writes files that `torch.load(weights_only=True)` reads. After a save
 nothing has changed.
 """
 
+from __future__ import annotations
+
 import io
 import mmap
 import os

@@ -10,6 +10,8 @@ code sees the key: a nested tuple overflows the C stack and ends the process, an
 time. It allocates the memo by the largest index: five bytes of a pickle ask for 64 GiB.
 """
 
+from __future__ import annotations
+
 import pickle
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING

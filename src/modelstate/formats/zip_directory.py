@@ -4,6 +4,8 @@ The reader of the standard library takes a second for 20,000 records, accepts si
 not tell where the data of a record begins.
 """
 
+from __future__ import annotations
+
 import shlex
 import struct
 import zlib

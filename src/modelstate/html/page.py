@@ -5,6 +5,8 @@ policy allows no other. Text from a checkpoint is data: jinja2 escapes it in the
 table as text.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from base64 import b64encode
@@ -142,7 +144,7 @@ class Shown:
         """
         return self._page().to_html()
 
-    def to_frame(self) -> "pandas.DataFrame":
+    def to_frame(self) -> pandas.DataFrame:
         """Returns the table of the page as a pandas DataFrame: a row for each tensor, step or checkpoint.
 
         Sizes are in bytes. What a row does not have is None or NaN.
@@ -194,7 +196,7 @@ def _asset(name: str) -> str:
 
 
 @cache
-def _template(name: str) -> "Template":
+def _template(name: str) -> Template:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

@@ -9,6 +9,8 @@
 A step of training waits for what is imported here: `Writer` imports what writes in the thread that writes.
 """
 
+from __future__ import annotations
+
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,7 @@
 """`ms.dcp.Reader`: reads every checkpoint for `torch.distributed.checkpoint.load`."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """What `ms.dcp.Writer` saves: the state of a planner of `torch.distributed.checkpoint`, of all ranks."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,7 +56,7 @@ class _Layout(msgspec.Struct, frozen=True):
     """The first tensor of the rank that shows the same memory."""
 
     @classmethod
-    def of_all(cls, state: Mapping[_Path, object]) -> "dict[_Path, _Layout]":
+    def of_all(cls, state: Mapping[_Path, object]) -> dict[_Path, _Layout]:
         """Returns the layouts of the tensors of a state."""
         layouts: dict[_Path, _Layout] = {}
         first: dict[object, _Path] = {}

@@ -3,6 +3,8 @@
 >>> trainer = Trainer(plugins=[StoreCheckpointIO()])
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Mapping
 from time import perf_counter

@@ -5,6 +5,8 @@
 >>> saving.train(trainer)
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import math

@@ -12,6 +12,8 @@ Invariants:
 - Locks are released, and closed in a forked child, as `modelstate.io.lock` describes.
 """
 
+from __future__ import annotations
+
 import errno
 import fcntl
 import os

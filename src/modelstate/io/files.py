@@ -4,6 +4,8 @@ A `FileFingerprint` (size, time of modification, inode, device) is taken when a 
 of the same checkpoint compares it, so that bytes of two versions of a file are never mixed.
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import re
@@ -219,7 +221,7 @@ class Descriptor(int):
             self._is_open = False
             call(self)
 
-    def __enter__(self) -> "Descriptor":
+    def __enter__(self) -> Descriptor:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -309,7 +311,7 @@ class FileFingerprint:
     device: int
     tag: str = ""
     """The ETag of an object outside this machine."""
-    cache: "Cache | None" = field(default=None, compare=False)
+    cache: Cache | None = field(default=None, compare=False)
     """Where what is read of this version is kept: the cache with which the file was opened."""
     is_remote: bool = False
     """Whether the file is outside this machine."""
@@ -402,7 +404,7 @@ def _fingerprint(status: os.stat_result) -> FileFingerprint:
     return FileFingerprint(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
-def _remote_fingerprint(file: "RemoteFile") -> FileFingerprint:
+def _remote_fingerprint(file: RemoteFile) -> FileFingerprint:
     nbytes, modified_ns, tag = file.version
     return FileFingerprint(nbytes, modified_ns, 0, 0, tag, file.cache, True)
 
@@ -501,7 +503,7 @@ class SourceFile(AbstractContextManager["SourceFile"]):
             raise self.truncated(what, start + nbytes)
         return data
 
-    def section(self, start: int, nbytes: int, what: str) -> "Section":
+    def section(self, start: int, nbytes: int, what: str) -> Section:
         """A part of the file as a file of its own. Raises `TruncatedFileError` where the file ends before."""
         if start + nbytes > self.nbytes:
             raise self.truncated(what, start + nbytes)

@@ -18,6 +18,8 @@ Invariants:
 - A forked child has leases and a watcher of its own from its first moment, since its maps are its own.
 """
 
+from __future__ import annotations
+
 import _thread
 import ctypes
 import errno

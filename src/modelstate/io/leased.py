@@ -17,6 +17,8 @@ The files are not copied from a map: each page of a map costs a page fault, and 
 SIGBUS.
 """
 
+from __future__ import annotations
+
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

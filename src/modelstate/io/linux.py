@@ -5,6 +5,8 @@ own, and `madvise`, with other advice. So what is looked up by name or number is
 their check in `modelstate.io.lease`.
 """
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import mmap

@@ -7,6 +7,8 @@ copies of the descriptor, and a forked child closes its copies: they would keep 
 The file stays when the lock is released. If it were removed, two other processes could lock two files of the same name.
 """
 
+from __future__ import annotations
+
 import errno
 import fcntl
 import json

@@ -4,6 +4,8 @@ A few threads that read a cold file keep a few requests in flight. The kernel ca
 needs to be fast.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial

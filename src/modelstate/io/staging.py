@@ -1,5 +1,7 @@
 """Copies the tensors of a state to CPU memory at once, with several threads, so that training may go on."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 

@@ -3,6 +3,8 @@
 Callers look the functions up in this module at each call, so that `tests.faults` can replace them.
 """
 
+from __future__ import annotations
+
 import fcntl
 import mmap as _mmap
 import os

@@ -4,6 +4,8 @@ Values that are only displayed may be mapped. Values that code computes with are
 meanwhile is then an error, and does not end the process with SIGBUS at the first use of a map.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

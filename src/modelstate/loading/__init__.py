@@ -1,5 +1,7 @@
 """Executing a plan: reading values, placing them, reporting what happened."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from modelstate.lazy import attach

@@ -1,5 +1,7 @@
 """`LoadHandle`: a load whose values are read by a background task, and put in place by the caller of `result`."""
 
+from __future__ import annotations
+
 import os
 import threading
 import weakref
@@ -269,7 +271,7 @@ class LoadHandle:
         self._task.cancel(wait=wait)
         return was_open
 
-    def __enter__(self) -> "LoadHandle":
+    def __enter__(self) -> LoadHandle:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,5 +1,7 @@
 """What the ranks of a load tell each other: digests of what they load before they read, and what they have read."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

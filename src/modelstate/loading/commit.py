@@ -1,5 +1,7 @@
 """The end of a load: values get into their slots. What can fail comes first, and can be undone; then the commit."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 

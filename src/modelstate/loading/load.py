@@ -1,5 +1,7 @@
 """`load` and `plan`: plan a load, stage the values, commit them."""
 
+from __future__ import annotations
+
 import os
 import sys
 import time
@@ -66,7 +68,7 @@ OF_TORCH = {
 """Arguments of `torch.load` and `load_state_dict`, each with the argument that replaces it."""
 
 
-@checked_call("ms.plan", foreign=OF_TORCH, defaults=LoadOptions())
+@checked_call("ms.plan", foreign=OF_TORCH, options=PlanArguments, defaults=LoadOptions())
 def plan(model: nn.Module, source: Source, **options: Unpack[PlanArguments]) -> LoadPlan:
     """Plans a load: returns what `load` with the same arguments would do, and every problem.
 
@@ -121,7 +123,13 @@ def load(
 def load(
     model: nn.Module, source: Source | LoadPlan, *, background: bool, **options: Unpack[LoadArguments]
 ) -> LoadReport | LoadHandle: ...
-@checked_call("ms.load", foreign=OF_TORCH, within=before_call("modelstate.load"), defaults=LoadOptions())
+@checked_call(
+    "ms.load",
+    foreign=OF_TORCH,
+    within=before_call("modelstate.load"),
+    options=LoadArguments,
+    defaults=LoadOptions(),
+)
 def load(
     model: nn.Module, source: Source | LoadPlan, *, background: bool = False, **options: Unpack[LoadArguments]
 ) -> LoadReport | LoadHandle:

@@ -1,5 +1,7 @@
 """`torch.nn.Module.load_state_dict`, all or nothing."""
 
+from __future__ import annotations
+
 import warnings
 import weakref
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """`Place`: the write that puts a staged value into its slot."""
 
+from __future__ import annotations
+
 from contextlib import nullcontext
 
 import torch

@@ -1,5 +1,7 @@
 """`Quantize`: quantizes weights with torchao while they are loaded, row by row for int8."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -4,6 +4,8 @@ It pays where storage is slower than the network: a cold file system, or one tha
 user computes are read by every rank, and so are those for other devices than the CPU.
 """
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 

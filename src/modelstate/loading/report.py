@@ -1,5 +1,7 @@
 """The report of a load or a conversion, with a step for each slot."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import msgspec

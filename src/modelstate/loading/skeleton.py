@@ -1,5 +1,7 @@
 """`skeleton`: builds models whose parameters have no memory, and whose buffers have their values."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

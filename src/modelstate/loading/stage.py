@@ -1,5 +1,7 @@
 """`stage`: reads, casts and transforms values, each into its final memory where possible."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

@@ -1,5 +1,7 @@
 """`Staging`: how the values of a load are read, and the memory that it takes."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,5 +1,7 @@
 """Streams tensors: one thread casts, moves or transforms a block while another one reads the next."""
 
+from __future__ import annotations
+
 import math
 import threading
 from bisect import bisect_left, bisect_right

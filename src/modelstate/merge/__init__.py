@@ -1,5 +1,7 @@
 """Checkpoints that are computed from several others: merged LoRA adapters and averages."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from modelstate.lazy import attach

@@ -1,5 +1,7 @@
 """The configuration of an adapter: `adapter_config.json` of peft, or the metadata that diffusers writes."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Mapping

@@ -3,6 +3,8 @@
 Opening an average computes nothing: each tensor is computed when it is read, chunk by chunk.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

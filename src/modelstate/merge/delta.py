@@ -6,6 +6,8 @@ Methods: "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al., arXiv:
 Low-Rank Adaptation", Liu et al., arXiv:2402.09353.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from enum import Enum

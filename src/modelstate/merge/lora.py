@@ -3,6 +3,8 @@
 `merge/delta.py` has the arithmetic; here the tensors of an adapter are matched with those of the base.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import re

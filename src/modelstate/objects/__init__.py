@@ -1,5 +1,7 @@
 """Saves and restores the state of modules, optimizers, schedulers, data loaders and random generators."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from modelstate.lazy import attach

@@ -10,6 +10,8 @@ absent where neither has any. Each class with a declaration is a layer. Loading 
 everything before the first attribute is set.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from functools import partial
@@ -129,7 +131,7 @@ def declare_extra_state(
     _declare(cls, Declaration(names, optional, version, {} if defaults is None else defaults, upgrade))
 
 
-def _declare(cls: type[nn.Module], declaration: "Declaration") -> None:
+def _declare(cls: type[nn.Module], declaration: Declaration) -> None:
     existing = cls.__dict__.get(_LAYER) if isinstance(cls, type) else None
     if isinstance(existing, Layer):
         if existing.declaration.is_same(declaration):
@@ -158,7 +160,7 @@ def _declare(cls: type[nn.Module], declaration: "Declaration") -> None:
     setattr(cls, _LAYER, layer)
 
 
-def _methods(layer: "Layer") -> tuple[Any, ...]:
+def _methods(layer: Layer) -> tuple[Any, ...]:
     """Returns the functions that become the `METHODS` of a class."""
 
     def get_extra_state(self: nn.Module) -> dict[str, object]:
@@ -223,7 +225,7 @@ class Declaration(msgspec.Struct, frozen=True, eq=False):
                 "write both, or none",
             )
 
-    def is_same(self, other: "Declaration") -> bool:
+    def is_same(self, other: Declaration) -> bool:
         """Whether the other declaration changes nothing, as when a notebook cell is run again."""
         upgrades = [getattr(each.upgrade, "__code__", each.upgrade) for each in (self, other)]
         return (
@@ -256,7 +258,7 @@ class Layer:
         inherited: object = getattr(super(self.cls, module), method)
         return None if getattr(inherited, "__func__", None) is getattr(nn.Module, method) else inherited
 
-    def _chain(self, module: nn.Module) -> "tuple[list[Layer], Callable[[object], None] | None]":
+    def _chain(self, module: nn.Module) -> tuple[list[Layer], Callable[[object], None] | None]:
         """Returns this layer and those below it, and the hand-written `set_extra_state` below those, or None."""
         layers = [self]
         while True:

@@ -6,6 +6,8 @@ names that it expects. A hook of `state_dict` notes in torch's `_metadata` which
 value that was lost from a checkpoint differs from one that was never set.
 """
 
+from __future__ import annotations
+
 import keyword
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -31,7 +33,7 @@ from modelstate.transaction.slots import LAZY
 NOTE = "modelstate.lazy_buffers"
 """The key, in the `_metadata` of a module, of which lazy buffers were set when it was saved."""
 
-_seen: "WeakKeyDictionary[nn.Module, tuple[list[str], dict[str, bool]]]" = WeakKeyDictionary()
+_seen: WeakKeyDictionary[nn.Module, tuple[list[str], dict[str, bool]]] = WeakKeyDictionary()
 """For each module the list of errors of the last load, which identifies that load, and whether it set each buffer.
 
 A module that is shared has several names, and one load runs the hook for each of them.

@@ -6,6 +6,8 @@ not draw, so that all random numbers after it differ. This file keeps both runs 
 that the project uses are in it.
 """
 
+from __future__ import annotations
+
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping

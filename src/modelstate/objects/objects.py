@@ -4,6 +4,8 @@ An object is a module, an optimizer, a `torch.Generator`, anything with `state_d
 value. Its path is the keys that lead to it, joined with dots.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

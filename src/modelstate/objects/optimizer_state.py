@@ -4,6 +4,8 @@ torch keeps the state by the positions of the parameters. After a parameter has 
 the state goes to the wrong parameters, without an error where the shapes allow it. Names do not move.
 """
 
+from __future__ import annotations
+
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -133,7 +135,7 @@ def load_optimizer_state(
     rules: Rule | Iterable[Rule] | Schema = (),
     allow_missing: Iterable[str] = (),
     keep_options: Iterable[str] = (),
-    process_group: "ProcessGroup | None" = None,
+    process_group: ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> None:
     """Loads the result of `optimizer_state` by the names of the parameters, all or nothing.

@@ -1,5 +1,7 @@
 """The values in the state of an optimizer: which of them can be restored, and copies of them for live parameters."""
 
+from __future__ import annotations
+
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,5 +1,7 @@
 """The kinds of objects whose state is saved, and the saved state of one. Records of checkpoints need no more."""
 
+from __future__ import annotations
+
 from enum import StrEnum
 from typing import Any, Final
 

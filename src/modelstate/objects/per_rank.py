@@ -10,6 +10,8 @@ the states of all ranks are saved, in the order of the ranks:
 - No other object can be restored on another number of ranks.
 """
 
+from __future__ import annotations
+
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping

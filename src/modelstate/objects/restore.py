@@ -5,6 +5,8 @@ follow, by the names of their parameters, then objects with `load_state_dict`, a
 transaction undoes all of it on any error.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -171,13 +173,13 @@ class RestoreOptions(LoadOptions, frozen=True, kw_only=True):
     keep_options: tuple[str, ...] = ()
 
 
-@checked_call("ms.restore", defaults=RestoreOptions())
+@checked_call("ms.restore", options=RestoreArguments, defaults=RestoreOptions())
 def restore(
     objects: Mapping[str, object],
     source: Source,
     *,
     verify: bool = False,
-    cache: "Cache | None" = None,
+    cache: Cache | None = None,
     **options: Unpack[RestoreArguments],
 ) -> Restored:
     """Restores several objects from one file that `modelstate.save` has written: all of them, or none.

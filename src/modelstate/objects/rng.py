@@ -1,5 +1,7 @@
 """`RNG`: the states of random generators as one object to save and restore."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Mapping
 from functools import partial

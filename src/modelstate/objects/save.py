@@ -1,5 +1,7 @@
 """Saves a module, a state dict, or a tree of objects and values to a file: `modelstate.save`."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping
 from time import perf_counter
@@ -25,7 +27,7 @@ from modelstate.torch_compat.modules import state_dict_of, unwrapped
 
 def _agreement(
     state: object,
-    process_group: "dist.ProcessGroup | None" = None,
+    process_group: dist.ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Agreement:
     """Returns the ranks that save the state."""
@@ -47,7 +49,7 @@ def save(
     overwrite: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     progress: bool | None = None,
-    process_group: "dist.ProcessGroup | None" = None,
+    process_group: dist.ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> SaveReport:
     """Saves a module, a state dict, or a tree of objects and values, and returns when it is on the disk.

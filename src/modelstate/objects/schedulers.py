@@ -5,6 +5,8 @@ effect, all rates that the schedule is computed from are multiplied by the ratio
 Schedules of torch are proportional to these rates: the schedule goes on from the kept rate.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -5,6 +5,8 @@ state is in the order of the parameters. The names of the parameters are saved b
 parameters, or with another order, is refused.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

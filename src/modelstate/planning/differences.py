@@ -6,6 +6,8 @@ of one side have is only proposed, by `one_prefix`. All other differences are le
 compares more than names and reports its confidence.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -71,7 +73,7 @@ class Rewrapped(msgspec.Struct, frozen=True):
                 return put + name[len(prefix) :]
         return None
 
-    def reverse(self) -> "Rewrapped":
+    def reverse(self) -> Rewrapped:
         return Rewrapped({put: prefix for prefix, put in self.modules.items()})
 
     def note(self, names: int) -> str:

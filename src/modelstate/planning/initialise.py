@@ -6,6 +6,8 @@ modules above it that initialise their children. Only the requested tensors have
 changed and no large copy is allocated.
 """
 
+from __future__ import annotations
+
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator

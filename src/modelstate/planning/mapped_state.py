@@ -1,5 +1,7 @@
 """`MappedState`: the part of a checkpoint that is loaded, as a state dict of mapped tensors."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, KeysView, Mapping
 from copy import deepcopy
 from functools import partial
@@ -175,7 +177,7 @@ class MappedState(Mapping[str, object]):
         self._deferred[id(value)] = deferred
         return value
 
-    def initialised(self, name: str, param: torch.Tensor, initialiser: "Initialiser") -> torch.Tensor:
+    def initialised(self, name: str, param: torch.Tensor, initialiser: Initialiser) -> torch.Tensor:
         """Returns a deferred initial value for a missing tensor, which the model's own code computes."""
         stored = Derived(param.dtype, tuple(param.shape), (), initialiser.make, is_certain=False)
         self._initialised[name] = Entry(stored, (), (initialiser.how,))

@@ -3,10 +3,11 @@
 `differences.py` says how the names of both sides differ.
 """
 
+from __future__ import annotations
+
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,7 @@ class ModelSchemaView(msgspec.Struct, eq=False, dict=True):
         return names
 
     @cached_attribute
-    def initialisers(self) -> "Initialisers":
+    def initialisers(self) -> Initialisers:
         """What initialises the tensors of the model."""
         from modelstate.planning.initialise import Initialisers
 
@@ -86,11 +87,11 @@ class _Before:
         return None if initialiser is None else initialiser.make
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class StoredEntries(Mapping[str, Entry]):
     """The entries of tensors in files, before rules. An entry is created when it is accessed."""
 
-    tensors: StoredTensors
+    def __init__(self, tensors: StoredTensors) -> None:
+        self.tensors = tensors
 
     def keys(self) -> KeysView[str]:
         """The names."""

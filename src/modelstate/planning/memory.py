@@ -1,5 +1,7 @@
 """Predicts the memory that a load needs beyond the final tensors."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 

@@ -1,5 +1,7 @@
 """`LoadOptions`: the options of a load, written and checked once, for every call that loads."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -47,7 +49,7 @@ class PlanArguments(SelectionArguments, total=False):
     in_place: bool | None
     init_missing: bool
     read_once: bool
-    cache: "Cache | None"
+    cache: Cache | None
 
 
 class LoadArguments(PlanArguments, total=False):
@@ -57,7 +59,7 @@ class LoadArguments(PlanArguments, total=False):
     optimizers: Iterable[torch.optim.Optimizer]
     progress: bool | None
     max_memory_bytes: int | None
-    process_group: "ProcessGroup | None"
+    process_group: ProcessGroup | None
     timeout_seconds: float
 
 
@@ -122,7 +124,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     in_place: bool | None = None
     init_missing: bool = False
     read_once: bool = False
-    cache: "Cache | None" = None
+    cache: Cache | None = None
     verify: bool = False
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     progress: bool | None = None

@@ -1,5 +1,7 @@
 """`LoadPlan`: the frozen steps of a load, and its problems. It can be printed, saved as JSON, and executed."""
 
+from __future__ import annotations
+
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping

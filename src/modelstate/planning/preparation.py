@@ -1,5 +1,7 @@
 """`Preparation`: the transfers of a load, and every problem that keeps a value from its slot."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Hashable
 
 import torch

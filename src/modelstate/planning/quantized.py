@@ -4,6 +4,8 @@ Such a layout has names of its own: `weight_scale`, `weight.absmax`, `qweight`. 
 scales, it computes with them, and nothing is reported.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple

@@ -5,6 +5,8 @@ model must have a counterpart. The result is either a list of problems and an un
 their bytes. Everything that could keep the writes from being executed has then been checked.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 

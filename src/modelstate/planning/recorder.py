@@ -9,6 +9,8 @@ Most models have no loading code of their own. `torch_compat.modules.needs_proto
 `transaction.slots.compare_names` does what the protocol does for them.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -92,12 +94,12 @@ class _StateDict(OrderedDict[str, object]):
         of_items = items.nested if isinstance(items, _StateDict) else {}
         self.nested: Mapping[str, NestedValue] = of_items if nested is None else nested
 
-    def copy(self) -> "_StateDict":
+    def copy(self) -> _StateDict:
         return _StateDict(self)
 
     __copy__ = copy
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "_StateDict":
+    def __deepcopy__(self, memo: dict[int, object]) -> _StateDict:
         return _StateDict(deepcopy(OrderedDict(self), memo), self.nested)  # each nested value is a copy already
 
     def _names(self, key: object) -> tuple[str, ...]:
@@ -118,7 +120,7 @@ class _StateDict(OrderedDict[str, object]):
         for name in names or (key,):
             super().__delitem__(name)
 
-    def with_values(self, keys: Iterable[str]) -> "_StateDict":
+    def with_values(self, keys: Iterable[str]) -> _StateDict:
         """Returns a copy with the nested values of these names in place of what is in them, as a plain dict has it."""
         copied = self.copy()
         for key in keys:
@@ -177,7 +179,7 @@ class _Recording(msgspec.Struct, eq=False, weakref=True):
     sink: LoadSink
     outcome: IncompatibleKeys
     modules: set[int]
-    overriding: "_Overriding"
+    overriding: _Overriding
     calls_own: bool = False
 
 

@@ -4,6 +4,8 @@ For the rest of a load such a slot is the local tensor, and its source is the re
 all routes of plain tensors apply. The DTensor itself gets other memory only where the local tensor cannot keep its own.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import NamedTuple
 
@@ -30,7 +32,7 @@ class ShardedSlot(msgspec.Struct, frozen=True, eq=False):
     value: torch.Tensor
     """The value of the whole tensor, as it is in the checkpoint."""
 
-    def local(self, stored: Source | None, transform: Transform | None = None) -> "LocalSlot":
+    def local(self, stored: Source | None, transform: Transform | None = None) -> LocalSlot:
         """Returns what is loaded into the local tensor, for the source and the transform of the whole tensor.
 
         A value that is not a view of the whole one is without memory until it is computed. A transform may look at

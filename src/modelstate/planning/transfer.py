@@ -6,11 +6,13 @@ with facts of its own (rules, a transform, a shard, code of the model, a tensor 
 of its columns, with these facts.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
+import msgspec
 import numpy as np
 import torch
 
@@ -140,8 +142,7 @@ def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
     return target.is_meta or ((target.is_contiguous() or is_dense(target)) and has_its_memory(target))
 
 
-@dataclass(eq=False, slots=True)
-class Transfers:
+class Transfers(msgspec.Struct, eq=False):
     """Values that get into their slots in one way: a row for each slot, in columns of equal length."""
 
     names: list[str]
@@ -164,10 +165,11 @@ class Transfers:
     """Maps the values; None where they are read."""
     placed: tuple[PlacedTensor, ...] = ()
     """The parts of files that a value consists of, where it is several ranges; empty for other values."""
-    finals: list[torch.Tensor] = field(default_factory=list)
+    finals: list[torch.Tensor] = []
     """The final values, or the slots that they were read into; empty until then."""
     seconds: float = 0.0
-    _extents: list[ByteRange] | None = None
+    joined_extents: list[ByteRange] | None = None
+    """The `extents`, once they are known."""
 
     @property
     def nbytes(self) -> int:
@@ -215,9 +217,9 @@ class Transfers:
     @property
     def extents(self) -> list[ByteRange]:
         """The ranges of files that the values are read from. Ranges that adjoin are one, and so are equal ranges."""
-        if self._extents is None:
-            self._extents = _joined(self.columns) if self.columns is not None else []
-        return self._extents
+        if self.joined_extents is None:
+            self.joined_extents = _joined(self.columns) if self.columns is not None else []
+        return self.joined_extents
 
     def casts(self) -> list[tuple[str, torch.dtype, torch.dtype]]:
         """The name, the dtype in the file and the dtype after the load of each row that is cast."""
@@ -247,12 +249,11 @@ class Transfers:
         self.way, self.why = Way.STAGED, f"{AFTER_READS}: {reason}"
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class Transfer(Transfers):
+class Transfer(Transfers, kw_only=True):
     """A value with facts of its own: the only row of its columns."""
 
-    columns: TensorColumns | None = field(init=False, default=None)
-    sink: Sink = field(init=False)
+    columns: TensorColumns | None = None
+    sink: Sink = Sink.WHOLE
     value: torch.Tensor
     """The value as it is in the checkpoint: a map of the file, whose bytes have not been read."""
     given: str
@@ -271,9 +272,10 @@ class Transfer(Transfers):
     """Whether the result of `module_transform` clears `requires_grad` of the slot."""
     sharded: ShardedSlot | None = None
     """The DTensor whose local tensor is `param`; None for a slot that is on one rank."""
-    own_stride: tuple[int, ...] | None = field(init=False)
+    own_stride: tuple[int, ...] | None = None
     """The stride of a slot whose elements are dense in memory and in another order than a new tensor's; else None."""
-    _size: int = field(init=False)
+    size: int = 0
+    """Bytes to read."""
 
     def __post_init__(self) -> None:
         stored, param = self.stored, self.param
@@ -283,10 +285,10 @@ class Transfer(Transfers):
         elif isinstance(stored, (StoredTensor, StoredComposite, Derived)):
             self.placed = placed_tensors(stored)
         if isinstance(stored, (StoredTensor, StoredComposite, Derived)):
-            self._size = stored.nbytes
+            self.size = stored.nbytes
         else:
             parts = sum(part.numel() * part.itemsize for part in payload_of(self.value))
-            self._size = parts or self.value.numel() * self.value.itemsize
+            self.size = parts or self.value.numel() * self.value.itemsize
         is_ordered = is_plain(param) and not param.is_contiguous() and is_dense(param)
         self.own_stride = tuple(param.stride()) if is_ordered else None
         self.sink = self._choose_sink()
@@ -329,7 +331,7 @@ class Transfer(Transfers):
 
     @property
     def sizes(self) -> Sequence[int]:
-        return (self._size,)
+        return (self.size,)
 
     @property
     def stored_dtype(self) -> torch.dtype:

@@ -1,5 +1,7 @@
 """`ModuleTransform`, and the choice of the transform of each tensor."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -113,7 +115,7 @@ class Choice(NamedTuple):
 
     first: Transform | None = None
     """Called with the tensor as it is in the checkpoint. Its result may have any dtype."""
-    last: "Bound | None" = None
+    last: Bound | None = None
     """Called with the tensor as it would be loaded."""
 
 

@@ -51,8 +51,7 @@ class Cache:
     Args:
         directory: Where the blocks are. It is made when it is needed, with access for this user only.
         max_bytes: The most bytes that the blocks may take, 2 MiB at the least. Each process looks when it has
-            written a sixteenth of it, so several processes at once can exceed it by that much each, and each thread
-            that writes by a block.
+            written a sixteenth of it, so several processes at once can exceed it by that much each.
 
     Raises:
         OptionError: An argument is invalid.
@@ -70,6 +69,7 @@ class Cache:
         self._blocks = self.directory / _LAYOUT
         self._lock = threading.Lock()
         self._unchecked_bytes = max_bytes  # look at the size before the first block is written
+        self._writing_bytes = 0
         self._has_failed = False
 
     def __repr__(self) -> str:
@@ -106,8 +106,10 @@ class Cache:
         try:
             with self._lock:
                 self._unchecked_bytes += nbytes
+                self._writing_bytes += nbytes
                 if self._unchecked_bytes >= self.max_bytes // _CHECKS:
-                    self._make_room(nbytes)
+                    if not self._makes_room():
+                        return  # other threads write as much as may be kept
                     self._unchecked_bytes = 0
             self._make(path.parent)
             try:
@@ -126,6 +128,9 @@ class Cache:
                 has_failed, self._has_failed = self._has_failed, True
             if not has_failed:
                 warnings.warn(f"nothing more is kept in {self}: {error}", CacheWarning, stacklevel=2)
+        finally:
+            with self._lock:
+                self._writing_bytes -= nbytes
 
     def _make(self, version: Path) -> None:
         """Makes the directory of a version. Raises `OSError`, but not `FileNotFoundError`, where that fails."""
@@ -140,9 +145,14 @@ class Cache:
     def _path(self, version: str, index: int) -> Path:
         return self._blocks / version / str(index)
 
-    def _make_room(self, nbytes: int) -> None:
-        """Removes the oldest blocks until a block of `nbytes`, and what is written before the next call, fit too."""
-        most = self.max_bytes - self.max_bytes // _CHECKS - nbytes
+    def _makes_room(self) -> bool:
+        """Removes the oldest blocks until what is being written, and what is written before the next call, fits too.
+
+        Returns whether it fits. Where it cannot, nothing is removed.
+        """
+        most = self.max_bytes - self.max_bytes // _CHECKS - self._writing_bytes
+        if most < 0:
+            return False
         found = sorted(self._found())
         excess = sum(nbytes for _, nbytes, _ in found) - most
         for _, nbytes, path in found:
@@ -153,6 +163,7 @@ class Cache:
                 excess -= nbytes
             with suppress(OSError):  # it has other blocks
                 os.rmdir(os.path.dirname(path))
+        return excess <= 0
 
     def _found(self) -> Iterator[tuple[float, int, str]]:
         """When each block was used, its size and its path. Removes what killed processes have left."""

@@ -11,6 +11,8 @@ Credentials, regions and endpoints come from where the tools of each provider ta
 - `http://HOST/PATH`, `https://HOST/PATH`: the user, the password and the query of the URL.
 """
 
+from __future__ import annotations
+
 import base64
 import os
 import re
@@ -44,7 +46,7 @@ _ADDRESS_SECONDS = 600.0
 _CLIENT = {"connect_timeout": "10s", "read_timeout": "60s", "timeout": "1h", "user_agent": "modelstate"}
 
 
-def store_of(location: Location, *, repeats: bool = True) -> "tuple[ObjectStore, str]":
+def store_of(location: Location, *, repeats: bool = True) -> tuple[ObjectStore, str]:
     """The client of obstore for a location, and the name that it has there. Clients are kept: they own connections.
 
     Args:
@@ -151,7 +153,7 @@ def _store(scheme: str, root: str, whole: str, settings: tuple[tuple[str, str], 
 
 
 @lru_cache(maxsize=256)
-def hub_store(path: str, period: int) -> "ObjectStore":
+def hub_store(path: str, period: int) -> ObjectStore:
     """A client for the place where the hub keeps a file. Asks the hub once in each period, or after `cache_clear`."""
     client: ObjectStore = _web_store(*address_of(path))
     return client

@@ -4,6 +4,8 @@ No secret is in a `Location`, so that its URL can be printed and stored: the who
 query stays in this module. Every open imports this module, and the others of the room only for a URL.
 """
 
+from __future__ import annotations
+
 import hashlib
 import os
 import re
@@ -63,7 +65,7 @@ class Location(msgspec.Struct, frozen=True):
         key = quote(self.key) if self.scheme.startswith("http") else self.key
         return f"{self.scheme}://{self.root}/{key}" + (f"?{self.mark}" if self.mark else "")
 
-    def below(self, name: str) -> "Location":
+    def below(self, name: str) -> Location:
         """The location of a name in this directory."""
         return Location(self.scheme, self.root, f"{self.key.rstrip('/')}/{name}".lstrip("/"))
 

@@ -1,5 +1,7 @@
 """Rules that turn the names and tensors of a checkpoint into those of a model."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from modelstate.lazy import attach

@@ -8,6 +8,8 @@ the whole.
 `read_bytes(source)` says how many bytes a source reads.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -50,7 +52,7 @@ class Derived(msgspec.Struct, frozen=True, eq=False):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple["Source", ...]
+    parts: tuple[Source, ...]
     change: Change
     """Called with the values of the parts. An `Operation` passes slices on to the parts; of other functions, the whole
     result is computed for each region."""
@@ -103,7 +105,7 @@ class Derived(msgspec.Struct, frozen=True, eq=False):
         """Whether a part has no values: it is on the meta device, or its memory has been freed."""
         return any(map(lacks_values, leaves(self)))
 
-    def region(self, slices: Sequence[slice]) -> "Source":
+    def region(self, slices: Sequence[slice]) -> Source:
         """Returns a region of the tensor, which reads as little as the operations permit.
 
         Args:

@@ -1,5 +1,7 @@
 """Rules between one tensor and several: split, concatenate, multiply, fold a weight norm, multiply by scales."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -87,7 +89,7 @@ class Split(PatternRule, msgspec.Struct, frozen=True):
             return f"{size} cannot be cut into {len(self.into)} parts of one size: give sizes="
         return ""
 
-    def reverse(self) -> "Concat":
+    def reverse(self) -> Concat:
         return Concat(self.into, self.pattern, self.dim, self.sizes)
 
 
@@ -203,7 +205,7 @@ class Concat(_JoiningRule, msgspec.Struct, frozen=True):
             raise ValueError("the parts have several dtypes")
         return concatenated(tensors, self.dim)
 
-    def reverse(self) -> "Split":
+    def reverse(self) -> Split:
         return Split(self.into, self.patterns, self.dim, self.sizes)
 
 

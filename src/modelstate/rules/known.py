@@ -4,6 +4,8 @@ Each function returns `Rules`, whose `.reverse()` is the way back. In patterns, 
 `owner` is the path of a module, or a pattern for several; if empty, it is the model itself.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Collection, Sequence
 

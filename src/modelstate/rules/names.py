@@ -1,5 +1,7 @@
 """Rules that change names, leave entries out, or add entries with known values."""
 
+from __future__ import annotations
+
 import cmath
 import re
 
@@ -52,7 +54,7 @@ class Prefix(CodeRepr, msgspec.Struct, frozen=True):
             return None
         return self.add + name[len(self.strip) :]
 
-    def reverse(self) -> "Prefix":
+    def reverse(self) -> Prefix:
         return Prefix(self.add, self.strip)
 
 
@@ -96,7 +98,7 @@ class Rename(PatternRule, msgspec.Struct, frozen=True):
         parts = template(self.pattern).match(name)
         return None if parts is None else template(self.replacement).fill(parts)
 
-    def reverse(self) -> "Rename":
+    def reverse(self) -> Rename:
         if isinstance(self.pattern, re.Pattern):
             raise irreversible(self, "a regular expression works one way")
         return Rename(self.replacement, self.pattern)
@@ -140,7 +142,7 @@ class Ignore(PatternRule, msgspec.Struct, frozen=True):
             else:
                 context.mark_used()
 
-    def reverse(self) -> "Ignore":
+    def reverse(self) -> Ignore:
         raise irreversible(self, "the entries that it leaves out are lost")
 
 
@@ -173,7 +175,7 @@ class Copy(PatternRule, msgspec.Struct, frozen=True):
             if parts is not None:
                 context.make(template(self.to).fill(parts), entry.content, [(name, entry)])
 
-    def reverse(self) -> "Same":
+    def reverse(self) -> Same:
         return Same(self.pattern, self.to)
 
 
@@ -217,7 +219,7 @@ class Same(PatternRule, msgspec.Struct, frozen=True):
             else:
                 context.mark_used()
 
-    def reverse(self) -> "Copy":
+    def reverse(self) -> Copy:
         return Copy(self.pattern, self.other)
 
 

@@ -1,5 +1,7 @@
 """Applies rules for parameters to the state of an optimizer, which has values for each element of a parameter."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from typing import TypeGuard
 

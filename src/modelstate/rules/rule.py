@@ -5,6 +5,8 @@ method `rename`; a built-in rule that also changes contents has a method `apply(
 it keeps or makes into the `RuleContext`. An entry that `apply` does not put there is left out.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -248,7 +250,7 @@ def new_name(rule: Rule, name: str) -> str | None:
         ) from error
 
 
-def apply_rule(rule: Rule, context: "RuleContext") -> None:
+def apply_rule(rule: Rule, context: RuleContext) -> None:
     """Applies a rule by its method `apply` if it has one; otherwise changes names by `rename`."""
     if hasattr(rule, "apply"):
         rule.apply(context)
@@ -285,7 +287,7 @@ class Scoped(msgspec.Struct, frozen=True):
         else:
             rename_all(self, context)
 
-    def reverse(self) -> "Scoped":
+    def reverse(self) -> Scoped:
         if not hasattr(self.rule, "reverse"):
             raise irreversible(self.rule, "it has no method reverse")
         return Scoped(self.prefix, self.rule.reverse())

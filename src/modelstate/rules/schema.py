@@ -1,5 +1,7 @@
 """Rules in sequence, and schemas: the versions of a model's state with the rules between them."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -50,16 +52,16 @@ class Rules(tuple[Rule, ...]):
 
     __slots__ = ()
 
-    def __new__(cls, rules: Iterable[object] = ()) -> "Rules":
+    def __new__(cls, rules: Iterable[object] = ()) -> Rules:
         return super().__new__(cls, _flat(rules))
 
     def __repr__(self) -> str:
         return f"Rules([{', '.join(map(repr, self))}])"
 
-    def __add__(self, other: Iterable[object]) -> "Rules":
+    def __add__(self, other: Iterable[object]) -> Rules:
         return Rules([*self, *other])
 
-    def reverse(self) -> "Rules":
+    def reverse(self) -> Rules:
         """Returns the rules of the way back: the reverse of each rule, the last one first.
 
         They undo what these rules did to a checkpoint, unless a name that these rules left alone looks like one that
@@ -286,7 +288,7 @@ class Reached(CodeRepr, msgspec.Struct, frozen=True):
         # Forgets earlier names: a later version may use a name again, which is not a cycle of rules.
         context.replace({name: entry._replace(names=()) for name, entry in context.entries.items()})
 
-    def reverse(self) -> "Reached":
+    def reverse(self) -> Reached:
         return self
 
 

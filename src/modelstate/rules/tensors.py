@@ -1,5 +1,7 @@
 """Rules that change tensors: transpose, reshape, cast, apply a function, split, concatenate, multiply."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -83,7 +85,7 @@ class Transpose(_TensorRule, msgspec.Struct, frozen=True):
     def change(self, source: Source) -> Source:
         return transposed(source, self.dim0, self.dim1)
 
-    def reverse(self) -> "Transpose":
+    def reverse(self) -> Transpose:
         return self
 
 
@@ -118,7 +120,7 @@ class Reshape(_TensorRule, msgspec.Struct, frozen=True):
             raise ValueError(f"its shape is {list(source.shape)}, not {list(self.before)}")
         return reshaped(source, self.shape)
 
-    def reverse(self) -> "Reshape":
+    def reverse(self) -> Reshape:
         if self.before is None:
             raise irreversible(self, "it does not say what the shape was: before=")
         return Reshape(self.pattern, self.before, self.shape)
@@ -157,7 +159,7 @@ class Cast(_TensorRule, msgspec.Struct, frozen=True):
             raise ValueError(f"its dtype is {source.dtype}, not {self.before}")
         return cast(source, self.dtype)
 
-    def reverse(self) -> "Cast":
+    def reverse(self) -> Cast:
         if self.before is None:
             raise irreversible(self, "it does not say what the dtype was: before=")
         if cast_between(self.before, self.dtype) in ("lossy", "kind"):
@@ -237,7 +239,7 @@ class Apply(_TensorRule, msgspec.Struct, frozen=True):
             raise TypeError(f"the function returned {type(result).__name__}, not a tensor")
         return result
 
-    def reverse(self) -> "Apply":
+    def reverse(self) -> Apply:
         if self.inverse is None:
             raise irreversible(self, "it has no inverse")
         return Apply(self.pattern, self.inverse, self.fn, self.moves)

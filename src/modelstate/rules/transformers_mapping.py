@@ -6,6 +6,8 @@ from the version that is installed, and not copied here. Operations are recognis
 that a load of another model imports nothing of transformers.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -154,7 +156,7 @@ class TransformersMapping(msgspec.Struct, frozen=True, eq=False):
         target = self._target(name, *self._copied_transforms()).name
         return None if target == name else target
 
-    def reverse(self) -> "TransformersMapping":
+    def reverse(self) -> TransformersMapping:
         raise irreversible(self, "model.save_pretrained(path) is the way back")
 
     def apply(self, context: RuleContext) -> None:

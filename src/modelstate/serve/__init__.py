@@ -1,5 +1,7 @@
 """Serves programs while their weights are swapped, and follows a store of checkpoints."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from modelstate.lazy import attach

@@ -1,5 +1,7 @@
 """Serves packages of AOTInductor: each version uses a loaded copy of the compiled library."""
 
+from __future__ import annotations
+
 import math
 import operator
 import tempfile
@@ -105,7 +107,7 @@ class AotiTarget(Target):
         weakref.finalize(request, self._idle.append, runner).atexit = False
         return Program(state_module(tensors, meta=False, hidden=self._hidden), request)
 
-    def _load(self) -> "_Runner":
+    def _load(self) -> _Runner:
         return _Runner(f"/dev/fd/{self._copy.fileno()}", self._model, self.name)
 
     def _fixed_error(self, names: list[str]) -> WeightsError:
@@ -190,7 +192,7 @@ class _Request:
 
     __slots__ = ("__weakref__", "_call", "_runner")
 
-    def __init__(self, call: "_Call", runner: _Runner) -> None:
+    def __init__(self, call: _Call, runner: _Runner) -> None:
         self._call, self._runner = call, runner
 
     def __call__(self, *args: object, **named: object) -> object:
@@ -209,7 +211,7 @@ _FUNCTIONS: dict[str, object] = {
 }
 
 
-def inputs_of(program: "ExportedProgram", written: Sequence[str]) -> ProgramInputs:
+def inputs_of(program: ExportedProgram, written: Sequence[str]) -> ProgramInputs:
     """Describes the inputs of a program for its manifest. Raises `ValueError` for numbers.
 
     `written` has the names of inputs that the program writes to.

@@ -1,5 +1,7 @@
 """Canaries: requests and checks that try a new version before it serves."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -139,7 +141,7 @@ def prepared(canary: Canary, serving: Calls) -> Canary:
 
 
 def run_canary(
-    canary: "Canary | Callable[[Calls], object]", new: Program, buffers: Mapping[str, torch.Tensor | None]
+    canary: Canary | Callable[[Calls], object], new: Program, buffers: Mapping[str, torch.Tensor | None]
 ) -> None:
     """Tries a program that no request calls, with the buffers that it will take over, and restores its own afterwards.
 

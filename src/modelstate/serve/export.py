@@ -1,5 +1,7 @@
 """`modelstate.export`: writes a module as a program file, every weight of which can be swapped while it serves."""
 
+from __future__ import annotations
+
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -155,7 +157,7 @@ def _check_on_cpu(module: nn.Module, inputs: object) -> None:
 
 def _exported(
     module: nn.Module, args: tuple[object, ...], named: dict[str, object], shapes: DynamicShapes, strict: bool
-) -> "ExportedProgram":
+) -> ExportedProgram:
     import torch.export
 
     try:
@@ -181,7 +183,7 @@ def _exported(
 
 
 def _compiled(
-    program: "ExportedProgram", module: nn.Module, options: Mapping[str, object]
+    program: ExportedProgram, module: nn.Module, options: Mapping[str, object]
 ) -> tuple[list[object], ProgramInputs]:
     """Compiles a program. Returns the files of the package, and the description of its inputs. Raises `ExportError`."""
     where = type(module).__name__
@@ -210,7 +212,7 @@ def _compiled(
 
 
 def _write(
-    output: Output, program: "ExportedProgram", files: list[object] | None, manifest: Manifest, where: str
+    output: Output, program: ExportedProgram, files: list[object] | None, manifest: Manifest, where: str
 ) -> None:
     """Writes the archive. Raises `ExportError` and `OSError`."""
     extra = {NAME: manifest.to_json()}
@@ -266,7 +268,7 @@ class _Answer(NamedTuple):
     """The outputs of a call, and the buffers after it."""
 
     values: dict[str, object]
-    spec: "TreeSpec"
+    spec: TreeSpec
     """The structure of the outputs."""
 
 

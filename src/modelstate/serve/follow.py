@@ -1,5 +1,7 @@
 """`modelstate.follow`: swaps checkpoints that training saves to a store into a program that serves."""
 
+from __future__ import annotations
+
 import inspect
 import math
 import os
@@ -84,7 +86,7 @@ def follow(
     on_swap: Callable[[FollowEvent], object] | None = None,
     background: bool = True,
     **options: object,
-) -> "Following":
+) -> Following:
     """Swaps each checkpoint that is saved to a store into a program that serves.
 
     A checkpoint is read in full and compared with its digests, and then swapped in. A checkpoint that is damaged, or
@@ -192,7 +194,7 @@ class Following:
         target: Swappable,
         store: Store,
         *,
-        selection: "Selection",
+        selection: Selection,
         object: str,
         poll_seconds: float,
         on_error: Callable[[Exception], object] | None,
@@ -354,7 +356,7 @@ class Following:
                 self._reported.clear()
             return
 
-    def _candidates(self) -> "list[Candidate] | None":
+    def _candidates(self) -> list[Candidate] | None:
         """The checkpoints that `select` prefers to the present one, best first; None if the store is not readable."""
         directory = self._store.directory
         try:
@@ -374,7 +376,7 @@ class Following:
             if candidate.is_preferred_to(self._taken) and self._refused.get(_key(candidate), 0) < _MAX_TRIES
         ]
 
-    def _take(self, candidate: "Candidate") -> Outcome:
+    def _take(self, candidate: Candidate) -> Outcome:
         info, started = candidate.info, time.perf_counter()
         try:
             with self._store.open(self._object, info.step, verify=True) as checkpoint:
@@ -395,7 +397,7 @@ class Following:
             self._call(self._on_swap, event)
         return "taken"
 
-    def _failed(self, candidate: "Candidate", error: Exception, seconds: float) -> Outcome:
+    def _failed(self, candidate: Candidate, error: Exception, seconds: float) -> Outcome:
         info, key = candidate.info, _key(candidate)
         if self._store.index.backend.is_gone(info.path):
             return "again"  # the checkpoint was deleted or replaced, so it is not bad
@@ -452,7 +454,7 @@ class Following:
             _warn(f"a callback raised {_text(failure)}")
 
 
-def _key(candidate: "Candidate") -> tuple[str, float]:
+def _key(candidate: Candidate) -> tuple[str, float]:
     return candidate.info.path, candidate.info.time
 
 
@@ -468,7 +470,7 @@ class Candidate(NamedTuple):
     rank: Rank
     info: CheckpointInfo
 
-    def is_preferred_to(self, taken: "Candidate | None") -> bool:
+    def is_preferred_to(self, taken: Candidate | None) -> bool:
         """Whether it is to replace the present checkpoint. Ranks of different stores cannot be compared."""
         if taken is None or (self.info.store and self.info.store != taken.info.store):
             return True

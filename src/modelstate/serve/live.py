@@ -5,6 +5,8 @@ request, or in a `Version` of a `with` block. A swap makes another version, and 
 A version is freed when nothing refers to it, so an interrupt may delay that, and never serves a mixed version.
 """
 
+from __future__ import annotations
+
 import gc
 import itertools
 import os
@@ -127,7 +129,7 @@ class Version:
     def __repr__(self) -> str:
         return f"<Version {self.id} of {self.source!r}>"
 
-    def __enter__(self) -> "Version":
+    def __enter__(self) -> Version:
         served = self._in_use()
         if not served.id:
             served.call()

@@ -5,6 +5,8 @@ globals, is the original also when the copy calls the function. A tensor that is
 is, so a copied view of a weight becomes a separate tensor that no swap changes.
 """
 
+from __future__ import annotations
+
 import copy
 import copyreg
 import dis

@@ -5,6 +5,8 @@ it; `kind`; `tensors`, each with `name`, `shape`, `dtype`, `stride`, `role` and 
 a map of names, or `names_reason`, the reason why there is none; `inputs`, for a package.
 """
 
+from __future__ import annotations
+
 import io
 import json
 import os
@@ -129,7 +131,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return msgspec.json.format(msgspec.json.encode(head | msgspec.to_builtins(self)), indent=1).decode()
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> "Manifest":
+    def from_json(cls, text: str, where: str) -> Manifest:
         """Reads the text that `to_json` returns.
 
         Args:
@@ -255,7 +257,7 @@ class ProgramFile:
         elif not any(name.startswith("models/") or name == "serialized_exported_program.json" for name in records):
             raise _no_program(self.path)
 
-    def program(self) -> "ExportedProgram":
+    def program(self) -> ExportedProgram:
         """Returns the exported program. Torch reads it, and trusts the file. Raises `LiveTargetError`."""
         import torch.export
 

@@ -3,6 +3,8 @@
 The two differ where state-dict hooks rename, split or fuse tensors. An exported program has the names of the tree.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Literal
@@ -73,7 +75,7 @@ class NameMap(msgspec.Struct, frozen=True):
         return f"<NameMap of {len(self.eager)} names, {renamed} renamed>"
 
     @classmethod
-    def of(cls, module: nn.Module) -> "NameMap":
+    def of(cls, module: nn.Module) -> NameMap:
         """Captures the names of a module by the identity of its tensors.
 
         Args:
@@ -115,7 +117,7 @@ class NameMap(msgspec.Struct, frozen=True):
         return msgspec.json.format(msgspec.json.encode(head | msgspec.to_builtins(self)), indent=1).decode()
 
     @classmethod
-    def from_json(cls, text: str) -> "NameMap":
+    def from_json(cls, text: str) -> NameMap:
         """Reads the text that `to_json` returns.
 
         Args:

@@ -1,5 +1,7 @@
 """A swap up to its flip: opens a source, loads it into a new program, checks the weights, and carries buffers over."""
 
+from __future__ import annotations
+
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -3,6 +3,8 @@
 A `Target` makes the programs, one for each version; requests call a `Program`. `aoti.py` has packages of AOTInductor.
 """
 
+from __future__ import annotations
+
 import types
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -247,7 +249,7 @@ class ExportedTarget(Target):
     kind = "exported"
 
     def __init__(
-        self, program: "ExportedProgram", names: NameMap | nn.Module | None, name: str = "ExportedProgram"
+        self, program: ExportedProgram, names: NameMap | nn.Module | None, name: str = "ExportedProgram"
     ) -> None:
         # A program that was saved and loaded has two tensor objects with one storage for a tied tensor.
         first: dict[object, torch.Tensor] = {}
@@ -288,7 +290,7 @@ def _program(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Program:
     return Program(version, version)
 
 
-def _buffer_names(program: "ExportedProgram") -> set[str]:
+def _buffer_names(program: ExportedProgram) -> set[str]:
     return {str(spec.target) for spec in program.graph_signature.input_specs if spec.kind.name == "BUFFER"}
 
 
@@ -358,7 +360,7 @@ def check_mode(module: nn.Module, training: object) -> None:
         raise _mode_error(type(module).__name__, parts, f"{remedy}; training=True takes the module as it is")
 
 
-def check_graph_mode(program: "ExportedProgram", training: object, where: str) -> None:
+def check_graph_mode(program: ExportedProgram, training: object, where: str) -> None:
     """Raises `LiveTargetError` for an exported program with operators in training mode."""
     if training:
         return
@@ -392,7 +394,7 @@ def _refers_to_mode(code: types.CodeType) -> bool:
     return "training" in (*code.co_names, *code.co_consts) or any(map(_refers_to_mode, inner))
 
 
-def _trains(node: "Node") -> bool:
+def _trains(node: Node) -> bool:
     """Whether a node of a graph is active dropout, or normalization that updates statistics."""
     arguments = arguments_of_node(node)
     if arguments is None:

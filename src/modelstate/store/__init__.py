@@ -1,5 +1,7 @@
 """Stores of checkpoints of a training run, and loops that resume from them."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from modelstate.lazy import attach

@@ -11,6 +11,8 @@ step-000000100.1/            the same step, saved again: the highest number is t
 .step-000000200.<random>.unfinished/    a checkpoint that is being written or removed
 """
 
+from __future__ import annotations
+
 import os
 import re
 import secrets

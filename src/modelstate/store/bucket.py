@@ -19,6 +19,8 @@ The files of all checkpoints are in one directory. A checkpoint refers to files 
 file is removed when no record names it: with the last of them, or a day later where a save or a prune was killed.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -245,7 +247,7 @@ def _referenced(entries: Iterable[Listed]) -> set[str] | None:
 class _NewObjects(NewFiles):
     """The objects of a checkpoint that is being written. Its record names those of earlier checkpoints, as links."""
 
-    def __init__(self, bucket: Bucket, lease: "_Lease", step: int, serial: int) -> None:
+    def __init__(self, bucket: Bucket, lease: _Lease, step: int, serial: int) -> None:
         self._bucket, self._lease, self._serial = bucket, lease, serial
         self._nonce = secrets.token_hex(6)
         self._name = f"step-{step:09d}.{serial:012d}.{self._nonce}"

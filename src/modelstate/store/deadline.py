@@ -1,5 +1,7 @@
 """`Deadline`: when a training loop has to save and end, by the time of its job or by a signal."""
 
+from __future__ import annotations
+
 import math
 import os
 import signal

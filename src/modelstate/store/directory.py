@@ -3,6 +3,8 @@
 Reading needs no lock: a checkpoint may be replaced or removed at any time, and the store is listed again then.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys
@@ -62,7 +64,7 @@ class StepEntry:
 
     __slots__ = ("_identity", "_index", "_result", "_store", "place")
 
-    def __init__(self, place: Place, index: "StepIndex", store: Callable[[], str] | None) -> None:
+    def __init__(self, place: Place, index: StepIndex, store: Callable[[], str] | None) -> None:
         """Takes what returns the name of the store; None where the checkpoint is known to be of it."""
         self.place, self._index, self._store = place, index, store
         self._identity = index.backend.identity(place.path)  # before the record is read
@@ -137,7 +139,7 @@ class StepEntry:
             or self._index.backend.identity(self.place.path) != self._identity
         )
 
-    def open_object(self, name: str, cache: "Cache | None" = None, *, verify: bool = False) -> "Checkpoint":
+    def open_object(self, name: str, cache: Cache | None = None, *, verify: bool = False) -> Checkpoint:
         """Opens one object, with `verify` after all of it was read and compared with its digests.
 
         Raises `StepNotFoundError` where there is no such object with tensors, and the error for which the checkpoint
@@ -216,7 +218,7 @@ class StepIndex:
     them are damaged, and which are not.
     """
 
-    def __init__(self, directory: str, cache: "Cache | None" = None) -> None:
+    def __init__(self, directory: str, cache: Cache | None = None) -> None:
         self.directory, self.cache = directory, cache
         self.backend: StoreBackend
         if is_remote(directory):
@@ -402,7 +404,7 @@ class StepIndex:
         self,
         step: Step,
         attempt: Callable[[StepEntry], _Result],
-        agreement: "Agreement | None" = None,
+        agreement: Agreement | None = None,
         pass_over: Callable[[int, str], None] | None = None,
     ) -> tuple[_Result, dict[int, str]]:
         """Calls `attempt` with a step, or with the steps from the latest on until one can be used.
@@ -460,7 +462,7 @@ class StepIndex:
                     remedy="look at the disk, or at a copy of the store" if skipped else _CHECK_PATH,
                 )
 
-    def _candidates(self, step: Step, agreement: "Agreement | None") -> Iterator[StepEntry]:
+    def _candidates(self, step: Step, agreement: Agreement | None) -> Iterator[StepEntry]:
         """Yields `saves`; of several ranks, those that the first one has listed."""
         listed: list[StepEntry] = []
 
@@ -478,7 +480,7 @@ class StepIndex:
             yield StepEntry(place, self, None)
 
     def opened(
-        self, entry: StepEntry, verify: bool, agreement: "Agreement", progress: bool | None
+        self, entry: StepEntry, verify: bool, agreement: Agreement, progress: bool | None
     ) -> tuple[Record, dict[str, Part]]:
         """Returns the record of a checkpoint and the saved state of each object, on all ranks or on none.
 
@@ -716,7 +718,7 @@ def not_shared(directory: str, expected: str, found: object) -> DistributedError
     )
 
 
-def _decided(agreement: "Agreement | None", name: str, choose: Callable[[], _Result]) -> _Result:
+def _decided(agreement: Agreement | None, name: str, choose: Callable[[], _Result]) -> _Result:
     """Returns what the first rank chooses, or this process where it is alone."""
     return choose() if agreement is None else agreement.decided(name, choose)
 

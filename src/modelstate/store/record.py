@@ -1,5 +1,7 @@
 """The record of a checkpoint, `checkpoint.json`: its objects, the digests of their files, metrics, and time."""
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -79,7 +81,7 @@ class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     ranks: int = 0
     """The number of ranks whose states it has, as a list; 0 where there is one state for all of them."""
 
-    def open(self, directory: str, cache: "Cache | None" = None) -> Checkpoint:
+    def open(self, directory: str, cache: Cache | None = None) -> Checkpoint:
         """Opens an object that has tensors. `cache` keeps what is read of a bucket.
 
         Raises `DamagedCheckpointError`, `NewerManifestError`, and `ReadFailedError` where a file cannot be read, which
@@ -95,7 +97,7 @@ class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     def verify(
         self,
         directory: str,
-        cache: "Cache | None",
+        cache: Cache | None,
         share: slice = ALL,
         on_read: Callable[[int], None] | None = None,
     ) -> Checkpoint | None:
@@ -125,7 +127,7 @@ class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         return checkpoint
 
     def decode(
-        self, directory: str, cache: "Cache | None" = None, *, opened: Checkpoint | None = None, map: bool = False
+        self, directory: str, cache: Cache | None = None, *, opened: Checkpoint | None = None, map: bool = False
     ) -> object:
         """Returns the state of an object as it was captured: containers, values, and tensors.
 
@@ -158,7 +160,7 @@ class Record(msgspec.Struct, frozen=True):
     serial: int = 0
     """The number of the save: the later checkpoint of a store has the higher one, independent of steps and clocks."""
 
-    def open(self, directory: str, cache: "Cache | None" = None) -> Checkpoint:
+    def open(self, directory: str, cache: Cache | None = None) -> Checkpoint:
         """Opens all objects as one checkpoint, whose names begin with the path of an object.
 
         Raises what `ObjectEntry.open` and `ObjectEntry.decode` raise.

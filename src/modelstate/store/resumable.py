@@ -4,6 +4,8 @@ A thread runs one loop at a time. A loop within another loop's step is refused: 
 loop has done to the objects since.
 """
 
+from __future__ import annotations
+
 import inspect
 import logging
 import math
@@ -237,7 +239,7 @@ class _Loops(threading.local):
 
 
 _loops = _Loops()
-_newest: dict[str, "weakref.ref[Resumable]"] = {}
+_newest: dict[str, weakref.ref[Resumable]] = {}
 """The loop over each directory that was made last."""
 
 

@@ -1,5 +1,7 @@
 """`Keep`: the rules for which checkpoints of a store are kept, a pure function of their descriptions."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime

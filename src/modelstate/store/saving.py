@@ -5,6 +5,8 @@ checkpoint before is not written again where none of its tensors has changed: th
 it, and stays complete when the old one is removed. Tensors that change and tensors that do not go into different files.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import logging
@@ -564,7 +566,7 @@ class _Files(msgspec.Struct):
 
 
 def _write_object(
-    new: NewFiles, path: str, encoded: EncodedObject, linkable: "Linkable | None", shard_bytes: int | None
+    new: NewFiles, path: str, encoded: EncodedObject, linkable: Linkable | None, shard_bytes: int | None
 ) -> tuple[ObjectEntry, _Files]:
     """Writes an object where readers do not see it yet. Raises `OSError` and `UnsavableError`."""
     state, kind, files = encoded.state, encoded.kind, _Files()

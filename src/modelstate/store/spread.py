@@ -1,5 +1,7 @@
 """Writes the tensors of a checkpoint that are spread over several ranks, or finds them in the last one."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """`modelstate.Store`: the checkpoints of a training run in a directory."""
 
+from __future__ import annotations
+
 import logging
 import os
 import time
@@ -115,9 +117,9 @@ class Store(Shown):
         *,
         keep: Keep | int | None = None,
         shard_size_bytes: int | None = None,
-        process_group: "ProcessGroup | None" = None,
+        process_group: ProcessGroup | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
-        cache: "Cache | None" = None,
+        cache: Cache | None = None,
     ) -> None:
         self.directory = _directory(directory)
         self.keep = as_keep(keep)
@@ -372,6 +374,7 @@ class Store(Shown):
         "store.restore",
         is_method=True,
         within=lambda store, *args, **options: store._agreement((args, options), "Store.restore").phase("beginning"),
+        options=RestoreArguments,
         defaults=RestoreOptions(),
     )
     def restore(
@@ -478,7 +481,7 @@ class Store(Shown):
         *,
         only: Iterable[str] = (),
         values: bool = True,
-    ) -> "Diff":
+    ) -> Diff:
         """Compares two checkpoints of the store, with all their objects: see `modelstate.diff`.
 
         The names begin with the path of an object, such as "model.weight". Tensors that are the same in both steps are

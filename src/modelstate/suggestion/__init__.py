@@ -1,5 +1,7 @@
 """Suggests rules from the names, shapes and dtypes of a checkpoint and a model. It never applies them itself."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from modelstate.lazy import attach

@@ -5,6 +5,8 @@ no other open name of a tensor of this size, or all other tensors of this size h
 guess, however high its score is.
 """
 
+from __future__ import annotations
+
 import re
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Sequence

@@ -1,5 +1,7 @@
 """Turns pairs of names into few general rename rules, and names into few patterns."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product

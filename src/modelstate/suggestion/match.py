@@ -5,6 +5,8 @@ the same shapes at the same numbers can match. The words of their names, and the
 counts only if it is clearly the best one in both directions. A fused tensor matches the kinds of its parts.
 """
 
+from __future__ import annotations
+
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -145,7 +147,7 @@ class Matches(msgspec.Struct):
         self.parents.add((owner_of(source).rpartition(".")[0], owner_of(target).rpartition(".")[0]))
         self.layers.setdefault(family(source), set()).add(family(target))
 
-    def context(self, source: "Kind", target: "Kind") -> float:
+    def context(self, source: Kind, target: Kind) -> float:
         """Returns the score that the matches of owners, parents and layers give to a pair."""
         first, second = owner_of(source.sample.name), owner_of(target.sample.name)
         layer, other_layer = family(source.sample.name), family(target.sample.name)
@@ -160,7 +162,7 @@ class Matches(msgspec.Struct):
         return score + (_OTHER_LAYER if is_known else 0.0)
 
 
-def match(sources: Sequence[Leaf], targets: Sequence[Leaf]) -> tuple[Matches, "Orientation", "Orientation"]:
+def match(sources: Sequence[Leaf], targets: Sequence[Leaf]) -> tuple[Matches, Orientation, Orientation]:
     """Matches both sides: equal names, names that differ in a prefix, fused tensors, and similar names."""
     matches = Matches()
     by_name = {leaf.name: leaf for leaf in sources}

@@ -5,6 +5,8 @@ names and shapes: a rule with a wrong result is not suggested. `Suggestion` is t
 explains, and what stays open.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re

@@ -3,6 +3,8 @@
 A part of a name becomes a set of concepts: "q", "attention", "norm", "first". Names are compared by their concepts.
 """
 
+from __future__ import annotations
+
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -8,6 +8,8 @@ The result of a function is summed too, which takes about 7% of the time of mult
 function was given is looked at only where the result has infinite or NaN values.
 """
 
+from __future__ import annotations
+
 import cmath
 import math
 import threading

@@ -1,5 +1,7 @@
 """Modules of torch from the inside: their tables of tensors, the hooks of their state dicts, and replaced methods."""
 
+from __future__ import annotations
+
 import copy
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Tells plain tensors from those whose values are more than strided memory."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress

@@ -1,5 +1,7 @@
 """DTensors from the inside: the split of a dimension by a placement, and the local tensors."""
 
+from __future__ import annotations
+
 import copy
 import ctypes
 import datetime

@@ -1,5 +1,7 @@
 """Changes to live objects: undo transaction, object snapshots, references, `swap_tensors`."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from modelstate.lazy import attach

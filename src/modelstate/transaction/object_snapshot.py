@@ -1,5 +1,7 @@
 """Snapshots of Python objects, from which they can be restored: attributes, containers, and the tensors in them."""
 
+from __future__ import annotations
+
 import random
 import types
 from collections import OrderedDict, deque
@@ -155,7 +157,7 @@ def _refill(clear: Callable[..., None], fill: Callable[..., None], container: ob
     fill(container, items)
 
 
-def _restore_array(array: "np.ndarray[Any, Any]", saved: "np.ndarray[Any, Any]") -> None:
+def _restore_array(array: np.ndarray[Any, Any], saved: np.ndarray[Any, Any]) -> None:
     if not array.flags.writeable:  # it was writeable when it was saved
         array.flags.writeable = True
     np.copyto(array, saved)

@@ -1,5 +1,7 @@
 """The state of optimizers whose parameters change dtype or device, or get memory for the first time."""
 
+from __future__ import annotations
+
 import inspect
 import sys
 from collections import Counter

@@ -5,6 +5,8 @@ list them. This file searches all objects of the process for them, which takes a
 the count is above one.
 """
 
+from __future__ import annotations
+
 import gc
 import sys
 import time
@@ -55,7 +57,7 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def differences(self, later: "Identity") -> list[str]:
+    def differences(self, later: Identity) -> list[str]:
         """Returns a line for each reference that differs in `later`; an empty list where none does."""
         texts = []
         for name in {**self.objects, **later.objects}:

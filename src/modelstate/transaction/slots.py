@@ -1,5 +1,7 @@
 """The slots of a module that a load can fill, and which of them share memory."""
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, KeysView, Sequence
 from itertools import compress

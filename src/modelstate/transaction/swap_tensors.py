@@ -1,5 +1,7 @@
 """Changes what a tensor is while it stays the same object. Each function returns its undo."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

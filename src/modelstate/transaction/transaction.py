@@ -11,6 +11,8 @@ share a module, a tensor or a storage. Changes of models that do not conflict ru
 another one, in the same thread, runs at once. A forked child drops the locks of threads that it does not have.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
 import time
@@ -60,7 +62,7 @@ class Write:
         self.done = False
         self.order = 0
 
-    def run(self, transaction: "Transaction | None") -> None:
+    def run(self, transaction: Transaction | None) -> None:
         """Writes the value. With a transaction, it registers the undo first; without one, it cannot fail."""
         raise NotImplementedError
 
@@ -381,7 +383,7 @@ def _keys(tensor: torch.Tensor) -> tuple[int, ...]:
 class _Guard(TorchFunctionMode):
     """Sees every use of a tensor through torch's functions and methods while model code runs."""
 
-    def __init__(self, transaction: "weakref.ref[Transaction]") -> None:
+    def __init__(self, transaction: weakref.ref[Transaction]) -> None:
         super().__init__()
         self._transaction = transaction
         self._watching = False
@@ -461,7 +463,7 @@ _POLL_SECONDS = 0.1
 _TIMEOUT_SECONDS = 600.0
 """The limit of a wait. The owner of a lock may wait for this thread, as a hook may."""
 
-_held: "weakref.WeakValueDictionary[int, exclusive]" = weakref.WeakValueDictionary()
+_held: weakref.WeakValueDictionary[int, exclusive] = weakref.WeakValueDictionary()
 """The acquired locks by their ids. A lock that an interrupt has kept from ending is gone with its last reference."""
 _guard = fork_safe_lock()
 
@@ -511,7 +513,7 @@ class exclusive:
                 _held.pop(id(self), None)
             self._released.set()
 
-    def _acquire(self) -> "threading.Event | None":
+    def _acquire(self) -> threading.Event | None:
         """Acquires the lock, or returns what is set when a conflicting lock ends."""
         with _guard:
             for lock in list(_held.values()):
