@@ -108,6 +108,17 @@ def test_shards_without_their_index(tmp_path: Path) -> None:
     assert raised.value.found.endswith(", and 3 more")
 
 
+def test_shards_of_a_save_that_was_stopped_are_passed_over(tmp_path: Path) -> None:
+    weights = {name: torch.full((100,), float(at)) for at, name in enumerate("abc")}
+    ms.save(weights, tmp_path / "m.safetensors", shard_size_bytes=500)
+    shard = next(tmp_path.glob("m-*-00001-of-*"))
+    (tmp_path / f"m-{'0' * 12}-00001-of-00002.safetensors").write_bytes(shard.read_bytes())
+    assert torch.equal(ms.open(tmp_path).tensor("c"), weights["c"])
+    (tmp_path / "other.safetensors").write_bytes(shard.read_bytes())
+    with pytest.raises(AmbiguousCheckpointError):
+        ms.open(tmp_path)
+
+
 def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(SourceNotFoundError, match="an empty directory"):
         ms.open(tmp_path)

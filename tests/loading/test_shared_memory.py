@@ -102,6 +102,17 @@ def test_slots_that_wrap_one_array(in_place: bool | None, first: slice, tmp_path
     assert array[:8].tolist() == array[first].tolist() == [1] * 8
 
 
+@pytest.mark.parametrize("options", [{}, {"transform": lambda _, tensor: tensor.clone()}])
+def test_a_slot_that_overlaps_another_and_has_another_shape_in_the_file(options: dict[str, Any]) -> None:
+    base, module = torch.zeros(8, 4), nn.Module()
+    module.a = nn.Parameter(base)
+    module.register_buffer("v", base.view(-1)[:10])
+    state = {"a": torch.ones(8, 4), "v": torch.ones(4, 4)}
+    with pytest.raises(ms.ModelStateError, match="v"):
+        ms.load(module, state, **options)
+    assert not base.any()
+
+
 def test_overlapping_memory_that_is_not_aligned() -> None:
     memory = bytearray(40)
     first, second = (torch.frombuffer(memory, dtype=torch.float32, count=4, offset=at) for at in (1, 9))

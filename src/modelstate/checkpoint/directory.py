@@ -105,7 +105,13 @@ def find_in(directory: str) -> str:
             return os.path.join(directory, by_name[0])  # reading it reports what is wrong with it
         raise _nothing(directory, below, [*files, *others])
     indexed = frozenset[str]().union(*(candidate.shards for candidate in candidates))
-    candidates = [candidate for candidate in candidates if candidate.shards or candidate.name not in indexed]
+    # A save that was stopped leaves shards that no index names.
+    own = [sharded.own_shards(each.name.removesuffix(".index.json")) for each in candidates if each.shards]
+    candidates = [
+        each
+        for each in candidates
+        if each.shards or not (each.name in indexed or any(shards.fullmatch(each.name) for shards in own))
+    ]
     if candidates and all(re.search(_SHARD, candidate.name) for candidate in candidates):
         raise DamagedFileError(
             "the directory holds shards, and not the index that says what is in them",

@@ -540,7 +540,7 @@ class Preparation:
             distinct = list(first_at.values())
             pairs += overlapping(distinct, [item.param for item in distinct])
             for first, second in pairs:
-                if first.value.shape != first.param.shape:
+                if any(item.value.shape != item.param.shape for item in (first, second)):
                     continue
                 if second.way not in (Way.INTO, Way.STAGED):
                     self.notes.append(f"{first.name} and {second.name} share memory now, and not after the load")
