@@ -185,7 +185,7 @@ X_OF_TIED = torch.ones(4, 8)
 
 
 class Tied(nn.Module):
-    """Answers with its weights, all of which are k in version k."""
+    """Answers with its weights. In version k each element of every weight is k."""
 
     def __init__(self) -> None:
         super().__init__()

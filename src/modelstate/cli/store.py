@@ -57,10 +57,7 @@ def is_store(path: str) -> bool:
         return os.path.isfile(os.path.join(directory, STORE_FILE)) or bool(StepIndex(directory).places())
     except (OSError, ms.ModelStateError) as error:
         if is_remote(path) and isinstance(error, ms.errors.ReadFailedError):
-            from modelstate.remote.client import Cause
-
-            if Cause.FAILED.value in error.what:
-                raise
+            raise
         return False
 
 

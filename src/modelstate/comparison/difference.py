@@ -67,8 +67,7 @@ def equal_unread(elements: int, dtype: torch.dtype) -> Difference:
 
 
 class Accumulator:
-    """Adds up what the chunks of two tensors differ by. Several threads may add chunks at
-    once.
+    """Adds up what the chunks of two tensors differ by. Several threads may add chunks at once.
 
     Args:
         a: The dtype of the first tensor.

@@ -34,10 +34,9 @@ DCP_METADATA = ".metadata"
 _INDEX_SUFFIX = ".index.json"
 _DCP_HEAD_BYTES = 512
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-_MAGIC_PICKLE = re.compile(
-    rb"L%dL\n\.|\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a%b\."
-    % (LEGACY_MAGIC, re.escape(LEGACY_MAGIC.to_bytes(10, "little", signed=True))),
-    re.DOTALL,
+_MAGIC_PICKLE = rb"(?s)L%dL\n\.|\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a%b\." % (
+    LEGACY_MAGIC,
+    re.escape(LEGACY_MAGIC.to_bytes(10, "little", signed=True)),
 )
 """The pickle of `LEGACY_MAGIC` with which such a stream begins, in any protocol. The first byte alone does not
 tell: a safetensors file may begin with \\x80, too, as the first byte of a length."""
@@ -63,7 +62,7 @@ def recognise(head: bytes, path: str = "") -> Format | None:
         return Format.DCP
     if head.startswith((b"PK\3\4", b"PK\5\6")):
         return Format.TORCH_ZIP
-    if _MAGIC_PICKLE.match(head):
+    if re.match(_MAGIC_PICKLE, head):
         return Format.TORCH_LEGACY
     return Format.SAFETENSORS if _is_safetensors(head) else None
 

@@ -70,6 +70,7 @@ def reads_into_slots(
     where a file has changed; the memory is then partly overwritten.
     """
     straight, blocks, computed, whole = by_sink(transfers)
+    assert staging.options.in_place or not whole  # they are written before the commit
     _take_turns(staging, whole, partial(_finish_in_slot, staging), progress)
     reads: list[Callable[[], object]] = [streamed_read(staging, blocks, progress)] if blocks else []
     if computed:

@@ -274,7 +274,7 @@ class Transfer(Transfers, kw_only=True):
     """The DTensor whose local tensor is `param`; None for a slot that is on one rank."""
     own_stride: tuple[int, ...] | None = None
     """The stride of a slot whose elements are dense in memory and in another order than a new tensor's; else None."""
-    size: int = 0
+    total_bytes: int = 0
     """Bytes to read."""
 
     def __post_init__(self) -> None:
@@ -285,10 +285,10 @@ class Transfer(Transfers, kw_only=True):
         elif isinstance(stored, (StoredTensor, StoredComposite, Derived)):
             self.placed = placed_tensors(stored)
         if isinstance(stored, (StoredTensor, StoredComposite, Derived)):
-            self.size = stored.nbytes
+            self.total_bytes = stored.nbytes
         else:
             parts = sum(part.numel() * part.itemsize for part in payload_of(self.value))
-            self.size = parts or self.value.numel() * self.value.itemsize
+            self.total_bytes = parts or self.value.numel() * self.value.itemsize
         is_ordered = is_plain(param) and not param.is_contiguous() and is_dense(param)
         self.own_stride = tuple(param.stride()) if is_ordered else None
         self.sink = self._choose_sink()
@@ -331,7 +331,7 @@ class Transfer(Transfers, kw_only=True):
 
     @property
     def sizes(self) -> Sequence[int]:
-        return (self.size,)
+        return (self.total_bytes,)
 
     @property
     def stored_dtype(self) -> torch.dtype:
