@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import nn
 
@@ -143,6 +144,25 @@ torch.save({{"model": made.tiny().state_dict(), "settings": made.Settings()}}, "
         assert run(*command, "--allow", f"{module}.Settings").exit_code == 0
         assert without == "--skip-forbidden"
         assert run(*command, without).exit_code == 0
+
+
+def test_one_shard_of_several() -> None:
+    Path("shards").mkdir()
+    save_torch_state_dict(STATE, "shards", max_shard_size=60)
+    shard = next(str(path) for path in sorted(Path("shards").glob("*.safetensors")))
+    for command in ("plan", "load"):
+        done = run(command, "MODELS:tiny", shard)
+        assert done.exit_code == 1
+        (index,) = re.findall(r"to do: load the index: SOURCE (\S+)", done.output)
+        assert run(command, "MODELS:tiny", index).exit_code == 0
+
+
+def test_paths_below_the_home_directory(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(models / "home"))
+    assert run("convert", "tiny.safetensors", "~/new/tiny.pt").exit_code == 0
+    assert run("load", "MODELS:tiny", "~/new/tiny.pt", "--html", "~/page.html").exit_code == 0
+    assert {path.name for path in (models / "home").iterdir()} == {"new", "page.html"}
+    assert "home/nowhere.pt: there is no such file" in run("inspect", "~/nowhere.pt").stderr
 
 
 def test_a_store_in_the_place_of_a_file() -> None:
