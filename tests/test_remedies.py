@@ -730,7 +730,7 @@ NOT_FOLLOWED = {
     "objects/optimizer_state.py::_state_and_groups": _PLACEHOLDERS,
     "objects/per_rank.py::of_this_rank": _RANKS,
     "objects/restore.py::restore_objects": _PROSE,
-    "objects/schedulers.py::_refusal": "tests/objects/test_schedulers.py follows it",
+    "objects/stateful.py::_refusal": "tests/objects/test_schedulers.py follows it",
     "planning/options.py::_transform": "tests/loading/test_quantize.py follows it",
     "problems.py::": "tests/suggestion has what ms.suggest finds",
     "remote/client.py::store_of": _OTHER,

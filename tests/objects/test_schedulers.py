@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 import modelstate as ms
-from modelstate.errors import OptionError
+from modelstate.errors import ObjectStateError, OptionError
 
 Build = Callable[[Any], Any]
 BUILDERS: dict[str, Build] = {
@@ -105,6 +105,67 @@ def test_groups_keep_their_own_rates(tmp_path: Path) -> None:
     ms.restore(of, tmp_path / "run.safetensors", keep_options=["optimizer"])
     expected = [a / b * kept for a, b, kept in zip(step(saved), before, (0.5, 0.25), strict=True)]
     assert step(of) == pytest.approx(expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_the_state_of_another_class_is_refused(builder: str, tmp_path: Path) -> None:
+    """Most of torch's schedulers take the state of any other class, and compute other rates then."""
+    saved = saved_after(2, BUILDERS[builder], tmp_path)
+    ms.restore(built(BUILDERS[builder]), tmp_path / "run.safetensors")
+    for other, build in BUILDERS.items():
+        of = built(build)
+        if str(classes(of["scheduler"])) == str(classes(saved["scheduler"])):
+            continue
+        before, weight = dict(vars(of["scheduler"])), of["model"].weight.clone()
+        with pytest.raises(ObjectStateError, match=f"scheduler: .*another class[^~]*{other.split()[0]}") as caught:
+            ms.restore(of, tmp_path / "run.safetensors")
+        assert builder.split()[0] in str(caught.value.found)
+        assert vars(of["scheduler"]) == before
+        assert torch.equal(of["model"].weight, weight)
+        names = {"allow_missing": ["scheduler_new"], "allow_unexpected": ["scheduler"]}
+        assert str(names["allow_missing"]) in str(caught.value.remedy)
+        of["scheduler_new"] = of.pop("scheduler")
+        ms.restore(of, tmp_path / "run.safetensors", **names)
+
+
+def classes(scheduler: Any) -> Any:
+    return type(scheduler), [classes(inner) for inner in getattr(scheduler, "_schedulers", ())]
+
+
+class Derived(schedulers.StepLR):
+    pass
+
+
+class Wrapper:
+    """As that of accelerate."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler, self.optimizer = scheduler, scheduler.optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+    def get_last_lr(self) -> Any:
+        return self.scheduler.get_last_lr()
+
+
+def test_a_wrapper_and_a_derived_class_take_the_state_of_their_class(tmp_path: Path) -> None:
+    derived: Build = lambda optimizer: Wrapper(Derived(optimizer, 2))  # noqa: E731
+    for first, second in ((BUILDERS["StepLR"], derived), (derived, BUILDERS["StepLR"])):
+        saved, of = saved_after(4, first, tmp_path), built(second)
+        ms.restore(of, tmp_path / "run.safetensors")
+        assert not any("modelstate" in name for name in of["scheduler"].state_dict())
+        assert step(of) == step(saved)
+    with pytest.raises(ObjectStateError, match="another class"):
+        ms.restore(built(lambda optimizer: Wrapper(BUILDERS["LinearLR"](optimizer))), tmp_path / "run.safetensors")
+
+
+def test_a_state_of_another_tool_has_no_class(tmp_path: Path) -> None:
+    saved = built(BUILDERS["StepLR"])
+    source = {"model": saved["model"].state_dict(), "scheduler": saved["scheduler"].state_dict()}
+    of = built(BUILDERS["ExponentialLR"])
+    ms.restore({"model": of["model"], "scheduler": of["scheduler"]}, source)
 
 
 class Own(schedulers.LRScheduler):

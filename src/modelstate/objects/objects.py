@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.errors import KeyNotFoundError, ModelStateError, ObjectStateError, OptionError
 from modelstate.formats.tree import deep_copy, is_container, items_of, leaf_paths, same_value, subtree
-from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.optimizer_values import parameter_names
 from modelstate.objects.parts import Kind, Part
+from modelstate.objects.stateful import load_state, own_generator, state_of
 from modelstate.objects.whole_optimizer import WholeOptimizer, is_saved_whole, is_whole, optimizers_within
 from modelstate.planning.recorder import ModuleContainer
 from modelstate.text_format import listed, short_repr

@@ -7,7 +7,6 @@ the state goes to the wrong parameters, without an error where the shapes allow 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from fnmatch import fnmatchcase
@@ -36,9 +35,12 @@ from modelstate.objects.optimizer_values import (
     class_name,
     expected_state,
     group_options,
+    imported_class,
     in_memory_orders,
     into_recorded_memory,
     is_number,
+    is_related,
+    is_same_class,
     is_torchs,
     memory_order,
     parameter_names,
@@ -462,12 +464,10 @@ def _class_problem(
         start_anew: how to begin without the saved state.
     """
     live, saved = _computing_class(optimizer), state.get(CLASS)
-    module, _, attribute = saved.rpartition(".") if isinstance(saved, str) else ("", "", "")
-    if attribute == live.__name__:
-        return "", [], ""  # the same class, or one that has moved to another module
-    imported = getattr(sys.modules.get(module), attribute, None) if attribute else None
-    is_optimizer = isinstance(imported, type) and issubclass(imported, torch.optim.Optimizer)
-    classes = [live, imported] if imported is not None and is_optimizer else [live]
+    if is_same_class(saved, live):
+        return "", [], ""
+    imported = imported_class(saved)
+    classes = [live, imported] if imported is not None and issubclass(imported, torch.optim.Optimizer) else [live]
     options = [group_options(group) for group in groups]
     names = {str(key) for group in options for key in group} - SCHEDULER_OPTIONS
     fixed = {name for cls in classes for name in _fixed_options(cls, names)}
@@ -483,9 +483,9 @@ def _class_problem(
     }
     changes = f"the saved options would change what it computes ({', '.join(changed)})" if changed else ""
     if isinstance(saved, str):
-        is_related = any(issubclass(cls, live) for cls in classes[1:]) or saved in map(class_name, live.__mro__)
-        may_load = not changed if is_related else all(keeps(str(key)) for group in options for key in group)
-        if may_load and (is_related or not has_problems):
+        related = is_related(saved, live)
+        may_load = not changed if related else all(keeps(str(key)) for group in options for key in group)
+        if may_load and (related or not has_problems):
             return "", [], f"the state of {saved} is loaded into {class_name(live)}"
         problem = f"the state is of {saved}, the optimizer is {class_name(live)}" + (f"; {changes}" if changes else "")
         remedies = [f"build the optimizer that was saved: {saved}"]

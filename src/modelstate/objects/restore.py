@@ -38,7 +38,6 @@ from modelstate.html.page import Page, Shown
 from modelstate.loading.collective import PLANNING
 from modelstate.loading.load import load_then
 from modelstate.loading.report import LoadReport
-from modelstate.objects.loaders import load_state, own_generator, rewind
 from modelstate.objects.objects import (
     Target,
     combined_checkpoint,
@@ -58,7 +57,7 @@ from modelstate.objects.optimizer_state import (
 from modelstate.objects.optimizer_values import Recorded, into_recorded_memory, parameter_names
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.per_rank import of_this_rank
-from modelstate.objects.schedulers import go_on_from_kept_rates
+from modelstate.objects.stateful import check_class, go_on_from_kept_rates, load_state, own_generator, rewind
 from modelstate.objects.whole_optimizer import DTYPES, WholeOptimizer, is_whole
 from modelstate.planning.matching import Patterns
 from modelstate.planning.options import LoadOptions, checked_options
@@ -467,6 +466,9 @@ class _Restoring:
             for path, target in self.targets
             if target.is_restored_last or (target.kind is Kind.STATEFUL and own_generator(target.obj) is not None)
         )
+        for path, target in self.targets:
+            if target.kind is Kind.STATEFUL:
+                check_class(path, target.obj, saved[path].tree, _start_anew(path))
         self._container = modules_of(targets)
         self._paths = [path for path, target in targets.items() if target.kind is Kind.MODULE]
         self._saved, self._checkpoints, self._rules, self._source_name = saved, checkpoints, rules, source_name

@@ -15,7 +15,14 @@ import torch
 
 from modelstate.errors import OptimizerStateError
 from modelstate.formats.tree import deep_copy, leaf_paths, same_value
-from modelstate.objects.optimizer_values import CLASS, class_name, group_options, in_memory_orders, memory_orders
+from modelstate.objects.optimizer_values import (
+    CLASS,
+    class_name,
+    group_options,
+    in_memory_orders,
+    is_same_class,
+    memory_orders,
+)
 from modelstate.rules.optimizer import changed_values
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renaming
@@ -149,9 +156,8 @@ class WholeOptimizer:
                 group.update(group_options(options))
 
     def _misfits(self, state: Mapping[str, Any], rules: Sequence[Rule]) -> Iterator[str]:
-        cls = class_name(type(self.optimizer))
-        if str(state[CLASS]).rpartition(".")[2] != cls.rpartition(".")[2]:
-            yield f"the state is of {state[CLASS]}, the optimizer is {cls}"
+        if not is_same_class(state[CLASS], type(self.optimizer)):
+            yield f"the state is of {state[CLASS]}, the optimizer is {class_name(type(self.optimizer))}"
         yield from changed_values(rules, (name for names in state[_NAMES] for name in names))
         renamed = renaming(rules)
         groups = [[self._names[param] for param in group["params"]] for group in self.optimizer.param_groups]

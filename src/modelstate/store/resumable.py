@@ -28,8 +28,8 @@ from modelstate.errors import (
     StoreMovedError,
     WriteFailedError,
 )
-from modelstate.objects.loaders import checked_iterators
 from modelstate.objects.objects import targets_of, tensors_within
+from modelstate.objects.stateful import checked_iterators
 from modelstate.store.deadline import Deadline, now_seconds
 from modelstate.store.directory import warn_caller
 from modelstate.store.retention import Keep, check_metric, metric_value

@@ -27,9 +27,9 @@ from modelstate.errors import (
 from modelstate.html.page import Page, Shown
 from modelstate.io.atomic import write_errors
 from modelstate.io.files import local_path
-from modelstate.objects.loaders import preserved_generators
 from modelstate.objects.objects import targets_of, tensors_within
 from modelstate.objects.restore import RestoreArguments, Restored, RestoreOptions, restore_objects
+from modelstate.objects.stateful import preserved_generators
 from modelstate.remote.location import is_remote, locate
 from modelstate.store.backend import STORE_FILE, unfinished_name
 from modelstate.store.directory import Step, StepEntry, StepIndex, not_shared, store_file_problem
