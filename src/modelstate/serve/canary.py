@@ -73,58 +73,24 @@ class Canary(msgspec.Struct, frozen=True):
         """Calls the new version, and compares its answer with the reference. Raises `CanaryError`."""
         answer = self._answer_of(new, "the new version")
         if self.expected is not None:
-            self._compare(answer, self.expected)
+            compare(answer, self.expected, atol=self.atol, rtol=self.rtol)
         elif self.needs_reference:
             for leaf in flatten(answer)[0]:
                 if isinstance(value := _as_tensor(leaf), torch.Tensor):
-                    _check_nan(_wide(value))
+                    _check_nan(wide(value))
         if self.check is not None:
             run_check(self.check, answer)
 
     @property
     def needs_reference(self) -> bool:
         """Whether the version that serves has to give the reference. Without one, only NaN is refused."""
-        return self.expected is None and (self.check is None or self._is_bounded)
-
-    @property
-    def _is_bounded(self) -> bool:
-        return self.atol is not None or self.rtol is not None
+        return self.expected is None and (self.check is None or self.atol is not None or self.rtol is not None)
 
     def _answer_of(self, program: Calls, who: str) -> object:
         try:
             return program(*self.args, **self.kwargs)
         except Exception as error:
             raise _raised(f"{who} raised on the canary's inputs", error) from error
-
-    def _compare(self, answer: object, reference: object) -> None:
-        (leaves, spec), (reference_leaves, reference_spec) = flatten(answer), flatten(reference)
-        if spec != reference_spec:
-            raise CanaryError("the answer has another structure", expected=reference_spec, found=spec)
-        for leaf, reference_leaf in zip(leaves, reference_leaves, strict=True):
-            if isinstance(leaf, torch.Tensor) is not isinstance(reference_leaf, torch.Tensor):
-                raise CanaryError("the answer has another type", expected=_kind(reference_leaf), found=_kind(leaf))
-            value, expected = _as_tensor(leaf), _as_tensor(reference_leaf)
-            if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
-                self._compare_tensors(value, expected)
-            elif _kind(value) != _kind(expected):
-                raise CanaryError("the answer has another type", expected=_kind(expected), found=_kind(value))
-            elif self._is_bounded and isinstance(value, str | bytes) and value != expected:
-                raise CanaryError("the answer is another text", expected=repr(expected), found=short_repr(value))
-
-    def _compare_tensors(self, value: torch.Tensor, expected: torch.Tensor) -> None:
-        if (value.shape, value.dtype, value.layout) != (expected.shape, expected.dtype, expected.layout):
-            raise CanaryError(
-                "the answer is another kind of tensor", expected=_described(expected), found=_described(value)
-            )
-        value, expected = _wide(value), _wide(expected).to(value.device)
-        if not bool(torch.isnan(expected).any()):
-            _check_nan(value)
-        rtol, atol = self.rtol or 0.0, self.atol or 0.0
-        if self._is_bounded and not torch.allclose(value, expected, rtol=rtol, atol=atol, equal_nan=True):
-            most = float((value - expected).abs().max())
-            raise CanaryError(
-                "the answer differs too much", expected=f"atol={self.atol}, rtol={self.rtol}", found=f"up to {most:g}"
-            )
 
 
 def prepared(canary: Canary, serving: Calls) -> Canary:
@@ -175,6 +141,29 @@ def run_check(check: Callable[[_T], object], value: _T) -> None:
         raise CanaryError("the canary's check refused the new version", found="False")
 
 
+def compare(answer: object, reference: object, *, atol: float | None, rtol: float | None = None) -> None:
+    """Compares an answer with a reference as `Canary` describes it. Raises `CanaryError`."""
+    (leaves, spec), (reference_leaves, reference_spec) = flatten(answer), flatten(reference)
+    if spec != reference_spec:
+        raise CanaryError("the answer has another structure", expected=reference_spec, found=spec)
+    is_bounded = atol is not None or rtol is not None
+    for leaf, reference_leaf in zip(leaves, reference_leaves, strict=True):
+        value, expected = _as_tensor(leaf), _as_tensor(reference_leaf)
+        are_tensors = isinstance(leaf, torch.Tensor), isinstance(reference_leaf, torch.Tensor)
+        if _kind(value) != _kind(expected) or are_tensors[0] is not are_tensors[1]:
+            raise CanaryError("the answer has another type", expected=_kind(reference_leaf), found=_kind(leaf))
+        if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
+            value, expected = wide(value), wide(expected).to(value.device)
+            if not bool(torch.isnan(expected).any()):
+                _check_nan(value)
+            if is_bounded and not torch.allclose(value, expected, rtol=rtol or 0.0, atol=atol or 0.0, equal_nan=True):
+                most = float((value - expected).abs().max())
+                expected_text = f"atol={atol}, rtol={rtol}"
+                raise CanaryError("the answer differs too much", expected=expected_text, found=f"up to {most:g}")
+        elif is_bounded and isinstance(value, str | bytes) and value != expected:
+            raise CanaryError("the answer is another text", expected=repr(expected), found=short_repr(value))
+
+
 def _raised(what: str, error: Exception) -> CanaryError:
     return CanaryError(what, found=f"{type(error).__name__}: {error}")
 
@@ -198,15 +187,14 @@ def _as_tensor(value: object) -> object:
 
 
 def _kind(value: object) -> str:
-    return f"a tensor, {_described(value)}" if isinstance(value, torch.Tensor) else type(value).__qualname__
+    if isinstance(value, torch.Tensor):
+        layout = "" if value.layout is torch.strided else f", {value.layout}"
+        return f"a tensor, {list(value.shape)}, {value.dtype}{layout}"
+    return type(value).__qualname__
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def wide(tensor: torch.Tensor) -> torch.Tensor:
     """Converts a tensor to a dense one in the widest dtype of its kind."""
     tensor = tensor.detach()
     tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)}, {tensor.dtype}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from torch import nn
 from modelstate.arguments import check_choice, checked_call
 from modelstate.checkpoint.write import target_path
 from modelstate.errors import (
+    CanaryError,
     ExportError,
     ModelCodeError,
     ModelStateError,
@@ -23,19 +26,18 @@ from modelstate.errors import (
 from modelstate.formats.torch_zip import archive_file
 from modelstate.io.atomic import Output, atomic_file, check_target
 from modelstate.serve.aoti import inputs_of
+from modelstate.serve.canary import compare, wide
 from modelstate.serve.live import target_factory
 from modelstate.serve.meta_clone import buffers_of, check_captured_references, meta_clone, runtime_state, state_module
 from modelstate.serve.program_file import NAME, Kind, Manifest, ProgramInputs, ProgramTensor
 from modelstate.serve.state_names import NameMap, names_by_tensor
-from modelstate.serve.targets import Program, Target, check_mode
+from modelstate.serve.targets import Target, check_mode
 from modelstate.text_format import listed
-from modelstate.torch_compat.modules import own_buffers, own_parameters, unwrapped
+from modelstate.torch_compat.modules import unwrapped
 from modelstate.torch_compat.private import aoti_compile, aoti_package, flatten, require_aoti, unflatten
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-
-    from modelstate.torch_compat.private import TreeSpec
 
 DynamicShapes = dict[str, Any] | tuple[Any, ...] | list[Any] | None
 """The argument of this name of `torch.export.export`."""
@@ -117,7 +119,7 @@ def export(
     except (NameMapError, ModelCodeError) as error:
         names, reason = None, f"{error.what}: {error.found}"
     program = _exported(model, args, kwargs, dynamic_shapes, strict)
-    trial = _Trial(model, args, kwargs, kind)  # before the compiler, which takes longer
+    trial = _Trial(model, (args, kwargs), kind)  # before the compiler, which takes longer
     files, inputs = (None, None) if kind == "exported" else _compiled(program, model, options or {})
     manifest = Manifest(kind, _tensors(model), names, reason, str(torch.__version__), inputs)
     with atomic_file(where, overwrite=overwrite) as output:
@@ -250,6 +252,8 @@ def _first_lines(error: Exception) -> str:
 
 
 State = dict[str, torch.Tensor]
+_Answer = dict[str, object]
+"""The outputs of a call with their structure, and the buffers after it."""
 
 _OFFSETS = (0.0, 1.0)
 """Distances by which values are moved away from zero, after scaling: a small change need not show in an answer."""
@@ -264,31 +268,21 @@ _REMEDIES = {
 }
 
 
-class _Answer(NamedTuple):
-    """The outputs of a call, and the buffers after it."""
-
-    values: dict[str, object]
-    spec: TreeSpec
-    """The structure of the outputs."""
-
-
 class _Trial:
     """Calls a module, and its program, with the same inputs and with any weights.
 
     Args:
         module: The module that is exported.
-        args: Inputs of the calls.
-        named: Inputs by keyword.
+        inputs: Positional inputs of the calls, and those by keyword.
         kind: The kind of the program.
 
     Raises:
         ExportError: The module cannot be compared with a program, since its answers are random.
     """
 
-    def __init__(self, module: nn.Module, args: tuple[object, ...], named: Mapping[str, object], kind: str) -> None:
-        self._inputs, self._state = (args, dict(named)), runtime_state(module)
+    def __init__(self, module: nn.Module, inputs: tuple[tuple[object, ...], dict[str, object]], kind: str) -> None:
+        self._module, self._inputs, self._state = module, inputs, runtime_state(module)
         self._where = type(module).__name__
-        self._skeleton = meta_clone(module)
         # An exported program draws the same random numbers; what is compiled draws others.
         first = self._of_module(self._state)
         if kind == "aoti" and _difference(self._of_module(self._state, seed=1), first):
@@ -309,10 +303,11 @@ class _Trial:
         if difference := self._difference_with(target, {}):
             raise _answer_error(self._where, difference, "the original weights")
         for offset in _OFFSETS:
-            changes = self._changes(offset)
-            difference = self._difference_with(
-                target, {name: value for each in changes for name, value in each.items()}
-            )
+            changes = [
+                dict.fromkeys(names, _perturbed(self._state[names[0]], offset, seed))
+                for seed, names in enumerate(names_by_tensor(self._state))
+            ]
+            difference = self._difference_with(target, dict(ChainMap(*changes)))
             if not difference:
                 continue
             each_alone = {next(iter(change)): self._difference_with(target, change) for change in changes}
@@ -328,11 +323,6 @@ class _Trial:
                 names=list(wrong),
             )
 
-    def _changes(self, offset: float) -> list[State]:
-        """Returns other values for each tensor, under all of its names."""
-        groups = enumerate(names_by_tensor(self._state))
-        return [dict.fromkeys(names, _perturbed(self._state[names[0]], offset, seed)) for seed, names in groups]
-
     def _difference_with(self, target: Target, changed: State) -> str:
         """Describes how the answers differ with other weights. Empty where the module cannot be called with them."""
         state = self._state | changed
@@ -340,25 +330,9 @@ class _Trial:
             expected = self._of_module(state)
         except Exception:
             return ""
-        return _difference(self._of_program(target, state), expected)
-
-    def _of_module(self, state: State, seed: int = 0) -> _Answer:
-        """Returns the answer of the module with these weights. Raises what the module raises."""
-        module = meta_clone(self._skeleton)
-        for name, value in _copies(state).items():
-            path, _, last = name.rpartition(".")
-            owner = module.get_submodule(path)
-            if last in own_parameters(owner):
-                own_parameters(owner)[last] = cast(nn.Parameter, value)
-            else:
-                own_buffers(owner)[last] = value
-        return self._answer(module, module, seed)
-
-    def _of_program(self, target: Target, state: State) -> _Answer:
-        """Returns the answer of a version of the program. Raises `ExportError` where the program raises."""
-        program: Program = target.program(state_module(_copies(state), meta=False))
+        program = target.program(state_module(copy.deepcopy(state), meta=False))
         try:
-            return self._answer(program, program.module)
+            answer = self._answer(program, program.module)
         except Exception as error:
             raise ExportError(
                 "the program raised where the module does not",
@@ -366,8 +340,16 @@ class _Trial:
                 found=f"{type(error).__name__}: {error}",
                 remedy="export it with other options, or serve the module",
             ) from error
+        return _difference(answer, expected)
+
+    def _of_module(self, state: State, seed: int = 0) -> _Answer:
+        """Returns the answer of the module with these weights. Raises what the module raises."""
+        copies = copy.deepcopy(state)
+        module = meta_clone(self._module, {id(tensor): copies[name] for name, tensor in self._state.items()})
+        return self._answer(module, module, seed)
 
     def _answer(self, call: Callable[..., object], module: nn.Module, seed: int = 0) -> _Answer:
+        """Returns the outputs of a call, and the buffers after it."""
         leaves, spec = flatten(self._inputs)
         args, named = unflatten([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
         is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -375,7 +357,8 @@ class _Trial:
             torch.manual_seed(seed)
             outputs, spec = flatten(call(*args, **named))
         values: dict[str, object] = {f"output {index}": value for index, value in enumerate(outputs)}
-        return _Answer(values | {f"buffer {name}": value for name, value in buffers_of(module).items()}, spec)
+        buffers = {f"buffer {name}": value for name, value in buffers_of(module).items()}
+        return {"structure": str(spec), **values, **buffers}
 
 
 def _perturbed(tensor: torch.Tensor, offset: float, seed: int) -> torch.Tensor:
@@ -384,81 +367,37 @@ def _perturbed(tensor: torch.Tensor, offset: float, seed: int) -> torch.Tensor:
     Signs are preserved, since variances have to be positive. Integers are permuted, since they may be indices; where
     all are equal they are incremented, or decremented with an offset.
     """
-    tensor = tensor.detach()
-    if tensor.dtype == torch.bool:
-        return ~tensor
-    if tensor.is_floating_point() or tensor.is_complex():
-        return _scaled(tensor, offset, torch.Generator().manual_seed(seed))
-    permuted = tensor.reshape(-1).roll(1).reshape(tensor.shape)
-    return _like(tensor, tensor + (-1 if offset else 1) if torch.equal(permuted, tensor) else permuted)
+    value, generator = tensor.detach(), torch.Generator().manual_seed(seed)
 
-
-def _scaled(tensor: torch.Tensor, offset: float, generator: torch.Generator) -> torch.Tensor:
     def random() -> torch.Tensor:
-        values = torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device="cpu")
-        return values.to(tensor.device)
+        return torch.rand(value.shape, generator=generator, dtype=torch.float64, device="cpu").to(value.device)
 
-    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-    away = torch.where(wide == 0, 0.02 + 0.04 * random(), 0.0) + offset * (0.5 + random())
-    sign = torch.where(wide == 0, 1.0, wide.sgn())
-    return _like(tensor, (wide * (0.75 + 0.5 * random()) + sign * away).to(tensor.dtype))
-
-
-def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Copies a value into a new tensor with the strides, dtype and device of another."""
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(value)
-
-
-def _copies(state: State) -> State:
-    """Copies a state, with its ties."""
-    copies: dict[int, torch.Tensor] = {}
-    for tensor in state.values():
-        if id(tensor) not in copies:
-            copy = _like(tensor, tensor.detach())
-            is_parameter = isinstance(tensor, nn.Parameter)
-            copies[id(tensor)] = nn.Parameter(copy, requires_grad=False) if is_parameter else copy
-    return {name: copies[id(tensor)] for name, tensor in state.items()}
+    if value.dtype == torch.bool:
+        changed = ~value
+    elif value.is_floating_point() or value.is_complex():
+        widened = wide(value)
+        away = torch.where(widened == 0, 0.02 + 0.04 * random(), 0.0) + offset * (0.5 + random())
+        changed = widened * (0.75 + 0.5 * random()) + torch.where(widened == 0, 1.0, widened.sgn()) * away
+    else:
+        changed = value.reshape(-1).roll(1).reshape(value.shape)
+        if torch.equal(changed, value):
+            changed = value + (-1 if offset else 1)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(changed)
 
 
 def _difference(answer: _Answer, expected: _Answer) -> str:
     """Describes the first difference beyond the tolerance of the dtype; empty where there is none."""
-    if answer.spec != expected.spec:
-        return f"the answer has another structure: {answer.spec} and not {expected.spec}"
-    for name, value in expected.values.items():
-        other = answer.values.get(name)
-        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
-            if name in answer.values and value != other:
-                return f"{name} is {other!r} and not {value!r}"
-            continue
-        if value.shape != other.shape or value.dtype != other.dtype:
-            return f"{name} is {other.dtype} {list(other.shape)} and not {value.dtype} {list(value.shape)}"
-        distance = _distance(value, other)
-        if not distance <= 1:
-            return f"{name} differs by {distance:.3g} times the tolerance of its dtype"
+    for name, value in expected.items():
+        tolerance = 0.0
+        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
+            sizes = wide(value).abs()
+            largest = float(sizes[sizes.isfinite()].max()) if bool(sizes.isfinite().any()) else 0.0
+            tolerance = max(largest, 1e-6) * _TOLERANCE.get(value.dtype, _LOW_PRECISION_TOLERANCE)
+        try:
+            compare(answer.get(name, value), value, atol=tolerance)
+        except CanaryError as error:
+            return f"{name}: {error.what}: {error.found}, where the module has {error.expected}"
     return ""
-
-
-def _distance(value: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference of two tensors, in tolerances of their dtype."""
-    if not value.numel():
-        return 0.0
-    value, other = value.detach(), other.detach()
-    if not (value.is_floating_point() or value.is_complex()):
-        return 0.0 if torch.equal(value, other) else float("inf")
-    wide = torch.complex128 if value.is_complex() else torch.float64
-    tolerance = _TOLERANCE.get(value.dtype, _LOW_PRECISION_TOLERANCE)
-    value, other = value.to(wide), other.to(wide)
-    if not torch.equal(torch.isfinite(value), torch.isfinite(other)):
-        return float("inf")
-    finite = torch.isfinite(value)
-    if not torch.equal(value[~finite].nan_to_num(), other[~finite].nan_to_num()):
-        return float("inf")
-    value, other = value[finite], other[finite]
-    if not value.numel():
-        return 0.0
-    scale = max(float(value.abs().max()), 1e-6)
-    return float((value - other).abs().max()) / (scale * tolerance)
 
 
 def _answer_error(where: str, found: str, which: str) -> ExportError:

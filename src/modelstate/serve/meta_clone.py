@@ -15,6 +15,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,10 @@ from modelstate.torch_compat.private import payload_of, slots_of_class, storage_
 from modelstate.transaction.slots import sharing, slots_of
 
 
-def meta_clone(module: nn.Module) -> nn.Module:
+def meta_clone(module: nn.Module, values: Mapping[int, torch.Tensor] = MappingProxyType({})) -> nn.Module:
     """Returns a deep copy whose parameters and persistent buffers are on meta, tied as in the module.
+
+    The copy has the tensors in `values` in place of those of the module with these ids.
 
     Weights of tensor subclasses are copied in full, since only their class knows how to copy them. So are buffers that
     are not persistent: no checkpoint has their values.
@@ -56,7 +59,7 @@ def meta_clone(module: nn.Module) -> nn.Module:
     modules = modules_of(module)
     tensors = {id(tensor): tensor for tensor in tensors_of(modules)}  # `memo` has their ids, so they must stay alive
     _check_overlaps(module, tensors.values())
-    memo: dict[int, object] = {}
+    memo: dict[int, object] = {**values}
     hidden = _hidden_buffer_ids(modules)
     for key, tensor in tensors.items():
         if torch.nn.parameter.is_lazy(tensor):
@@ -65,7 +68,13 @@ def meta_clone(module: nn.Module) -> nn.Module:
                 where=type(module).__name__,
                 remedy="run it once before it is served",
             )
-        if key not in hidden and is_plain(tensor) and not tensor.is_nested and not tensor.is_quantized:
+        if (
+            key not in hidden
+            and key not in memo
+            and is_plain(tensor)
+            and not tensor.is_nested
+            and not tensor.is_quantized
+        ):
             memo[key] = _on_meta(tensor)
     for submodule in modules:
         for name in computed_attributes(submodule):
