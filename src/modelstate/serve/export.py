@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections import ChainMap
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from modelstate.serve.canary import compare, wide
 from modelstate.serve.live import target_factory
 from modelstate.serve.meta_clone import buffers_of, check_captured_references, meta_clone, runtime_state, state_module
 from modelstate.serve.program_file import NAME, Kind, Manifest, ProgramInputs, ProgramTensor
-from modelstate.serve.state_names import NameMap, names_by_tensor
+from modelstate.serve.state_names import NameMap
 from modelstate.serve.targets import Target, check_mode
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import unwrapped
@@ -300,12 +300,15 @@ class _Trial:
         Raises:
             ExportError: The answers of the program differ, or do not follow a change of some weights.
         """
+        groups: defaultdict[int, list[str]] = defaultdict(list)
+        for name, tensor in self._state.items():
+            groups[id(tensor)].append(name)
         if difference := self._difference_with(target, {}):
             raise _answer_error(self._where, difference, "the original weights")
         for offset in _OFFSETS:
             changes = [
                 dict.fromkeys(names, _perturbed(self._state[names[0]], offset, seed))
-                for seed, names in enumerate(names_by_tensor(self._state))
+                for seed, names in enumerate(groups.values())
             ]
             difference = self._difference_with(target, dict(ChainMap(*changes)))
             if not difference:

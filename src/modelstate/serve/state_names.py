@@ -5,8 +5,8 @@ The two differ where state-dict hooks rename, split or fuse tensors. An exported
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections import defaultdict
+from itertools import chain, repeat
 from typing import Literal
 
 import msgspec
@@ -20,15 +20,6 @@ from modelstate.serve.meta_clone import runtime_state
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import state_dict_of
 from modelstate.torch_compat.private import storage_id
-
-
-def names_by_tensor(state: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
-    """Groups the names of a state by tensor; the group of a tied tensor has several names."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        names.setdefault(id(tensor), []).append(name)
-    return list(map(tuple, names.values()))
-
 
 _LISTED = 8
 
@@ -52,20 +43,10 @@ class NameMap(msgspec.Struct, frozen=True):
     """A name of the state dict for each runtime name. Several runtime names of a tied tensor may have the same one."""
     extra: tuple[str, ...] = ()
     """Names of extra state in the state dict, which a program cannot take."""
-    ties: tuple[tuple[str, ...], ...] = ()
-    """Groups of runtime names of one tensor. A checkpoint needs one name of each group."""
 
     def __post_init__(self) -> None:
-        has_counterparts = set(self.runtime.values()) <= set(self.eager) and set(self.eager.values()) <= set(
-            self.runtime
-        )
-        if not has_counterparts or not {*chain(*self.ties)} <= set(self.eager):
+        if not {*self.runtime.values()} <= self.eager.keys() or not {*self.eager.values()} <= self.runtime.keys():
             raise ValueError("names without a counterpart")
-
-    @property
-    def _crossed(self) -> set[str]:
-        """Names that the state dict and the runtime state have for different tensors."""
-        return {name for name, runtime in self.runtime.items() if name != runtime and name in self.eager}
 
     def __hash__(self) -> int:
         return hash((*self.runtime.items(), *self.eager.items(), *self.extra))
@@ -93,16 +74,46 @@ class NameMap(msgspec.Struct, frozen=True):
             >>> names = modelstate.serve.NameMap.of(module)
         """
         state = runtime_state(module)
-        saved = state_dict_of(module, keep_vars=True)
-        groups = _Groups(state)
-        extra = [name for name, value in saved.items() if not isinstance(value, torch.Tensor)]
-        for name, value in saved.items():
-            if isinstance(value, torch.Tensor):
-                groups.add(name, value)
-        groups.check(type(module).__name__)
-        runtime, eager = groups.pairs()
-        order = {name: runtime[name] for name in saved if name in runtime}
-        return cls(order, {name: eager[name] for name in state}, tuple(extra), groups.ties())
+        new_names: defaultdict[object, list[str]] = defaultdict(list)
+        for name, tensor in state.items():
+            new_names[view_key(tensor)].append(name)
+        old_names: defaultdict[object, list[str]] = defaultdict(list)
+        by_storage = {storage_id(tensor): name for name, tensor in reversed(state.items()) if storage_id(tensor)}
+        extra, found, wrong = list[str](), list[str](), list[str]()
+        for name, value in state_dict_of(module, keep_vars=True).items():
+            if not isinstance(value, torch.Tensor):
+                extra.append(name)
+            elif view_key(value) in new_names:  # also where a hook detaches the tensors that it renames
+                old_names[view_key(value)].append(name)
+            else:
+                part = by_storage.get(storage_id(value))
+                found.append(f"{name} is " + (f"a part of {part}" if part else "computed, or no tensor of the module"))
+                wrong.append(name)
+        runtime: dict[str, str] = {}
+        eager: dict[str, str] = {}
+        for key, names in new_names.items():
+            saved = old_names[key]
+            if not saved:
+                found.append(f"no entry is {', '.join(names)} unchanged")
+                wrong += names
+                continue
+            # The state dict and the module may have different numbers of names for a tied tensor.
+            same = {name: name for name in names if name in saved}
+            old, new = [name for name in saved if name not in same], [name for name in names if name not in same]
+            runtime |= same | dict(zip(old, chain(new, repeat(names[0])), strict=False))
+            eager |= same | dict(zip(new, chain(old, repeat(saved[0])), strict=False))
+        exchanged = [name for name, other in runtime.items() if name != other and name in state]
+        found += [f"{name} is the name of another tensor of the module" for name in exchanged]
+        if found:
+            raise NameMapError(
+                "state-dict hooks do more than rename tensors, which a map of names cannot express",
+                where=type(module).__name__,
+                expected="each tensor of the module, unchanged, under a name of the state dict",
+                found=listed(found, _LISTED, "; "),
+                remedy="keep the module's code: modelstate.serve.runtime_state(module, checkpoint) follows its hooks",
+                names=[*wrong, *exchanged],
+            )
+        return cls(runtime, eager, tuple(extra))
 
     def to_json(self) -> str:
         """Returns the map as JSON, for a file beside the program.
@@ -151,14 +162,14 @@ class NameMap(msgspec.Struct, frozen=True):
             name: A name in a checkpoint.
 
         Returns:
-            None where the name does not change or is ambiguous.
+            None where the name does not change.
 
         Examples:
             >>> names.rename("layers.0.weight")
             'layers.0.layer.weight'
         """
         runtime = self.runtime.get(name)
-        return None if runtime == name or (name in self._crossed) else runtime
+        return None if runtime == name else runtime
 
     def apply(self, context: RuleContext) -> None:
         """Renames all entries, with names of either kind, to the runtime names.
@@ -166,19 +177,15 @@ class NameMap(msgspec.Struct, frozen=True):
         Args:
             context: The entries of a checkpoint, and the problems that have been found.
 
-        Raises:
-            NameMapError: nothing tells which kind of names the entries have.
-
         Examples:
             >>> live.swap("checkpoint.pt", rules=[names])
         """
-        before, renamed = context.entries, dict[str, Entry]()
-        has_runtime_names = self._has_runtime_names(before)
-        for name, entry in before.items():
+        renamed: dict[str, Entry] = {}
+        for name, entry in context.entries.items():
             if name in self.extra:
                 context.fail(name, "the program has the extra state that it was exported with, and takes no other")
                 continue
-            runtime = name if has_runtime_names and name in self._crossed else self.runtime.get(name, name)
+            runtime = self.runtime.get(name, name)
             if runtime != name:
                 entry = entry._replace(rules=(*entry.rules, repr(self)), names=(*entry.names, name))
             first = renamed.setdefault(runtime, entry)
@@ -188,93 +195,10 @@ class NameMap(msgspec.Struct, frozen=True):
                 )
         context.replace(renamed)
 
-    def _has_runtime_names(self, names: Iterable[str]) -> bool:
-        """Whether ambiguous names are runtime names, as the unambiguous ones show. False without ambiguous names."""
-        names = set(names)
-        if self._crossed.isdisjoint(names):
-            return False
-        eager = sum(name in names for name in self.runtime if name not in self.eager)
-        runtime = sum(name in names for name in self.eager if name not in self.runtime)
-        if eager == runtime:
-            crossed = sorted(self._crossed)
-            raise NameMapError(
-                "a hook exchanges names, so these names are ambiguous",
-                found=listed(crossed, _LISTED),
-                remedy="rename them first, so that only one kind of name has them",
-                names=crossed,
-            )
-        return runtime > eager
-
 
 class _Head(msgspec.Struct):
     format: Literal["modelstate-name-map"]
     version: Literal[1]
-
-
-class _Groups:
-    """Groups the runtime names by tensor, and assigns the names of a state dict to the groups."""
-
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._by_id: dict[int, list[str]] = {}
-        self._by_view: dict[object, list[str]] = {}
-        self._by_storage: dict[int, list[str]] = {}
-        for name, tensor in state.items():
-            group = self._by_id.setdefault(id(tensor), [])
-            group.append(name)
-            self._by_view[view_key(tensor)] = group
-            self._by_storage.setdefault(storage_id(tensor), []).append(name)
-        self._groups = {id(group): group for group in self._by_id.values()}
-        self._saved: dict[int, list[str]] = {key: [] for key in self._groups}
-        self._computed: list[tuple[str, str]] = []
-
-    def add(self, name: str, value: torch.Tensor) -> None:
-        """Assigns an entry of the state dict to the group of its tensor."""
-        group = self._by_id.get(id(value))
-        if group is None:
-            group = self._by_view.get(view_key(value))  # a hook may detach the tensors that it renames
-        if group is not None:
-            self._saved[id(group)].append(name)
-            return
-        shared = self._by_storage.get(storage_id(value), []) if storage_id(value) else []
-        reason = f"a part of {shared[0]}" if shared else "computed, or no tensor of the module"
-        self._computed.append((name, reason))
-
-    def check(self, where: str) -> None:
-        """Raises `NameMapError` where an entry is computed, or a tensor has no entry."""
-        lost = [name for key, group in self._groups.items() if not self._saved[key] for name in group]
-        if not self._computed and not lost:
-            return
-        computed = listed((f"{name} is {reason}" for name, reason in self._computed), _LISTED, "; ")
-        absent = f"no entry is {listed(lost, _LISTED)} unchanged" if lost else ""
-        raise NameMapError(
-            "state-dict hooks split, fuse, compute or leave out tensors, which a map of names cannot express",
-            where=where,
-            expected="each tensor of the module, unchanged, under a name of the state dict",
-            found="; ".join(filter(None, (computed, absent))),
-            remedy="keep the module's code: modelstate.serve.runtime_state(module, checkpoint) follows its hooks",
-            names=(*(name for name, _ in self._computed), *lost),
-        )
-
-    def ties(self) -> tuple[tuple[str, ...], ...]:
-        """The groups of more than one name."""
-        return tuple(tuple(group) for group in self._groups.values() if len(group) > 1)
-
-    def pairs(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns the runtime name for each saved name, and a saved name for each runtime name."""
-        runtime: dict[str, str] = {}
-        eager: dict[str, str] = {}
-        for key, group in self._groups.items():
-            saved = self._saved[key]
-            same = [name for name in group if name in saved]
-            old = [name for name in saved if name not in same]
-            new = [name for name in group if name not in same]
-            pairs = [(name, name) for name in same] + list(zip(old, new, strict=False))
-            runtime.update(pairs)
-            eager.update((new_name, old_name) for old_name, new_name in pairs)
-            # The state dict and the module may have different numbers of names for a tied tensor.
-            runtime.update((name, group[0]) for name in saved if name not in runtime)
-            eager.update((name, saved[0]) for name in group if name not in eager)
-        return runtime, eager
 
 
 def view_key(tensor: torch.Tensor) -> object:

@@ -128,7 +128,8 @@ class Target(ABC):
             are_runtime = not (runtime - saved).isdisjoint(names) and (saved - runtime).isdisjoint(names)
             return ReadPlan(meta_clone(self.skeleton), without_hooks=are_runtime)
         # The module's loading code is for the names that it saves. The program's own names do not need it.
-        return ReadPlan(meta_clone(self.skeleton if set(names) <= runtime else self._names))
+        are_runtime = set(names) <= runtime and not set(names) <= saved
+        return ReadPlan(meta_clone(self.skeleton if are_runtime else self._names))
 
     def memory_for(
         self, skeleton: nn.Module, retired: list[torch.Tensor], *, has_file: bool
