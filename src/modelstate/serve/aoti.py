@@ -82,9 +82,7 @@ class AotiTarget(Target):
         """The runner whose memory the weights of the next version are read into."""
         self._first = self._program(state)
 
-    def memory_for(
-        self, skeleton: nn.Module, retired: list[torch.Tensor], *, has_file: bool
-    ) -> dict[str, torch.Tensor]:
+    def memory_for(self, retired: list[torch.Tensor], *, has_file: bool) -> dict[str, torch.Tensor]:
         if self._next is None:
             self._next = self._idle.pop() if self._idle else self._load()
         return {name: tensor for name, tensor in self._next.memory.items() if name not in self._hidden}

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from modelstate.arguments import check_choice, check_integer, checked_call, seconds_of
@@ -523,8 +524,7 @@ class Live:
         old = self._current
         serving, carries, notes = old.program, buffers == "carry" and bool(old.id), list[str]()
         with gc_paused(), default_modes():
-            staged = stage(self._target, source, options, serving, self._memory)
-            program, where = staged.program, staged.source
+            program, report, has_file = stage(self._target, source, options, serving, self._memory)
         times.append(time.perf_counter())
         if canary is not None:
             if isinstance(canary, Canary):
@@ -549,28 +549,25 @@ class Live:
             carried: tuple[str, ...] = ()
             if carries:
                 carried = carry_over(modified_buffers(serving.module, old.digests), program.module)
-            served = _Served(next(self._ids), program, where, digests, has_own_memory=not staged.has_file)
+            served = _Served(next(self._ids), program, report.source, digests, has_own_memory=not has_file)
             new.append(served)
             kept = self._versions if old.id else self._versions[:-1]
             dropped = len(kept) - self._keep_versions
             for each in (*kept[: max(dropped, 0)], *(() if old.id else (old,))):
                 self._retire(each)
             self._versions = (*kept[max(dropped, 0) :], served)
-            self._log("swapped", where, time.perf_counter() - times[0])
+            self._log("swapped", report.source, time.perf_counter() - times[0])
         times.append(time.perf_counter())
-        return SwapReport(
+        return replace(
+            report,
             version=served.id,
             previous=old.id,
-            target=self._target.name,
-            source=where,
-            tensors=staged.tensors,
-            bytes=staged.bytes,
             staged_seconds=times[1] - times[0],
             canary_seconds=times[2] - times[1],
             flip_seconds=times[3] - times[2],
             seconds=times[3] - times[0],
             carried=carried,
-            notes=(*staged.notes, *notes, *self._notes),
+            notes=(*report.notes, *notes, *self._notes),
         )
 
     def rollback(self, *, timeout_seconds: float | None = 60.0) -> int:

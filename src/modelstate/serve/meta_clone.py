@@ -44,10 +44,10 @@ from modelstate.torch_compat.private import payload_of, slots_of_class, storage_
 from modelstate.transaction.slots import sharing, slots_of
 
 
-def meta_clone(module: nn.Module, values: Mapping[int, torch.Tensor] = MappingProxyType({})) -> nn.Module:
+def meta_clone(module: nn.Module, memory: Mapping[int, torch.Tensor] = MappingProxyType({})) -> nn.Module:
     """Returns a deep copy whose parameters and persistent buffers are on meta, tied as in the module.
 
-    The copy has the tensors in `values` in place of those of the module with these ids.
+    A tensor whose id is in `memory` has that memory instead.
 
     Weights of tensor subclasses are copied in full, since only their class knows how to copy them. So are buffers that
     are not persistent: no checkpoint has their values.
@@ -59,7 +59,7 @@ def meta_clone(module: nn.Module, values: Mapping[int, torch.Tensor] = MappingPr
     modules = modules_of(module)
     tensors = {id(tensor): tensor for tensor in tensors_of(modules)}  # `memo` has their ids, so they must stay alive
     _check_overlaps(module, tensors.values())
-    memo: dict[int, object] = {**values}
+    memo: dict[int, object] = {}
     hidden = _hidden_buffer_ids(modules)
     for key, tensor in tensors.items():
         if torch.nn.parameter.is_lazy(tensor):
@@ -68,13 +68,9 @@ def meta_clone(module: nn.Module, values: Mapping[int, torch.Tensor] = MappingPr
                 where=type(module).__name__,
                 remedy="run it once before it is served",
             )
-        if (
-            key not in hidden
-            and key not in memo
-            and is_plain(tensor)
-            and not tensor.is_nested
-            and not tensor.is_quantized
-        ):
+        if key in memory:
+            memo[key] = _with_memory(tensor, memory[key])
+        elif key not in hidden and is_plain(tensor) and not tensor.is_nested and not tensor.is_quantized:
             memo[key] = _on_meta(tensor)
     for submodule in modules:
         for name in computed_attributes(submodule):
@@ -225,9 +221,15 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     # Not `empty_like`: for meta it imports sympy, which takes seconds in a process that answers requests.
     is_kept = tensor.is_contiguous() or is_dense(tensor)
     stride = tensor.stride() if is_kept else contiguous_stride(tensor.shape)
-    empty = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
-    clone: torch.Tensor = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    clone.__dict__.update(tensor.__dict__)
+    return _with_memory(tensor, torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta"))
+
+
+def _with_memory(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Returns a parameter or buffer as `tensor` is, with its attributes, and with other memory."""
+    memory = memory.detach()
+    clone: torch.Tensor = nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
+    if is_plain(tensor):  # the attributes of a wrapper subclass are its payload
+        clone.__dict__.update(tensor.__dict__)
     return clone
 
 

@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import torch
@@ -27,7 +27,7 @@ from modelstate.problems import Problem, ProblemKind, Remedies, allowing, castin
 from modelstate.rules.expression import is_dequantized
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renaming, way_back
-from modelstate.serve.meta_clone import buffers_of, runtime_state
+from modelstate.serve.meta_clone import buffers_of, meta_clone, runtime_state
 from modelstate.serve.targets import Program, Target
 from modelstate.text_format import listed, size
 from modelstate.torch_compat.dtypes import nonfinite, short
@@ -64,22 +64,22 @@ class SwapReport(msgspec.Struct, frozen=True):
         (2, 1)
     """
 
-    version: int
-    """The id of the version that serves now."""
-    previous: int
-    """The id of the version before."""
     target: str
     source: str
     tensors: int
     """The number of weights that were filled; a tied weight counts once."""
     bytes: int
     """The size of these weights."""
-    staged_seconds: float
+    version: int = 0
+    """The id of the version that serves now."""
+    previous: int = 0
+    """The id of the version before."""
+    staged_seconds: float = 0.0
     """Time to open, read and check the weights."""
-    canary_seconds: float
-    flip_seconds: float
+    canary_seconds: float = 0.0
+    flip_seconds: float = 0.0
     """Time to carry buffers over and to make the version the current one."""
-    seconds: float
+    seconds: float = 0.0
     """Time of the whole swap."""
     carried: tuple[str, ...] = ()
     """Buffers that requests had changed, and that were taken over from the version before."""
@@ -101,52 +101,35 @@ class SwapReport(msgspec.Struct, frozen=True):
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-class Staged(NamedTuple):
-    """A new program that no request calls yet, and what was loaded into it."""
-
-    program: Program
-    source: str
-    tensors: int
-    """The number of weights; a tied weight counts once."""
-    bytes: int
-    """The size of these weights."""
-    notes: tuple[str, ...]
-    has_file: bool
-    """Whether the weights may be maps of a file."""
-
-
 def stage(
     target: Target, source: Source, options: SwapOptions, serving: Program, retired: list[torch.Tensor]
-) -> Staged:
+) -> tuple[Program, SwapReport, bool]:
     """Loads a source into a new program.
 
     The weights are maps of the file where that is safe, and have memory of their own elsewhere. `serving` is the
     program that serves: weights that the checkpoint may lack are copied from it. `retired` has tensors of the version
     that was retired last, whose memory is used again where no request or answer refers to it.
 
+    Returns the program, a report without versions and times, and whether the weights may be maps of a file.
+
     Raises `PlanError` where the source does not fit, `WeightsError` where the program cannot take the weights, and what
     `modelstate.open` and `modelstate.load` raise.
     """
     checkpoint = open_source(source)
-    memory: dict[str, torch.Tensor] = {}
+    memory = target.memory_for(retired, has_file=bool(checkpoint.fingerprints))
     try:
-        return _stage(target, checkpoint, options, serving, retired, memory)
+        return _stage(target, checkpoint, options, serving, memory)
     except ModelStateError:
         if not memory:
             raise
     # With new memory, the error is not one of values that are partly overwritten.
-    return _stage(target, checkpoint, options, serving, None, {})
+    return _stage(target, checkpoint, options, serving, {})
 
 
 def _stage(
-    target: Target,
-    checkpoint: Checkpoint,
-    options: SwapOptions,
-    serving: Program,
-    retired: list[torch.Tensor] | None,
-    memory: dict[str, torch.Tensor],
-) -> Staged:
-    """Does what `stage` does, with new memory where `retired` is None. `memory` gets the memory that is used again."""
+    target: Target, checkpoint: Checkpoint, options: SwapOptions, serving: Program, memory: dict[str, torch.Tensor]
+) -> tuple[Program, SwapReport, bool]:
+    """Does what `stage` does, with this memory for weights by name, and with new memory for others."""
     selection = options.loading
     part, given_rules = select_part(checkpoint, selection, lambda: target.names)
     rules = given_rules
@@ -154,18 +137,14 @@ def _stage(
     if not names <= target.names and (wrappers := wrapper_rule(names, target.names)) is not None:
         rules = (*rules, wrappers)
         names = set(map(renaming(rules), part))
-    skeleton, own_rules, without_hooks = target.read_plan(names)
+    template, own_rules, without_hooks = target.read_plan(names)
+    state = runtime_state(template)
+    skeleton = meta_clone(template, {id(tensor): memory[name] for name, tensor in state.items() if name in memory})
     devices = _devices_as_in(serving.module, skeleton)
     kinds = {name: _kind_of(tensor) for name, tensor in runtime_state(skeleton).items()}
+    reserved = {id(tensor) for name, tensor in runtime_state(skeleton).items() if name in memory}
     kept: dict[int, torch.Tensor] = {}
     kept_extra: list[str] = []
-    if retired is not None:
-        memory.update(target.memory_for(skeleton, retired, has_file=bool(part.fingerprints)))
-    reserved = {
-        id(tensor): (tensor, memory[name]) for name, tensor in runtime_state(skeleton).items() if name in memory
-    }
-    for tensor, own in reserved.values():
-        become(tensor, own.detach())
 
     def check(preparation: Preparation) -> None:
         if selection.allow_missing:
@@ -176,7 +155,7 @@ def _stage(
             raise preparation.error()
         if options.exact:
             _check_casts(preparation.transfers, part.source)
-        if not reserved.keys() <= {*preparation.filled, *kept}:  # code of the model leaves them out
+        if not reserved <= {*preparation.filled, *kept}:  # code of the model leaves them out
             raise WeightsError("the checkpoint lacks weights that code of the module does not ask for")
 
     in_place = True if memory else None
@@ -191,17 +170,17 @@ def _stage(
         if (value := kept.get(id(tensor))) is not None:
             become(tensor, value.detach().clone())
     for path in kept_extra:
-        state = serving.module.get_submodule(path).get_extra_state()
-        skeleton.get_submodule(path).set_extra_state(copy.deepcopy(state))
+        extra_state = serving.module.get_submodule(path).get_extra_state()
+        skeleton.get_submodule(path).set_extra_state(copy.deepcopy(extra_state))
     state = runtime_state(skeleton)
     _check_kinds(state, kinds, part.source)
     if options.check_finite:
         _check_finite(state, runtime_state(serving.module), part.source)
     program = target.program(skeleton)
     settle(program.tensors)  # requests on any stream find what has been copied
-    nbytes = {id(tensor): tensor.numel() * tensor.itemsize for tensor in state.values()}
-    notes = report.notes
-    return Staged(program, part.source, len(nbytes), sum(nbytes.values()), notes, bool(part.fingerprints))
+    sizes = {id(tensor): tensor.numel() * tensor.itemsize for tensor in state.values()}
+    swapped = SwapReport(target.name, part.source, len(sizes), sum(sizes.values()), notes=tuple(report.notes))
+    return program, swapped, bool(part.fingerprints)
 
 
 def _kept_tensors(preparation: Preparation, serving: Program, where: str) -> dict[int, torch.Tensor]:
@@ -445,27 +424,26 @@ def carry_over(buffers: Mapping[str, torch.Tensor | None], module: nn.Module) ->
 
 def buffer_restorer(module: nn.Module) -> Callable[[], None]:
     """Returns a function that restores the present buffers: their values, and the set of buffers of each submodule."""
-    tables = [(own_buffers(part), dict(own_buffers(part).items())) for part in module.modules()]
-    hidden = [(non_persistent_buffers(part), {*non_persistent_buffers(part)}) for part in module.modules()]
+    parts = [
+        (own_buffers(part), dict(own_buffers(part).items()), non_persistent_buffers(part)) for part in module.modules()
+    ]
+    hidden = [{*names} for _, _, names in parts]
     saved = [(buffer, buffer.detach().clone()) for buffer in buffers_of(module).values()]
 
     def restore() -> None:
-        resized: dict[int, torch.Tensor] = {}
         for buffer, value in saved:
             if _fits(buffer, value):
                 _overwrite(buffer, value)
-            else:
-                resized[id(buffer)] = value
-        for table, buffers in tables:
-            restored = {name: resized.get(id(buffer), buffer) for name, buffer in buffers.items()}
+            else:  # it was resized
+                become(buffer, value)
+        for (table, buffers, names), names_before in zip(parts, hidden, strict=True):
             present = dict(table.items())
             # TorchScript does not allow writing its table, so an equal one is left alone.
-            if list(present) != list(restored) or any(present[name] is not value for name, value in restored.items()):
+            if list(present) != list(buffers) or any(present[name] is not value for name, value in buffers.items()):
                 table.clear()
-                table.update(restored)
-        for names, before in hidden:
+                table.update(buffers)
             names.clear()
-            names.update(before)
+            names.update(names_before)
 
     return restore
 

@@ -73,7 +73,7 @@ class ReadPlan(NamedTuple):
     """How a target reads a checkpoint with certain names."""
 
     skeleton: nn.Module
-    """A module without memory, into which the checkpoint is loaded."""
+    """A module without memory. The checkpoint is loaded into a copy of it."""
     rules: tuple[Rule, ...] = ()
     """Rules that rename the entries of the checkpoint for the skeleton."""
     without_hooks: bool = False
@@ -122,22 +122,19 @@ class Target(ABC):
     def read_plan(self, names: Collection[str]) -> ReadPlan:
         """How a checkpoint with these names is read."""
         if not isinstance(self._names, nn.Module):
-            return ReadPlan(meta_clone(self.skeleton), () if self._names is None else (self._names,))
+            return ReadPlan(self.skeleton, () if self._names is None else (self._names,))
         saved, runtime = self.names, self.runtime_names
         if self._names is self.skeleton:
             are_runtime = not (runtime - saved).isdisjoint(names) and (saved - runtime).isdisjoint(names)
-            return ReadPlan(meta_clone(self.skeleton), without_hooks=are_runtime)
+            return ReadPlan(self.skeleton, without_hooks=are_runtime)
         # The module's loading code is for the names that it saves. The program's own names do not need it.
         are_runtime = set(names) <= runtime and not set(names) <= saved
-        return ReadPlan(meta_clone(self.skeleton if are_runtime else self._names))
+        return ReadPlan(self.skeleton if are_runtime else self._names)
 
-    def memory_for(
-        self, skeleton: nn.Module, retired: list[torch.Tensor], *, has_file: bool
-    ) -> dict[str, torch.Tensor]:
-        """Returns memory that no version uses, for tensors of a skeleton by name.
+    def memory_for(self, retired: list[torch.Tensor], *, has_file: bool) -> dict[str, torch.Tensor]:
+        """Returns memory that no version uses, for weights by name.
 
         Args:
-            skeleton: The module that will be filled.
             retired: Plain CPU tensors of the version that was retired last.
             has_file: Whether the weights come from a file, which is mapped where that is safe.
         """
@@ -145,11 +142,11 @@ class Target(ABC):
         for tensor in () if has_file else retired:
             if storage_owners(tensor) == 1:  # not an answer, nor in use by a request
                 free[_kind(tensor)].append(tensor)
-        memory: dict[int, torch.Tensor] = {}
-        for tensor in runtime_state(skeleton).values():
+        state, memory = runtime_state(self.skeleton), dict[int, torch.Tensor]()
+        for tensor in state.values():
             if tensor.is_meta and id(tensor) not in memory and (same := free[_kind(tensor)]):
                 memory[id(tensor)] = same.pop()
-        return {name: memory[id(tensor)] for name, tensor in runtime_state(skeleton).items() if id(tensor) in memory}
+        return {name: memory[id(tensor)] for name, tensor in state.items() if id(tensor) in memory}
 
     @abstractmethod
     def program(self, filled: nn.Module) -> Program:
