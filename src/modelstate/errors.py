@@ -66,7 +66,8 @@ ModelStateError
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ClassVar, TypedDict, Unpack
 
@@ -420,6 +421,27 @@ class ModelCodeError(
     options="--debug shows the traceback of the cause",
 ):
     """The model's own code raised while the model was loaded; its error is the cause."""
+
+
+@contextmanager
+def code_errors(kind: type[ModelStateError], what: str, **fields: Unpack[ErrorFields]) -> Iterator[None]:
+    """Turns an exception of code that is not the library's into an error. Errors of modelstate are passed on.
+
+    Args:
+        kind: The class of the error. Its `found` is the class and the text of the exception.
+        what: What is wrong.
+        fields: Further arguments of the error. By default the remedy is to look at the traceback.
+    """
+    try:
+        yield
+    except ModelStateError:
+        raise
+    except Exception as error:
+        if "remedy" not in fields:
+            see = ModelCodeError._class_remedy
+            fields["remedy"], fields["options"] = see.text, see.options or ""
+        fields["found"] = f"{type(error).__name__}: {error}"
+        raise kind(what, **fields) from error
 
 
 class ExtraStateError(ModelStateError, ValueError, page="objects"):

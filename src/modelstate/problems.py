@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TypeAlias
 
 import msgspec
 
-from modelstate.errors import ModelCodeError, ModelStateError, PlanError, ProblemGroup, Remedy, RuleError, render
+from modelstate.errors import ModelStateError, PlanError, ProblemGroup, Remedy, RuleError, render
 from modelstate.text_format import folded, listed, printable
 
 GATHER = (
@@ -671,21 +670,6 @@ def plan_error(
 def rule_error(what: str, problems: Sequence[Problem], where: str = "") -> RuleError:
     """Returns the error for rules that have problems."""
     return RuleError(what, where=where, problems=problems, groups=problem_groups(problems))
-
-
-@contextmanager
-def model_errors(what: str, model: object) -> Iterator[None]:
-    """Turns errors of the model's own code into `ModelCodeError`. `what` says which code it is."""
-    try:
-        yield
-    except ModelStateError:
-        raise
-    except Exception as error:
-        raise ModelCodeError(
-            f"{what} raised; nothing has been changed",
-            where=type(model).__name__,
-            found=f"{type(error).__name__}: {error}",
-        ) from error
 
 
 def one_line(error: Exception) -> str:

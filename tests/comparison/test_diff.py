@@ -438,7 +438,7 @@ def test_a_module_whose_own_state_dict_raises() -> None:
 
     model = nn.Linear(2, 2)
     model.register_state_dict_post_hook(fail)
-    with pytest.raises(ms.errors.ModelCodeError, match="Linear: the module's own state_dict raised ValueError"):
+    with pytest.raises(ms.errors.ModelCodeError, match="own state_dict raised\n  found: ValueError"):
         ms.diff(model, nn.Linear(2, 2))
 
 

@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "meta": (nn.Linear(2, 2, device="meta"), UnsavableError, "'weight': .*meta.*'bias': .*meta.*load values into"),
     "dtype": ({"a": WIDE}, UnsavableError, "'a': torch.complex128, which safetensors"),
     "no memory": ({"a": emptied()}, UnsavableError, "memory has been given back"),
-    "state_dict": (Failing(), ModelCodeError, "Failing: .*state_dict raised LookupError.*gone"),
+    "state_dict": (Failing(), ModelCodeError, "Failing: .*state_dict raised\n  found: LookupError: .*gone"),
     "extra": (Odd(), CodecError, r"_extra_state\['cfg'\]\[0\]: .*builtins.object.*register_codec"),
     "extra too large": ({"a._extra_state": "a" * 100_000_000}, UnsavableError, "more than the header"),
 }  # fmt: skip

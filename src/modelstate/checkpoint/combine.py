@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint, join
-from modelstate.errors import CombineError, OptionError
+from modelstate.errors import CombineError, OptionError, code_errors
 from modelstate.formats.sharded import merged_metadata
 from modelstate.formats.tree import FlatTree, is_container, items_of, same_value, subtree
 from modelstate.spec import Combined, Stored, StoredTensor
@@ -140,17 +140,15 @@ def _by_function(function: CombineFunction, name: str, parts: tuple[Stored, ...]
         for part in parts
     ]
     meta_function = getattr(function, "meta", None) or function
-    try:
+    with code_errors(
+        CombineError,
+        "the combining function raised when it was asked for shape and dtype",
+        where=name,
+        expected="a function that can be called with tensors on the meta device",
+        remedy="where it has to look at values, give it an attribute `meta`: a function of the same arguments that "
+        "returns a meta tensor of the shape and dtype of its result",
+    ):
         result = meta_function(name, tensors_like)
-    except Exception as error:
-        raise CombineError(
-            "the combining function raised when it was asked for shape and dtype",
-            where=name,
-            expected="a function that can be called with tensors on the meta device",
-            found=f"{type(error).__name__}: {error}",
-            remedy="where it has to look at values, give it an attribute `meta`: a function of the same arguments that "
-            "returns a meta tensor of the shape and dtype of its result",
-        ) from error
     _check_result(name, result, None)
 
     def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -159,15 +157,9 @@ def _by_function(function: CombineFunction, name: str, parts: tuple[Stored, ...]
             tensor.clone() if isinstance(part, torch.Tensor) else tensor
             for tensor, part in zip(tensors, parts, strict=True)
         ]
-        try:
+        remedy = "see the traceback of the cause; it is called with a name and a list of tensors, also on meta"
+        with code_errors(CombineError, "the combining function raised", where=name, remedy=remedy):
             combined = function(name, own)
-        except Exception as error:
-            raise CombineError(
-                "the combining function raised",
-                where=name,
-                found=f"{type(error).__name__}: {error}",
-                remedy="see the traceback of the cause; it is called with a name and a list of tensors, also on meta",
-            ) from error
         _check_result(name, combined, result)
         return combined.detach()
 

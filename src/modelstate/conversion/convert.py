@@ -15,10 +15,9 @@ from modelstate.checkpoint.open import check_budget_option
 from modelstate.conversion.conversion import Conversion
 from modelstate.conversion.reference_keeping import replaced_apply
 from modelstate.conversion.tensors import ByFunction, CastAndMove, Target
-from modelstate.errors import MemoryBudgetError, OptionError
+from modelstate.errors import MemoryBudgetError, ModelCodeError, OptionError, code_errors
 from modelstate.loading.report import LoadReport
 from modelstate.planning.options import check_model, device_of, is_device
-from modelstate.problems import model_errors
 from modelstate.process import gc_paused
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import dtype_named, floating_dtype
@@ -88,7 +87,9 @@ def convert(
         before = placed((*checked, *others))
         conversion = Conversion(transaction, target, max_memory_bytes)
         if conversion.runs_own_apply:
-            with replaced_apply(), model_errors("the model's own _apply", conversion.root), _memory_errors():
+            what = "the model's own _apply raised; nothing has been changed"
+            where = type(conversion.root).__name__
+            with replaced_apply(), code_errors(ModelCodeError, what, where=where), _memory_errors():
                 conversion.record()
         else:
             conversion.record()

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from modelstate.errors import ModelStateError, PlacementError, TransformError
+from modelstate.errors import PlacementError, TransformError, code_errors
 from modelstate.planning.plan import Step
 from modelstate.planning.transfer import COPYABLE, Way
 from modelstate.text_format import short_repr
@@ -163,17 +163,8 @@ class ByFunction(Target):
 
     def _call(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         writes = None if torch.nn.parameter.is_lazy(tensor) or tensor.is_inference() else write_count(tensor)
-        try:
+        with code_errors(TransformError, "the function raised; nothing has been changed", where=name):
             new = self.function(name, tensor)
-        except ModelStateError:
-            raise
-        except Exception as error:
-            raise TransformError(
-                "the function raised; nothing has been changed",
-                where=name,
-                found=f"{type(error).__name__}: {error}",
-                remedy="see the traceback of the cause",
-            ) from error
         if writes is not None and write_count(tensor) != writes:
             raise TransformError(
                 "the function has changed its input in place, which nothing can undo",

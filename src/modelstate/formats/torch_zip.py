@@ -19,11 +19,11 @@ import torch
 from modelstate.errors import (
     AmbiguousCheckpointError,
     DamagedFileError,
-    ModelStateError,
     OpenError,
     UnknownFormatError,
     UnsavableError,
     UnsupportedTensorError,
+    code_errors,
     keep_interrupt,
 )
 from modelstate.formats.block_writer import LazyTensor, check_repeated, threads_within, write_blocks
@@ -290,17 +290,9 @@ def _check_tensors(state: Mapping[str, object], path: str) -> None:
 
 def _save(state: Mapping[str, object], output: Output, path: str) -> None:
     with archive_file(output) as file:
-        try:
+        remedy = "leave out what cannot be pickled"
+        with code_errors(UnsavableError, "torch.save cannot save this", where=path, remedy=remedy):
             torch.save(state, file)
-        except ModelStateError:
-            raise
-        except Exception as error:
-            raise UnsavableError(
-                "torch.save cannot save this",
-                where=path,
-                found=f"{type(error).__name__}: {error}",
-                remedy="leave out what cannot be pickled",
-            ) from error
     failure = _load_error(output.path)  # torch.load maps the file, so it reads no tensor
     if failure is not None:
         loaded = (dict, OrderedDict, list, tuple, torch.Tensor, torch.nn.Parameter)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from modelstate.errors import ModelStateError, PlacementError, TransformError
+from modelstate.errors import PlacementError, TransformError, code_errors
 from modelstate.io.engine import Request, memory_at, read_fully, read_ranges, read_threads
 from modelstate.io.linux import trim_heap
 from modelstate.io.memory import fresh_tensors
@@ -236,19 +236,17 @@ def stage_one(staging: Staging, transfer: Transfer, value: torch.Tensor | None =
         temporary_bytes = transfer.turn_bytes
     if value is None and transfer.is_buffered:
         temporary_bytes += transfer.nbytes
-    try:
-        with staging.memory.reserved(temporary_bytes):
-            _stage_one(staging, transfer, value)
-            staging.memory.reserve(transfer.staged_bytes)
-    except ModelStateError:
-        raise
-    except Exception as error:
-        raise PlacementError(
-            "a value cannot be copied out of the checkpoint; nothing has been changed",
+    with (
+        code_errors(
+            PlacementError,
+            f"a {type(transfer.value).__name__} cannot be copied out of the checkpoint; nothing has been changed",
             where=transfer.name,
-            found=f"{type(transfer.value).__name__}: {type(error).__name__}: {error}",
             remedy="convert the value with transform=",
-        ) from error
+        ),
+        staging.memory.reserved(temporary_bytes),
+    ):
+        _stage_one(staging, transfer, value)
+        staging.memory.reserve(transfer.staged_bytes)
     transfer.seconds += time.perf_counter() - started
 
 
@@ -355,18 +353,13 @@ def _apply_module_transform(staging: Staging, transfer: Transfer, last: Transfor
     if is_plain(result):
         staging.overflows.check_function(transfer.name, BY_TRANSFORM, result, lambda: before)
     freezes = isinstance(result, nn.Parameter) and not result.requires_grad
-    try:
+    what = f"the {type(result).__name__} of the transform cannot be copied; nothing has been changed"
+    with code_errors(TransformError, what, where=transfer.name):
         result = result.detach().to(transfer.device)
         storages = {storage_id(part) for part in payload_of(value)}
         kept = any(storage_id(part) in storages or storage_owners(part) > 1 for part in payload_of(result))
         kept = kept or (is_plain(result) and not is_dense(result))
         result = result.clone() if kept else result
-    except Exception as error:
-        raise TransformError(
-            "the result of the transform cannot be copied; nothing has been changed",
-            where=transfer.name,
-            found=f"{type(result).__name__}: {type(error).__name__}: {error}",
-        ) from error
     set_transformed(transfer, result, freezes=freezes)
 
 

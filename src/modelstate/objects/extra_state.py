@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from modelstate.codec.codec import decode, encode
-from modelstate.errors import ExtraStateError, ModelStateError, OptionError
+from modelstate.errors import ExtraStateError, ModelStateError, OptionError, code_errors
 from modelstate.formats.tree import EXTRA_STATE, leaf_paths, map_leaves, same_value
 from modelstate.planning.preparation import CHECK_EXTRA_STATE
 from modelstate.planning.recorder import KEEPS_NAMES, device_after, recording_of
@@ -459,15 +459,13 @@ def layer_of(method: object) -> Layer | None:
 def _read(module: nn.Module, name: str) -> object:
     """Returns the value of an attribute. Raises `ExtraStateError` where it cannot be saved."""
     _check_attribute(module, name)
-    try:
+    with code_errors(
+        ExtraStateError,
+        "an attribute that is declared as extra state is not there",
+        where=_place(module, name),
+        remedy="set it in __init__, to None if it has no value yet",
+    ):
         value = getattr(module, name)
-    except Exception as error:
-        raise ExtraStateError(
-            "an attribute that is declared as extra state is not there",
-            where=_place(module, name),
-            found=f"{type(error).__name__}: {error}",
-            remedy="set it in __init__, to None if it has no value yet",
-        ) from error
     _check_attribute(module, name, value)
     return value
 
@@ -524,14 +522,9 @@ def _set(module: nn.Module, name: str, value: object, device: torch.device | Non
     def moved(_: object, leaf: object) -> object:
         return leaf.to(device) if isinstance(leaf, torch.Tensor) and device is not None else leaf
 
-    try:
+    what = "an attribute that is declared as extra state cannot be set"
+    with code_errors(ExtraStateError, what, where=_place(module, name)):
         setattr(module, name, map_leaves(value, moved))
-    except Exception as error:
-        raise ExtraStateError(
-            "an attribute that is declared as extra state cannot be set",
-            where=_place(module, name),
-            found=f"{type(error).__name__}: {error}",
-        ) from error
 
 
 def _target_device(module: nn.Module, current: object) -> torch.device | None:

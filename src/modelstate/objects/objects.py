@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from modelstate.checkpoint.checkpoint import Checkpoint, join
-from modelstate.errors import KeyNotFoundError, ModelStateError, ObjectStateError, OptionError
+from modelstate.errors import KeyNotFoundError, ModelStateError, ObjectStateError, OptionError, code_errors
 from modelstate.formats.tree import deep_copy, is_container, items_of, leaf_paths, same_value, subtree
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.optimizer_values import parameter_names
@@ -201,15 +201,12 @@ def tensors_within(objects: object, reshards: bool = False) -> Iterator[torch.Te
 @contextmanager
 def object_code(path: str, message: str) -> Iterator[None]:
     """Runs the own code of the object at `path`: an error names the path, or becomes `ObjectStateError(message)`."""
-    try:
-        yield
-    except ModelStateError as error:
-        error.where = f"{path}: {error.where}" if error.where else path
-        raise
-    except Exception as error:
-        raise ObjectStateError(
-            message, where=path, found=f"{type(error).__name__}: {error}", remedy="see the traceback of the cause"
-        ) from error
+    with code_errors(ObjectStateError, message, where=path):
+        try:
+            yield
+        except ModelStateError as error:
+            error.where = f"{path}: {error.where}" if error.where else path
+            raise
 
 
 def _walk(objects: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Target]]:

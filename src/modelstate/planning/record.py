@@ -8,7 +8,6 @@ their bytes. Everything that could keep the writes from being executed has then 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 from msgspec.structs import replace
@@ -16,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import ModelStateError, PlanError, keep_interrupt
+from modelstate.errors import ModelCodeError, ModelStateError, PlanError, code_errors, keep_interrupt
 from modelstate.formats.sharded import other_shards
 from modelstate.formats.tree import leaves
 from modelstate.planning.differences import adapter_names, one_prefix, prefixes
@@ -25,7 +24,7 @@ from modelstate.planning.plan import LoadPlan
 from modelstate.planning.preparation import Preparation
 from modelstate.planning.recorder import IncompatibleKeys, outermost, walk
 from modelstate.planning.transfer import Transfer
-from modelstate.problems import Problem, ProblemKind, model_errors, wrong_shape
+from modelstate.problems import Problem, ProblemKind, wrong_shape
 from modelstate.rules.expression import lacks_values
 from modelstate.rules.rule import Value
 from modelstate.spec import StoredComposite
@@ -52,10 +51,10 @@ def record(preparation: Preparation) -> None:
     matched, slots, transaction = preparation.matched, preparation.slots, preparation.transaction
     preparation.notes += matched.notes
     preparation.problems += matched.applied.problems
-    outcome = IncompatibleKeys()
+    outcome, target = IncompatibleKeys(), type(preparation.model).__name__
     names = matched.applied.entries.keys()
     if needs_protocol(slots.modules, names, matched.versions):
-        with model_errors("the model's own loading code", preparation.model):
+        with code_errors(ModelCodeError, "the model's own loading code raised; nothing has been changed", where=target):
             walk(
                 preparation.model,
                 slots,
@@ -70,7 +69,8 @@ def record(preparation: Preparation) -> None:
             )
     else:
         common, outcome.missing, outcome.unexpected = compare_names(slots, names, preparation.add_plain())
-        with model_errors("code of a tensor subclass or a transform", preparation.model) if common else nullcontext():
+        what = "code of a tensor subclass or a transform raised; nothing has been changed"
+        with code_errors(ModelCodeError, what, where=target):
             for name in common:
                 value = preparation.incoming[name]
                 preparation.tensor(name, slots.by_name[name].tensor, value, None, outcome.errors)

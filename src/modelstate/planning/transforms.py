@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
-from modelstate.errors import ModelStateError, TransformError
+from modelstate.errors import TransformError, code_errors
 from modelstate.problems import Problem, ProblemKind
 from modelstate.process import cached_attribute
 from modelstate.text_format import short_repr
@@ -246,33 +246,15 @@ def called(transform: Transform, name: str, value: torch.Tensor, shape: Sequence
     return result
 
 
-@contextmanager
-def transform_errors(name: str) -> Iterator[None]:
+def transform_errors(name: str) -> AbstractContextManager[None]:
     """Turns exceptions of a transform into `TransformError` with the name of the tensor."""
-    try:
-        yield
-    except ModelStateError:
-        raise
-    except Exception as error:
-        raise TransformError(
-            "the transform raised; nothing has been changed",
-            where=name,
-            found=f"{type(error).__name__}: {error}",
-            remedy="see the traceback of the cause; a transform is called with the name and the tensor",
-        ) from error
+    remedy = "see the traceback of the cause; a transform is called with the name and the tensor"
+    return code_errors(TransformError, "the transform raised; nothing has been changed", where=name, remedy=remedy)
 
 
-@contextmanager
-def _method_errors(name: str, method: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise TransformError(
-            f"{method}() of the transform failed; nothing has been changed",
-            where=name,
-            found=f"{type(error).__name__}: {error}",
-            remedy="see the traceback of the cause",
-        ) from error
+def _method_errors(name: str, method: str) -> AbstractContextManager[None]:
+    what = f"{method}() of the transform failed; nothing has been changed"
+    return code_errors(TransformError, what, where=name)
 
 
 class Bound(msgspec.Struct, frozen=True):

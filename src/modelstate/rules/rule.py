@@ -16,7 +16,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from modelstate.errors import ModelStateError, RuleError, keep_interrupt
+from modelstate.errors import ModelStateError, RuleError, code_errors, keep_interrupt
 from modelstate.problems import Problem, ProblemKind
 from modelstate.rules.expression import Read, Source, values_of, why_not_plain
 from modelstate.spec import StoredTensor
@@ -233,21 +233,17 @@ def new_name(rule: Rule, name: str) -> str | None:
 
     Raises `RuleError` where it raises, or returns something else than text or None.
     """
-    try:
+    with code_errors(
+        RuleError,
+        "rename() of a rule does not return a name; nothing has been changed",
+        where=f"{type(rule).__name__}, {name}",
+        expected="a str, or None where the rule does not apply",
+        remedy="correct the rule: see the traceback of the cause",
+    ):
         renamed: object = rule.rename(name)
         if renamed is None or isinstance(renamed, str):
             return renamed
         raise TypeError(f"it returned a {type(renamed).__name__}")
-    except ModelStateError:
-        raise
-    except Exception as error:
-        raise RuleError(
-            "rename() of a rule does not return a name; nothing has been changed",
-            where=f"{type(rule).__name__}, {name}",
-            expected="a str, or None where the rule does not apply",
-            found=describe(error),
-            remedy="correct the rule: see the traceback of the cause",
-        ) from error
 
 
 def apply_rule(rule: Rule, context: RuleContext) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from modelstate.errors import DamagedFileError, LiveTargetError, ProgramInputError, WeightsError
+from modelstate.errors import DamagedFileError, LiveTargetError, ProgramInputError, WeightsError, code_errors
 from modelstate.io import linux
 from modelstate.serve.meta_clone import runtime_state, state_module
 from modelstate.serve.program_file import Manifest, ProgramFile, ProgramInput, ProgramInputs
@@ -246,15 +246,13 @@ class _Call:
                 for each in inputs.values
             ]
             self._failed = _compiled_conditions(inputs.conditions)
-        try:
+        with code_errors(
+            DamagedFileError,
+            "the description of the inputs in the file has classes that are not registered, or is damaged",
+            where=where,
+            remedy="import the modules that register the classes of the inputs, or export the program again",
+        ):
             self._in_spec, self.out_spec = map(structure_of, runner.call_spec)
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise DamagedFileError(
-                "the description of the inputs in the file has classes that are not registered, or is damaged",
-                where=where,
-                found=f"{type(error).__name__}: {error}",
-                remedy="import the modules that register the classes of the inputs, or export the program again",
-            ) from error
 
     def inputs(self, args: tuple[object, ...], named: dict[str, object]) -> list[torch.Tensor]:
         """Returns the tensors of a call in the library's order. Raises `ProgramInputError`."""

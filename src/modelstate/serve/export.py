@@ -22,6 +22,7 @@ from modelstate.errors import (
     NameMapError,
     OptionError,
     UnsavableError,
+    code_errors,
 )
 from modelstate.formats.torch_zip import archive_file
 from modelstate.io.atomic import Output, atomic_file, check_target
@@ -334,15 +335,9 @@ class _Trial:
         except Exception:
             return ""
         program = target.program(state_module(copy.deepcopy(state), meta=False))
-        try:
+        remedy = "export it with other options, or serve the module"
+        with code_errors(ExportError, "the program raised where the module does not", where=self._where, remedy=remedy):
             answer = self._answer(program, program.module)
-        except Exception as error:
-            raise ExportError(
-                "the program raised where the module does not",
-                where=self._where,
-                found=f"{type(error).__name__}: {error}",
-                remedy="export it with other options, or serve the module",
-            ) from error
         return _difference(answer, expected)
 
     def _of_module(self, state: State, seed: int = 0) -> _Answer:

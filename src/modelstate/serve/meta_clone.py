@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from modelstate.errors import LiveTargetError
+from modelstate.errors import LiveTargetError, code_errors
 from modelstate.loading.load import Source, load
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
@@ -77,15 +77,13 @@ def meta_clone(module: nn.Module, memory: Mapping[int, torch.Tensor] = MappingPr
             value = vars(submodule).get(name)
             if isinstance(value, torch.Tensor):  # with a graph, it could not be copied
                 memo[id(value)] = value.detach()
-    try:
+    with code_errors(
+        LiveTargetError,
+        "the module cannot be copied, so it cannot have a second version",
+        where=type(module).__name__,
+        remedy="define __deepcopy__ on the class in the message above, or remove the attribute from the module",
+    ):
         return _deep_copy(module, modules, memo)
-    except Exception as error:
-        raise LiveTargetError(
-            "the module cannot be copied, so it cannot have a second version",
-            where=type(module).__name__,
-            found=f"{type(error).__name__}: {error}",
-            remedy="define __deepcopy__ on the class in the message above, or remove the attribute from the module",
-        ) from error
 
 
 def _deep_copy(root: nn.Module, modules: Sequence[nn.Module], memo: dict[int, object]) -> nn.Module:

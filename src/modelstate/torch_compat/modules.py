@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from modelstate.errors import ModelCodeError, ModelStateError, OptionError
+from modelstate.errors import ModelCodeError, OptionError, code_errors
 from modelstate.forks import fork_safe_lock
 from modelstate.torch_compat.private import stock_apply
 from modelstate.torch_compat.sharding import is_hook_of_fsdp
@@ -24,14 +24,8 @@ def state_dict_of(module: torch.nn.Module, *, keep_vars: bool = False) -> Any:
     """Returns `module.state_dict(keep_vars=keep_vars)`, which is a dict unless the module's own code returns another
     object. Raises `ModelCodeError` where that code raises.
     """
-    try:
+    with code_errors(ModelCodeError, "the module's own state_dict raised", where=type(module).__qualname__):
         return module.state_dict(keep_vars=keep_vars)
-    except ModelStateError:
-        raise
-    except Exception as error:
-        what = f"the module's own state_dict raised {type(error).__name__}"
-        remedy = "see the traceback of the cause"
-        raise ModelCodeError(what, where=type(module).__qualname__, found=error, remedy=remedy) from error
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
