@@ -10,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import BackgroundCancelledError, WriteFailedError
-from modelstate.process import parallel_for, prefetch_one
+from modelstate.process import parallel_for
 from tests.faults import Request, faulty_writes
 
 
@@ -122,15 +121,8 @@ def test_a_thread_that_could_not_report_its_start_is_not_started(limit: str, use
 
 def test_without_memory_for_a_thread_the_caller_does_all_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelstate.process._has_memory_for_a_thread", lambda: False)
-    threads, used = set[int](), list[int]()
-    prefetch_one(
-        range(5),
-        lambda *_: threads.add(threading.get_ident()),
-        used.append,
-        is_fetched=lambda _: True,
-    )
+    threads = set[int]()
     parallel_for(lambda _: threads.add(threading.get_ident()), 3)
-    assert used == [*range(5)]
     assert threads == {threading.get_ident()}
 
 
@@ -141,13 +133,6 @@ def test_an_error_of_a_signal_handler_is_no_limit(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(RuntimeError, match="preempted"):
         parallel_for(lambda _: None, 2)
-
-
-def test_items_are_fetched_by_the_thread_that_uses_them(limit_threads: Callable[[int], None]) -> None:
-    limit_threads(0)
-    done: list[Any] = []
-    prefetch_one(range(3), lambda item, _: done.append(str(item)), done.append, is_fetched=lambda item: item != 1)
-    assert done == ["0", 0, 1, "2", 2]
 
 
 def test_models_and_checkpoints_are_saved_and_loaded(tmp_path: Path, limit_threads: Callable[[int], None]) -> None:

@@ -15,13 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from itertools import takewhile
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from modelstate.errors import is_interrupt, keep_interrupt
+from modelstate.errors import keep_interrupt
 from modelstate.forks import at_fork, fork_safe_lock, is_forked
 
 _Item = TypeVar("_Item")
@@ -211,7 +210,7 @@ def wait_for(event: threading.Event, until: float = float("inf")) -> bool:
 
 
 def is_stopped() -> bool:
-    """Whether this is a thread of `parallel_for`, `prefetch_one` or `stopped_by` whose work is to end."""
+    """Whether this is a thread of `parallel_for` or `stopped_by` whose work is to end."""
     return any(is_stopped() for is_stopped in _stops.value)
 
 
@@ -237,89 +236,6 @@ def unstoppable() -> Iterator[None]:
 
 class Stopped(BaseException):
     """Ends a thread whose result is no longer needed. Not an `Exception`, so that no error handler catches it."""
-
-
-def prefetch_one(
-    items: Iterable[_Item],
-    fetch: Callable[[_Item, Callable[[], None]], None],
-    use: Callable[[_Item], None],
-    *,
-    is_fetched: Callable[[_Item], bool],
-) -> None:
-    """Uses the items in their order in the caller's thread, while another thread fetches the next one.
-
-    The caller's thread takes the items from `items`, which may allocate memory for them: it takes none while more than
-    one fetched item is neither used nor freed. The first exception, or an interrupt, is raised when the thread has
-    ended.
-
-    Args:
-        items: The items.
-        fetch: Fetches an item. Its second argument is a function that raises `Stopped` where the fetch is no longer
-            needed, to be called between pieces of its work.
-        use: Uses an item that was fetched, or that needs no fetch.
-        is_fetched: Whether an item has to be fetched.
-    """
-    pool, is_started = ThreadPoolExecutor(1, "modelstate-ahead"), False
-    try:
-        if _has_memory_for_a_thread():
-            pool.submit(lambda: None)  # starts its thread
-            is_started = True
-    except BaseException as error:
-        # No more threads can be started, or the program ends, when no pool accepts work.
-        if not isinstance(error, RuntimeError) or is_interrupt(error):
-            pool.shutdown(wait=False)  # the end of the program waits for a thread that goes on
-            raise _interrupt_of_start(error) from None
-    if not is_started:
-        for item in items:
-            if is_fetched(item):
-                fetch(item, check_stopped)
-            use(item)
-        return
-    stop, running, outer = threading.Event(), list[None](), _stops.value
-
-    def run(item: _Item) -> None:
-        running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
-        _stops.value = (*outer, stop.is_set)
-        try:
-            check()
-            fetch(item, check)
-        except BaseException as error:
-            if not stop.is_set():
-                raise
-            error.__traceback__ = None  # the error is dropped, and its frames would keep every object alive
-        finally:
-            running.pop()
-
-    def check() -> None:
-        if stop.is_set():
-            raise Stopped
-
-    waiting = iter(items)
-
-    def begin() -> tuple[list[_Item], Future[None] | None]:
-        taken = []
-        for item in waiting:
-            taken.append(item)
-            if is_fetched(item):
-                return taken, pool.submit(run, item)
-        return taken, None
-
-    try:
-        current, future = begin()
-        while current:
-            for item in current[:-1]:
-                use(item)
-            if future is not None:
-                future.result()
-            following, future = begin()
-            use(current[-1])
-            current = following
-    finally:
-        stop.set()
-        try:
-            _wait_until_empty(running)
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def _wait_until_empty(running: list[None]) -> None:

@@ -206,7 +206,7 @@ KINDS = {
     "cast": Kind(options={"dtype": torch.bfloat16}),
     "cast on meta": Kind(build=on_meta, options={"dtype": torch.bfloat16}),
     "transform": Kind(options={"transform": twice}),
-    "transform, read ahead": Kind(layers, three_layers, {"transform": twice}),
+    "transform, layers": Kind(layers, three_layers, {"transform": twice}),
     "rules": Kind(fused, options={"rules": RULES}),
     "rules on meta": Kind(fused, on_meta, {"rules": RULES}),
     "rules in place": Kind(fused, options={"rules": RULES[:2], "in_place": True}),

@@ -81,15 +81,13 @@ class ReadStrategy(msgspec.Struct, frozen=True):
     """Threads that read blocks and cast them."""
     block_bytes: int
     """The size of a block."""
-    ahead: bool = False
-    """Whether the next tensors are read while transforms compute with the current ones."""
     remote: bool = False
     """Whether files are read from servers within a memory budget, which then counts the replies under way, too."""
 
     @classmethod
     def fastest(cls) -> ReadStrategy:
         """The strategy of a load without a memory budget."""
-        return cls(read_threads(), _BLOCK_BYTES, ahead=True)
+        return cls(read_threads(), _BLOCK_BYTES)
 
     def for_devices(self, total: int) -> ReadStrategy:
         """The strategy of a stream whose blocks are copied to devices.
@@ -133,7 +131,6 @@ class ReadStrategy(msgspec.Struct, frozen=True):
 
     def smaller(self) -> Iterator[ReadStrategy]:
         """Strategies that need less and less memory."""
-        yield replace(self, ahead=False)
         threads, block_bytes = self.threads, self.block_bytes
         while threads > 1 or block_bytes > _LEAST_BLOCK_BYTES:
             # Of a server, fewer replies at a time rather than more and smaller requests.
@@ -141,7 +138,7 @@ class ReadStrategy(msgspec.Struct, frozen=True):
                 threads //= 2
             else:
                 block_bytes //= 2
-            yield replace(self, threads=threads, block_bytes=block_bytes, ahead=False)
+            yield replace(self, threads=threads, block_bytes=block_bytes)
 
 
 # Files that are read by range.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import cycle
 
 import torch
 from torch import nn
@@ -19,19 +18,17 @@ from modelstate.io.tensors import compute, elements
 from modelstate.loading.staging import Staging
 from modelstate.loading.stream import Progress, set_transformed, streamed_read
 from modelstate.planning.memory import placed_bytes
-from modelstate.planning.transfer import LEAST_AHEAD_BYTES, Sink, Transfer, Transfers, Way
+from modelstate.planning.transfer import Sink, Transfer, Transfers, Way
 from modelstate.planning.transforms import BY_TRANSFORM, Transform, called
-from modelstate.process import ONE_VARIABLE, prefetch_one, reference_count
+from modelstate.process import ONE_VARIABLE, reference_count
 from modelstate.rules.expression import Derived, values_of
-from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
+from modelstate.spec import StoredComposite, StoredTensor
 from modelstate.torch_compat.dtypes import AT_ONCE, nonfinite, short
 from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.torch_compat.private import payload_of, storage_id, storage_owners, write_count
 
 Pairs = Sequence[tuple[Transfers, list[torch.Tensor]]]
 """What is read, with the memory for each row."""
-_Turn = tuple[Transfer, torch.Tensor | None]
-"""A value that is needed whole, and the memory that another thread reads it into; None where that is not done."""
 _LEAST_TRIMMED_BYTES = 4 << 20
 """A transform that frees so much leaves holes in the heap. Without trimming, 16 weights of 16 MB that become float8
 were measured to take 600 instead of 280 MB."""
@@ -57,7 +54,9 @@ def stage(staging: Staging, transfers: Iterable[Transfers], progress: Progress) 
     if computed:
         staging.memory.reserve(sum(item.staged_bytes for item in computed))
         _compute(staging, computed, fresh_tensors([layout for item in computed for layout in item.layouts()]), progress)
-    _take_turns(staging, whole, partial(stage_one, staging), progress)
+    for item in whole:
+        stage_one(staging, item)
+        progress(item.nbytes)
 
 
 def reads_into_slots(
@@ -71,7 +70,9 @@ def reads_into_slots(
     """
     straight, blocks, computed, whole = by_sink(transfers)
     assert staging.options.in_place or not whole  # they are written before the commit
-    _take_turns(staging, whole, partial(_finish_in_slot, staging), progress)
+    for item in whole:
+        _finish_in_slot(staging, item)
+        progress(item.nbytes)
     reads: list[Callable[[], object]] = [streamed_read(staging, blocks, progress)] if blocks else []
     if computed:
         reads.append(partial(_compute, staging, computed, [item.param for item in computed], progress))
@@ -150,92 +151,12 @@ def _compute(
 # Values that are needed whole.
 
 
-def _take_turns(
-    staging: Staging,
-    transfers: Sequence[Transfer],
-    finish: Callable[[Transfer, torch.Tensor | None], None],
-    progress: Progress,
-) -> None:
-    """Computes values one after the other. Meanwhile another thread reads the next one.
-
-    Args:
-        staging: How the values are read.
-        transfers: The values.
-        finish: Computes the final value, of a value that has been read, or not.
-        progress: Called with numbers of bytes that are done.
-    """
-    ahead = staging.strategy.ahead and len(transfers) > 1
-    fetched, others = (
-        [item.nbytes for item in transfers if item.is_buffered and (ahead and item.is_read_ahead) is is_fetched]
-        for is_fetched in (True, False)
-    )
-    # The other thread reads into one buffer while the value in another one is used.
-    buffers = fresh_tensors([(torch.Size([max(fetched, default=0)]), None, torch.uint8)] * min(2, len(fetched)))
-    own = fresh_tensors([(torch.Size([max(others, default=0)]), None, torch.uint8)] * min(1, len(others)))
-    turns = cycle(buffers)
-
-    def within(buffer: torch.Tensor, item: Transfer) -> torch.Tensor:
-        empty, shape = torch.empty(0, dtype=item.value.dtype, device="cpu"), item.value.size()
-        return empty.set_(buffer.untyped_storage(), 0, shape, contiguous_stride(shape))
-
-    def with_memory(item: Transfer) -> _Turn:
-        if not (ahead and item.is_read_ahead):
-            return item, None
-        if item.is_buffered:
-            return item, within(next(turns), item)
-        staging.memory.reserve(item.nbytes)
-        return item, _memory_as_stored(item)
-
-    def fetch(turn: _Turn, check: Callable[[], None]) -> None:
-        def on_read(nbytes: int) -> None:
-            check()
-            progress(nbytes)
-
-        item, memory = turn
-        assert memory is not None
-        _read(staging, [(item, [memory])], on_read)
-
-    def use(turn: _Turn) -> None:
-        item, memory = turn
-        if memory is None and item.is_buffered:
-            memory = within(own[0], item)
-            if item.columns is not None and item.nbytes < LEAST_AHEAD_BYTES:
-                _read_here(staging, map(Request, item.sources, [memory.data_ptr()]))  # without threads
-                progress(item.nbytes)
-            else:
-                _read(staging, [(item, [memory])], progress)
-        finish(item, memory)
-        if memory is None:
-            progress(item.nbytes)
-        elif not item.is_buffered:
-            staging.memory.reserve(-item.nbytes)
-        if item.transform_bytes >= _LEAST_TRIMMED_BYTES:
-            trim_heap()
-
-    with staging.memory.reserved(sum(buffer.nbytes for buffer in (*buffers, *own))):
-        if ahead and any(item.is_read_ahead for item in transfers):
-            prefetch_one(map(with_memory, transfers), fetch, use, is_fetched=lambda turn: turn[1] is not None)
-        else:
-            for item in transfers:
-                use(with_memory(item))
-
-
-def _memory_as_stored(transfer: Transfer) -> torch.Tensor:
-    """Returns new memory for the value as it is in the checkpoint."""
-    (fresh,) = fresh_tensors([(transfer.value.size(), None, transfer.value.dtype)])
-    return fresh
-
-
-def stage_one(staging: Staging, transfer: Transfer, value: torch.Tensor | None = None) -> None:
-    """Computes the final value of one transfer. `value` is the value in the checkpoint, if it has been read before.
+def stage_one(staging: Staging, transfer: Transfer) -> None:
+    """Computes the final value of one transfer.
 
     Raises `PlacementError` where a tensor subclass cannot be copied.
     """
-    started, temporary_bytes = time.perf_counter(), 0
-    if value is None or transfer.is_buffered:
-        temporary_bytes = transfer.turn_bytes
-    if value is None and transfer.is_buffered:
-        temporary_bytes += transfer.nbytes
+    started = time.perf_counter()
     with (
         code_errors(
             PlacementError,
@@ -243,18 +164,20 @@ def stage_one(staging: Staging, transfer: Transfer, value: torch.Tensor | None =
             where=transfer.name,
             remedy="convert the value with transform=",
         ),
-        staging.memory.reserved(temporary_bytes),
+        staging.memory.reserved(transfer.turn_bytes),
     ):
-        _stage_one(staging, transfer, value)
+        _stage_one(staging, transfer)
         staging.memory.reserve(transfer.staged_bytes)
+    if transfer.transform_bytes >= _LEAST_TRIMMED_BYTES:
+        trim_heap()
     transfer.seconds += time.perf_counter() - started
 
 
-def _stage_one(staging: Staging, transfer: Transfer, value: torch.Tensor | None) -> None:
+def _stage_one(staging: Staging, transfer: Transfer) -> None:
     overflows, stored = staging.overflows, transfer.stored
     is_live = isinstance(stored, torch.Tensor)
     if transfer.transform is not None:
-        final = _transformed(staging, transfer.transform, transfer, value)
+        final = _transformed(staging, transfer.transform, transfer)
     elif transfer.maps is not None:
         final = transfer.value
     elif transfer.way is Way.CODE:
@@ -267,10 +190,9 @@ def _stage_one(staging: Staging, transfer: Transfer, value: torch.Tensor | None)
         final = transfer.value.clone() if staging.own_memory.hold(transfer.value) else transfer.value
         overflows.check(transfer.name, transfer.value, transfer.dtype)
     else:
-        if value is None and is_live and (transfer.on_cpu or transfer.device != transfer.value.device):
-            value = transfer.value if transfer.module_transform is None else None  # is copied
-        if value is None:
-            value = _own_value(staging, transfer)
+        is_copied = is_live and (transfer.on_cpu or transfer.device != transfer.value.device)
+        is_copied = is_copied and transfer.module_transform is None
+        value = transfer.value if is_copied else _own_value(staging, transfer)
         if transfer.module_transform is not None:
             _apply_module_transform(staging, transfer, transfer.module_transform, value)
             return
@@ -294,7 +216,7 @@ def _own_value(staging: Staging, transfer: Transfer) -> torch.Tensor:
     """Returns the value in memory that nothing else refers to. Reads it if it is in a file."""
     stored = transfer.stored
     if transfer.is_read_into_place:
-        memory = _memory_as_stored(transfer)
+        (memory,) = fresh_tensors([(transfer.value.size(), None, transfer.value.dtype)])
         _read(staging, [(transfer, [memory])], lambda _: None)
         return memory
     if isinstance(stored, StoredComposite):
@@ -327,11 +249,10 @@ def _as_slot(staging: Staging, transfer: Transfer, value: torch.Tensor) -> torch
     return final.to(transfer.device)
 
 
-def _finish_in_slot(staging: Staging, transfer: Transfer, value: torch.Tensor | None) -> None:
+def _finish_in_slot(staging: Staging, transfer: Transfer) -> None:
     """Copies a value into the memory of its slot."""
-    with staging.memory.reserved(0 if value is not None else transfer.buffer_bytes), torch.no_grad():
-        if value is None:
-            value = _own_value(staging, transfer)
+    with staging.memory.reserved(transfer.buffer_bytes), torch.no_grad():
+        value = _own_value(staging, transfer)
         transfer.param.copy_(value)
         staging.overflows.check(transfer.name, value, transfer.param)
     transfer.finals = transfer.params
@@ -363,10 +284,8 @@ def _apply_module_transform(staging: Staging, transfer: Transfer, last: Transfor
     set_transformed(transfer, result, freezes=freezes)
 
 
-def _transformed(
-    staging: Staging, transform: Transform, transfer: Transfer, value: torch.Tensor | None
-) -> torch.Tensor:
-    value = _own_value(staging, transfer) if value is None else value
+def _transformed(staging: Staging, transform: Transform, transfer: Transfer) -> torch.Tensor:
+    value = _own_value(staging, transfer)
     references, owners = reference_count(value), storage_owners(value)
     version = write_count(value) if is_plain(value) and not value.is_inference() else None
     result = called(transform, transfer.name, value, transfer.param.shape)

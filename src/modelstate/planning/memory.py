@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 
 from modelstate.io.engine import ReadStrategy, read_threads
 from modelstate.io.memory import aligned
@@ -19,7 +18,8 @@ def peak_bytes(transfers: Iterable[Transfers], strategy: ReadStrategy) -> int:
     combined = [item.combined for item in singles if item.sink is Sink.COMPUTED]
     computing = read_threads() * max((each.thread_bytes for each in combined if each is not None), default=0)
     has_ranges = any(item.sink is Sink.MEMORY for item in reading) or bool(whole)
-    ranges = (strategy.buffer_bytes if has_ranges else 0) + placed_bytes(reading) + _turns(whole, strategy)
+    ranges = (strategy.buffer_bytes if has_ranges else 0) + placed_bytes(reading)
+    ranges += max((item.turn_bytes for item in whole), default=0)
     # These reads follow each other, and each frees its memory.
     return sum(item.staged_bytes for item in reading) + max(_stream(blocks, strategy), computing, ranges)
 
@@ -41,18 +41,3 @@ def _stream(blocks: Sequence[Transfers], strategy: ReadStrategy) -> int:
         to_device=bool(devices),
     )
     return threads_bytes + len(devices) * block_bytes
-
-
-def _turns(whole: Sequence[Transfer], strategy: ReadStrategy) -> int:
-    """The memory of values that are needed whole: of one of them, and of the one that is read for the next turn."""
-    ahead = strategy.ahead and len(whole) > 1
-    fetched, others = (
-        [aligned(item.nbytes) for item in whole if item.is_buffered and (ahead and item.is_read_ahead) is is_fetched]
-        for is_fetched in (True, False)
-    )
-    buffers = min(2, len(fetched)) * max(fetched, default=0) + max(others, default=0)
-    turn_bytes = attrgetter("turn_bytes")
-    arguments = [item for item in whole if item.transform is not None and item.is_read_ahead] if ahead else []
-    read_ahead = max(arguments, key=turn_bytes, default=None)
-    rest = [item.turn_bytes for item in whole if item is not read_ahead]
-    return buffers + max(rest, default=0) + (0 if read_ahead is None else read_ahead.turn_bytes)

@@ -57,8 +57,6 @@ COPYABLE = frozenset(
 _DTYPES: dict[str, torch.dtype] = {short(dtype): dtype for dtype in COPYABLE}
 DEVICES_READ_INTO = ("cpu", "cuda")
 """The types of devices with memory that can be read into at the commit: no step of the way there allocates memory."""
-LEAST_AHEAD_BYTES = 64 << 10
-"""Reading fewer bytes takes less time than handing them to another thread."""
 _LEAST_LEASED_BYTES = 1 << 20
 """Fewer bytes are staged: it takes no longer than to lease their files."""
 
@@ -401,16 +399,11 @@ class Transfer(Transfers, kw_only=True):
         return self.value.numel() * self.dtype.itemsize if waits else 0
 
     @property
-    def is_buffered(self) -> bool:
-        """Whether a value that is needed whole is read into a buffer, which the next value reuses."""
-        return self.is_read_into_place and self.transform is None and self.way is not Way.CODE
-
-    @property
     def turn_bytes(self) -> int:
         """Bytes of memory that a value that is needed whole takes for itself, as far as known before a transform."""
         if self.transform is not None:
             return self.buffer_bytes  # the argument of the transform
-        has_memory = self.is_buffered or self.maps is not None or isinstance(self.stored, torch.Tensor)
+        has_memory = self.maps is not None or isinstance(self.stored, torch.Tensor)
         return (0 if has_memory else self.buffer_bytes) + self.passing_bytes
 
     @property
@@ -422,12 +415,6 @@ class Transfer(Transfers, kw_only=True):
         straight = self.value.dtype == self.dtype and ordered and not isinstance(self.stored, Derived)
         copied = 0 if straight or not self.on_cpu else self.value.numel() * self.dtype.itemsize
         return self.transform_bytes + copied + (self.nbytes if isinstance(self.stored, torch.Tensor) else 0)
-
-    @property
-    def is_read_ahead(self) -> bool:
-        """Whether another thread reads the value while the one before is cast or transformed."""
-        is_large_run = self.columns is not None and self.nbytes >= LEAST_AHEAD_BYTES
-        return is_large_run and (self.is_buffered or self.transform is not None)
 
     def layouts(self) -> list[Layout]:
         return [(self.param.size(), self.own_stride, self.dtype)]
