@@ -417,7 +417,8 @@ def format_of(path: str, format: object) -> str:
     """
     known = tuple(dict.fromkeys(SUFFIXES.values()))
     if format is not None and not (isinstance(format, str) and format in known):
-        raise OptionError("format= is unknown", expected=" or ".join(map(repr, known)), found=short_repr(format))
+        expected = " or ".join(map(repr, known))
+        raise OptionError("format= is unknown", expected=expected, found=short_repr(format), names=("format",))
     name = os.path.basename(path)
     suffix = name if name.lower() in SUFFIXES else os.path.splitext(name)[1]  # a file may be named just ".pt"
     by_suffix = SUFFIXES.get(suffix.lower())
@@ -428,6 +429,7 @@ def format_of(path: str, format: object) -> str:
             expected=f"{by_suffix!r} for a path that ends in {suffix}",
             found=f"format={format!r}",
             remedy="leave format= out, or give a path with another suffix",
+            names=("format",),
         )
     if suffix and by_suffix is None and format is None:
         index = path.lower().endswith(INDEX_SUFFIX)
@@ -439,6 +441,7 @@ def format_of(path: str, format: object) -> str:
             remedy=f"give {path[: -len(INDEX_SUFFIX)]!r} and shard_size_bytes=: the index is written beside the shards"
             if index
             else "give a path with one of these suffixes, or pass format='safetensors' or format='torch'",
+            options="" if index else f"give a path with {_LISTED}; or --format safetensors or --format torch",
         )
     return str(format or by_suffix or "safetensors")
 

@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from operator import attrgetter
 from types import ModuleType
@@ -42,18 +42,6 @@ INTERRUPTED = 130
 WITH_VALUES = "--no-skeleton builds the model with values in its parameters"
 
 
-class FactoryError(Exception):
-    """The factory of the model raised, or returned no module."""
-
-    def __init__(self, what: str, *, expected: str = "", remedy: str = "") -> None:
-        super().__init__(what)
-        self.what, self.expected, self.remedy = what, expected, remedy
-
-    def __str__(self) -> str:
-        labels = {"expected": self.expected, "to do": self.remedy}
-        return "\n".join([self.what, *(f"  {label}: {text}" for label, text in labels.items() if text)])
-
-
 class Command(click.Command):
     """A command with `--json` and `--debug`, whose errors end the program with an exit code.
 
@@ -72,7 +60,7 @@ class Command(click.Command):
         assert self.callback is not None
         try:
             return ctx.invoke(self.callback, **{name: ctx.params[name] for name in ctx.params if name != "debug"})
-        except (ms.ModelStateError, FactoryError, OSError, MemoryError) as error:
+        except (ms.ModelStateError, OSError, MemoryError) as error:
             if isinstance(error, BrokenPipeError):
                 raise
             _say(error)
@@ -266,7 +254,7 @@ def named_object(spec: str, what: str) -> object:
 def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool) -> torch.nn.Module:
     """Builds the model, as a skeleton with its parameters on meta or with values.
 
-    The output of the model's code goes to stderr. Raises `FactoryError`.
+    The output of the model's code goes to stderr. Raises `ModelCodeError`.
     """
     import torch
 
@@ -275,12 +263,12 @@ def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool) -> 
             model = factory()
     except (Exception, SystemExit) as error:
         remedy = _factory_remedy(factory, error, skeleton)
-        raise FactoryError(f"{spec} raised {one_line(error)}", remedy=remedy) from error
+        raise ms.errors.ModelCodeError(f"{spec} raised {one_line(error)}", remedy=remedy) from error
     if not isinstance(model, torch.nn.Module):
-        raise FactoryError(
+        raise ms.errors.ModelCodeError(
             f"{spec} gave a value of type {type(model).__name__}",
             expected="a torch.nn.Module",
-            remedy=f"let it return the model; if it does so otherwise, {WITH_VALUES}" if skeleton else "",
+            remedy="let it return the model" + (f"; if it does so otherwise, {WITH_VALUES}" if skeleton else ""),
         )
     return model
 
@@ -298,16 +286,12 @@ def _factory_remedy(factory: Callable[[], object], error: BaseException, skeleto
     return f"{where}; {WITH_VALUES}" if skeleton else where
 
 
-def parse_dtype(name: str) -> torch.dtype:
+def parse_dtype(name: str) -> torch.dtype | None:
     """Returns the floating-point dtype of a name that `dtype=` takes. Raises `click.BadParameter`."""
-    from modelstate.torch_compat.dtypes import dtype_named
+    from modelstate.torch_compat.dtypes import floating_dtype
 
-    dtype = dtype_named(name)
-    if dtype is None or not dtype.is_floating_point:
-        raise click.BadParameter(
-            f"{name!r} is not a floating dtype of torch: give float32, bfloat16, float16, float8_e4m3fn, ..."
-        )
-    return dtype
+    with usage_errors():
+        return floating_dtype(name)
 
 
 def parse_size(text: str) -> int:
@@ -331,52 +315,31 @@ def parse_format(text: str | None, target: str) -> str:
     """
     from modelstate.checkpoint.write import format_of
 
-    try:
+    with usage_errors():
         return format_of(target, text)
-    except ms.errors.OptionError as error:
-        raise click.BadParameter(f"--format {text}: give {error.expected}") from error
-    except ms.errors.UnsavableError as error:
-        raise click.BadParameter(f"{target}: give a path with {error.expected}; or say --format") from error
 
 
 def parse_device(name: str | None) -> torch.device | None:
-    """Returns the device with this name. Raises `modelstate.errors.OptionError` if this machine does not have it."""
+    """Returns the device with this name. Raises `click.BadParameter` if this machine does not have it."""
     if name is None:
         return None
-    import torch
+    from modelstate.planning.options import device_with_memory
 
+    with usage_errors():
+        return device_with_memory(name)
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Raises `click.BadParameter`, which names the option, in place of an error about an argument."""
     try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise click.BadParameter(f"{name!r} is not a device of torch: give cpu, cuda, cuda:1, ...") from error
-    if device.type == "meta":
-        raise click.BadParameter("nothing can be loaded onto the meta device: give cpu, cuda, ...")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise ms.errors.OptionError(
-            "there is no such device here",
-            where=f"--device {name}",
-            expected=", ".join(_devices()),
-            found=str(error).partition("\n")[0],
-            remedy=f"--device {_devices()[-1]}",
-        ) from error
-    return device
-
-
-def _devices() -> list[str]:
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return ["cpu"] + [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count()) if accelerator]
-
-
-def usage_text(error: ms.ModelStateError) -> str:
-    """Returns an error of an argument in one line, with the option of the command that runs."""
-    where = f"{error.where}: " if error.where else ""
-    found = f": {error.found}" if error.found else ""
-    expected = f"; give {error.expected}" if error.expected else ""
-    return with_options(error, in_a_line(f"{where}{error.what}{found}{expected}"))
+        yield
+    except (ms.errors.OptionError, ms.errors.RuleError, ms.errors.UnsavableError) as error:
+        where = f"{error.where}: " if error.where else ""
+        found = f": {error.found}" if error.found else ""
+        advice = error.options or (f"give {error.expected}" if error.expected else "")
+        text = in_a_line(f"{where}{error.what}{found}" + (f"; {advice}" if advice else ""))
+        raise click.BadParameter(with_options(error, text)) from error
 
 
 def with_options(error: BaseException, text: str) -> str:

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import modelstate as ms
-from modelstate.cli.common import named_object, one_line, parse_dtype, parse_size, search_working_directory, usage_text
+from modelstate.cli.common import (
+    named_object,
+    one_line,
+    parse_dtype,
+    parse_size,
+    search_working_directory,
+    usage_errors,
+)
 
 if TYPE_CHECKING:
     from modelstate.rules.rule import Rule
@@ -33,10 +40,8 @@ def _allowed(_context: click.Context, _parameter: click.Parameter, names: tuple[
 
 
 def _cache(directory: str) -> ms.Cache:
-    try:
+    with usage_errors():
         return ms.Cache(directory)
-    except ms.errors.OptionError as error:
-        raise click.BadParameter(str(error)) from error
 
 
 html = click.option("--html", metavar="FILE", help="Also write a page for a browser, in one file; replaces FILE.")
@@ -133,11 +138,10 @@ def _rule(make: Callable[[str], Rule]) -> Callable[[str], Rule]:
         if not text:
             raise click.BadParameter("give at least one character of a name")
         try:
-            return make(text)
+            with usage_errors():
+                return make(text)
         except re.error as error:
             raise click.BadParameter(f"{text!r} is not a regular expression: {error}") from error
-        except ms.errors.RuleError as error:
-            raise click.BadParameter(usage_text(error)) from error
 
     return rule
 

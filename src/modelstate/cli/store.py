@@ -20,7 +20,7 @@ from modelstate.cli.common import (
     echo,
     make_parents,
     parse_format,
-    usage_text,
+    usage_errors,
     write_page,
 )
 from modelstate.cli.diff import show_differences
@@ -79,59 +79,40 @@ def _index(path: str, cache: ms.Cache | None = None) -> StepIndex:
     """
     from modelstate.io.files import local_path, not_found
     from modelstate.remote.location import is_remote, locate
+    from modelstate.store.backend import STORE_FILE
     from modelstate.store.directory import StepIndex
 
-    if is_remote(path):
-        if not _is_in_bucket(path):
-            raise ms.errors.SourceTypeError(
-                "a store is a directory, or a prefix of a bucket",
-                where=locate(path).url,
-                expected="a path, or s3://, gs:// or az://",
-                remedy="modelstate verify and inspect read one checkpoint at a URL",
-            )
-        index = StepIndex(locate(path.rstrip("/")).url, cache=cache)
-        try:
-            is_empty = not index.all_revisions()
-        except ms.errors.UnsavableError as error:
-            raise _no_directory(path, index.directory) from error
-        if is_empty:
-            raise _no_store(index.directory)
-        return index
-    directory = local_path(path)
-    if not os.path.lexists(directory):
-        raise ms.errors.SourceNotFoundError(
-            "there is no such directory",
-            where=directory,
-            remedy="check the path, and the directory that it is relative to",
+    is_url = is_remote(path)
+    if is_url and not _is_in_bucket(path):
+        raise ms.errors.SourceTypeError(
+            "a store is a directory, or a prefix of a bucket",
+            where=locate(path).url,
+            expected="a path, or s3://, gs:// or az://",
+            remedy="modelstate verify and inspect read one checkpoint at a URL",
         )
-    if not os.path.exists(directory):
+    directory = locate(path.rstrip("/")).url if is_url else local_path(path)
+    if not is_url and not os.path.exists(directory):
         raise not_found(directory, path)
-    if not os.path.isdir(directory):
-        raise _no_directory(path, directory)
-    index = StepIndex(directory)
-    if not is_store(path) and not index.all_revisions():  # which raises where the directory cannot be read
-        raise _no_store(directory)
+    index = StepIndex(directory, cache=cache)
+    try:
+        if not is_url and not os.path.isdir(directory):
+            raise ms.errors.UnsavableError("a store is a directory")
+        has_steps = bool(index.all_revisions())  # raises where the directory cannot be read
+    except ms.errors.UnsavableError as error:
+        raise ms.errors.SourceTypeError(
+            "a store is a directory, and this is a file",
+            where=directory,
+            expected="the directory of a modelstate.Store",
+            remedy=f"modelstate inspect {shlex.quote(path)} shows what is in a file",
+        ) from error
+    if not (has_steps or is_store(path)):
+        raise ms.errors.SourceNotFoundError(
+            "this is not a store of checkpoints",
+            where=directory,
+            expected=f"{STORE_FILE} and steps, as modelstate.Store writes them",
+            remedy="modelstate inspect shows other checkpoints",
+        )
     return index
-
-
-def _no_store(where: str) -> ms.errors.SourceNotFoundError:
-    from modelstate.store.backend import STORE_FILE
-
-    return ms.errors.SourceNotFoundError(
-        "this is not a store of checkpoints",
-        where=where,
-        expected=f"{STORE_FILE} and steps, as modelstate.Store writes them",
-        remedy="modelstate inspect shows other checkpoints",
-    )
-
-
-def _no_directory(path: str, where: str) -> ms.errors.SourceTypeError:
-    return ms.errors.SourceTypeError(
-        "a store is a directory, and this is a file",
-        where=where,
-        expected="the directory of a modelstate.Store",
-        remedy=f"modelstate inspect {shlex.quote(path)} shows what is in a file",
-    )
 
 
 @store.command("ls", cls=Command)
@@ -281,10 +262,8 @@ def prune(directory: str, maximize: bool, dry_run: bool, as_json: bool, **keep: 
         raise click.BadParameter("say what is kept: --keep-last, --every-steps, --every-hours or --best")
     if (keep["best"] is None) is not (keep["metric"] is None):
         raise click.BadParameter("--best and --metric go together, such as --best 3 --metric loss")
-    try:
+    with usage_errors():
         policy = ms.Keep(**keep, mode="max" if maximize else "min")
-    except ms.errors.OptionError as error:
-        raise click.BadParameter(usage_text(error)) from error
     _index(directory)
     with ms.Store(directory) as opened:
         infos = opened.infos()

@@ -186,10 +186,14 @@ def device_of(device: Any) -> torch.device | None:
         # An empty tensor resolves "cuda" to the current device, and fails where there is none.
         return None if device is None else torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        count = torch.accelerator.device_count() if accelerator else 0
         raise OptionError(
             "this machine has no such device",
+            expected=", ".join(["cpu", *(f"{accelerator}:{index}" for index in range(count))]),
             found=f"{short_repr(device)}: {error}",
             remedy="device='cpu', or leave it out",
+            names=("device",),
         ) from error
 
 
@@ -208,7 +212,8 @@ def _key(key: object) -> object:
     return key
 
 
-def _device(device: object) -> torch.device | None:
+def device_with_memory(device: object) -> torch.device | None:
+    """Returns the device that tensors are loaded to. Raises `OptionError` as `device_of`, and for meta."""
     target = device_of(device)
     if target is not None and target.type == "meta":
         raise OptionError("a load cannot put tensors on the meta device", remedy="device='cpu', or leave it out")
@@ -263,7 +268,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "allow_missing": lambda patterns: patterns_of("allow_missing", patterns),
     "allow_unexpected": lambda patterns: patterns_of("allow_unexpected", patterns),
     "dtype": floating_dtype,
-    "device": _device,
+    "device": device_with_memory,
     "transform": _transform,
     "max_memory_bytes": _max_memory_bytes,
 }

@@ -101,8 +101,9 @@ def floating_dtype(
     kinds = "floating-point or complex" if or_complex else "floating-point"
     raise OptionError(
         f"dtype= must be a {kinds} dtype",
-        expected='such as torch.bfloat16, or a name: "bfloat16" or "bf16"; or None',
+        expected='a dtype such as torch.bfloat16, or its name, "bfloat16" or "bf16"',
         found=short_repr(given),
+        names=("dtype",),
         remedy=f"for other casts: {other_casts}" if isinstance(dtype, torch.dtype) else "",
     )
 
