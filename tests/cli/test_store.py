@@ -93,7 +93,7 @@ class TestLs:
             assert "damaged" not in listed.stdout + restored.stderr
 
     @pytest.mark.parametrize("command", ["ls", "verify", "prune", "restore"])
-    @pytest.mark.parametrize(("directory", "says"), [("nothing", "no such directory"), (".", "not a store")])
+    @pytest.mark.parametrize(("directory", "says"), [("nothing", "no such file or directory"), (".", "not a store")])
     def test_no_store(self, command: str, directory: str, says: str, tmp_path: Path) -> None:
         more = {"prune": ["--keep-last", "1"], "restore": ["out"]}.get(command, [])
         done = run("store", command, directory, *more)
@@ -395,7 +395,7 @@ class TestConvert:
             ("x.v2", (), "--format"),
             ("x.pt", ("--format", "safetensors"), "'torch' for a path that ends in .pt"),
             ("x.safetensors", ("--format", "torch"), "'safetensors' for a path that ends in .safetensors"),
-            ("x.safetensors.index.json", (), "index.json: give a path with"),
+            ("x.safetensors.index.json", (), "x.safetensors' and --shard-size"),
         ],
     )
     def test_a_suffix_that_is_not_that_of_the_format(self, target: str, options: tuple[str, ...], says: str) -> None:

@@ -432,16 +432,19 @@ def format_of(path: str, format: object) -> str:
             names=("format",),
         )
     if suffix and by_suffix is None and format is None:
-        index = path.lower().endswith(INDEX_SUFFIX)
+        remedy = "give a path with one of these suffixes, or pass format='safetensors' or format='torch'"
+        options = f"give a path with {_LISTED}; or --format safetensors or --format torch"
+        if path.lower().endswith(INDEX_SUFFIX):
+            shards = path[: -len(INDEX_SUFFIX)]
+            remedy = f"give {shards!r} and shard_size_bytes=: the index is written beside the shards"
+            options = f"give {shards!r} and --shard-size: the index is written beside the shards"
         raise UnsavableError(
             "no format that modelstate writes has this suffix",
             where=path,
             expected=_LISTED,
             found=suffix,
-            remedy=f"give {path[: -len(INDEX_SUFFIX)]!r} and shard_size_bytes=: the index is written beside the shards"
-            if index
-            else "give a path with one of these suffixes, or pass format='safetensors' or format='torch'",
-            options="" if index else f"give a path with {_LISTED}; or --format safetensors or --format torch",
+            remedy=remedy,
+            options=options,
         )
     return str(format or by_suffix or "safetensors")
 
