@@ -181,7 +181,7 @@ def check_rules(rules: object) -> tuple[Rule, ...]:
 
 def _flat(rules: Iterable[object]) -> Iterator[Rule]:
     for rule in rules:
-        if isinstance(rule, list | tuple):
+        if isinstance(rule, Iterable) and not isinstance(rule, str | Mapping | Rule):
             yield from _flat(rule)
         elif not isinstance(rule, Rule) or isinstance(rule, type | os.PathLike):  # a pathlib.Path has a `rename`, too
             raise OptionError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
 import msgspec
@@ -18,20 +18,21 @@ from msgspec.structs import replace
 
 from modelstate.planning.differences import prefixes, without_wrappers
 from modelstate.suggestion.words import (
+    CONVENTION,
+    GENERIC,
     PARTS,
     SEQUENCE,
+    Shape,
     concepts,
     contradict,
-    depends_on_members,
     lacked,
     meanings_beside,
     of_path,
     role_of,
     shared,
 )
-from modelstate.text_format import without_numbers
+from modelstate.text_format import folded, without_numbers
 
-Shape = tuple[int, ...]
 Ranks = tuple[int, ...]
 
 LONGEST_NAME = 1000
@@ -46,10 +47,8 @@ _MARGIN = 0.25
 """The least lead of the best score over the others."""
 _EVIDENT = 0.2
 """The least score for a pair that is not the only possible one."""
-_SAME_OWNER, _SAME_PARENT, _SAME_LAYER, _OTHER_LAYER = 2.0, 0.75, 0.25, -0.5
+_SAME_OWNER, _SAME_PARENT = 2.0, 0.75
 _MOST_CANDIDATES = 20_000
-_NOT_FUSED = {"interleaved", "out", "up", "down", "q", "k", "v", *PARTS}
-"""Concepts of tensors that are not fused, or otherwise than is searched for."""
 
 
 class Leaf(msgspec.Struct, frozen=True, eq=False):
@@ -66,13 +65,9 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
     def content(self) -> tuple[Shape, str]:
         return self.shape, self.dtype_kind
 
-    @property
-    def is_square(self) -> bool:
-        return len(self.shape) == 2 and self.shape[0] == self.shape[1]
-
     def words(self, at: int) -> frozenset[str]:
         """Returns the concepts of one part of the name."""
-        return self.context.get(at) or concepts(self.name.split(".")[at])
+        return self.context.get(at) or concepts(_member(self.name.split(".")[at]))
 
 
 def dtype_kind(dtype: torch.dtype) -> str:
@@ -81,16 +76,21 @@ def dtype_kind(dtype: torch.dtype) -> str:
     return "complex" if dtype.is_complex else "bool" if dtype is torch.bool else "int"
 
 
-def family(name: str) -> str:
+def layer_of(name: str) -> str:
     """Returns the path of the layer of a tensor, with # for numbers."""
     text = without_numbers(name)
     return text[: text.rfind("#") + 1]
 
 
+def module_of(name: str) -> str:
+    """Returns the path of the module that owns the tensor."""
+    path, _, last = name.rpartition(".")
+    return ".".join(filter(None, (path, role_of(last)[0])))
+
+
 def owner_of(name: str) -> str:
     """Returns the path of the module that owns the tensor, with # for numbers."""
-    path, _, last = name.rpartition(".")
-    return without_numbers(".".join(filter(None, (path, role_of(last)[0]))))
+    return without_numbers(module_of(name))
 
 
 class Fusion(msgspec.Struct, frozen=True):
@@ -109,210 +109,245 @@ class Fusion(msgspec.Struct, frozen=True):
 class Matches(msgspec.Struct):
     """The matches between the tensors of a checkpoint and those of a model."""
 
+    sources: list[Leaf]
+    targets: list[Leaf]
     pairs: dict[str, str] = {}
     """From names of the checkpoint to names of the model."""
-    by_shape: set[str] = set()
-    """Names of the model that were matched by shape alone."""
     splits: list[Fusion] = []
     """Tensors of the checkpoint that are split."""
     joins: list[Fusion] = []
     """Tensors of the model that are joined from tensors of the checkpoint."""
-    settled: tuple[set[str], set[str]] = msgspec.field(default_factory=lambda: (set(), set()))
-    """Names of the checkpoint and of the model that have a match."""
+    expected: dict[str, tuple[str, ...]] = {}
+    """For each name of the model with a match, the names in the checkpoint that it is made of."""
+    used: set[str] = set()
+    """Names of the checkpoint with a match."""
+    transposed: set[str] = set()
+    """Names of the checkpoint that certainly are transposed."""
+    inferred: set[str] = set()
+    """Names of square tensors that are transposed because their neighbours are."""
+    guesses: set[str] = set()
+    """Names of the model whose match, or whose transposition, is a guess."""
+    notes: list[str] = []
     owners: dict[str, str] = {}
     parents: set[tuple[str, str]] = set()
-    layers: dict[str, set[str]] = {}
 
-    @property
-    def expected(self) -> dict[str, tuple[str, ...]]:
-        """For each name of the model with a match, the names in the checkpoint that it is made of."""
-        expected: dict[str, tuple[str, ...]] = {target: (source,) for source, target in self.pairs.items()}
-        for fusion in self.splits:
-            expected |= {part: (whole,) for whole, *parts in fusion.rows for part in parts}
-        for fusion in self.joins:
-            expected |= {whole: tuple(parts) for whole, *parts in fusion.rows}
-        return expected
+    def open_sources(self) -> list[Leaf]:
+        """Returns the tensors of the checkpoint without a match."""
+        return [leaf for leaf in self.sources if leaf.name not in self.used]
 
-    def open(self, side: int, leaves: Iterable[Leaf]) -> list[Leaf]:
-        """Returns the tensors of a side without a match."""
-        return [leaf for leaf in leaves if leaf.name not in self.settled[side]]
+    def open_targets(self) -> list[Leaf]:
+        """Returns the tensors of the model without a match."""
+        return [leaf for leaf in self.targets if leaf.name not in self.expected]
 
-    def add(self, source: str, target: str, *, is_part: bool = False) -> None:
-        """Records that two tensors match, or that one is a part of the other."""
-        if not is_part:
-            self.pairs[source] = target
-            self.owners[owner_of(source)] = owner_of(target)
-        self.settled[0].add(source)
-        self.settled[1].add(target)
-        self.parents.add((owner_of(source).rpartition(".")[0], owner_of(target).rpartition(".")[0]))
-        self.layers.setdefault(family(source), set()).add(family(target))
+    def add(self, sources: tuple[str, ...], target: str, *, is_part: bool = False) -> None:
+        """Records what a tensor of the model is made of: another one, parts, or a part of another one."""
+        self.expected[target] = sources
+        self.used.update(sources)
+        for source in sources:
+            if not is_part and len(sources) == 1:
+                self.pairs[source] = target
+                self.owners[owner_of(source)] = owner_of(target)
+            self.parents.add((owner_of(source).rpartition(".")[0], owner_of(target).rpartition(".")[0]))
 
     def context(self, source: Kind, target: Kind) -> float:
-        """Returns the score that the matches of owners, parents and layers give to a pair."""
+        """Returns the score that the matches of owners and parents give to a pair."""
         first, second = owner_of(source.sample.name), owner_of(target.sample.name)
-        layer, other_layer = family(source.sample.name), family(target.sample.name)
         score = 0.0
         if source.role and first in self.owners:
             score += _SAME_OWNER if self.owners[first] == second else -_SAME_OWNER
-        if (first.rpartition(".")[0], second.rpartition(".")[0]) in self.parents:
-            score += _SAME_PARENT
-        if other_layer in self.layers.get(layer, ()):
-            return score + _SAME_LAYER
-        is_known = layer in self.layers or any(other_layer in others for others in self.layers.values())
-        return score + (_OTHER_LAYER if is_known else 0.0)
+        return score + _SAME_PARENT * ((first.rpartition(".")[0], second.rpartition(".")[0]) in self.parents)
 
 
-def match(sources: Sequence[Leaf], targets: Sequence[Leaf]) -> tuple[Matches, Orientation, Orientation]:
-    """Matches both sides: equal names, names that differ in a prefix, fused tensors, and similar names."""
-    matches = Matches()
-    by_name = {leaf.name: leaf for leaf in sources}
-    for leaf in targets:
-        if leaf.name in by_name and by_name[leaf.name].content == leaf.content:
-            matches.add(leaf.name, leaf.name)
-    sources, targets = ([leaf for leaf in side if _ORDINARY.fullmatch(leaf.name)] for side in (sources, targets))
-    _match_wrapped(sources, targets, matches)
-    _match_prefixes(sources, targets, matches)
-    sources, targets = in_context(sources), in_context(targets)
-    first, second = orientation(sources), orientation(targets)
-    straight = first.straight(sources), second.straight(targets)
-    _match_fusions(*straight, matches, (first, second), named=True)
+def match(sources: Sequence[Leaf], targets: Sequence[Leaf], ties: Mapping[str, Sequence[str]]) -> Matches:
+    """Matches both sides: equal names, names that differ in a prefix, fused tensors, and similar names.
+
+    Args:
+        sources: The tensors of the checkpoint.
+        targets: The tensors of the model.
+        ties: All names of a tensor of the model, by each of them.
+    """
+    matches = Matches(list(sources), list(targets))
+    _match_equal(matches, lambda name: name)
+    matches.sources, matches.targets = (
+        [leaf for leaf in side if _ORDINARY.fullmatch(leaf.name)] for side in (sources, targets)
+    )
+    _match_equal(matches, without_wrappers)
+    _match_prefixes(matches)
+    matches.sources, matches.targets = in_context(matches.sources), in_context(matches.targets)
+    unturned = matches.sources
+    first, second = orientation(unturned), orientation(matches.targets)
+    matches.sources, matches.targets = straight(unturned, first), straight(matches.targets, second)
+    _match_fusions(matches, first, second)
     for within_words in (True, False):
-        _match_kinds(*straight, matches, within_words)
-    _match_fusions(*straight, matches, (first, second), named=False)
-    first = orientation(sources, _misfits(sources, targets, matches))
+        _match_kinds(matches, within_words)
+    # Open weights that fit an open weight of the model, and only transposed.
+    contents, open_contents = ({leaf.content for leaf in side} for side in (matches.targets, matches.open_targets()))
+    misfits = {
+        leaf.name
+        for leaf in unturned
+        if leaf.name not in matches.used
+        and len(leaf.shape) == 2
+        and leaf.content not in contents
+        and (leaf.shape[::-1], leaf.dtype_kind) in open_contents
+    }
+    first = orientation(unturned, misfits)
+    matches.sources = straight(unturned, first)
     for within_words in (True, False):
-        _match_kinds(first.straight(sources), straight[1], matches, within_words)
-    return matches, first, second
+        _match_kinds(matches, within_words)
+    _drop_shifted(matches)
+    _find_guesses(matches, ties)
+    _find_transposed(matches, first, second)
+    return matches
+
+
+def _drop_shifted(matches: Matches) -> None:
+    """Removes pairs at the ends of a row in which each name may be shifted by one.
+
+    If layers 1 and 2 of both sides have equal names, only 0 and 3 are left; but it is more likely that every number is
+    one higher. The same holds if "a.a.w" and "a.w" match "a.w" and "w".
+    """
+    equal = {source for source, target in matches.pairs.items() if source == target}
+    rows = {*map(without_numbers, equal)}
+    for source, target in list(matches.pairs.items()):
+        shorter, longer = sorted((source, target), key=len)
+        is_prefixed = longer.endswith(f".{shorter}") and any(longer[len(part) :] in equal for part in prefixes(longer))
+        row = without_numbers(source)
+        if source != target and (is_prefixed or (row == without_numbers(target) and row in rows)):
+            del matches.pairs[source], matches.expected[target]
+            matches.used.remove(source)
 
 
 # Equal names.
 
 
-def _match_wrapped(sources: Sequence[Leaf], targets: Sequence[Leaf], matches: Matches) -> None:
-    """Matches names that are equal without what DataParallel, `torch.compile` and other wrappers add, and unique."""
+def _match_equal(matches: Matches, text: Callable[[str], str]) -> None:
+    """Matches names that have the same text, such as that without wrappers, if no other name has it."""
     sides: list[dict[str, list[Leaf]]] = []
-    for side, leaves in enumerate((sources, targets)):
+    for leaves in (matches.open_sources(), matches.open_targets()):
         sides.append(defaultdict(list))
-        for leaf in matches.open(side, leaves):
-            sides[side][without_wrappers(leaf.name)].append(leaf)
-    for key, found in sides[0].items():
+        for leaf in leaves:
+            sides[-1][text(leaf.name)].append(leaf)
+    for key, candidates in sides[0].items():
         others = sides[1].get(key, [])
-        if len(found) == len(others) == 1 and found[0].content == others[0].content:
-            matches.add(found[0].name, others[0].name)
+        if len(candidates) == len(others) == 1 and candidates[0].content == others[0].content:
+            matches.add((candidates[0].name,), others[0].name)
 
 
-def _match_prefixes(sources: Sequence[Leaf], targets: Sequence[Leaf], matches: Matches) -> None:
+def _match_prefixes(matches: Matches) -> None:
     """Matches names that differ by a prefix, if no other prefix fits as well."""
-    for side, longer, shorter in ((0, sources, targets), (1, targets, sources)):
+    for is_longer in (True, False):  # whether the names of the checkpoint have the prefix
         for _ in range(4):
-            wanted = {leaf.name: leaf.content for leaf in matches.open(1 - side, shorter)}
+            sides = matches.open_sources(), matches.open_targets()
+            contents = {leaf.name: leaf.content for leaf in sides[is_longer]}
             rests: dict[str, list[tuple[str, str]]] = defaultdict(list)
-            for leaf in matches.open(side, longer):
+            for leaf in sides[not is_longer]:
                 for prefix in prefixes(leaf.name):
                     rest = leaf.name[len(prefix) :]
-                    if wanted.get(rest) == leaf.content:
+                    if contents.get(rest) == leaf.content:
                         rests[prefix].append((leaf.name, rest))
-            if not rests:
-                break
-            best = max(rests.values(), key=len)
+            best = max(rests.values(), key=len, default=[])
             claims = Counter(name for pairs in rests.values() for pair in pairs for name in pair)
-            if any(claims[name] > 1 for pair in best for name in pair):
+            if not best or any(claims[name] > 1 for pair in best for name in pair):
                 break
             for long, short in best:
-                matches.add(*((short, long) if side else (long, short)))
+                matches.add((long,), short) if is_longer else matches.add((short,), long)
 
 
 # Words that depend on their neighbours.
 
 
+def _member(segment: str) -> str:
+    """Returns a part of a name without its role: w1 of w1_weight."""
+    return role_of(segment)[0] or segment
+
+
 def in_context(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Returns the tensors with the concepts that their context decides, which must be the same in all layers."""
+    """Returns the tensors with the concepts that the other members of their modules decide, the same in all layers."""
     modules: dict[tuple[str, str], dict[str, Shape]] = defaultdict(dict)
     for leaf in leaves:
         segments = leaf.name.split(".")
         if role_of(segments[-1])[1] not in ("", "weight"):
             continue
         for at, segment in enumerate(segments):
-            member = role_of(segment)[0] or segment  # w1 of w1_weight
-            modules[".".join(segments[:at]), ".".join(segments[at + 1 :])][member] = leaf.shape
-    known: dict[str, dict[str, frozenset[str]]] = defaultdict(dict)
-    for (parent, _), members in modules.items():
-        if any(map(depends_on_members, members)):
-            kind = known[_NUMBER.sub("#", parent)]
-            for member, words in meanings_beside(members).items():
-                # If layers contradict each other, the name only stands for itself.
-                kind[member] = words if kind.get(member, words) == words else frozenset({f"={member}"})
+            members = modules[without_numbers(".".join(segments[:at])), ".".join(segments[at + 1 :])]
+            if members.setdefault(_member(segment), leaf.shape) != leaf.shape:
+                members[_member(segment)] = ()
+    known = {
+        (parent, member): words
+        for (parent, _), members in modules.items()
+        for member, words in meanings_beside(members).items()
+    }
     result = []
     for leaf in leaves:
         segments = leaf.name.split(".")
-        context = {}
-        for at, segment in enumerate(segments):
-            member = role_of(segment)[0] or segment
-            if found := known.get(_NUMBER.sub("#", ".".join(segments[:at])), {}).get(member):
-                context[at] = found
-        result.append(replace(leaf, context=context) if context else leaf)
+        keys = [(without_numbers(".".join(segments[:at])), _member(segment)) for at, segment in enumerate(segments)]
+        result.append(replace(leaf, context={at: known[key] for at, key in enumerate(keys) if key in known}))
     return result
 
 
 # Transposed weights.
 
-
-class Orientation(msgspec.Struct, frozen=True):
-    """The orientation of the weights of one side."""
-
-    transposed: frozenset[str]
-    """Names of the weights that have their inputs first, as in a Conv1D."""
-    families: Mapping[str, set[bool]]
-    """Whether weights of a layer are certainly transposed or not, by the path of the layer."""
-
-    def of_square(self, name: str) -> bool | None:
-        """Whether a square weight is transposed, as its neighbours are; None if they do not agree."""
-        known = self.families.get(family(name), set())
-        return next(iter(known)) if len(known) == 1 else None
-
-    def is_transposed(self, leaf: Leaf) -> bool:
-        """Whether a weight is transposed, or is square and its neighbours are."""
-        return leaf.name in self.transposed or (leaf.is_square and self.of_square(leaf.name) is True)
-
-    def straight(self, leaves: Iterable[Leaf]) -> list[Leaf]:
-        """Returns the tensors with the shapes that they have in a Linear."""
-        return [replace(leaf, shape=leaf.shape[::-1]) if leaf.name in self.transposed else leaf for leaf in leaves]
+Orientation = Mapping[str, bool | None]
+"""Whether weights have their inputs first, as in a Conv1D; None if nothing shows it."""
 
 
 def orientation(leaves: Sequence[Leaf], misfits: Collection[str] = ()) -> Orientation:
     """Returns the orientation of weights, as their biases show; those in `misfits` are transposed.
 
-    Weights without a bias in layers whose known weights are all transposed are transposed too.
+    Square weights, and weights without a bias in a layer, are oriented as the known weights of their layer are.
     """
     biases = {leaf.name.removesuffix("bias"): leaf.shape for leaf in leaves if leaf.name.endswith("bias")}
-    families: dict[str, set[bool]] = defaultdict(set)
-    transposed, unknown = {*misfits}, []
+    layers: dict[str, set[bool]] = defaultdict(set)
+    known: dict[str, bool | None] = {}
     for leaf in leaves:
-        if len(leaf.shape) != 2 or leaf.is_square or role_of(leaf.name.rpartition(".")[2])[1] not in ("", "weight"):
+        if len(leaf.shape) != 2 or role_of(leaf.name.rpartition(".")[2])[1] not in ("", "weight"):
             continue
-        bias = biases.get(leaf.name.removesuffix("weight"), ())
-        shown = [size for size in leaf.shape if bias == (size,)]
-        if shown == [leaf.shape[1]]:
-            transposed.add(leaf.name)
-        if shown or leaf.name in misfits:
-            families[family(leaf.name)].add(leaf.name in transposed)
-        else:
-            unknown.append(leaf.name)
-    transposed |= {name for name in unknown if family(name) and families.get(family(name)) == {True}}
-    return Orientation(frozenset(transposed), families)
+        bias = biases.get(leaf.name.removesuffix("weight"))
+        known[leaf.name] = None
+        if not _is_square(leaf) and (leaf.name in misfits or bias in ((leaf.shape[0],), (leaf.shape[1],))):
+            is_transposed = leaf.name in misfits or bias == (leaf.shape[1],)
+            known[leaf.name] = is_transposed
+            layers[layer_of(leaf.name)].add(is_transposed)
+    for leaf in leaves:
+        layer = layer_of(leaf.name)
+        if leaf.name in known and known[leaf.name] is None and len(layers[layer]) == 1 and (layer or _is_square(leaf)):
+            (known[leaf.name],) = layers[layer]
+    return known
 
 
-def _misfits(sources: Iterable[Leaf], targets: Sequence[Leaf], matches: Matches) -> set[str]:
-    """Returns names of open weights of the checkpoint that fit an open weight of the model, and only transposed."""
-    contents = {leaf.content for leaf in targets}
-    open_contents = {leaf.content for leaf in matches.open(1, targets)}
-    return {
-        leaf.name
-        for leaf in matches.open(0, sources)
-        if len(leaf.shape) == 2
-        and leaf.content not in contents
-        and (leaf.shape[::-1], leaf.dtype_kind) in open_contents
-    }
+def straight(leaves: Iterable[Leaf], known: Orientation) -> list[Leaf]:
+    """Returns the tensors with the shapes that they have in a Linear."""
+    return [replace(leaf, shape=leaf.shape[::-1]) if known.get(leaf.name) else leaf for leaf in leaves]
+
+
+def _is_square(leaf: Leaf) -> bool:
+    return len(leaf.shape) == 2 and leaf.shape[0] == leaf.shape[1]
+
+
+def _find_transposed(matches: Matches, first: Orientation, second: Orientation) -> None:
+    """Finds the tensors that are the transpose of the other one of their pair."""
+    fused = [(row[:1], fusion) for fusion in matches.splits for row in fusion.rows]
+    fused += [(row[1:], fusion) for fusion in matches.joins for row in fusion.rows]
+    matches.transposed |= {name for names, fusion in fused if fusion.is_transposed for name in names}
+    square = {leaf.name for leaf in matches.sources if _is_square(leaf) and leaf.shape[0] > 1}
+    is_mixed = any(first.values()) or any(second.values())
+    doubtful = []
+    for name, goal in matches.pairs.items():
+        here, there = first.get(name), second.get(goal)
+        if name not in square:
+            matches.transposed |= {name} if bool(here) != bool(there) else set()
+        elif not name.endswith("weight"):
+            continue
+        elif here is not None and there is not None:
+            matches.inferred |= {name} if here != there else set()
+        elif is_mixed:
+            doubtful.append(name)
+    for names, what in ((sorted(matches.inferred), "transposed as the weights beside it"), (doubtful, "left as it is")):
+        matches.guesses.update(matches.pairs[name] for name in names)
+        if names:
+            matches.notes.append(
+                f"square, so its shape does not show whether to transpose it: {', '.join(folded(names))}; {what}"
+            )
 
 
 # Kinds of tensors.
@@ -454,13 +489,11 @@ _Score = tuple[float, float, int]
 """The total score of a candidate, the positive part of it, and its index."""
 
 
-def _match_kinds(sources: Sequence[Leaf], targets: Sequence[Leaf], matches: Matches, within_words: bool) -> None:
+def _match_kinds(matches: Matches, within_words: bool) -> None:
     """Matches kinds that are clearly each other's best match, until nothing changes."""
-    first, second = (
-        # The meaning of numbers depends on all names, with those that have a match.
-        by_signature(kinds_of(side, within_words=within_words), settled)
-        for side, settled in zip((sources, targets), matches.settled, strict=True)
-    )
+    # The meaning of numbers depends on all names, with those that have a match.
+    first = by_signature(kinds_of(matches.sources, within_words=within_words), matches.used)
+    second = by_signature(kinds_of(matches.targets, within_words=within_words), matches.expected)
     groups = [
         (left, second[signature], len(left) == len(second[signature]))
         for signature, left in first.items()
@@ -471,14 +504,12 @@ def _match_kinds(sources: Sequence[Leaf], targets: Sequence[Leaf], matches: Matc
         is_changing = False
         for left, right, is_balanced in groups:
             for source, target, is_evident in _best_pairs(left, right, matches):
-                if not (is_balanced or is_evident):
-                    continue
-                for ranks, leaf in source.leaves.items():
-                    matches.add(leaf.name, target.leaves[ranks].name)
-                    matches.by_shape |= set() if is_evident else {target.leaves[ranks].name}
-                left.remove(source)
-                right.remove(target)
-                is_changing = True
+                if is_balanced or is_evident:
+                    for ranks, leaf in source.leaves.items():
+                        matches.add((leaf.name,), target.leaves[ranks].name)
+                    left.remove(source)
+                    right.remove(target)
+                    is_changing = True
 
 
 def _best_pairs(sources: Sequence[Kind], targets: Sequence[Kind], matches: Matches) -> list[tuple[Kind, Kind, bool]]:
@@ -571,42 +602,35 @@ class _Parts(msgspec.Struct, frozen=True):
     """The concepts of the names, without those of the single parts."""
 
 
-def _match_fusions(
-    sources: Sequence[Leaf],
-    targets: Sequence[Leaf],
-    matches: Matches,
-    orientations: tuple[Orientation, Orientation],
-    *,
-    named: bool,
-) -> None:
-    """Finds tensors of one side that clearly consist of tensors of the other side.
-
-    With `named`, only tensors whose names say that they are fused; otherwise those whose names do not contradict it.
-    """
+def _match_fusions(matches: Matches, first: Orientation, second: Orientation) -> None:
+    """Finds tensors that are fused by their names, and clearly consist of tensors of the other side."""
     for is_split in (True, False):
-        sides = matches.open(0, sources), matches.open(1, targets)
+        sides = matches.open_sources(), matches.open_targets()
         wholes = kinds_of(sides[not is_split], within_words=False)
         for group in list(_part_groups(kinds_of(sides[is_split], within_words=False))):
-            whole = _best_whole(wholes, group, matches, is_split, named)
+            whole = _best_whole(wholes, group, matches, is_split)
             if whole is None:
                 continue
             wholes.remove(whole)
-            first, second = (whole, group.kinds[0]) if is_split else (group.kinds[0], whole)
-            is_transposed = orientations[0].is_transposed(first.sample)
-            is_straight = not orientations[1].is_transposed(second.sample)
+            source, target = (whole, group.kinds[0]) if is_split else (group.kinds[0], whole)
+            is_transposed, is_straight = bool(first.get(source.sample.name)), not second.get(target.sample.name)
             if not is_straight and not is_transposed:
                 continue  # the result would have to be transposed, after the split or join
             rows = tuple(
                 (leaf.name, *(part.leaves[ranks].name for part in group.kinds)) for ranks, leaf in whole.leaves.items()
             )
             sizes = tuple(part.sample.shape[0] for part in group.kinds)
-            dim = 0 if is_straight or len(whole.sample.shape) != 2 else 1
-            is_turned = is_transposed and is_straight and len(whole.sample.shape) == 2
+            is_matrix = len(whole.sample.shape) == 2
+            dim = 1 if is_matrix and not is_straight else 0
+            is_turned = is_transposed and is_straight and is_matrix
             fusion = Fusion(rows, dim, sizes if len(set(sizes)) > 1 else None, is_turned)
             (matches.splits if is_split else matches.joins).append(fusion)
             for name, *parts in rows:
-                for part in parts:
-                    matches.add(*((name, part) if is_split else (part, name)), is_part=True)
+                if is_split:
+                    for part in parts:
+                        matches.add((name,), part, is_part=True)
+                else:
+                    matches.add(tuple(parts), name)
 
 
 def _part_groups(kinds: Iterable[Kind]) -> Iterator[_Parts]:
@@ -626,13 +650,12 @@ def _part_groups(kinds: Iterable[Kind]) -> Iterator[_Parts]:
             yield _Parts(concept, tuple(members[name] for name in PARTS[concept]), of_path(stem.split(".")))
 
 
-def _best_whole(wholes: Sequence[Kind], group: _Parts, matches: Matches, is_split: bool, named: bool) -> Kind | None:
+def _best_whole(wholes: Sequence[Kind], group: _Parts, matches: Matches, is_split: bool) -> Kind | None:
     """Returns the kind that the parts clearly belong to."""
     scored = []
     for at, kind in enumerate(wholes):
-        words = kind.sample.words(kind.owner.count("."))
-        is_possible = group.concept in words if named else not words & _NOT_FUSED
-        if is_possible and _adds_up(kind, group) and not contradict(kind.means - frozenset(PARTS), group.means):
+        is_named = group.concept in kind.sample.words(kind.owner.count("."))
+        if is_named and _adds_up(kind, group) and not contradict(kind.means - frozenset(PARTS), group.means):
             pair = (kind, group.kinds[0]) if is_split else (group.kinds[0], kind)
             scored.append((shared(kind.means, group.means) + matches.context(*pair), at))
     scored.sort(reverse=True)
@@ -652,3 +675,115 @@ def _adds_up(whole: Kind, group: _Parts) -> bool:
             return False
         splits.add((leaf.shape[0] - sum(piece.shape[0] for piece in pieces), *(piece.shape[0] for piece in pieces)))
     return len(splits) == 1 and min(splits)[0] == 0 and _order_is_clear(whole, group.kinds[0])
+
+
+# Certainty.
+
+Fact = str | tuple[bool, int, int]
+"""What a name states: a word; or which layer it is: whether numbers within words count, the place of one, its rank."""
+
+
+class _Side:
+    """The names of one side: what each of them states, and which open ones have tensors of the same size."""
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self.facts: dict[str, set[Fact]] = {}
+        self.words: dict[str, frozenset[str]] = {}
+        """The words of a name that say which tensor it is."""
+        self.own: dict[str, frozenset[str]] = {}
+        """The words of the last part of the name that has any."""
+        self.ranks: dict[str, Ranks] = {}
+        """The ranks of the numbers of layers in a name."""
+        self.size: dict[str, tuple[object, ...]] = {}
+        """What is equal for tensors that could take each other's place, transposed or reshaped too."""
+        self._open: dict[object, set[str]] = defaultdict(set)
+        self._all: dict[object, set[str]] = defaultdict(set)
+        self._having: dict[tuple[object, Fact], set[str]] = defaultdict(set)
+        kinds = [(kind, within) for within in (True, False) for kind in kinds_of(leaves, within_words=within)]
+        for kind, within_words in kinds:
+            words = kind.means - GENERIC
+            parts = {part for word in words for part in PARTS.get(word, ())}
+            for ranks, leaf in kind.leaves.items():
+                sizes = sorted(size for size in leaf.shape if size != 1)
+                size = self.size[leaf.name] = leaf.dtype_kind, kind.role, *sizes
+                self._all[size].add(leaf.name)
+                self._open[size].add(leaf.name)
+                facts: set[Fact] = {*words, *parts, *((within_words, at, rank) for at, rank in enumerate(ranks))}
+                self.facts.setdefault(leaf.name, set()).update(facts)
+                for fact in facts:
+                    self._having[size, fact].add(leaf.name)
+                segments = [leaf.words(at) - GENERIC for at in range(kind.owner.count(".") + 1)]
+                self.own[leaf.name] = next((segment for segment in reversed(segments) if segment), frozenset())
+                self.words[leaf.name] = frozenset(word for word in words if not word.startswith("#"))
+                self.ranks[leaf.name] = kind.places[leaf.name]
+
+    def settle(self, names: Iterable[str]) -> None:
+        """Records that names have a sure match, so that no other match can be with them."""
+        for name in names:
+            self._open[self.size.get(name)].discard(name)
+
+    def alike(self, name: str) -> set[str]:
+        """Returns all names of tensors of this size and role, open or not."""
+        return self._all[self.size[name]]
+
+    def has_rival(self, name: str, facts: Iterable[Fact]) -> bool:
+        """Whether another open name of this size and role has all of these facts."""
+        size = self.size[name]
+        return bool(self._open[size].intersection(*(self._having[size, fact] for fact in facts)) - {name})
+
+
+def _find_guesses(matches: Matches, ties: Mapping[str, Sequence[str]]) -> None:
+    """Finds the matches that are not sure.
+
+    A match is sure where names or structure leave no other one: the words and numbers that both names share are
+    together in no other open name of a tensor of this size, or all other tensors of this size have a sure match.
+    Everything else is a guess, however high its score is.
+    """
+    first, second = _Side(matches.sources), _Side(matches.targets)
+    filled = {name for target in matches.expected for name in ties.get(target, (target,))}
+    # Whether every tensor of both sides has a match, so that what is left over belongs together.
+    is_whole = not matches.open_sources() and all(leaf.name in filled for leaf in matches.targets)
+
+    owners: set[tuple[str, str]] = set()  # modules with a sure match
+
+    def is_sure(source: str, target: str) -> bool:
+        if source == target or (module_of(source), module_of(target)) in owners:
+            return True
+        if source not in first.size or target not in second.size:
+            return False
+        common = first.facts[source] & second.facts[target]
+        # Numbers that differ may stand for the same layers only where no layer lacks a match.
+        numbers = [first.ranks[source], second.ranks[target]] if is_whole else [*map(_NUMBER.findall, (source, target))]
+        if numbers[0] != numbers[1] and len(numbers[0]) == len(numbers[1]):
+            return False
+        here, there = first.words[source] - second.facts[target], second.words[target] - first.facts[source]
+        if CONVENTION in here | there or (here and there and not is_whole):
+            return False
+        return (
+            (
+                bool(first.own[source] & common and second.own[target] & common)
+                or source.endswith(f".{target}")
+                or target.endswith(f".{source}")
+                or (is_whole and any(isinstance(fact, tuple) or fact[0] == "#" for fact in common))
+                or (is_whole and len(first.alike(source)) == len(second.alike(target)) == 1)
+            )
+            and not first.has_rival(source, common)
+            and not second.has_rival(target, common)
+            and not any(second.has_rival(target, [word]) for word in here)
+            and not any(first.has_rival(source, [word]) for word in there)
+        )
+
+    left = [(source, target) for target, sources in matches.expected.items() for source in sources]
+    sure = {*left}
+    while sure:
+        sure = {pair for pair in left if is_sure(*pair)}
+        left = [pair for pair in left if pair not in sure]
+        owners |= {(module_of(source), module_of(target)) for source, target in sure}
+        first.settle({source for source, _ in sure} - {source for source, _ in left})
+        second.settle({target for _, target in sure} - {target for _, target in left})
+    matches.guesses |= {target for _, target in left}
+    if any(
+        (CONVENTION in first.words.get(source, ())) != (CONVENTION in second.words.get(target, ()))
+        for source, target in left
+    ):
+        matches.notes.append("gate (w1) and up (w3) are told apart by Llama's convention alone")

@@ -1,17 +1,17 @@
 """`modelstate.suggest`: finds rules by which a checkpoint fits a model.
 
-It matches names and shapes (`match`), turns the matches into few rules (`generalise`), and applies these rules to the
-names and shapes: a rule with a wrong result is not suggested. `Suggestion` is the result: the rules, what each of them
-explains, and what stays open.
+It matches names and shapes (`match`), turns the matches into few rules, and applies these rules to the names and
+shapes: a rule with a wrong result is not suggested. `Suggestion` is the result: the rules, what each of them explains,
+and what stays open.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 
 import msgspec
 import torch
@@ -22,39 +22,27 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import AmbiguousCheckpointError
 from modelstate.html.page import Page, Shown
-from modelstate.planning.differences import prefixes
 from modelstate.planning.matching import matching_part
 from modelstate.planning.options import check_model
 from modelstate.problems import option
 from modelstate.process import gc_paused
 from modelstate.rules.joining import Concat, Split
-from modelstate.rules.rule import Entries, Entry, Guess, Rule, Value, as_code
+from modelstate.rules.names import Prefix, Rename
+from modelstate.rules.rule import Entries, Entry, Guess, Rule, Value, as_code, template
 from modelstate.rules.schema import Applied, apply_rules
 from modelstate.rules.tensors import Transpose
 from modelstate.spec import Stored
-from modelstate.suggestion.certainty import guesses
-from modelstate.suggestion.generalise import fused_patterns, patterns_of, rename_rules
-from modelstate.suggestion.match import (
-    LONGEST_NAME,
-    Leaf,
-    Matches,
-    Orientation,
-    by_signature,
-    dtype_kind,
-    in_context,
-    kinds_of,
-    match,
-)
-from modelstate.suggestion.words import contradict, is_conventional, of_path
-from modelstate.text_format import folded, listed, printable
+from modelstate.suggestion.match import LONGEST_NAME, Leaf, Matches, by_signature, dtype_kind, kinds_of, match
+from modelstate.suggestion.words import contradict, of_path
+from modelstate.text_format import count as text_count
+from modelstate.text_format import folded, folded_label, listed, printable, without_numbers
 from modelstate.transaction.slots import HIDDEN, Slots, slots_of
 
-_INFERRED = "square, so its shape does not show it: transposed because the weights beside it are"
-_BY_SHAPE = "by shape alone: the names have nothing in common"
-_BY_CONVENTION = "gate (w1) and up (w3) told apart by Llama's convention alone"
-_LONGEST_ROW = 10_000
 _LISTED = 12
 """The number of names of a list that are printed."""
+_MOST_TRIALS = 500_000
+"""The most trials of a rule on a name; above, each family of names gets a rule of its own. They take a second."""
+Names = tuple[str, ...]
 
 
 class Ambiguous(msgspec.Struct, frozen=True):
@@ -66,11 +54,11 @@ class Ambiguous(msgspec.Struct, frozen=True):
     """Names of the checkpoint."""
 
 
-class Suggestion(list[Rule], Shown):
-    """A list of suggested rules. Printing it shows the Python code that makes them, and what stays open.
+class Suggestion(Shown, msgspec.Struct, frozen=True):
+    """Suggested rules, for `rules=`. Printing it shows the Python code that makes them, and what stays open.
 
-    A rule is in the list as it is where names or structure leave one match. Any other rule is a
-    `modelstate.rules.Guess`, and a load with it is refused until the guesses are accepted.
+    A rule is there as it is where names or structure leave one match. Any other rule is a `modelstate.rules.Guess`, and
+    a load with it is refused until the guesses are accepted.
 
     Examples:
         >>> suggestion = ms.suggest(model, path)
@@ -78,37 +66,30 @@ class Suggestion(list[Rule], Shown):
         ...     ms.load(model, path, rules=suggestion)
     """
 
-    def __init__(
-        self,
-        rules: Iterable[Rule] = (),
-        *,
-        counts: Sequence[int] = (),
-        comments: Sequence[str] = (),
-        explained: int = 0,
-        total: int = 0,
-        guesses: Iterable[str] = (),
-        missing: Iterable[str] = (),
-        unused: Iterable[str] = (),
-        ambiguous: Iterable[Ambiguous] = (),
-        notes: Iterable[str] = (),
-    ) -> None:
-        super().__init__(rules)
-        self.counts = tuple(counts)
-        """For each rule, the number of names of the model that it leads to."""
-        self.comments = tuple(comments)
-        """For each rule, what the user should know about it; empty for most."""
-        self.explained = explained
-        """The number of names of the model that get a value, with the rules or without."""
-        self.total = total
-        """The number of names of the model that need a value. A tied tensor needs one under one of its names."""
-        self.guesses = tuple(guesses)
-        """Names of the model whose match, or whose transposition, is a guess."""
-        self.missing = tuple(missing)
-        """Names of the model without a match."""
-        self.unused = tuple(unused)
-        """Names of the checkpoint without a match."""
-        self.ambiguous = tuple(ambiguous)
-        self.notes = tuple(notes)
+    rules: tuple[Rule, ...]
+    counts: tuple[int, ...]
+    """For each rule, the number of names of the model that it leads to."""
+    explained: int
+    """The number of names of the model that get a value, with the rules or without."""
+    total: int
+    """The number of names of the model that need a value. A tied tensor needs one under one of its names."""
+    guesses: Names
+    """Names of the model whose match, or whose transposition, is a guess."""
+    missing: Names
+    """Names of the model without a match."""
+    unused: Names
+    """Names of the checkpoint without a match."""
+    ambiguous: tuple[Ambiguous, ...]
+    notes: Names
+
+    def __iter__(self) -> Iterator[Rule]:
+        return iter(self.rules)
+
+    def __len__(self) -> int:
+        return len(self.rules)
+
+    def __getitem__(self, index: int) -> Rule:
+        return self.rules[index]
 
     @property
     def complete(self) -> bool:
@@ -138,18 +119,12 @@ class Suggestion(list[Rule], Shown):
         return Page("Suggested rules", (("Explained", f"{self.explained:,} of {self.total:,} names"),), text=str(self))
 
     def __str__(self) -> str:
-        return "\n".join(
-            [*self._code(), f"# {self.explained} of {self.total} names of the model explained", *self._open()]
-        )
-
-    def _code(self) -> list[str]:
-        if not self:
-            return ["rules = []"]
-        lines = []
-        for rule, count, comment in zip(self, self.counts, self.comments, strict=True):
-            names = f"{count} {'name' if count == 1 else 'names'}"
-            lines.append(f"    {as_code(rule)},  # {names}" + (f"; {comment}" if comment else ""))
-        return ["rules = [", *lines, "]"]
+        lines = [
+            f"    {as_code(rule)},  # {text_count(names, 'name')}"
+            for rule, names in zip(self, self.counts, strict=True)
+        ]
+        code = ["rules = [", *lines, "]"] if lines else ["rules = []"]
+        return "\n".join([*code, f"# {self.explained} of {self.total} names of the model explained", *self._open()])
 
     def _open(self) -> list[str]:
         lines = [f"# note: {printable(note)}" for note in self.notes]
@@ -179,10 +154,9 @@ class Suggestion(list[Rule], Shown):
             {
                 "rule": as_code(rule.rule if isinstance(rule, Guess) else rule),
                 "guess": isinstance(rule, Guess),
-                "names": count,
-                "comment": comment,
+                "names": names,
             }
-            for rule, count, comment in zip(self, self.counts, self.comments, strict=True)
+            for rule, names in zip(self, self.counts, strict=True)
         ]
         fields = ("complete", "explained", "total", "guesses", "missing", "unused", "ambiguous", "notes")
         values = msgspec.to_builtins({"rules": rules} | {field: getattr(self, field) for field in fields})
@@ -191,10 +165,10 @@ class Suggestion(list[Rule], Shown):
 
 def _grouped(names: Sequence[str]) -> list[str]:
     """Returns the names, with one line for names that differ only in numbers."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        groups.setdefault(folded([name])[0], []).append(name)
-    return [group[0] if len(group) == 1 else f"{text} ({len(group)})" for text, group in groups.items()]
+        groups[without_numbers(name)].append(name)
+    return [folded_label(group) for group in groups.values()]
 
 
 @checked_call("ms.suggest")
@@ -207,8 +181,8 @@ def suggest(
 ) -> Suggestion:
     """Suggests rules by which a checkpoint fits a model, from names, shapes, dtypes and the order of numbers.
 
-    Nothing is loaded, no tensor's bytes are read, and the model is not changed. The result is a list of rules for
-    `rules=` of `modelstate.load`. Print it and check it first: a suggestion cannot see what a tensor means, so parts
+    Nothing is loaded, no tensor's bytes are read, and the model is not changed. The result holds rules for `rules=` of
+    `modelstate.load`. Print it and check it first: a suggestion cannot see what a tensor means, so parts
     or elements in another order, of the same shape, look the same. Where names or structure do not leave one match, the
     rule is a `modelstate.rules.Guess`, which a load refuses until `accept_guesses`. If several answers are equally
     good, none is given, and they are listed as ambiguous.
@@ -219,7 +193,7 @@ def suggest(
         key: the part of the source to use ("model_state"); by default the part that fits the model.
 
     Returns:
-        A list of rules, with what they explain and what stays open: names without an answer do not raise.
+        The rules, with what they explain and what stays open: names without an answer do not raise.
 
     Raises:
         OpenError: The source cannot be opened as a checkpoint; a subclass says why.
@@ -251,8 +225,10 @@ def suggest(
         for name, entry in entries.items()
         if entry.tensor is not None
     ]
-    findings = _find(leaves, targets, slots)
-    return _reported(findings, *_verified(findings, entries), checkpoint, slots)
+    matches = match(leaves, targets, {name: slot.names for slot in wanted for name in slot.names})
+    shapes = {leaf.name: leaf.shape for leaf in targets}
+    rules, applied = _verified(matches, entries, shapes)
+    return _reported(matches, rules, applied, _right(matches, applied, shapes), checkpoint, slots)
 
 
 def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
@@ -288,102 +264,238 @@ def _unread(stored: Stored) -> torch.Tensor:
     raise AssertionError("suggested rules do not read values")
 
 
-class _Findings(msgspec.Struct):
-    """What has been found about the tensors of a checkpoint and those of a model."""
+# From matches to rules.
 
-    sources: dict[str, Leaf]
-    targets: dict[str, Leaf]
-    matches: Matches
-    expected: dict[str, tuple[str, ...]]
-    """For each name of the model with a match, the names in the checkpoint that it is made of."""
-    transposed: set[str] = set()
-    """Names of the checkpoint that certainly are transposed."""
-    inferred: set[str] = set()
-    """Names of square tensors that are transposed because their neighbours are."""
-    conventional: set[str] = set()
-    """Names of the model whose match only Llama's convention determines."""
-    guesses: set[str] = set()
-    """Names of the model whose match, or whose transposition, is a guess."""
-    ambiguous: list[Ambiguous] = []
-    notes: list[str] = []
+_Shapes = Mapping[str, tuple[int, ...]]
 
 
-def _find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> _Findings:
-    matches, first, second = match(sources, targets)
-    shifted = _take_shifted(matches)
-    findings = _Findings(
-        {leaf.name: leaf for leaf in sources}, {leaf.name: leaf for leaf in targets}, matches, matches.expected
-    )
-    straight = first.straight(in_context(sources)), second.straight(in_context(targets))
-    tied = {name for slot in slots.tensors if matches.settled[1].intersection(slot.names) for name in slot.names}
-    open_sources = matches.open(0, straight[0])
-    open_targets = [leaf for leaf in matches.open(1, straight[1]) if leaf.name not in tied]
-    findings.ambiguous = shifted + _ambiguous(
-        [leaf for leaf in open_sources if all(leaf.name not in group.candidates for group in shifted)],
-        [leaf for leaf in open_targets if all(leaf.name not in group.names for group in shifted)],
-    )
-    if shifted:
-        name, other = shifted[0].candidates[0], _between(shifted[0].candidates[0], shifted[0].names[0])[0]
-        findings.notes.append(
-            f"names that fit as they are may each have moved by one, as from {name} to {other}; then only a Rename "
-            "that is written by hand says so"
-        )
-    interleaved = [leaf.name for leaf in open_sources if "interleaved" in of_path(leaf.name.split("."))]
-    if interleaved and open_targets:
-        names = ", ".join(folded(interleaved))
-        findings.notes.append(f"{names}: query, key and value may take turns in it, head by head; it is not cut")
-    _find_transposed(findings, first, second)
-    rows = [(name, target) for target, names in findings.expected.items() for name in names]
-    conventional = [
-        {
-            leaf.name
-            for leaf in side
-            for at, words in leaf.context.items()
-            if is_conventional(leaf.name.split(".")[at], words)
-        }
-        for side in straight
-    ]
-    findings.conventional = {
-        target for name, target in rows if (name in conventional[0]) != (target in conventional[1])
+def _verified(matches: Matches, entries: Entries, shapes: _Shapes) -> tuple[list[Rule], Applied]:
+    """Returns rules, and their result on names and shapes. Rules that lead to wrong results are left out."""
+    rules = _rules(matches, entries, shapes)
+    while True:
+        applied = apply_rules(rules, entries, _unread)
+        right = _right(matches, applied, shapes)
+        bad = {*applied.idle, *(getattr(problem, "rule", "") for problem in applied.problems)}
+        for name, shape in shapes.items():
+            entry = applied.entries.get(name)
+            if entry is None or name in right or entry.tensor is None:
+                continue
+            if name in matches.expected or (entry.rules and tuple(entry.tensor.shape) == shape):
+                bad.update(entry.rules)  # the name has got something else than its match
+        kept = [rule for rule in rules if repr(rule) not in bad]
+        if len(kept) == len(rules):
+            return rules, applied
+        rules = kept
+
+
+def _right(matches: Matches, applied: Applied, shapes: _Shapes) -> set[str]:
+    """Returns names of the model that are made of the expected names, in the right shape."""
+    return {
+        name
+        for name, sources in matches.expected.items()
+        if (entry := applied.entries.get(name)) is not None
+        and entry.tensor is not None
+        and entry.sources == sources
+        and tuple(entry.tensor.shape) == shapes[name]
     }
-    is_whole = not (open_sources or open_targets)
-    findings.guesses |= findings.conventional | guesses(*straight, rows, is_whole=is_whole)
-    return findings
 
 
-def _take_shifted(matches: Matches) -> list[Ambiguous]:
-    """Removes pairs that could as well be the ends of a row in which every name is shifted by one, and returns them.
+def _rules(matches: Matches, entries: Entries, shapes: _Shapes) -> list[Rule]:
+    """Returns the rules that transpose, then those that split and join, then those that rename."""
+    rules: list[Rule] = []
+    for transposed in (matches.transposed, matches.inferred):
+        for family in _families((name,) for name in entries if name in transposed):
+            (pattern,) = family.patterns
+            is_alone = all(name in transposed for name in entries if template(pattern).match(name) is not None)
+            rules += map(Transpose, [pattern] if is_alone else [name for (name,) in family.members])
+    for fusions, is_split in ((matches.splits, True), (matches.joins, False)):
+        rows: dict[tuple[int, tuple[int, ...] | None], list[Names]] = defaultdict(list)
+        for fusion in fusions:
+            rows[fusion.dim, fusion.sizes].extend(fusion.rows)
+        for (dim, sizes), members in rows.items():
+            for whole, *parts in _fused_patterns(members, entries, is_split=is_split):
+                names = tuple(parts)
+                rules.append(Split(whole, names, dim, sizes) if is_split else Concat(names, whole, dim, sizes))
+    goals = {name: name for name in matches.expected.keys() - {*matches.pairs.values()}} | matches.pairs
+    # Names of the model without a match, to which a rule for others could give an unused value by chance.
+    unused = [name for name in entries if name not in matches.used]
+    unused_shapes = {tuple(tensor.shape) for name in unused if (tensor := entries[name].tensor) is not None}
+    barred = [name for name, shape in shapes.items() if name not in matches.expected and shape in unused_shapes]
+    return [*rules, *_rename_rules(goals, unused, barred)]
 
-    If layers 0 to 2 match layers 1 to 3, only 0 and 3 are left, but it is more likely that every number is one higher.
-    The same holds if "a.a.w" and "a.w" match "a.w" and "w".
+
+class _Family(msgspec.Struct):
+    """Names that differ only in numbers, with what they become: patterns with * for these numbers."""
+
+    patterns: Names
+    """The pattern of the name, followed by those of the names that are made of it."""
+    members: list[Names]
+
+
+def _families(rows: Iterable[Names]) -> list[_Family]:
+    """Groups rows of related names; a number becomes * if it is equal in all names of each row."""
+    alike: dict[Names, list[Names]] = defaultdict(list)
+    for row in rows:
+        alike[tuple(map(without_numbers, row))].append(row)
+    by_patterns: dict[Names, _Family] = {}
+    for members in alike.values():
+        linked = _linked([[name.split(".") for name in row] for row in members])
+        for row in members:
+            patterns = tuple(
+                ".".join("*" if at in places else part for at, part in enumerate(name.split(".")))
+                for name, places in zip(row, linked, strict=True)
+            )
+            by_patterns.setdefault(patterns, _Family(patterns, [])).members.append(row)
+    return list(by_patterns.values())
+
+
+def _linked(rows: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:
+    """Returns, for each name of a row, the indices of the numbers that vary and are equal in all names of every row."""
+    linked: list[list[int]] = [[] for _ in rows[0]]  # in ascending order
+    for at, part in enumerate(rows[0][0]):
+        column = [row[0][at] for row in rows]
+        if not part.isdecimal() or len({*column}) == 1:
+            continue
+        places = [at]
+        for side in range(1, len(linked)):
+            after = range(linked[side][-1] + 1 if linked[side] else 0, len(rows[0][side]))
+            place = next((place for place in after if [row[side][place] for row in rows] == column), None)
+            if place is None:
+                break
+            places.append(place)
+        else:
+            for of_side, place in zip(linked, places, strict=True):
+                of_side.append(place)
+    return linked
+
+
+def _rename_rules(pairs: Mapping[str, str], loose: Collection[str], barred: Collection[str]) -> list[Rule]:
+    """Returns rules that rename each name to its goal, one after the other; each is the most general one that is right.
+
+    Args:
+        pairs: Names with their goals. A name that is its own goal is not changed.
+        loose: Names without a goal, which may become anything except a barred name.
+        barred: Names that a loose name must not become.
     """
-    shifted = []
-    for source, target in list(matches.pairs.items()):
-        between = _between(source, target)
-        if between and all(matches.pairs.get(name) == name for name in between):
-            del matches.pairs[source]
-            matches.settled[0].discard(source)
-            matches.settled[1].discard(target)
-            shifted.append(Ambiguous((target,), (source,)))
-    return shifted
+    goals: dict[str, str | None] = {**dict.fromkeys(loose), **pairs}
+    blocked = _families((name, goal) for name, goal in pairs.items() if name != goal)
+    is_small = len(blocked) * len(goals) <= _MOST_TRIALS
+    rules: list[Rule] = []
+    is_changing = True
+    while is_changing:  # a rule is blocked while another name has its result
+        is_changing = False
+        waiting, blocked = blocked, []
+        for family in waiting:
+            if all(goals.get(name) != goal for name, goal in family.members):
+                continue  # a rule for another family has renamed these, too
+            candidates = list(_candidates(*family.patterns)) if is_small else [Rename(*family.patterns)]
+            rule = next((rule for rule in candidates if _is_right(rule, goals, barred)), None)
+            if rule is None:
+                blocked.append(family)
+                continue
+            rules.append(rule)
+            goals = {_renamed(rule, name): goal for name, goal in goals.items()}
+            is_changing = True
+    return rules
 
 
-def _between(source: str, target: str) -> list[str]:
-    """Returns the names between two names that differ in one number, or in repetitions of a prefix."""
-    shorter, longer = sorted((source, target), key=len)
-    if longer.endswith(f".{shorter}"):
-        between = [longer[len(part) :] for part in prefixes(longer) if len(longer) - len(part) > len(shorter)]
-        return between if longer == source else between[::-1]
-    first, second = re.split(r"(\d+)", source), re.split(r"(\d+)", target)
-    differing = [at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b]
-    if len(first) != len(second) or len(differing) != 1 or differing[0] % 2 == 0:
-        return []
-    at = differing[0]
-    low, high = sorted((int(first[at]), int(second[at])))
-    if high - low > _LONGEST_ROW:
-        return []
-    between = ["".join([*first[:at], str(number), *first[at + 1 :]]) for number in range(low + 1, high)]
-    return between if int(first[at]) == low else between[::-1]
+def _is_right(rule: Rule, goals: Mapping[str, str | None], barred: Collection[str]) -> bool:
+    """Whether a rule changes names to their goals only, and to no name that there is."""
+    changes = [(after, goal) for name, goal in goals.items() if (after := _renamed(rule, name)) != name]
+    return all(
+        after not in goals and (after == goal if goal is not None else after not in barred) for after, goal in changes
+    )
+
+
+def _renamed(rule: Rule, name: str) -> str:
+    after = rule.rename(name)
+    return name if after is None else after
+
+
+def _candidates(pattern: str, goal: str) -> Iterator[Rule]:
+    """Yields rules for the parts that differ, from the most general one: with any parts around them to all parts."""
+    old, new = pattern.split("."), goal.split(".")
+    shortest = min(len(old), len(new))
+    start = next((at for at in range(shortest) if old[at] != new[at]), shortest)
+    same = next((at for at in range(shortest - start) if old[-1 - at] != new[-1 - at]), shortest - start)
+    end, new_end = len(old) - same, len(new) - same
+    for begin, finish in product(dict.fromkeys((start, 0)), range(end, len(old) + 1)):
+        left = [*(["*"] if begin else []), *old[begin:start]]
+        right = [*old[end:finish], *(["*"] if finish < len(old) else [])]
+        before, after = ([*left, *parts, *right] for parts in (old[start:end], new[start:new_end]))
+        if before == ["*"]:
+            yield Prefix(add=".".join(after[:-1]) + ".")
+        elif after == ["*"]:
+            yield Prefix(strip=".".join(before[:-1]) + ".")
+        elif before and after:
+            yield Rename(".".join(before), ".".join(after))
+
+
+def _fused_patterns(rows: Iterable[Names], entries: Collection[str], *, is_split: bool) -> list[Names]:
+    """Returns the patterns of wholes and their parts; one for weights and biases if it matches nothing else.
+
+    Args:
+        rows: The name of each whole, followed by those of its parts.
+        entries: The names of the checkpoint.
+        is_split: Whether the checkpoint has the wholes, and not the parts.
+    """
+    by_owner: dict[Names, list[_Family]] = defaultdict(list)
+    for family in _families(rows):
+        owners, _, ends = zip(*(pattern.rpartition(".") for pattern in family.patterns), strict=True)
+        is_one_end = len({*ends}) == 1 and "*" not in ends
+        by_owner[tuple(f"{owner}.*" for owner in owners) if is_one_end else family.patterns].append(family)
+    result: list[Names] = []
+    for patterns, members in by_owner.items():
+        sources = patterns[:1] if is_split else patterns[1:]
+        known = {name for family in members for row in family.members for name in row}
+        fits = all(
+            name in known for name in entries if any(template(source).match(name) is not None for source in sources)
+        )
+        result += [patterns] if fits and len(members) > 1 else [family.patterns for family in members]
+    return result
+
+
+# The report.
+
+
+def _reported(
+    matches: Matches, rules: Sequence[Rule], applied: Applied, right: set[str], checkpoint: Checkpoint, slots: Slots
+) -> Suggestion:
+    rules_of = {name: {*applied.entries[name].rules} for name in matches.expected if name in right}
+    guesses = tuple(name for name in rules_of if name in matches.guesses)
+    guessed = {rule for name in guesses for rule in rules_of[name]}
+    filled = {id(slots.by_name[name].tensor) for name in right}
+    wanted = [slot for slot in slots.tensors if slot.kind != HIDDEN]
+    lazy = {slot.name for slot in wanted if torch.nn.parameter.is_lazy(slot.tensor)} & applied.entries.keys()
+    extra = {name for name in slots.extra if name in applied.entries}
+    missing = [slot.name for slot in wanted if id(slot.tensor) not in filled and slot.name not in lazy]
+    missing += [name for name in slots.extra if name not in extra]
+    used = {source for name in {*right, *extra} for source in applied.entries[name].sources}
+    used |= lazy | {name for slot in slots.tensors if slot.kind == HIDDEN for name in slot.names}
+    unused = [name for name in (*checkpoint, *checkpoint.extra) if name not in used]
+    ambiguous = _ambiguous(
+        [leaf for leaf in matches.sources if leaf.name in {*unused}],
+        [leaf for leaf in matches.targets if leaf.name in {*missing}],
+    )
+    interleaved = [name for name in unused if name in checkpoint and "interleaved" in of_path(name.split("."))]
+    notes = list(matches.notes)
+    if interleaved and missing:
+        names = ", ".join(folded(interleaved))
+        notes.append(f"{names}: query, key and value may take turns in it, head by head; it is not cut")
+    doubted = {name for group in ambiguous for name in (*group.names, *group.candidates)}
+    total = len(wanted) + len(slots.extra)
+    counts = Counter(rule for of_name in rules_of.values() for rule in of_name)
+    return Suggestion(
+        rules=tuple(Guess(rule) if repr(rule) in guessed else rule for rule in rules),
+        counts=tuple(counts[repr(rule)] for rule in rules),
+        explained=total - len(missing),
+        total=total,
+        guesses=guesses,
+        missing=tuple(name for name in missing if name not in doubted),
+        unused=tuple(name for name in unused if name not in doubted),
+        ambiguous=tuple(ambiguous),
+        notes=tuple(notes),
+    )
 
 
 def _ambiguous(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> list[Ambiguous]:
@@ -401,158 +513,3 @@ def _ambiguous(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> list[Ambiguo
             )
             groups.append(Ambiguous(names, candidates))
     return groups
-
-
-def _find_transposed(findings: _Findings, first: Orientation, second: Orientation) -> None:
-    """Finds the tensors that are the transpose of the other one of their pair."""
-    pairs = findings.matches.pairs
-    doubtful = []
-    for name, goal in pairs.items():
-        if findings.sources[name].shape != findings.targets[goal].shape:
-            findings.transposed.add(name)
-    fused = [(row[:1], fusion) for fusion in findings.matches.splits for row in fusion.rows]
-    fused += [(row[1:], fusion) for fusion in findings.matches.joins for row in fusion.rows]
-    findings.transposed |= {name for names, fusion in fused if fusion.is_transposed for name in names}
-    is_mixed = bool(findings.transposed or first.transposed or second.transposed)
-    for name, goal in pairs.items():
-        leaf = findings.sources[name]
-        if name in findings.transposed or not leaf.is_square or leaf.shape[0] == 1 or not name.endswith("weight"):
-            continue
-        here, there = first.of_square(name), second.of_square(goal)
-        if None not in (here, there):
-            findings.inferred |= {name} if here != there else set()
-        elif here or there or (is_mixed and None in (here, there)):
-            doubtful.append(name)
-    findings.guesses.update(pairs[name] for name in (*findings.inferred, *doubtful))
-    if doubtful:
-        left = ", ".join(folded(doubtful))
-        findings.notes.append(f"square, and nothing shows whether to transpose: {left}; left as they are")
-
-
-# From matches to rules.
-
-
-def _verified(findings: _Findings, entries: Entries) -> tuple[list[Rule], Applied]:
-    """Returns rules, and their result on names and shapes. Rules that lead to wrong results are left out."""
-    rules = _rules(findings, entries)
-    while True:
-        applied = apply_rules(rules, entries, _unread)
-        bad = {*applied.idle, *(getattr(problem, "rule", "") for problem in applied.problems)}
-        for name in _wrong(findings, applied):
-            bad.update(applied.entries[name].rules)
-        kept = [rule for rule in rules if repr(rule) not in bad]
-        if len(kept) == len(rules):
-            return rules, applied
-        rules = kept
-
-
-def _right(findings: _Findings, applied: Applied) -> set[str]:
-    """Returns names of the model that are made of the expected names, in the right shape."""
-    return {
-        name
-        for name, sources in findings.expected.items()
-        if (entry := applied.entries.get(name)) is not None
-        and entry.tensor is not None
-        and entry.sources == sources
-        and tuple(entry.tensor.shape) == findings.targets[name].shape
-    }
-
-
-def _wrong(findings: _Findings, applied: Applied) -> list[str]:
-    """Returns names of the model that rules have given something else than their match."""
-    right = _right(findings, applied)
-    wrong = []
-    for name, leaf in findings.targets.items():
-        entry = applied.entries.get(name)
-        if entry is None or name in right or entry.tensor is None:
-            continue
-        if name in findings.expected or (entry.rules and tuple(entry.tensor.shape) == leaf.shape):
-            wrong.append(name)
-    return wrong
-
-
-def _rules(findings: _Findings, entries: Collection[str]) -> list[Rule]:
-    """Returns the rules that transpose, then those that split and join, then those that rename."""
-    rules: list[Rule] = []
-    for transposed in (findings.transposed, findings.inferred):
-        names = [name for name in entries if name in transposed]
-        others = [name for name in entries if name not in transposed]
-        rules += [Transpose(pattern) for pattern in patterns_of(names, others)]
-    for fusions, is_split in ((findings.matches.splits, True), (findings.matches.joins, False)):
-        rows: dict[tuple[int, tuple[int, ...] | None], list[tuple[str, ...]]] = {}
-        for fusion in fusions:
-            rows.setdefault((fusion.dim, fusion.sizes), []).extend(fusion.rows)
-        for (dim, sizes), members in rows.items():
-            for patterns in fused_patterns(members, entries, is_split=is_split):
-                whole, parts = patterns[0], patterns[1:]
-                rules.append(Split(whole, parts, dim, sizes) if is_split else Concat(parts, whole, dim, sizes))
-    expected = findings.expected
-    fused = {name: name for name in expected.keys() - {*findings.matches.pairs.values()}}
-    used = {name for sources in expected.values() for name in sources}
-    # Names of the model without a match, to which a rule for others could give an unused value by chance.
-    unused_shapes = {leaf.shape for name, leaf in findings.sources.items() if name not in used}
-    barred = [name for name, leaf in findings.targets.items() if name not in expected and leaf.shape in unused_shapes]
-    unused = [name for name in entries if name not in used]
-    return [*rules, *rename_rules(findings.matches.pairs | fused, unused, barred)]
-
-
-# The report.
-
-
-def _reported(
-    findings: _Findings,
-    rules: Sequence[Rule],
-    applied: Applied,
-    checkpoint: Checkpoint,
-    slots: Slots,
-) -> Suggestion:
-    right = _right(findings, applied)
-    rules_of = {name: applied.entries[name].rules for name in findings.expected if name in right}
-    guessed = {rule for name in right & findings.guesses for rule in applied.entries[name].rules}
-    filled = {id(slots.by_name[name].tensor) for name in right}
-    wanted = [slot for slot in slots.tensors if slot.kind != HIDDEN]
-    lazy = {slot.name for slot in wanted if torch.nn.parameter.is_lazy(slot.tensor)} & applied.entries.keys()
-    open_names = [slot.name for slot in wanted if id(slot.tensor) not in filled and slot.name not in lazy]
-    extra = {name for name in slots.extra if name in applied.entries}
-    open_names += [name for name in slots.extra if name not in extra]
-    used = {source for name in {*right, *extra} for source in applied.entries[name].sources}
-    used |= lazy | {name for slot in slots.tensors if slot.kind == HIDDEN for name in slot.names}
-    unused = [name for name in (*checkpoint, *checkpoint.extra) if name not in used]
-    ambiguous = []
-    for group in findings.ambiguous:  # a rule may have filled some of the names
-        names, candidates = {*group.names} & {*open_names}, {*group.candidates} & {*unused}
-        if names and candidates:
-            ambiguous.append(
-                Ambiguous(
-                    tuple(name for name in group.names if name in names),
-                    tuple(name for name in group.candidates if name in candidates),
-                )
-            )
-    doubted = {name for group in ambiguous for name in (*group.names, *group.candidates)}
-    total = len(wanted) + len(slots.extra)
-    explained: dict[str, list[str]] = {repr(rule): [] for rule in rules}
-    for name, texts in rules_of.items():
-        for text in {*texts}:
-            explained[text].append(name)
-    return Suggestion(
-        [Guess(rule) if repr(rule) in guessed else rule for rule in rules],
-        counts=[len(explained[repr(rule)]) for rule in rules],
-        comments=[_comment(rule, explained[repr(rule)], findings) for rule in rules],
-        explained=total - len(open_names),
-        total=total,
-        guesses=[name for name in rules_of if name in findings.guesses],
-        missing=[name for name in open_names if name not in doubted],
-        unused=[name for name in unused if name not in doubted],
-        ambiguous=ambiguous,
-        notes=findings.notes,
-    )
-
-
-def _comment(rule: Rule, names: Sequence[str], findings: _Findings) -> str:
-    """Returns what a user should know about a rule that leads to these names of the model."""
-    if isinstance(rule, Transpose):
-        sources = {source for name in names for source in findings.expected[name]}
-        return _INFERRED if names and sources <= findings.inferred else ""
-    by_shape = findings.matches.by_shape.intersection(names) if hasattr(rule, "to") else set()
-    comments = [_BY_SHAPE if len(by_shape) == len(names) else f"{len(by_shape)} {_BY_SHAPE}"] if by_shape else []
-    return "; ".join(comments + ([_BY_CONVENTION] if findings.conventional.intersection(names) else []))

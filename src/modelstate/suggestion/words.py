@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+Shape = tuple[int, ...]
+
 _PHRASES = {
     # Whole parts of names, whose single words would mislead, by their concepts.
     "qkv": "c_attn in_proj wqkv qkv_proj",
@@ -71,6 +73,8 @@ _GENERIC_TEXT = """
 linear dense lin fc layer layers block blocks module model h net list to modules transformer projection backbone base w
 c parametrizations original
 """
+CONVENTION = "by convention"
+"""Stands beside the concepts of w1 and w3: only Llama's convention says that w1 is the gate and w3 goes up."""
 GENERIC = frozenset(_GENERIC_TEXT.split())
 """Words that hardly say which tensor it is."""
 _EXCLUSIVE = (
@@ -90,8 +94,6 @@ _KNOWN = {word for text in (*_PHRASES, *_WORDS) for word in text.split()}
 
 PARTS = {"qkv": ("q", "k", "v"), "kv": ("k", "v"), "gate_up": ("gate", "up")}
 """Tensors that are often stored as one, with the order of their parts."""
-INTERLEAVED = "interleaved"
-"""The concept of a fused projection whose parts are interleaved by head, so that it cannot be cut into three."""
 
 _DIGIT = re.compile(r"[\d#]")
 _SHARED, _GENERIC_SHARED, _LACKED = 1.0, 0.05, 0.3
@@ -164,71 +166,37 @@ _NUMBERED = re.compile(r"(w|fc|lin|linear)_?([1-9]\d?)", re.IGNORECASE)
 _NORM = re.compile(r"(?:(?:pre|post|input)_)(?:\w+_)?\w*norm")
 _SANDWICH = re.compile(r"(pre|post)_(feedforward|feed_forward|ffn|ffw|mlp|self_attn)_\w*norm")
 """Norms of layers that have norms behind attention and the MLP too, as in OLMo-2 and Gemma-2."""
-_ATTENTION = frozenset(("q", "k", "v", "qkv", "kv", "interleaved"))
-_ELSEWHERE = _ATTENTION.union(
-    ("norm", "embedding", "head", "tok", "pos", "type", "patch", "class", "conv", "attention", "downsample", "router")
-)
-"""Concepts of weights that are not part of a gated MLP, although they may lie beside it."""
 SEQUENCE = frozenset({"linear"})
 """The concept of weights that are numbered in their order, so that their numbers count."""
 
 
-def meanings_beside(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[str]]:
+def meanings_beside(shapes: Mapping[str, Shape]) -> dict[str, frozenset[str]]:
     """Returns the concepts of members of a module that mean something else beside the other members.
 
     Args:
-        shapes: The members, such as "w1" or "post_attention_layernorm", with the shapes of their weights.
+        shapes: The members, such as "w1" or "post_attention_layernorm", with the shapes of their weights; () for one
+            whose shape differs between layers.
     """
     known: dict[str, frozenset[str]] = {}
     if any(_SANDWICH.fullmatch(name.lower()) for name in shapes):
         known = {name: frozenset({f"={name}", "norm"}) for name in shapes if _NORM.fullmatch(name.lower())}
     matrices = {name: shape[-2:] for name, shape in shapes.items() if len(shape) in (2, 3)}
     stems: dict[str, dict[str, str]] = defaultdict(dict)
-    for name in matrices:
+    for name in shapes:
         if stem := _NUMBERED.fullmatch(name):
             stems[stem[1].lower()][stem[2]] = name
-    has_attention = any(concepts(name) & _ATTENTION for name in shapes)
     for stem_name, numbered in stems.items():
-        sizes = {matrices[name] for name in numbered.values()}
-        fitting = sizes | {size[::-1] for size in sizes}
+        members = list(numbered.values())
+        fitting = {size for name in members for size in (matrices.get(name, ()), matrices.get(name, ())[::-1])}
+        beside = {name: size for name, size in matrices.items() if size in fitting}
+        sizes: list[Shape | None] = list(beside.values())
         if len(numbered) > 2 and (len(numbered) > 3 or len(fitting) > 2):
-            known |= dict.fromkeys(numbered.values(), SEQUENCE)
-            continue
-        beside = [
-            name
-            for name, size in matrices.items()
-            if size in fitting and not concepts(name) & _ELSEWHERE and not (has_attention and "out" in concepts(name))
-        ]
-        known |= _projections(stem_name, numbered, {name: matrices[name] for name in {*beside, *numbered.values()}})
+            known |= dict.fromkeys(members, SEQUENCE)
+        elif len(beside) == 2 and numbered.keys() == {"1", "2"} and (stem_name != "w" or sizes[0] != sizes[1]):
+            known |= {numbered["1"]: frozenset({"up"}), numbered["2"]: frozenset({"down"})}
+        elif (stem_name, *sorted(numbered)) == ("w", "1", "2", "3") and sizes.count(matrices.get(numbered["2"])) == 1:
+            known |= {numbered["1"]: frozenset({"gate", CONVENTION}), numbered["2"]: frozenset({"down"})}
+            known |= {numbered["3"]: frozenset({"up", CONVENTION})}
+        elif len(beside) > 1:
+            known |= {name: frozenset({f"={name}/{','.join(sorted(beside))}"}) for name in members}
     return known
-
-
-def _projections(
-    stem: str, numbered: Mapping[str, str], sizes: Mapping[str, tuple[int, ...]]
-) -> dict[str, frozenset[str]]:
-    """Returns the concepts of numbered weights that are the gate, up and down projections of an MLP."""
-    literal = {name: frozenset({f"={name}/{','.join(sorted(sizes))}"}) for name in numbered.values()}
-    all_sizes = list(sizes.values())
-    if len(sizes) < 3:
-        is_pair = len(sizes) == 2 and numbered.keys() == {"1", "2"}
-        if len(sizes) == 1 or (is_pair and stem != "w"):
-            return {}  # as the words say
-        is_up_and_down = is_pair and all_sizes[0] != all_sizes[1]
-        return {numbered["1"]: frozenset({"up"}), numbered["2"]: frozenset({"down"})} if is_up_and_down else literal
-    down = [name for name, size in sizes.items() if all_sizes.count(size) == 1 and all_sizes.count(size[::-1]) > 1]
-    if len(down) != 1:
-        return literal
-    result = {name: frozenset({"down"}) if name == down[0] else words for name, words in literal.items()}
-    if stem == "w" and len(sizes) == 3 and numbered.keys() == {"1", "2", "3"} and numbered["2"] == down[0]:
-        result |= {numbered["1"]: frozenset({"gate"}), numbered["3"]: frozenset({"up"})}
-    return result
-
-
-def depends_on_members(member: str) -> bool:
-    """Whether a member of a module is one of those whose meaning the other members decide."""
-    return bool(_NUMBERED.fullmatch(member) or _NORM.fullmatch(member.lower()))
-
-
-def is_conventional(member: str, words: frozenset[str]) -> bool:
-    """Whether only Llama's convention (w1 is the gate, w3 goes up) tells what a member means."""
-    return member.lower() in ("w1", "w_1", "w3", "w_3") and words in (frozenset({"gate"}), frozenset({"up"}))
