@@ -15,10 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import takewhile
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TextIO, TypeVar
 
 from modelstate.errors import keep_interrupt
 from modelstate.forks import at_fork, fork_safe_lock, is_forked
@@ -370,28 +370,20 @@ def gc_paused() -> Iterator[None]:
     Tables of tensors contain no garbage, and with torch imported each pass over all objects of the process costs more
     than the table.
     """
-    token = object()
     if not (gc.isenabled() or _pauses):
         yield
         return
+    token = object()
     try:
-        try:
-            with _collector_lock:
-                _pauses[token] = threading.get_ident()
-                gc.disable()
-            yield
-        finally:
-            _end_pause(token)
-    except BaseException:
-        _end_pause(token)  # an interrupt of the first call would leave the collector off for good
-        raise
-
-
-def _end_pause(token: object) -> None:
-    with _collector_lock:
-        _pauses.pop(token, None)
-        if not _pauses:
-            gc.enable()
+        with _collector_lock:
+            _pauses[token] = threading.get_ident()
+            gc.disable()
+        yield
+    finally:
+        with _collector_lock:
+            _pauses.pop(token, None)
+            if not _pauses:
+                gc.enable()
 
 
 def _end_pauses_of_others() -> None:
@@ -454,7 +446,8 @@ def deferred_signals() -> Iterator[Callable[[], None]]:
 _BAR_DELAY_SECONDS = 0.5
 
 
-def progress_bar(wanted: bool | None, total_bytes: int, what: str) -> AbstractContextManager[Callable[[int], None]]:
+@contextmanager
+def progress_bar(wanted: bool | None, total_bytes: int, what: str) -> Iterator[Callable[[int], None]]:
     """A block with a progress bar on stderr, whose value is a function that adds a number of bytes to it.
 
     The bar shows bytes, bytes per second and the time left.
@@ -464,61 +457,41 @@ def progress_bar(wanted: bool | None, total_bytes: int, what: str) -> AbstractCo
         total_bytes: The number of bytes in all.
         what: The activity, such as "loading".
     """
-    is_shown = is_terminal(sys.stderr) if wanted is None else wanted
-    return _shown_bar(wanted is None, total_bytes, what) if is_shown else nullcontext(lambda _: None)
-
-
-@contextmanager
-def _shown_bar(is_delayed: bool, total_bytes: int, what: str) -> Iterator[Callable[[int], None]]:
-    shown_from = time.monotonic() + (_BAR_DELAY_SECONDS if is_delayed else 0.0)
+    if not (is_terminal(sys.stderr) if wanted is None else wanted):
+        yield lambda _: None
+        return
+    shown_from = time.monotonic() + (_BAR_DELAY_SECONDS if wanted is None else 0.0)
     done, bar = 0, None
 
     def advance(nbytes: int) -> None:
         nonlocal done, bar
         done += nbytes
         if bar is None and time.monotonic() >= shown_from:
-            bar = _begun_bar(total_bytes, what)
+            from rich import progress
+            from rich.console import Console
+
+            columns = progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn()
+            bar = progress.Progress(
+                progress.TextColumn(what), *columns, progress.TimeRemainingColumn(), console=Console(stderr=True)
+            )
+            bar.add_task(what, total=total_bytes)
+            with suppress(RuntimeError):  # its thread cannot be started: it is drawn at the end only
+                bar.start()
         if bar is not None:
             bar.update(bar.task_ids[0], completed=done)
 
     try:
-        if not is_delayed:
-            advance(0)
+        advance(0)
         yield advance
     finally:
         if bar is not None:
             bar.stop()
 
 
-def _begun_bar(total_bytes: int, what: str) -> Any:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    bar = Progress(
-        TextColumn(what),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
-    bar.add_task(what, total=total_bytes)
-    with suppress(RuntimeError):  # its thread cannot be started: it is drawn at the end only
-        bar.start()
-    return bar
-
-
-def is_terminal(stream: Any) -> bool:
+def is_terminal(stream: TextIO) -> bool:
     """Whether a standard stream is a terminal. A program may have closed it, or replaced it by another object."""
     try:
-        return bool(stream.isatty())
+        return stream.isatty()
     except (AttributeError, ValueError, OSError) as error:
         keep_interrupt(error)
         return False

@@ -20,10 +20,10 @@ from modelstate.cli.common import (
     echo,
     make_parents,
     parse_format,
+    show_differences,
     usage_errors,
     write_page,
 )
-from modelstate.cli.diff import show_differences
 from modelstate.text_format import columns, count, in_a_line, size
 
 if TYPE_CHECKING:
