@@ -18,6 +18,7 @@ from modelstate.errors import (
     ComparisonError,
     OptionError,
     ReadFailedError,
+    UnsupportedTensorError,
 )
 from tests.faults import Request, faulty_reads
 from tests.programs import run_program
@@ -403,6 +404,26 @@ def test_a_tensor_that_became_nan_comes_first() -> None:
     second = {name: tensor * 1.01 for name, tensor in first.items()} | {"head": torch.ones(100)}
     second["head"][1:] = torch.nan
     assert "head" in ms.diff(first, second).text(top=1)
+
+
+class Opaque:
+    """A class that no pickle may use."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_values_that_were_not_read(tmp_path: Path) -> None:
+    deep: list[object] = []
+    for _ in range(150):
+        deep = [deep]
+    path = written(tmp_path / "deep.pt", {"w": torch.ones(2), "deep": deep})
+    with pytest.raises(UnsupportedTensorError, match=r"deep.*: a container within more than 100 others"):
+        ms.diff(path, path)
+    assert ms.diff(path, path, only=["w"]).is_equal
+    first, second = (written(tmp_path / f"{number}.pt", {"w": torch.ones(2), "o": Opaque(number)}) for number in (1, 2))
+    assert ms.diff(first, first, skip_forbidden=True).is_equal
+    assert [value.path for value in ms.diff(first, second, skip_forbidden=True).values] == ["o"]
 
 
 def test_only_may_name_an_equal_value() -> None:

@@ -34,7 +34,7 @@ from modelstate.checkpoint.reduction import (
 )
 from modelstate.comparison.difference import Accumulator, equal_unread, is_comparable
 from modelstate.comparison.result import Diff, Status, TensorDiff, ValueDiff
-from modelstate.errors import CodecError, ComparisonError, OptionError
+from modelstate.errors import CodecError, ComparisonError, ForbiddenGlobalError, OpenError, OptionError
 from modelstate.formats.manifest import ALGORITHM
 from modelstate.formats.tree import same_value
 from modelstate.planning.matching import entries_of, matching_part
@@ -91,7 +91,7 @@ def diff(
         The differences; `print` shows them, and `to_json` returns them for other programs.
 
     Raises:
-        OpenError: A source cannot be opened.
+        OpenError: A source cannot be opened, or a value in it cannot be read.
         KeyNotFoundError: There is nothing under `key`.
         ComparisonError: The checkpoints have no name in common, or a tensor has no values, as one on the meta device.
         RuleError: The rules cannot be applied.
@@ -185,7 +185,7 @@ def _removed(name: str, entry: Entry, checkpoint: Checkpoint) -> TensorSpec:
 
 
 def _value_diffs(entries: Entries, others: Entries, selected: Collection[str]) -> Iterator[ValueDiff]:
-    """Yields the values other than tensors that differ."""
+    """Yields the values other than tensors that differ. Raises an `OpenError` for a value that could not be read."""
     first, second = (
         {path: entry.content for path, entry in side.items() if isinstance(entry.content, Value)}
         for side in (entries, others)
@@ -193,8 +193,13 @@ def _value_diffs(entries: Entries, others: Entries, selected: Collection[str]) -
     for path in dict.fromkeys([*first, *second]):
         is_in = path in first, path in second
         a, b = first.get(path, Value(None)), second.get(path, Value(None))
-        is_equal = all(is_in) and not (a.error or b.error) and same_value(a.value, b.value)
-        if path in selected and not is_equal:
+        if path not in selected:
+            continue
+        for error in (a.error, b.error):
+            if isinstance(error, OpenError) and not isinstance(error, ForbiddenGlobalError):
+                raise error
+        is_decoded = not isinstance(a.error or b.error, CodecError)
+        if not (all(is_in) and is_decoded and same_value(a.value, b.value)):
             yield ValueDiff(path, is_in, (_json_value(a), _json_value(b)))
 
 

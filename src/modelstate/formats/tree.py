@@ -402,6 +402,8 @@ def same_value(first: Any, second: Any, depth: int = 0) -> bool:
         from modelstate.torch_compat.plain import same_values
 
         return is_tensor(first) and is_tensor(second) and same_values(first, second)
+    if isinstance(first, Refused) and isinstance(second, Refused):
+        return first.name == second.name and same_value(first.held, second.held, depth + 1)
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(same_value(first[key], second[key], depth + 1) for key in first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
