@@ -140,7 +140,7 @@ SOME = bytes(range(1, 255)) * 4
 FOREIGN: dict[str, tuple[type[OpenError], str, bytes]] = {
     "nothing": (TruncatedFileError, "empty", b""),
     "git lfs": (UnknownFormatError, "lfs pull", LFS),
-    "git lfs, with CRLF": (UnknownFormatError, "90,868,376", LFS.replace(b"\n", b"\r\n")),
+    "git lfs, with CRLF": (UnknownFormatError, "90868376", LFS.replace(b"\n", b"\r\n")),
     "html": (UnknownFormatError, "web page", b"<!DOCTYPE html>\n<html><head><title>Sign in</title>"),
     "html with a mark": (UnknownFormatError, "web page", b"\xef\xbb\xbf \n<HTML lang=en>"),
     "xml of a bucket": (UnknownFormatError, "web page", b'<?xml version="1.0"?><Error><Code>AccessDenied</Code>'),

@@ -55,7 +55,7 @@ from modelstate.spec import (
 )
 from modelstate.tensor_spec import TensorSpec, specs_of
 from modelstate.text_format import count, listed, short_repr, size
-from modelstate.torch_compat.values import is_tensor, version_metadata
+from modelstate.torch_compat.values import is_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,10 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         self.key = key or ""
         """The dotted path of this part of the source; empty for the whole source."""
         tree = contents.tree
-        flat = FlatTree(tree, {}, [""]) if isinstance(tree, StoredTensors) else flatten(tree, source)
+        if isinstance(tree, StoredTensors):
+            flat = FlatTree(tree, {}, [""], {} if tree.versions is None else {"": tree.versions})
+        else:
+            flat = flatten(tree, source)
         self.flat = flat if key is None else _below(flat, key, source, self._decoded)
         """Tensors, values and containers by path. Must not be modified."""
         if contents.format == "mapping":
@@ -259,25 +262,8 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
     @property
     def versions(self) -> dict[str, dict[str, object]] | None:
         """torch's `_metadata`, the versions of modules by module path; None if the file does not have it."""
-        path, rest, node = self.key, "", self.contents.tree
-        while path:
-            try:
-                node = subtree(self.contents.tree, path, self.source)
-                break
-            except KeyNotFoundError:
-                head, _, tail = path.rpartition(".")
-                path, rest = head, f"{tail}.{rest}" if rest else tail
-        saved = node.versions if isinstance(node, StoredTensors) else version_metadata(node)
-        if saved is None:
-            return None
-        within = {str(k): dict(v) for k, v in saved.items() if isinstance(v, Mapping)}
-        if not rest:
-            return within
-        return {
-            name[len(rest) + 1 :]: value
-            for name, value in within.items()
-            if name == rest or name.startswith(rest + ".")
-        }
+        saved = self.flat.versions.get("")
+        return None if saved is None else {str(k): dict(v) for k, v in saved.items() if isinstance(v, Mapping)}
 
     @property
     def extra(self) -> Mapping[str, Any]:
@@ -700,7 +686,19 @@ def _below(flat: FlatTree, key: str, where: str, decode: Callable[[object], obje
         under_names(flat.tensors, {name[cut:]: name for name in flat.tensors if name.startswith(prefix)}),
         {name[cut:]: value for name, value in flat.values.items() if name.startswith(prefix)},
         [path[cut:] for path in flat.containers if path == key or path.startswith(prefix)],
+        {path[cut:]: versions for path, versions in flat.versions.items() if path == key or path.startswith(prefix)},
     )
+    above = key
+    while above not in flat.containers and "." in above:
+        above = above.rpartition(".")[0]
+    above = above if above in flat.containers else ""
+    if above != key and above in flat.versions:  # the key ends within names that contain dots
+        module = key[len(above) + 1 :] if above else key
+        part.versions[""] = {
+            name[len(module) + 1 :]: entry
+            for name, entry in flat.versions[above].items()
+            if f"{name}.".startswith(f"{module}.")
+        }
     if not part.tensors and not part.values:
         part.values = _values_below(flat, key, where, decode)
     if not part.tensors and not part.values:

@@ -4,41 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.errors import CombineError, OptionError, code_errors
 from modelstate.formats.sharded import merged_metadata
-from modelstate.formats.tree import FlatTree, is_container, items_of, same_value, subtree
+from modelstate.formats.tree import FlatTree, same_value
 from modelstate.spec import Combined, Stored, StoredTensor
 from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.plain import is_plain
-from modelstate.torch_compat.values import set_version_metadata, version_metadata
+from modelstate.torch_compat.values import set_version_metadata
 
 CombineFunction = Callable[[str, list[torch.Tensor]], torch.Tensor]
 """Returns one tensor from a name, and the tensors of all checkpoints that have it, in the order of the checkpoints."""
-Versions = dict[str, dict[str, object]]
-"""torch's versions of modules by module path, as one container stores them."""
-
-
-class Merged(msgspec.Struct):
-    """Several checkpoints merged into one tree."""
-
-    flat: FlatTree
-    versions: dict[str, Versions] = msgspec.field(default_factory=dict)
-    """The versions by the paths of the containers that have them."""
 
 
 class Combination(ABC):
     """A way to combine several checkpoints into one."""
 
     @abstractmethod
-    def merge(self, sources: Sequence[Checkpoint]) -> Merged:
+    def merge(self, sources: Sequence[Checkpoint]) -> FlatTree:
         """Merges the checkpoints without reading a tensor. Raises `CombineError` with all problems."""
 
 
@@ -50,16 +37,17 @@ def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:
     if not sources:
         raise CombineError("there is nothing to combine", expected="at least one checkpoint", found="an empty list")
     if how is None:
-        how = Disjoint()
-    elif not isinstance(how, Combination):
-        if not callable(how) or isinstance(how, type):
-            raise OptionError(
-                "combine= is not a way to combine checkpoints",
-                expected="ms.merge.Average(...), ms.merge.LoRA(...), or a function of a name and a list of tensors",
-                found=short_repr(how),
-            )
-        how = PerName(how)
-    merged = how.merge(sources)
+        merged = _disjoint(sources)
+    elif isinstance(how, Combination):
+        merged = how.merge(sources)
+    elif callable(how) and not isinstance(how, type):
+        merged = _per_name(sources, how)
+    else:
+        raise OptionError(
+            "combine= is not a way to combine checkpoints",
+            expected="ms.merge.Average(...), ms.merge.LoRA(...), or a function of a name and a list of tensors",
+            found=short_repr(how),
+        )
     names = [f"{index}: {source.source}" for index, source in enumerate(sources)]
     return join(
         sources,
@@ -90,46 +78,38 @@ def holders_of(parts: Sequence[Mapping[str, object]]) -> dict[str, list[int]]:
     return holders
 
 
-class Disjoint(Combination):
+def _disjoint(sources: Sequence[Checkpoint]) -> FlatTree:
     """Combines parts of one model: every name is in exactly one of them."""
-
-    def merge(self, sources: Sequence[Checkpoint]) -> Merged:
-        holders = holders_of([{**source.flat.tensors, **source.flat.values} for source in sources])
-        twice = [f"{name!r} in {_places(indices)}" for name, indices in holders.items() if len(indices) > 1]
-        if twice:
-            raise CombineError(
-                f"names that are in more than one checkpoint ({len(twice):,})",
-                where=where(sources),
-                found=listed(twice),
-                remedy="choose how they are combined: combine=ms.merge.Average() averages checkpoints of one model; "
-                "combine=ms.merge.LoRA() merges adapters into the first; a function of name and tensors does the rest",
-            )
-        tensors = {name: stored for source in sources for name, stored in source.flat.tensors.items()}
-        values = {name: value for source in sources for name, value in source.flat.values.items()}
-        return Merged(FlatTree(tensors, values, containers_of(sources)), versions_of(sources))
+    holders = holders_of([{**source.flat.tensors, **source.flat.values} for source in sources])
+    twice = [f"{name!r} in {_places(indices)}" for name, indices in holders.items() if len(indices) > 1]
+    if twice:
+        raise CombineError(
+            f"names that are in more than one checkpoint ({len(twice):,})",
+            where=where(sources),
+            found=listed(twice),
+            remedy="choose how they are combined: combine=ms.merge.Average() averages checkpoints of one model; "
+            "combine=ms.merge.LoRA() merges adapters into the first; a function of name and tensors does the rest",
+        )
+    tensors = {name: stored for source in sources for name, stored in source.flat.tensors.items()}
+    values = {name: value for source in sources for name, value in source.flat.values.items()}
+    return FlatTree(tensors, values, containers_of(sources), versions_of(sources))
 
 
 def _places(indices: Sequence[int]) -> str:
     return " and ".join(f"[{index}]" for index in indices)
 
 
-@dataclass(frozen=True, slots=True)
-class PerName(Combination):
+def _per_name(sources: Sequence[Checkpoint], function: CombineFunction) -> FlatTree:
     """Combines the tensors of each name with a function."""
-
-    function: CombineFunction
-
-    def merge(self, sources: Sequence[Checkpoint]) -> Merged:
-        tensors: dict[str, Stored] = {}
-        for name, indices in holders_of([source.flat.tensors for source in sources]).items():
-            parts = tuple(sources[index].stored(name) for index in indices)
-            tensors[name] = _by_function(self.function, name, parts)
-        values = {
-            name: sources[indices[0]].flat.values[name]
-            for name, indices in holders_of([source.flat.values for source in sources]).items()
-        }
-        check_values(sources)
-        return Merged(FlatTree(tensors, values, containers_of(sources)), versions_of(sources))
+    tensors: dict[str, Stored] = {}
+    for name, indices in holders_of([source.flat.tensors for source in sources]).items():
+        tensors[name] = _by_function(function, name, tuple(sources[index].stored(name) for index in indices))
+    values = {
+        name: sources[indices[0]].flat.values[name]
+        for name, indices in holders_of([source.flat.values for source in sources]).items()
+    }
+    check_values(sources)
+    return FlatTree(tensors, values, containers_of(sources), versions_of(sources))
 
 
 def _by_function(function: CombineFunction, name: str, parts: tuple[Stored, ...]) -> Stored:
@@ -212,12 +192,15 @@ def containers_of(sources: Sequence[Checkpoint]) -> list[str]:
     return list(dict.fromkeys(path for source in sources for path in source.flat.containers))
 
 
-def versions_of(sources: Sequence[Checkpoint]) -> dict[str, Versions]:
-    """The merged versions of modules. Raises `CombineError` where two checkpoints have different versions of one."""
-    merged: dict[str, Versions] = {}
+def versions_of(sources: Sequence[Checkpoint]) -> dict[str, Mapping[str, object]]:
+    """The merged versions of modules by the paths of containers.
+
+    Raises `CombineError` where two checkpoints have different versions of one module.
+    """
+    merged: dict[str, dict[str, object]] = {}
     holder: dict[tuple[str, str], int] = {}
     for index, source in enumerate(sources):
-        for path, versions in _versions_in(source):
+        for path, versions in source.flat.versions.items():
             target = merged.setdefault(path, {})
             for module, saved in versions.items():
                 first = holder.setdefault((path, module), index)
@@ -229,31 +212,14 @@ def versions_of(sources: Sequence[Checkpoint]) -> dict[str, Versions]:
                         found=f"{saved} in {label(sources, index)}",
                         remedy="load each into a model of today and save it from there",
                     )
-    return merged
+    return {**merged}
 
 
-def _versions_in(source: Checkpoint) -> Iterator[tuple[str, Versions]]:
-    if source.versions is not None:
-        yield "", source.versions
-    waiting: list[tuple[str, object]] = []
-    with suppress(KeyError):  # the key may be the beginning of names, and not a container
-        node = subtree(source.contents.tree, source.key, source.source)
-        waiting = [("", node)] if is_container(node) else []
-    containers = set(source.flat.containers)
-    while waiting:
-        path, node = waiting.pop()
-        saved = version_metadata(node)
-        if path and saved is not None:
-            yield path, {str(name): dict(value) for name, value in saved.items() if isinstance(value, Mapping)}
-        below = ((f"{path}.{name}" if path else name, child) for name, child in items_of(node) if is_container(child))
-        waiting += [(path, child) for path, child in below if path in containers]
-
-
-def _tree(merged: Merged, at: str) -> dict[str, object]:
+def _tree(merged: FlatTree, at: str) -> dict[str, object]:
     """Nests a flat tree."""
     root = _node(merged, "")
     nodes = {"": root}
-    containers = set(merged.flat.containers)
+    containers = set(merged.containers)
 
     def node_of(name: str) -> tuple[dict[str, object], str]:
         """The container of a name, and its key there."""
@@ -276,14 +242,14 @@ def _tree(merged: Merged, at: str) -> dict[str, object]:
             )
         node[key] = leaf
 
-    for name, stored in merged.flat.tensors.items():
+    for name, stored in merged.tensors.items():
         put(name, stored)
-    for name, value in merged.flat.values.items():
+    for name, value in merged.values.items():
         put(name, value)
     return root
 
 
-def _node(merged: Merged, path: str) -> dict[str, object]:
+def _node(merged: FlatTree, path: str) -> dict[str, object]:
     node: OrderedDict[str, object] = OrderedDict()
     if path in merged.versions:
         set_version_metadata(node, merged.versions[path])

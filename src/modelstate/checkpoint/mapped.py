@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import sys
 import weakref
 from collections.abc import Mapping
 from functools import partial
@@ -237,14 +236,6 @@ class Maps:
                 head = pread_fully(descriptor, _HEAD_BYTES, 0)
             except OSError as error:
                 raise read_failed("the file cannot be read", path, error) from error
-            if len(head) < min(_HEAD_BYTES, status.st_size):
-                raise ReadFailedError(
-                    "the file has become shorter",
-                    where=path,
-                    expected=f"at least {min(_HEAD_BYTES, status.st_size)} bytes",
-                    found=f"{len(head)} bytes",
-                    remedy=OPEN_AGAIN,
-                )
             writer = _overwriting_writer(path, head)
             if writer and not option:
                 self.note(f"read into memory, not mapped: {writer} overwrites such files in place; {_MAPS_IT}", path)
@@ -313,10 +304,7 @@ def _overwriting_writer(path: str, head: bytes) -> str:
     """
     if not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
         return ""
-    if recognise(head) is not Format.SAFETENSORS:
-        return "torch.save"
-    version: str = getattr(sys.modules.get("safetensors"), "__version__", "")
-    return f"save_file of safetensors {version}" if version.split(".")[:2] in _SAFETENSORS_IN_PLACE else ""
+    return "" if recognise(head) is Format.SAFETENSORS else "torch.save"
 
 
 UNALIGNED = "read into memory, not mapped: its elements are not at multiples of their size, as memory needs them"
@@ -326,8 +314,4 @@ _NO_MAPS = (errno.ENODEV, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM
 _HEAD_BYTES = 64
 _WRITABLE = 0o222
 """A file without these bits can be written to only by changing its mode, or as root."""
-_SAFETENSORS_IN_PLACE = [["0", str(minor)] for minor in range(8)]
-"""Versions whose `save_file` truncates the file. Since 0.8, which modelstate requires, it renames a new file over it.
-
-The imported module is checked, since looking up the installed version takes as long as a small load."""
 _NO_VIEW: tuple[torch.Tensor | None, int] = (None, 0)

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any
 
-import msgspec
 import torch
 
 from modelstate.errors import (
@@ -42,8 +41,8 @@ from modelstate.formats.unpickle import (
     typed,
     unpickle,
 )
-from modelstate.io.files import FileFingerprint, SourceFile
-from modelstate.spec import Assemble, Refused, StoredComposite, StoredTensor
+from modelstate.io.files import SourceFile
+from modelstate.spec import Assemble, Box, ByteRange, Refused, StoredComposite, StoredTensor, box_of
 from modelstate.text_format import excerpt
 
 _DCP = "torch.distributed.checkpoint."
@@ -58,43 +57,14 @@ Index = tuple[str, tuple[int, ...] | None]
 """A name, and the offsets of a chunk if the item is a tensor."""
 
 
-class ItemPlace(msgspec.Struct, frozen=True):
-    """The place of a written item."""
-
-    file: str
-    """Relative to the directory; not checked."""
-    start: int
-    """Bytes from the beginning of the file."""
-    nbytes: int
+Items = dict[str, Assemble | None]
+"""The items by the names under which they were written: how a tensor is put together from its chunks, which cover it
+exactly; None for a value other than a tensor."""
 
 
-class StoredChunk(msgspec.Struct, frozen=True):
-    """A box of a tensor's elements that was saved as one item."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-class ChunkedTensor(msgspec.Struct, frozen=True):
-    """A tensor that consists of chunks, which cover it exactly."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[StoredChunk, ...]
-
-
-class Metadata(msgspec.Struct, frozen=True):
-    """The content of a `.metadata` file, checked for contradictions."""
-
-    items: dict[str, ChunkedTensor | None]
-    """The items by the names under which they were written; None for a value other than a tensor."""
-    places: dict[Index, ItemPlace]
-    """The place of every chunk and of every value other than a tensor. The places do not overlap."""
-    paths: dict[str, Path]
-    """The path of each item in the state dict, in the order of the state dict."""
-
-
-def _read_metadata(file: SourceFile, *, allow: Sequence[object], skip_forbidden: bool) -> Metadata:
+def _read_metadata(
+    file: SourceFile, *, allow: Sequence[object], skip_forbidden: bool
+) -> tuple[Items, dict[Index, ByteRange], dict[str, Path]]:
     """Reads and checks a `.metadata` file.
 
     Besides torch's classes the file may contain the allowed ones, also in the place of torch's, as subclasses of other
@@ -104,6 +74,10 @@ def _read_metadata(file: SourceFile, *, allow: Sequence[object], skip_forbidden:
         file: The file.
         allow: Additional classes that the file may contain.
         skip_forbidden: Whether other names are ignored instead of raising.
+
+    Returns:
+        The items; the place of every chunk and of every value other than a tensor, which do not overlap, in files
+        relative to the directory; and the path of each item in the state dict, in its order.
 
     Raises:
         ForbiddenGlobalError: The file contains another name.
@@ -126,7 +100,10 @@ def _read_metadata(file: SourceFile, *, allow: Sequence[object], skip_forbidden:
             )
         if end != len(data):
             raise damaged("it goes on after its end", f"{len(data) - end} more bytes")
-        return _checked(value)
+        fields = _state(value, "metadata.Metadata")
+        items = _items(typed(fields.get("state_dict_metadata"), dict, "the table of contents is missing"))
+        places = _places(typed(fields.get("storage_data"), dict, "the table of places is missing"), items)
+        return items, places, _paths(items, fields.get("planner_data"))
 
 
 class _StandIn:
@@ -139,6 +116,7 @@ class _MemoryFormat(enum.Enum):
     TORCH_PRESERVE_FORMAT = 2
 
 
+_PROPERTIES = (f"{_DCP}metadata.TensorProperties", f"{_BEFORE_2_3}TensorProperties")
 _STAND_INS: dict[str, type] = {
     f"{_DCP}metadata._MEM_FORMAT_ENCODING": _MemoryFormat,
     f"{_BEFORE_2_3}MEM_FORMAT_ENCODING": _MemoryFormat,
@@ -148,11 +126,10 @@ _STAND_INS: dict[str, type] = {
         f"{_DCP}metadata.TensorStorageMetadata",
         f"{_DCP}metadata.BytesStorageMetadata",
         f"{_DCP}metadata.ChunkStorageMetadata",
-        f"{_DCP}metadata.TensorProperties",
+        *_PROPERTIES,
         f"{_DCP}metadata.MetadataIndex",
         f"{_DCP}metadata.StorageMeta",
         f"{_DCP}filesystem._StorageInfo",
-        f"{_BEFORE_2_3}TensorProperties",
         # The directory that was passed to `save`.
         "pathlib.PosixPath",
         "pathlib.WindowsPath",
@@ -176,12 +153,11 @@ def _state(node: object, kind: str) -> dict[str, object]:
     return state
 
 
-def _checked(value: object) -> Metadata:
-    fields = _state(value, "metadata.Metadata")
-    items: dict[str, ChunkedTensor | None] = {}
-    seen: dict[int, ChunkedTensor] = {}
-    for name, node in typed(fields.get("state_dict_metadata"), dict, "the table of contents is missing").items():
-        typed(name, str, "the name of an item is missing")
+def _items(table: dict[object, object]) -> Items:
+    items: Items = {}
+    seen: dict[int, Assemble] = {}
+    for key, node in table.items():
+        name = typed(key, str, "the name of an item is missing")
         if type(node) is DeferredCall and node.name == f"{_DCP}metadata.BytesStorageMetadata":
             items[name] = None
             continue
@@ -193,29 +169,26 @@ def _checked(value: object) -> Metadata:
                 error.where = error.where or name
                 raise
         items[name] = seen[id(node)]
-    written = _places(typed(fields.get("storage_data"), dict, "the table of places is missing"))
-    places: dict[Index, ItemPlace] = {}
-    for name, item in items.items():
-        for offsets in [None] if item is None else [chunk.offsets for chunk in item.chunks]:
-            if (name, offsets) not in written:
-                raise damaged("the place of an item is missing", name + (f", chunk at {offsets}" if offsets else ""))
-            places[name, offsets] = written[name, offsets]
-    _check_apart(written)
-    return Metadata(items, places, _paths(items, fields.get("planner_data")))
+    return items
 
 
-def _tensor_metadata(node: object) -> ChunkedTensor:
+def _tensor_metadata(node: object) -> Assemble:
     fields = _state(node, "metadata.TensorStorageMetadata")
-    shape = dims(fields.get("size"))
-    dtype = _dtype(fields.get("properties"))
+    shape, dtype = dims(fields.get("size")), _dtype(fields.get("properties"))
     if min((*shape, 0)) < 0 or math.prod(filter(None, shape)) * dtype.itemsize >= MAX_INDEX:
         raise DamagedFileError("a tensor has an impossible size", found=f"shape {shape} of {dtype}")
-    chunks: list[StoredChunk] = []
+    boxes: list[Box] = []
     for chunk in typed(fields.get("chunks"), list, "the list of chunks is missing"):
         box = _state(chunk, "metadata.ChunkStorageMetadata")
-        chunks.append(StoredChunk(dims(box.get("offsets")), dims(box.get("sizes"))))
-    _check_cover(shape, chunks)
-    return ChunkedTensor(dtype, shape, tuple(chunks))
+        offsets, sizes = dims(box.get("offsets")), dims(box.get("sizes"))
+        is_inside = len(offsets) == len(sizes) == len(shape) and all(
+            0 <= offset <= offset + size <= whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+        )
+        if not is_inside:
+            raise _not_covered("a chunk lies outside its tensor", shape, f"shape {sizes} at {offsets}")
+        boxes.append(tuple(range(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)))
+    _check_cover(shape, boxes)
+    return Assemble(shape, dtype, tuple(boxes))
 
 
 def _dtype(node: object) -> torch.dtype:
@@ -224,11 +197,8 @@ def _dtype(node: object) -> torch.dtype:
     Its state is (dtype, layout, requires_grad, memory format, pin_memory). torch 2.15 appends the strides of the
     tensor, or None. They are not needed: each chunk states its own strides.
     """
-    known = type(node) is DeferredCall and node.name in (
-        f"{_DCP}metadata.TensorProperties",
-        f"{_BEFORE_2_3}TensorProperties",
-    )
-    state: object = node.states[0] if known and isinstance(node, DeferredCall) and len(node.states) == 1 else None
+    is_known = type(node) is DeferredCall and node.name in _PROPERTIES
+    state: object = node.states[0] if is_known and isinstance(node, DeferredCall) and len(node.states) == 1 else None
     dtype, strides = (state[0], state[5:]) if type(state) is tuple and len(state) in (5, 6) else (None, ())
     if not isinstance(dtype, torch.dtype):
         raise damaged("the dtype of a tensor is missing", type(dtype).__name__)
@@ -237,62 +207,58 @@ def _dtype(node: object) -> torch.dtype:
     return dtype
 
 
-def _check_cover(shape: tuple[int, ...], chunks: Sequence[StoredChunk]) -> None:
+def _starts(box: Box) -> tuple[int, ...]:
+    return tuple(indices.start for indices in box)
+
+
+def _check_cover(shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
     """Raises `DamagedFileError` unless each element is in exactly one chunk.
 
     A box is determined by its corners, each signed by the number of its coordinates that are upper bounds: they are the
     mixed derivative of the function that is 1 in the box and 0 outside. So the corners of the chunks add up to those of
     the tensor exactly if the chunks add up to the tensor, in any arrangement.
     """
-    for chunk in chunks:
-        inside = len(chunk.offsets) == len(chunk.shape) == len(shape) and all(
-            offset >= 0 and size >= 0 and offset + size <= whole
-            for offset, size, whole in zip(chunk.offsets, chunk.shape, shape, strict=True)
-        )
-        if not inside:
-            raise _not_covered("a chunk lies outside its tensor", shape, chunk)
-    dimensions = [at for at, size in enumerate(shape) if any(chunk.shape[at] != size for chunk in chunks)]
-    if len(dimensions) > _MAX_SHARDED_DIMS:
+    split = [at for at, size in enumerate(shape) if any(len(box[at]) != size for box in boxes)]
+    if len(split) > _MAX_SHARDED_DIMS:
         raise UnsupportedTensorError(
-            f"a tensor that is split along {len(dimensions)} dimensions is not supported",
+            f"a tensor that is split along {len(split)} dimensions is not supported",
             expected=f"at most {_MAX_SHARDED_DIMS}",
             remedy=_TRY_TORCH,
         )
     corners: Counter[tuple[int, ...]] = Counter()
-    for sign, box in [(1, chunk) for chunk in chunks] + [(-1, StoredChunk((0,) * len(shape), shape))]:
-        # Dimensions that are not split need no corners, unless the box is empty along them.
-        if 0 in box.shape:
-            continue
-        for upper in product((0, 1), repeat=len(dimensions)):
-            corner = tuple(box.offsets[at] + box.shape[at] * up for at, up in zip(dimensions, upper, strict=True))
-            corners[corner] += -sign if sum(upper) % 2 else sign
+    for sign, box in [*((1, box) for box in boxes), (-1, box_of(shape, ()))]:
+        if all(box):  # dimensions that are not split need no corners, unless the box is empty along them
+            for ends in product(*(((box[at].start, 1), (box[at].stop, -1)) for at in split)):
+                corners[tuple(at for at, _ in ends)] += sign * math.prod(factor for _, factor in ends)
     if any(corners.values()):
-        saved = sum(math.prod(chunk.shape) for chunk in chunks)
-        raise _not_covered("the chunks of a tensor overlap, or leave holes", shape, f"{saved} of {math.prod(shape)}")
-    if len({chunk.offsets for chunk in chunks}) < len(chunks):
-        raise _not_covered("two chunks of a tensor are at one place", shape, len(chunks))
+        saved = sum(math.prod(map(len, box)) for box in boxes)
+        what = "the chunks of a tensor overlap, or leave holes"
+        raise _not_covered(what, shape, f"{saved} of {math.prod(shape)} elements in chunks")
+    if len(set(map(_starts, boxes))) < len(boxes):
+        raise _not_covered("two chunks of a tensor are at one place", shape, f"{len(boxes)} chunks")
 
 
-def _not_covered(what: str, shape: tuple[int, ...], found: object) -> DamagedFileError:
+def _not_covered(what: str, shape: tuple[int, ...], found: str) -> DamagedFileError:
     return DamagedFileError(
         what,
         expected=f"chunks that make up a tensor of shape {shape}",
-        found=found if isinstance(found, StoredChunk) else f"{found} elements in chunks",
+        found=found,
         remedy="copy the checkpoint again; if it was saved so, save it without the rank that failed",
     )
 
 
-def _places(table: dict[object, object]) -> dict[Index, ItemPlace]:
-    places: dict[Index, ItemPlace] = {}
+def _places(table: dict[object, object], items: Items) -> dict[Index, ByteRange]:
+    """The places of the items. Raises `DamagedFileError` where one has none, or two share bytes."""
+    written: dict[Index, ByteRange] = {}
     keys = Keys()
     for key, node in table.items():
         index, info = _state(key, "metadata.MetadataIndex"), _state(node, "filesystem._StorageInfo")
         name, offset = typed(index.get("fqn"), str, "the name of a place is missing"), index.get("offset")
         at = name, None if offset is None else dims(offset)
         keys.check(at[1])
-        if at in places:
+        if at in written:
             raise damaged("two places of one item", name)
-        place = ItemPlace(
+        place = ByteRange(
             typed(info.get("relative_path"), str, "the file of an item is missing"),
             typed(info.get("offset"), int, "the place of an item is missing"),
             typed(info.get("length"), int, "the length of an item is missing"),
@@ -307,23 +273,22 @@ def _places(table: dict[object, object]) -> dict[Index, ItemPlace]:
                 found=str(transforms)[:200],
                 remedy="load it with the extensions that it was saved with, and save it without",
             )
-        places[at] = place
+        written[at] = place
+    ordered = sorted(written.items(), key=lambda item: item[1])
+    for (first, before), (second, after) in pairwise(ordered):
+        if before.path == after.path and before.start + before.nbytes > after.start:
+            found = f"{first[0]} and {second[0]}, at byte {after.start}"
+            raise DamagedFileError("two items lie in the same bytes", where=after.path, found=found)
+    places: dict[Index, ByteRange] = {}
+    for name, item in items.items():
+        for offsets in [None] if item is None else map(_starts, item.boxes):
+            if (name, offsets) not in written:
+                raise damaged("the place of an item is missing", name + (f", chunk at {offsets}" if offsets else ""))
+            places[name, offsets] = written[name, offsets]
     return places
 
 
-def _check_apart(places: dict[Index, ItemPlace]) -> None:
-    """Raises `DamagedFileError` where two items share bytes."""
-    ordered = sorted(places.items(), key=lambda item: (item[1].file, item[1].start, item[1].nbytes))
-    for (first, before), (second, after) in pairwise(ordered):
-        if before.file == after.file and before.start + before.nbytes > after.start:
-            raise DamagedFileError(
-                "two items lie in the same bytes",
-                where=after.file,
-                found=f"{first[0]} and {second[0]}, at byte {after.start}",
-            )
-
-
-def _paths(items: dict[str, ChunkedTensor | None], mapping: object) -> dict[str, Path]:
+def _paths(items: Items, mapping: object) -> dict[str, Path]:
     """The paths of the items, as the planner stored them; without them, the names themselves."""
     if type(mapping) is not dict:
         return {name: (name,) for name in items}
@@ -368,31 +333,36 @@ def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool
         UnsupportedTensorError: As of `torch_zip.read`; also for items that were transformed when they were written.
         OpenError: A file is damaged; a subclass says how.
     """
-    metadata = _read_metadata(file, allow=allow, skip_forbidden=skip_forbidden)
+    items, places, state_paths = _read_metadata(file, allow=allow, skip_forbidden=skip_forbidden)
     path, directory = file.path, os.path.dirname(file.path)
-    files = sorted({place.file for place in metadata.places.values()})
-    paths = dict(zip(files, safe_paths(path, directory, files), strict=True))
+    by_file: dict[str, list[tuple[Index, ByteRange]]] = {}
+    for index, place in sorted(places.items(), key=lambda item: item[1]):
+        by_file.setdefault(place.path, []).append((index, place))
     names = TorchGlobals(allow)
     fingerprints = {path: file.fingerprint}
-    archives = _read_archives(metadata.places, paths, names, fingerprints)
+    archives: dict[Index, Archive] = {}
+    for own_path, own_places in zip(safe_paths(path, directory, [*by_file]), by_file.values(), strict=True):
+        with SourceFile(own_path) as part:
+            fingerprints[own_path] = part.fingerprint
+            archives |= {index: _read_archive(part, index, place, names) for index, place in own_places}
     values: Any = construct(
         {
             name: archives[name, None].value
             if item is None
-            else [archives[name, chunk.offsets].value for chunk in item.chunks]
-            for name, item in metadata.items.items()
+            else [archives[name, _starts(box)].value for box in item.boxes]
+            for name, item in items.items()
         },
         path=directory,
         data_nbytes=sum(archive.pickle_nbytes for archive in archives.values()),
         names=names,
         skip_forbidden=skip_forbidden,
     )
-    for name, item in metadata.items.items():
+    for name, item in items.items():
         if item is not None:
             values[name] = _tensor(item, values[name], f"{directory}: {name}")
     return Contents(
         FORMAT,
-        tree_of({path: values[name] for name, path in metadata.paths.items()}, path),
+        tree_of({path: values[name] for name, path in state_paths.items()}, path),
         fingerprints,
         checksums=lambda: {
             extent: checksum for archive in archives.values() for extent, checksum in archive.checksums().items()
@@ -400,25 +370,7 @@ def read(file: SourceFile, *, allow: Sequence[object] = (), skip_forbidden: bool
     )
 
 
-def _read_archives(
-    places: Mapping[Index, ItemPlace],
-    paths: Mapping[str, str],
-    names: TorchGlobals,
-    fingerprints: dict[str, FileFingerprint],
-) -> dict[Index, Archive]:
-    """Reads all archives, and adds the fingerprints of their files."""
-    archives: dict[Index, Archive] = {}
-    ordered = sorted(places.items(), key=lambda item: (item[1].file, item[1].start))
-    for name, path in paths.items():
-        with SourceFile(path) as file:
-            fingerprints[path] = file.fingerprint
-            while len(archives) < len(ordered) and ordered[len(archives)][1].file == name:
-                index, place = ordered[len(archives)]
-                archives[index] = _read_archive(file, index, place, names)
-    return archives
-
-
-def _read_archive(file: SourceFile, index: Index, place: ItemPlace, names: TorchGlobals) -> Archive:
+def _read_archive(file: SourceFile, index: Index, place: ByteRange, names: TorchGlobals) -> Archive:
     try:
         section = file.section(place.start, place.nbytes, index[0])
         if recognise(section.head) is not Format.TORCH_ZIP:
@@ -434,23 +386,24 @@ def _read_archive(file: SourceFile, index: Index, place: ItemPlace, names: Torch
         raise
 
 
-def _tensor(item: ChunkedTensor, chunks: Sequence[object], where: str) -> object:
+def _tensor(whole: Assemble, chunks: Sequence[object], where: str) -> object:
     """The tensor that consists of the chunks."""
     parts: list[StoredTensor] = []
-    for chunk, part in zip(item.chunks, chunks, strict=True):
+    for box, part in zip(whole.boxes, chunks, strict=True):
         if isinstance(part, Refused):
             return part
         if not isinstance(part, StoredTensor | StoredComposite):
             raise DamagedFileError("a chunk of a tensor is not a tensor", where=where, found=type(part).__name__)
-        if part.dtype != item.dtype or part.shape != chunk.shape:
+        shape = tuple(map(len, box))
+        if part.dtype != whole.dtype or part.shape != shape:
             raise DamagedFileError(
                 "a chunk of a tensor is not what the metadata says",
                 where=where,
-                expected=f"{item.dtype} of shape {chunk.shape}",
+                expected=f"{whole.dtype} of shape {shape}",
                 found=f"{part.dtype} of shape {part.shape}",
                 remedy="copy the checkpoint again: its files may be of two checkpoints",
             )
-        if part.shape == item.shape:
+        if part.shape == whole.shape:
             # The other chunks are empty: ranks without elements have saved them.
             return part
         if isinstance(part, StoredComposite):
@@ -463,12 +416,7 @@ def _tensor(item: ChunkedTensor, chunks: Sequence[object], where: str) -> object
                 "a chunk has more elements than bytes", where=where, expected=part.nbytes, found=part.storage.nbytes
             )
         parts.append(part)
-    boxes = tuple(
-        tuple(range(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.shape, strict=True))
-        for chunk in item.chunks
-    )
-    build = Assemble(item.shape, item.dtype, boxes)
-    return StoredComposite(kind=KIND, dtype=item.dtype, shape=item.shape, parts=tuple(parts), build=build)
+    return StoredComposite(kind=KIND, dtype=whole.dtype, shape=whole.shape, parts=tuple(parts), build=whole)
 
 
 # The state dict.

@@ -24,7 +24,7 @@ imported unless the caller names it.
 from __future__ import annotations
 
 import json
-from collections import ChainMap, OrderedDict
+from collections import ChainMap, Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
@@ -51,7 +51,7 @@ from modelstate.spec import (
     StoredTensors,
     under_names,
 )
-from modelstate.text_format import is_unicode, quote, size
+from modelstate.text_format import excerpt, is_unicode, printable, quote, size
 from modelstate.torch_compat.values import set_version_metadata
 
 if TYPE_CHECKING:
@@ -298,10 +298,10 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         if len(text) > MAX_PARTS:  # otherwise it has no more parts than that
             check_size(text)
-        manifest = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise damaged(where, str(error) if isinstance(error, ValueError) else "nested too deeply") from error
-    if type(manifest) is not dict or type(manifest.get("format")) is not int:
+        manifest = parse_json(text.encode())
+    except ValueError as error:
+        raise damaged(where, str(error)) from error
+    if type(manifest.get("format")) is not int:
         raise damaged(where, "no format version")
     if manifest["format"] > FORMAT:
         raise NewerManifestError(
@@ -324,10 +324,50 @@ def _names(names: list[str], known: Mapping[str, object], where: str) -> list[st
     return names
 
 
+class JsonError(ValueError):
+    """A text is not the JSON that a reader expects. The readers convert it to their own errors."""
+
+    def __init__(self, what: str, found: str = "", expected: str = "", at: int | None = None, remedy: str = "") -> None:
+        super().__init__(what)
+        self.what, self.found, self.expected, self.at, self.remedy = what, found, expected, at, remedy
+
+
+def parse_json(text: bytes) -> dict[str, Any]:
+    """Parses a JSON object of UTF-8, in which no object has a key twice. The caller has limited its parts.
+
+    Raises `JsonError`, also for half of a surrogate pair, which `\\u` in JSON can make, and which no program can read.
+    """
+    try:
+        string = text.decode()
+        value = json.loads(string, object_pairs_hook=_unique)
+        if b"\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise JsonError("it is not UTF-8", excerpt(text[error.start : error.start + 60]), at=error.start) from None
+    except UnicodeEncodeError as error:
+        found = ascii(error.object[max(error.start - 30, 0) : error.end])
+        raise JsonError("a text has half of a surrogate pair", found) from None
+    except RecursionError:
+        raise JsonError("its values are nested too deeply") from None
+    except json.JSONDecodeError as error:
+        # Without its cause, which keeps the whole text in memory.
+        what = error.msg[:1].lower() + error.msg[1:]
+        raise JsonError(what, printable(string[error.pos : error.pos + 60]) or "the end", at=error.pos) from None
+    except JsonError:
+        raise
+    except ValueError as error:  # an integer of thousands of digits
+        raise JsonError("a number has too many digits", str(error)[:60]) from None
+    if not isinstance(value, dict):
+        raise JsonError("not a JSON object", excerpt(text[:60]) or "the end", "{", at=0)
+    return value
+
+
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key stands twice in one object")
+    if len(value) < len(pairs):
+        repeated = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        remedy = "write the file again: which of the two is meant cannot be known"
+        raise JsonError(f"the key {quote(repeated)} is in one object twice", remedy=remedy)
     return value
 
 

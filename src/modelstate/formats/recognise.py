@@ -10,7 +10,7 @@ from enum import Enum
 from modelstate.errors import TruncatedFileError, UnknownFormatError
 from modelstate.formats import safetensors
 from modelstate.io.files import HEAD_BYTES, SourceFile
-from modelstate.text_format import excerpt
+from modelstate.text_format import count, excerpt
 
 _FORMATS = "a file of torch.save, safetensors, or an index of shards"
 _BEGINNINGS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
@@ -105,6 +105,11 @@ _SAVED_AGAIN = (
     "torch.save"
 )
 _NPY = 'pass a mapping: {"name": torch.from_numpy(numpy.load(path))}'
+_OPEN_PAGE = (
+    "open the link in a browser: a login, a licence to accept or another link is needed; on huggingface.co and "
+    "github.com the link to the file has /resolve/ or /raw/, not /blob/"
+)
+_READ_IT = "read it: it may be what a server answered in place of the file; then download the file again"
 
 
 _KINDS = (
@@ -134,136 +139,55 @@ _KINDS = (
 _TF_TABLE_END = bytes.fromhex("57fb808b247547db")
 _TF_DATA = r"\.data-\d{5}-of-\d{5}$"
 _LFS = rb"version https?://(?:git-lfs|hawser)\S+\r?\n"
-_LFS_SIZE = rb"(?m)^size (\d{1,18})\s*$"
 _PAGE = rb"(?i)\s*<(?:!doctype html|html|head|body|\?xml|error|!--)"
 
 
 def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileError:
     """The error for a file whose first `HEAD_BYTES` no format recognises."""
-    if any(beginning.startswith(head) for beginning in _BEGINNINGS):
-        return _too_short(path, head)
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if re.match(_LFS, text):
-        size = re.search(_LFS_SIZE, text)
-        return UnknownFormatError(
-            "this is a Git LFS pointer; the file itself was not downloaded",
-            where=path,
-            expected=f"the file of {int(size[1]):,} bytes" if size else "the file",
-            found=f"its pointer, of {len(head)} bytes",
-            remedy=f"git lfs install && git -C {shlex.quote(os.path.dirname(path) or '.')} lfs pull",
+    what, found, remedy = "", excerpt(head[:160]), ""
+    if any(beginning.startswith(head) for beginning in _BEGINNINGS):
+        pass
+    elif re.match(_LFS, text):
+        what = "this is a Git LFS pointer; the file itself was not downloaded"
+        remedy = f"git lfs install && git -C {shlex.quote(os.path.dirname(path) or '.')} lfs pull"
+    elif re.match(_PAGE, text):
+        what, remedy = "this is a web page, or a server's message, saved in place of the file", _OPEN_PAGE
+    elif kind := next((kind for kind in _KINDS if re.match(kind[0], head, re.DOTALL)), None):
+        what, found, remedy = f"this is {kind[1]}, which modelstate does not read", excerpt(head[:16]), kind[2]
+    elif text[:1] in (b"{", b"[") and _is_text(head) and path.endswith(".json"):
+        what = "this is a JSON file; it holds no tensors, and no weight_map of an index of shards"
+        remedy = f"open its directory: {os.path.dirname(path) or '.'}"
+    elif _is_of_tensorflow(path):
+        what, remedy = "this is part of a TensorFlow checkpoint, which modelstate does not read", _CONVERT
+    elif not head.strip(b"\0"):
+        what = "the file begins with zeros: its writer was stopped before it wrote, or the machine before the disk did"
+        found = f"its first {len(head):,} bytes are zero"
+        remedy = "take an older checkpoint, or copy the file again"
+    elif len(head) > _FEW_BYTES and _is_text(head):
+        what, remedy = f"this is a {'JSON text' if text[:1] in (b'{', b'[') else 'text file'}", _READ_IT
+    elif len(head) >= 8:
+        what, found = "this is not a checkpoint of a known format", f"{head[:16].hex(' ')} ({excerpt(head[:16])})"
+        remedy = (
+            "compare its size and its SHA-256 with those of the original; if they are right, convert it to safetensors "
+            "with what wrote it"
         )
-    if re.match(_PAGE, text):
-        return UnknownFormatError(
-            "this is a web page, or a server's message, saved in place of the file",
-            where=path,
-            found=excerpt(text[:80]),
-            remedy="open the link in a browser: a login, a licence to accept or another link is needed; on "
-            "huggingface.co and github.com the link to the file has /resolve/ or /raw/, not /blob/",
-        )
-    for signature, name, remedy in _KINDS:
-        if re.match(signature, head, re.DOTALL):
-            what = f"this is {name}, which modelstate does not read"
-            return UnknownFormatError(what, where=path, found=excerpt(head[:16]), remedy=remedy)
-    if text[:1] in (b"{", b"[") and _is_text(head):
-        return _json(path, text)
-    return _by_its_end(path) or _unknown(path, head)
-
-
-def _json(path: str, text: bytes) -> UnknownFormatError:
-    if path.endswith(".json"):
-        return UnknownFormatError(
-            "this is a JSON file; it holds no tensors, and no weight_map of an index of shards",
-            where=path,
-            found=excerpt(text[:60]),
-            remedy=f"open its directory: {os.path.dirname(path) or '.'}",
-        )
-    return UnknownFormatError(
-        "this is a JSON text, probably a server's answer, saved in place of the file",
-        where=path,
-        found=excerpt(text[:200]),
-        remedy="read it: it may say why there was no file; then download the file again",
-    )
-
-
-def _by_its_end(path: str) -> UnknownFormatError | None:
-    with SourceFile(path) as file:
-        end = file.read(max(file.nbytes - 8, 0), min(file.nbytes, 8), "its end")
-    of_graph = path.endswith(".meta") and os.path.exists(f"{path.removesuffix('.meta')}.index")
-    if end != _TF_TABLE_END and not re.search(_TF_DATA, path) and not of_graph:
-        return None
-    return UnknownFormatError(
-        "this is part of a TensorFlow checkpoint, which modelstate does not read",
-        where=path,
-        found=excerpt(end),
-        remedy=_CONVERT,
-    )
-
-
-def unpacked(path: str) -> UnknownFormatError | None:
-    """The error for a path in an archive of torch.save that was unpacked, as browsers and macOS do; None elsewhere."""
-    for directory in (path, os.path.dirname(path)):
-        if all(os.path.isfile(os.path.join(directory, name)) for name in ("data.pkl", "version")):
-            parent, name = os.path.split(os.path.abspath(directory))
-            return UnknownFormatError(
-                "this is a file of torch.save that was unpacked",
-                where=directory,
-                expected="the file itself, a zip archive without compression",
-                found="a directory with data.pkl in it",
-                remedy=f"pack it again: cd {shlex.quote(parent)} && zip -0 -r {shlex.quote(f'{name}.pt')} "
-                f"{shlex.quote(name)}",
-            )
-    return None
-
-
-def tensorflow_prefix(path: str) -> UnknownFormatError | None:
-    """The error for a path without a file that is the prefix of a TensorFlow checkpoint, or None."""
-    parts = [name for name in (f"{path}.index", f"{path}.meta") if os.path.isfile(name)]
-    if f"{path}.index" not in parts:
-        return None
-    return UnknownFormatError(
-        "this is the prefix of a TensorFlow checkpoint, which modelstate does not read",
-        where=path,
-        found=", ".join(map(os.path.basename, parts)),
-        remedy=_CONVERT,
-    )
-
-
-def _too_short(path: str, head: bytes) -> TruncatedFileError:
+    if what:
+        return UnknownFormatError(what, where=path, expected=_FORMATS, found=found, remedy=remedy)
     return TruncatedFileError(
         "the file is shorter than the beginning of any checkpoint",
         where=path,
         expected=_FORMATS,
-        found=f"{len(head)} {'byte' if len(head) == 1 else 'bytes'}: {head.hex(' ')}",
+        found=f"{count(len(head), 'byte')}: {head.hex(' ')}",
     )
 
 
-def _unknown(path: str, head: bytes) -> UnknownFormatError | TruncatedFileError:
-    if not head.strip(b"\0"):
-        return UnknownFormatError(
-            "the file begins with zeros: its writer was stopped before it wrote, or the machine before the disk did",
-            where=path,
-            expected=_FORMATS,
-            found=f"its first {len(head):,} bytes are zero",
-            remedy="take an older checkpoint, or copy the file again",
-        )
-    if len(head) > _FEW_BYTES and _is_text(head):
-        return UnknownFormatError(
-            "this is a text file",
-            where=path,
-            expected=_FORMATS,
-            found=excerpt(head[:120]),
-            remedy="read it: it may be what a server answered in place of the file",
-        )
-    if len(head) < 8:
-        return _too_short(path, head)
-    return UnknownFormatError(
-        "this is not a checkpoint of a known format",
-        where=path,
-        expected=_FORMATS,
-        found=f"a file that begins with {head[:16].hex(' ')} ({excerpt(head[:16])})",
-        remedy="compare its size and its SHA-256 with those of the original; if they are right, convert it to "
-        "safetensors with what wrote it",
-    )
+def _is_of_tensorflow(path: str) -> bool:
+    """Whether a file is part of a TensorFlow checkpoint, by its end or its name."""
+    with SourceFile(path) as file:
+        end = file.read(max(file.nbytes - 8, 0), min(file.nbytes, 8), "its end")
+    of_graph = path.endswith(".meta") and os.path.exists(f"{path.removesuffix('.meta')}.index")
+    return end == _TF_TABLE_END or bool(re.search(_TF_DATA, path)) or of_graph
 
 
 def _is_text(head: bytes) -> bool:
@@ -272,3 +196,34 @@ def _is_text(head: bytes) -> bool:
     except UnicodeDecodeError as error:
         # The end of the head may cut a character.
         return error.start >= len(head) - 3 and len(head) == HEAD_BYTES and not re.search(rb"[\x00-\x08]", head)
+
+
+# Paths that are not those of files.
+
+
+def unpacked(path: str) -> UnknownFormatError | None:
+    """The error for a path in an archive of torch.save that was unpacked, as browsers and macOS do; None elsewhere."""
+    for directory in (path, os.path.dirname(path)):
+        if all(os.path.isfile(os.path.join(directory, name)) for name in ("data.pkl", "version")):
+            parent, name = map(shlex.quote, os.path.split(os.path.abspath(directory)))
+            packed = shlex.quote(f"{os.path.basename(os.path.abspath(directory))}.pt")
+            return UnknownFormatError(
+                "this is a file of torch.save that was unpacked",
+                where=directory,
+                expected="the file itself, a zip archive without compression",
+                found="a directory with data.pkl in it",
+                remedy=f"pack it again: cd {parent} && zip -0 -r {packed} {name}",
+            )
+    return None
+
+
+def tensorflow_prefix(path: str) -> UnknownFormatError | None:
+    """The error for a path without a file that is the prefix of a TensorFlow checkpoint, or None."""
+    if not os.path.isfile(f"{path}.index"):
+        return None
+    return UnknownFormatError(
+        "this is the prefix of a TensorFlow checkpoint, which modelstate does not read",
+        where=path,
+        found=f"{os.path.basename(path)}.index",
+        remedy=_CONVERT,
+    )

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -41,13 +40,23 @@ from modelstate.errors import (
     WriteFailedError,
 )
 from modelstate.formats import manifest
-from modelstate.formats.manifest import BLOCK_BYTES, HEX, OPEN_SEAL, SEAL, check_seal, digest, sealed
+from modelstate.formats.manifest import (
+    BLOCK_BYTES,
+    HEX,
+    OPEN_SEAL,
+    SEAL,
+    JsonError,
+    check_seal,
+    digest,
+    parse_json,
+    sealed,
+)
 from modelstate.formats.tree import Contents
 from modelstate.io.atomic import Output
 from modelstate.io.files import SourceFile
 from modelstate.io.memory import TENSOR_ALIGN_BYTES
 from modelstate.spec import StoredTensors, TensorColumns
-from modelstate.text_format import excerpt, is_unicode, listed, printable, quote, short_repr
+from modelstate.text_format import is_unicode, listed, quote, short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -93,9 +102,6 @@ _WITHOUT_DTYPE = {"F6_E2M3", "F6_E3M2"}
 
 METADATA_NAME = "__metadata__"
 """The entry of the header that has text instead of a tensor."""
-
-Members = tuple[tuple[str, object], ...]
-"""A JSON object as its pairs, so that a repeated key is noticed. A JSON array is a list."""
 
 
 def begins(head: bytes) -> bool:
@@ -159,70 +165,24 @@ def read(file: SourceFile, *, allow: Sequence[object] = ()) -> Contents:
     return contents if text is None else manifest.apply(contents, text, path, "__metadata__", allow)
 
 
-class JsonError(ValueError):
-    """A text is not the JSON that a reader expects. The readers convert it to their own errors."""
-
-    def __init__(self, what: str, found: str = "", expected: str = "", at: int | None = None, remedy: str = "") -> None:
-        super().__init__(what)
-        self.what, self.found, self.expected, self.at, self.remedy = what, found, expected, at, remedy
-
-
-def repeated_key(key: str, found: str) -> JsonError:
-    """The error for an object that has a key twice."""
-    remedy = "write the file again: which of the two is meant cannot be known"
-    return JsonError(f"the key {quote(key)} is in one object twice", found, remedy=remedy)
-
-
-def parse_object(text: bytes) -> Members:
-    """Parses a JSON object of UTF-8. The caller has limited its parts. Raises `JsonError`."""
-    try:
-        string = text.decode()
-        value = json.loads(string, object_pairs_hook=tuple)
-    except UnicodeDecodeError as error:
-        raise JsonError("it is not UTF-8", excerpt(text[error.start : error.start + 60]), at=error.start) from None
-    except RecursionError:
-        raise JsonError("its values are nested too deeply") from None
-    except json.JSONDecodeError as error:
-        # Without its cause, which keeps the whole text in memory.
-        what = error.msg[:1].lower() + error.msg[1:]
-        raise JsonError(what, printable(string[error.pos : error.pos + 60]) or "the end", at=error.pos) from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise JsonError("a number has too many digits", str(error)[:60]) from None
-    if not isinstance(value, tuple):
-        raise JsonError("not a JSON object", excerpt(text[:60]) or "the end", "{", at=0)
-    return value
-
-
 def strings_of(members: object, limit: int, different: int = MAX_ENTRIES) -> dict[str, str]:
     """The strings of a JSON object by key. Equal values become one object.
 
     Raises `JsonError`, also for more keys than `limit`, or more different values than `different`.
     """
-    if not isinstance(members, tuple):
+    if not isinstance(members, dict):
         raise JsonError("not an object of strings", str(members)[:60], '{"key": "value", ...}')
     strings: dict[str, str] = {}
     known: dict[str, str] = {}
-    for key, value in members:
+    for key, value in members.items():
         if type(value) is not str:
             raise JsonError(f"the value of {quote(key)} is no text", ascii(value)[:60], '"key": "value"')
-        if key in strings:
-            raise repeated_key(key, f"{quote(strings[key])} and {quote(value)}")
         strings[key] = known.setdefault(value, value)
         if len(strings) > limit or len(known) > different:
             what = f"more than {limit:,} keys or {different:,} different values, which this reader does not read"
             remedy = "write the checkpoint again in fewer, larger shards, or as several checkpoints"
             raise JsonError(what, remedy=remedy)
-    _check_unicode(chain(strings, known))
     return strings
-
-
-def _check_unicode(texts: Iterable[str]) -> None:
-    """Raises `JsonError` for half of a surrogate pair, which `\\u` in JSON can make, and which no program can read."""
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError as error:
-        found = ascii(error.object[max(error.start - 30, 0) : error.end])
-        raise JsonError("a text has half of a surrogate pair", found) from None
 
 
 def _parse_header(header: bytes, path: str, begin: int, file_bytes: int) -> tuple[StoredTensors, dict[str, str]]:
@@ -241,13 +201,6 @@ def _parse_header(header: bytes, path: str, begin: int, file_bytes: int) -> tupl
         ]
     nbytes = _sizes(names, kinds, shapes, firsts, lasts, path)
     rows = dict(zip(names, range(len(names)), strict=True))
-    if len(rows) < len(names):
-        repeated = next(name for name, times in Counter(names).items() if times > 1)
-        raise DamagedFileError(
-            f"the name {quote(repeated)} is in the header twice",
-            where=path,
-            remedy="write the file again: which of the two tensors is meant cannot be known",
-        )
     if firsts != (0, *lasts)[: len(firsts)]:
         rows = dict(sorted(rows.items(), key=lambda item: (firsts[item[1]], nbytes[item[1]])))
         _check_order(rows, firsts, lasts, path)
@@ -313,27 +266,19 @@ def _usual_header(header: bytes) -> tuple[list[str], _Columns, dict[str, str]] |
 
 def _any_header(header: bytes) -> tuple[list[str], _Columns, dict[str, str]]:
     """As `_usual_header`, of any header. Raises `JsonError`."""
-    members = parse_object(header)
-    found = [fields for name, fields in members if name == METADATA_NAME]
-    if len(found) > 1:
-        raise repeated_key(METADATA_NAME, str(found[1])[:60])
-    metadata = {} if found in ([], [None]) else strings_of(found[0], MAX_ENTRIES)
-    entries = tuple(member for member in members if member[0] != METADATA_NAME) if found else members
-    names = [name for name, _ in entries]
-    if b"\\" in header and b"\\u" in header:  # a search for one byte takes a twentieth of the time
-        _check_unicode(names)
-    rows = [_fields_of(name, fields) for name, fields in entries]
+    entries = parse_json(header)
+    metadata = entries.pop(METADATA_NAME, None)
+    rows = [_fields_of(name, fields) for name, fields in entries.items()]
     kinds, shapes, firsts, lasts = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return names, (kinds, shapes, firsts, lasts), metadata
+    return [*entries], (kinds, shapes, firsts, lasts), {} if metadata is None else strings_of(metadata, MAX_ENTRIES)
 
 
 def _fields_of(name: str, fields: Any) -> tuple[str, tuple[int, ...], int, int]:
     """The dtype, shape, first and last byte of an entry, checked to be of these types. Raises `JsonError`."""
     try:
-        entry = dict(fields)
-        kind, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        kind, shape, (first, last) = fields["dtype"], fields["shape"], fields["data_offsets"]
         if (
-            (type(fields) is tuple and len(fields) == 3 and type(kind) is str and type(shape) is list)
+            (len(fields) == 3 and type(kind) is str and type(shape) is list)
             and {int}.issuperset(map(type, (*shape, first, last)))
             and first >= 0 <= last
         ):

@@ -29,13 +29,8 @@ from modelstate.errors import (
     SourceNotFoundError,
 )
 from modelstate.formats import manifest
-from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, check_seal, digest, sealed
-from modelstate.formats.safetensors import (
-    JsonError,
-    parse_object,
-    repeated_key,
-    strings_of,
-)
+from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, JsonError, check_seal, digest, parse_json, sealed
+from modelstate.formats.safetensors import strings_of
 from modelstate.formats.tree import Contents
 from modelstate.io.files import FileFingerprint, SourceFile
 from modelstate.remote.location import beside, is_remote
@@ -152,18 +147,13 @@ def read_index(index_path: str) -> Index:
                 found=f"{file.nbytes:,} bytes",
             )
         text, fingerprint = file.read(0, file.nbytes, "the index"), file.fingerprint
-    weight_map: dict[str, str] | None = None
-    metadata: dict[str, str] = {}
     try:
         if sum(map(text.count, (b"[", b"{", b","))) > _MOST_PARTS:
             raise JsonError(f"it has more than {_MOST_PARTS:,} parts")
-        for key, value in parse_object(text):
-            if key == "metadata" and f'"{SEAL}"'.encode() in text:
-                metadata = strings_of(value, _MOST_METADATA)
-            elif key == WEIGHT_MAP:
-                if weight_map is not None:
-                    raise repeated_key(key, str(value)[:60])
-                weight_map = strings_of(value, MAX_NAMES, MAX_SHARDS)
+        fields = parse_json(text)
+        weight_map = strings_of(fields.get(WEIGHT_MAP, {}), MAX_NAMES, MAX_SHARDS)
+        is_own = f'"{SEAL}"'.encode() in text
+        metadata = strings_of(fields.get("metadata", {}), _MOST_METADATA) if is_own else {}
     except JsonError as error:
         raise DamagedFileError(
             f"the index cannot be read: {error.what}",

@@ -58,6 +58,8 @@ class FlatTree(msgspec.Struct):
     """The largest parts of the tree without tensors, and every `_extra_state`, by dotted path."""
     containers: list[str] = msgspec.field(default_factory=list)
     """The paths of the mappings that contain tensors at any depth; the root is the empty path."""
+    versions: dict[str, Mapping[str, object]] = msgspec.field(default_factory=dict)
+    """torch's `_metadata`, the versions of modules by module path, by the path of the container that has it."""
 
 
 def _is_tensor(node: object) -> bool:
@@ -245,6 +247,8 @@ class _Flattener:
                 self.add(self.flat.values, below, child)
         if isinstance(node, Mapping):
             self.flat.containers.insert(place, path)
+            if (versions := version_metadata(node)) is not None:
+                self.flat.versions[path] = versions
         return True
 
     def add(self, into: dict[str, Any], path: str, leaf: object) -> None:

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.combine import Combination, Merged, check_values, label, versions_of, where
+from modelstate.checkpoint.combine import Combination, check_values, label, versions_of, where
 from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import CombineError, OptionError
 from modelstate.formats.tree import FlatTree
@@ -93,7 +93,7 @@ class Average(Combination):
         if weights is not None and not all(abs(weight) <= _LARGEST_WEIGHT for weight in weights):  # also False for NaN
             raise CombineError("the weights of an average must be finite in float32", found=weights)
 
-    def merge(self, sources: Sequence[Checkpoint]) -> Merged:
+    def merge(self, sources: Sequence[Checkpoint]) -> FlatTree:
         """Returns the averages, which are computed when they are read.
 
         Args:
@@ -146,7 +146,7 @@ class Average(Combination):
                 averages[keys] = self._averaged(name, parts, weights, chosen)
             tensors[name] = averages[keys]
         values = sources[chosen or 0].flat.values
-        return Merged(FlatTree(tensors, dict(values), sources[0].flat.containers), versions_of(sources))
+        return FlatTree(tensors, dict(values), sources[0].flat.containers, versions_of(sources))
 
     def _averaged(self, name: str, parts: tuple[Stored, ...], weights: Sequence[float], chosen: int | None) -> Stored:
         dtype, shape = parts[0].dtype, tuple(parts[0].shape)

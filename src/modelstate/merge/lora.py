@@ -19,7 +19,7 @@ import msgspec
 
 from modelstate.arguments import check_flag
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.combine import Combination, Merged, label, versions_of
+from modelstate.checkpoint.combine import Combination, label, versions_of
 from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import CombineError, OptionError
 from modelstate.formats.tree import FlatTree
@@ -99,7 +99,7 @@ class LoRA(Combination):
                 "alpha= cannot be used", expected="a finite number", found=short_repr(self.alpha), remedy=remedy
             )
 
-    def merge(self, sources: Sequence[Checkpoint]) -> Merged:
+    def merge(self, sources: Sequence[Checkpoint]) -> FlatTree:
         """Returns the weights of the base, to which the products of the adapters are added when they are read.
 
         Args:
@@ -156,7 +156,7 @@ class LoRA(Combination):
             if name not in deltas:
                 like = base.get(name)
                 tensors[name] = stored if like is None or like.dtype == stored.dtype else cast(stored, like.dtype)
-        return Merged(FlatTree(tensors, dict(base.flat.values), base.flat.containers), versions_of([base]))
+        return FlatTree(tensors, dict(base.flat.values), base.flat.containers, versions_of([base]))
 
 
 def _check_adapter(adapter: Checkpoint, where: str) -> None:
