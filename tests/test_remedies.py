@@ -281,7 +281,7 @@ def reading_into_another_shape(tmp_path: Path) -> Scenario:
     return Scenario(partial(checkpoint.read_into, "0.weight"), {"out": torch.empty(1)})
 
 
-@scenario("checkpoint/combine.py::Disjoint.merge")
+@scenario("checkpoint/combine.py::_disjoint")
 def several_checkpoints(tmp_path: Path) -> Scenario:
     sources = [saved(tmp_path, "a.safetensors"), saved(tmp_path, "b.safetensors")]
     return Scenario(partial(ms.open, sources), takes=("ms.merge.Average",))

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from modelstate.codec.codec import KINDS, decode, encode
+from modelstate.codec.codec import TAGS, decode, encode
 from modelstate.errors import CodecError, UnknownClassError
 from tests.codec.values import EXAMPLES, Config, Pair, Point
 from tests.sweeps import examples
@@ -123,7 +123,7 @@ def test_bad_trees_are_refused(index: int) -> None:
 
 _TREES = [(name, encode(value)) for name, value in EXAMPLES.items()]
 _PLAIN = [None, True, -1, 0, 2**70, 1.5, "", "x", "<f4", "O", [], {}, [[1, 2]], {"$tuple": []}, {"$int": "0x1"}]
-_TAGGED = [{f"${tag}": value} for tag in sorted(KINDS.by_tag) for value in ([], {}, "x", [[1, 2]])]
+_TAGGED = [{f"${tag}": value} for tag in sorted(TAGS) for value in ([], {}, "x", [[1, 2]])]
 _PIECES = st.sampled_from([*_PLAIN, *_TAGGED, torch.zeros(3, dtype=torch.uint8)])
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from modelstate.codec.codec import KINDS, decode, encode
+from modelstate.codec.codec import TAGS, decode, encode
 from tests.codec.values import EXAMPLES, Config
 
 
@@ -19,7 +19,7 @@ def test_every_kind_has_an_example() -> None:
             look(part)
 
     look(encode(EXAMPLES))
-    assert set(KINDS.by_tag) - found <= {"object", "dict"}
+    assert set(TAGS) - found <= {"object", "dict"}
 
 
 def test_what_json_can_say_is_plain() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from time import perf_counter
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -24,7 +24,7 @@ from modelstate.errors import KeyNotFoundError, OptionError, SourceTypeError, Ta
 from modelstate.formats.block_writer import LazyTensor, OnCast, bytes_stored, lazy_tensor, threads_within, whole
 from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX
-from modelstate.formats.tree import EXTRA_STATE, empty_like, is_container, leaves, rebuild, refused_in, subtree
+from modelstate.formats.tree import EXTRA_STATE, empty_like, leaves, rebuild, refused_in, subtree
 from modelstate.formats.writing import CheckpointWriter, Files, write_checkpoint
 from modelstate.html.page import ColumnKind, Page, Shown
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
@@ -99,18 +99,15 @@ class LazyStateBuilder:
             return refused
         if path in self._values:
             return self.value(rebuild(node, self._checkpoint.read), path)
-        if not is_container(node):
-            return self.tensor(cast("Stored", node), path)
         if isinstance(node, Mapping):
             mapping: dict[object, object] = OrderedDict() if isinstance(empty_like(node), OrderedDict) else {}
-            for key, item in node.items():
-                lazy = self.node(item, f"{path}.{key}" if path else str(key))
-                if not isinstance(lazy, Refused):
-                    mapping[key] = lazy
+            lazy = {key: self.node(item, f"{path}.{key}" if path else str(key)) for key, item in node.items()}
+            mapping.update((key, item) for key, item in lazy.items() if not isinstance(item, Refused))
             if (versions := version_metadata(node)) is not None:
                 set_version_metadata(mapping, versions)
             return mapping
-        assert isinstance(node, list | tuple)
+        if not isinstance(node, list | tuple):
+            return self.tensor(cast("Stored", node), path)
         items = [self.node(item, f"{path}.{index}" if path else str(index)) for index, item in enumerate(node)]
         if any(isinstance(item, Refused) for item in items):
             from modelstate.formats.construct import refusal
@@ -118,7 +115,7 @@ class LazyStateBuilder:
             raise refusal(self._left_out, self._checkpoint.source)  # without them, the others had another index
         return items if isinstance(node, list) else tuple(items)
 
-    def value(self, value: object, path: str) -> object:
+    def value(self, value: Any, path: str) -> object:
         """The value without the keys whose values are not read; a `Refused` where nothing is left to write.
 
         A list or a tuple with an item that is not read is left out as a whole.
@@ -127,14 +124,13 @@ class LazyStateBuilder:
             return refused
         if isinstance(value, Refused):
             self._left_out[path] = value
-            return value
-        if isinstance(value, dict) and type(value) in (dict, OrderedDict):
+        elif type(value) in (dict, OrderedDict):
             items = (
                 (key, self.value(key if isinstance(key, Refused) else item, f"{path}.{key}"))
                 for key, item in value.items()
             )
             return type(value)((key, item) for key, item in items if not isinstance(item, Refused))
-        if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        elif type(value) in (list, tuple):
             kept = [self.value(item, f"{path}.{index}") for index, item in enumerate(value)]
             return next((item for item in kept if isinstance(item, Refused)), type(value)(kept))
         return value
@@ -162,8 +158,8 @@ class LazyStateBuilder:
 
     def _cast_now(self, value: torch.Tensor, path: str) -> torch.Tensor:
         """Casts a sparse tensor; leaves a tensor subclass as it is. Raises `OptionError` for a quantized tensor."""
-        to = self._cast
-        if to is None or value.dtype == to or not value.dtype.is_floating_point:
+        to = self.cast_of(value.dtype, path)
+        if to is None:
             return value
         if is_quantized(value):
             raise OptionError(
@@ -177,17 +173,9 @@ class LazyStateBuilder:
             self._uncast.setdefault(type(value).__name__, []).append(path)
             return value
         with torch.inference_mode(False), torch.no_grad():
-            try:
-                cast = value.detach().to(to)
-            except (RuntimeError, NotImplementedError) as error:
-                raise self._no_cast(value.dtype, path, error) from error
+            cast = value.detach().to(to)
             self.overflows.check(path, _elements(value), _elements(cast))
         return cast
-
-    def _no_cast(self, dtype: torch.dtype, path: str, error: Exception) -> OptionError:
-        return OptionError(
-            f"torch cannot cast {dtype} to {self._cast}", where=f"{self._checkpoint.source}: {path}", found=error
-        )
 
     def notes(self) -> list[str]:
         """Notes for the report, about tensors that are not cast, and about values that are left out.
@@ -226,7 +214,9 @@ class LazyStateBuilder:
             try:
                 torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype).to(to)
             except (RuntimeError, NotImplementedError) as error:
-                raise self._no_cast(dtype, path, error) from error
+                raise OptionError(
+                    f"torch cannot cast {dtype} to {to}", where=f"{self._checkpoint.source}: {path}", found=error
+                ) from error
             self._castable.add(dtype)
         return to
 

@@ -1,21 +1,399 @@
-"""`encode`, `decode` and `register_codec`: convert plain values to JSON and tensors, and back."""
+"""`encode`, `decode` and `register_codec`: convert plain values to JSON and tensors, and back.
+
+Values of Python, NumPy and torch have an encoding, and objects of enums, dataclasses and namedtuples.
+
+A class is looked up in imported modules and never imported; its objects are filled without running their constructors.
+The attributes of a class or a module are read without running its own code (`__getattr__`, descriptors, metaclasses).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import base64
+import dataclasses
+import json
+import math
+import struct
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from datetime import date, datetime, timedelta, timezone
+from enum import Enum
+from functools import partial
+from inspect import getattr_static
+from pathlib import Path
+from types import MemberDescriptorType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
+import torch
+from torch import nn
 
-from modelstate.codec import values
-from modelstate.codec.walk import FIELD, Decoder, Encoder, Leaf, Tree, ValueKind, ValueKinds, Walk
-from modelstate.errors import (
-    CodecError,
-    ModelStateError,
-    OptionError,
-    UnknownClassError,
-)
+from modelstate.codec.walk import FIELD, REGISTER, Decoder, Encoder, Leaf, Tree, ValueKind, Walk
+from modelstate.errors import CodecError, ModelStateError, OptionError, UnknownClassError
 from modelstate.text_format import short_repr
+from modelstate.torch_compat.plain import byte_tensor
+from modelstate.torch_compat.values import set_version_metadata
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+
+FACTORIES: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, OrderedDict, Counter)
+}
+"""The factories that a `defaultdict` may have."""
+
+
+# Python.
+
+
+def _of_text(tag: str, text: Callable[[Any], str], create: Callable[[str], object]) -> ValueKind:
+    """A kind of values that are encoded as a text."""
+    return ValueKind(tag, lambda value, encoder: text(value), lambda tree, decoder: create(decoder.expect(tree, str)))
+
+
+def _of_items(
+    tag: str, items: Callable[[Any], Iterable[object]], create: Callable[..., object], cls: type | None = None
+) -> ValueKind:
+    """A kind of values that are encoded as a list of items, which `create` takes as arguments; all are of a class."""
+    return ValueKind(
+        tag,
+        lambda value, encoder: encoder.children(items(value)),
+        lambda tree, decoder: create(*decoder.items(tree, cls)),
+    )
+
+
+def _as_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _from_base64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _encode_set(value: set[object] | frozenset[object], encoder: Encoder) -> list[Tree]:
+    """Encodes the members of a set, in an order that does not depend on their hashes where that is possible."""
+    encoder.check_hashes(value)
+    trees = [encoder.key(member, member) for member in value]
+    try:
+        return sorted(trees, key=json.dumps)
+    except TypeError:
+        return trees
+
+
+def _encode_ordered(value: OrderedDict[object, object], encoder: Encoder) -> Tree:
+    attributes = vars(value)
+    if not attributes:
+        return encoder.pairs(value)
+    if set(attributes) != {"_metadata"}:
+        raise encoder.fail("an OrderedDict with attributes", found=", ".join(attributes), remedy="save a dict")
+    # The versions of modules in a state dict.
+    return {"items": encoder.pairs(value), **encoder.named(attributes)}
+
+
+def _ordered(tree: Tree, decoder: Decoder) -> OrderedDict[object, object]:
+    value: OrderedDict[object, object] = OrderedDict()
+    if type(tree) is list:
+        return decoder.pairs(tree, value)
+    items, metadata = decoder.fields(tree, "items", "_metadata")
+    decoder.pairs(items, value)
+    set_version_metadata(value, decoder.named({"_metadata": metadata})["_metadata"])
+    return value
+
+
+def _encode_default(value: defaultdict[object, object], encoder: Encoder) -> Tree:
+    factory = value.default_factory
+    name = None if factory is None else getattr(factory, "__name__", "")
+    if factory is not None and FACTORIES.get(str(name)) is not factory:
+        raise encoder.fail(
+            "a defaultdict whose factory is not known",
+            expected=", ".join(FACTORIES),
+            found=f"a {type(factory).__qualname__}",
+            remedy="save dict(...) of it",
+        )
+    return {"factory": name, "items": encoder.pairs(value)}
+
+
+def _default(tree: Tree, decoder: Decoder) -> defaultdict[object, object]:
+    factory, items = decoder.fields(tree, "factory", "items")
+    value: defaultdict[object, object] = defaultdict(None if factory is None else FACTORIES[factory])
+    return decoder.pairs(items, value)
+
+
+def _datetime(tree: Tree, decoder: Decoder) -> datetime:
+    text, fold, zone = decoder.expect(tree, list)
+    value = datetime.fromisoformat(decoder.expect(text, str))
+    tzinfo = None if zone is None else decoder.items([zone], timezone)[0]
+    return value.replace(fold=decoder.expect(fold, int), tzinfo=tzinfo)
+
+
+# NumPy.
+
+_DTYPE_KINDS = "biufcSUMm"
+Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+_MAX_DIMENSIONS = 64
+_MAX_SIZE = 2**63 - 1
+
+
+def _encode_dtype(dtype: np.dtype[np.generic], encoder: Encoder) -> str:
+    if dtype.kind not in _DTYPE_KINDS or not dtype.itemsize or dtype.char in "gG" or np.dtype(dtype.str) != dtype:
+        remedy = "save a list of it, or an array of another dtype"
+        raise encoder.fail(f"there is no encoding for NumPy's dtype {dtype}", remedy=remedy)
+    return str(dtype.str)
+
+
+def _dtype(tree: Tree, decoder: Decoder) -> np.dtype[np.generic]:
+    dtype: np.dtype[np.generic] = np.dtype(decoder.expect(tree, str))
+    if dtype.kind not in _DTYPE_KINDS or not dtype.itemsize or dtype.char in "gG":
+        raise decoder.fail("a dtype that is not stored here", found=str(dtype)[:80])
+    return dtype
+
+
+def _encode_array(value: Array, encoder: Encoder) -> Tree:
+    order: Literal["C", "F"] = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+    dtype = _encode_dtype(value.dtype, encoder)
+    data = encoder.array(value, lambda: byte_tensor(value.tobytes(order)))
+    return {"dtype": dtype, "shape": list(value.shape), "order": order, "data": data}
+
+
+def _array(tree: Tree, decoder: Decoder) -> object:
+    text, shape, order, data = decoder.fields(tree, "dtype", "shape", "order", "data")
+    sizes = [decoder.expect(size, int) for size in decoder.expect(shape, list)]
+    if len(sizes) > _MAX_DIMENSIONS or not all(0 <= size <= _MAX_SIZE for size in sizes):
+        raise decoder.fail("no shape of an array", found=f"{len(sizes)} dimensions")
+    if order not in ("C", "F"):
+        raise decoder.fail("the order of an array is unknown", expected="C or F")
+    dtype = _dtype(text, decoder)
+
+    def filled(stored: torch.Tensor) -> Array:
+        if stored.dtype != torch.uint8 or stored.device.type != "cpu":
+            raise decoder.fail("the data of an array are not bytes")
+        raw = stored.contiguous().view(-1).numpy()
+        if math.prod(sizes) * dtype.itemsize != len(raw):
+            raise decoder.fail("the bytes of an array are not as many as its shape and dtype need", found=len(raw))
+        return np.frombuffer(bytearray(raw), dtype).reshape(sizes, order=order) if len(raw) else np.empty(sizes, dtype)
+
+    return decoder.array(data, (dtype, sizes, order), filled)
+
+
+_EMPTY = {"<U0": np.str_(""), "|S0": np.bytes_(b"")}
+"""The scalars whose dtypes have no bytes, by their dtypes."""
+
+
+def _encode_scalar(value: np.generic, encoder: Encoder) -> Tree:
+    if value.dtype.str in _EMPTY:
+        return [value.dtype.str, ""]
+    return [_encode_dtype(value.dtype, encoder), _as_base64(value.tobytes())]
+
+
+def _scalar(tree: Tree, decoder: Decoder) -> object:
+    text, encoded = decoder.expect(tree, list)
+    if isinstance(text, str) and text in _EMPTY and not encoded:
+        return _EMPTY[text]
+    dtype, raw = _dtype(text, decoder), _from_base64(decoder.expect(encoded, str))
+    if len(raw) != dtype.itemsize:
+        raise decoder.fail("the bytes of a scalar are not as many as its dtype needs", found=len(raw))
+    if dtype.kind in "SU":  # `frombuffer` drops zeros at the end
+        return np.bytes_(raw) if dtype.kind == "S" else np.str_(raw.decode("utf-32-le", "surrogatepass"))
+    return np.frombuffer(raw, dtype)[0]
+
+
+# torch.
+
+
+def _torch_size(*sizes: int) -> torch.Size:
+    if not all(abs(size) <= _MAX_SIZE for size in sizes):
+        raise ValueError("a size of more than 64 bits")  # torch takes it, and fails where it is used
+    return torch.Size(sizes)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = vars(torch)[name]  # a newer torch may have more
+    if type(dtype) is not torch.dtype:
+        raise ValueError(name)
+    return dtype
+
+
+def _parameter(tree: Tree, decoder: Decoder) -> torch.Tensor:
+    data, requires_grad = decoder.fields(tree, "data", "requires_grad")
+    return decoder.tensor(data, True, decoder.expect(requires_grad, bool))
+
+
+def _uninitialised(tree: Tree, decoder: Decoder, cls: Callable[..., torch.Tensor]) -> torch.Tensor:
+    dtype_tree, requires_grad = decoder.fields(tree, "dtype", "requires_grad")
+    dtype = decoder.expect(decoder.value(dtype_tree), torch.dtype)
+    with torch.inference_mode(False):  # otherwise it could never be trained
+        tensor: torch.Tensor = cls(decoder.expect(requires_grad, bool), "cpu", dtype)
+    return tensor
+
+
+# Enums, dataclasses and namedtuples.
+
+
+def find(text: str) -> type | None:
+    """The class named `module:qualname`, if its module has been imported and contains it."""
+    module, _, qualname = text.partition(":")
+    value: object = sys.modules.get(module)
+    for part in qualname.split("."):
+        value = getattr_static(value, part, None)
+    return value if issubclass(type(value), type) else None  # type: ignore[return-value]
+
+
+def _is_enum(cls: type) -> bool:
+    return issubclass(cls, Enum)
+
+
+def _is_namedtuple(cls: type) -> bool:
+    fields = getattr_static(cls, "_fields", None)
+    return tuple in cls.__mro__ and type(fields) is tuple and all(type(name) is str for name in fields)
+
+
+def _is_dataclass(cls: type) -> bool:
+    return type(getattr_static(cls, "__dataclass_fields__", None)) is dict and not _is_enum(cls)
+
+
+def _class_text(value: object, encoder: Encoder) -> str:
+    cls = type(value)
+    text = f"{cls.__module__}:{cls.__qualname__}"
+    if find(text) is not cls:
+        raise encoder.fail(
+            "a class that cannot be found by its name, as one that is defined in a function",
+            found=text,
+            remedy="define it at the top of a module; " + REGISTER,
+        )
+    _check_class(cls, encoder)
+    return text
+
+
+def _class(tree: Tree, decoder: Decoder, what: str, applies: Callable[[type], bool]) -> type:
+    text = decoder.expect(tree, str)
+    cls = find(text)
+    if cls is None:
+        raise UnknownClassError(
+            f"the class {text[:200]!r} is not there",
+            where=decoder.place,
+            remedy=f"import {text.partition(':')[0][:200]!r} first: decoding imports nothing by itself",
+        )
+    if not applies(cls):
+        raise UnknownClassError(f"a class that is no {what}", where=decoder.place, expected=what, found=text[:200])
+    _check_class(cls, decoder)
+    return cls
+
+
+def _check_class(cls: type, walk: Walk) -> None:
+    """Refuses a class with `__del__`, and counts a class with its own `__hash__`: both would run without a call."""
+    if getattr_static(cls, "__del__", None) is not None:
+        raise walk.fail("a class with a __del__, which would run", found=cls.__qualname__, remedy=REGISTER)
+    for name in ("__hash__", "__eq__"):
+        method = getattr_static(cls, name)
+        code = getattr(method, "__code__", None)
+        # Code of Python itself, and code that `dataclasses` has generated, may run.
+        is_generated = code is not None and code.co_filename == "<string>" and _is_dataclass(cls)
+        if code is not None and not is_generated and method is not vars(Enum).get(name):
+            walk.own_hashes += 1
+
+
+def _encode_enum(value: Enum, encoder: Encoder) -> Tree:
+    text = _class_text(value, encoder)
+    if vars(type(value))["_member_map_"].get(value._name_) is not value:
+        raise encoder.fail("an Enum member that its class does not have", found=text, remedy=REGISTER)
+    return {"class": text, "name": value._name_}
+
+
+def _enum(tree: Tree, decoder: Decoder) -> object:
+    text, name = decoder.fields(tree, "class", "name")
+    members = vars(_class(text, decoder, "Enum", _is_enum))["_member_map_"]
+    if name not in members:
+        raise UnknownClassError(
+            "the Enum has no such member", where=decoder.place, expected=", ".join(members), found=name
+        )
+    return members[name]
+
+
+def _encode_namedtuple(value: tuple[object, ...], encoder: Encoder) -> Tree:
+    text = _class_text(value, encoder)
+    names = type(value)._fields  # type: ignore[attr-defined]
+    if getattr(value, "__dict__", None) or len(names) != len(value):
+        raise encoder.fail("a namedtuple with more than its fields", found=text, remedy=REGISTER)
+    return {"class": text, "fields": encoder.named(dict(zip(names, value, strict=True)))}
+
+
+def _namedtuple(tree: Tree, decoder: Decoder) -> object:
+    text, fields = decoder.fields(tree, "class", "fields")
+    cls = _class(text, decoder, "namedtuple", _is_namedtuple)
+    values = decoder.named(fields)
+    names: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]
+    _check_fields(names, values, text, decoder)
+    return tuple.__new__(cls, [values[name] for name in names])
+
+
+def _slots(cls: type) -> dict[str, MemberDescriptorType]:
+    """The slots of a class by name."""
+    slots: dict[str, MemberDescriptorType] = {}
+    for base in reversed(cls.__mro__):
+        slots |= {name: slot for name, slot in vars(base).items() if type(slot) is MemberDescriptorType}
+    return slots
+
+
+def _encode_dataclass(value: DataclassInstance, encoder: Encoder) -> Tree:
+    cls = type(value)
+    text = _class_text(value, encoder)
+    slots = _slots(cls)
+    state = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+    names = [field.name for field in dataclasses.fields(cls)]
+    for name in names:
+        if name not in slots and hasattr(type(getattr_static(cls, name, None)), "__set__"):
+            raise encoder.fail(f"a dataclass whose field {name!r} is a property", found=text, remedy=REGISTER)
+        if not hasattr(value, name):
+            raise encoder.fail(f"a dataclass whose field {name!r} has not been set", found=text, remedy=REGISTER)
+    try:
+        object.__new__(cls)
+    except TypeError as error:
+        raise encoder.fail("a dataclass that cannot be made empty", found=error, remedy=REGISTER) from error
+    fields = {name: state.pop(name) if name in state else getattr(value, name) for name in names}
+    tree = {"class": text, "fields": encoder.named(fields)}
+    return {**tree, "attributes": encoder.named(state)} if state else tree
+
+
+def _dataclass(tree: Tree, decoder: Decoder) -> object:
+    extra = ("attributes",) if "attributes" in decoder.expect(tree, dict) else ()
+    text, fields, *attributes = decoder.fields(tree, "class", "fields", *extra)
+    cls = _class(text, decoder, "dataclass", _is_dataclass)
+    values = decoder.named(fields)
+    _check_fields([field.name for field in dataclasses.fields(cls)], values, text, decoder)
+    for more in attributes:
+        values |= decoder.named(more)
+    value: object = object.__new__(cls)
+    slots = _slots(cls)
+    for name, content in values.items():
+        if name in slots:
+            slots[name].__set__(value, content)
+        elif name.startswith("__"):
+            raise decoder.fail("an attribute that is not for values", found=name[:80])
+        else:
+            object.__getattribute__(value, "__dict__")[name] = content
+    return value
+
+
+def _check_fields(names: Collection[str], values: Collection[str], text: str, decoder: Decoder) -> None:
+    missing = [name for name in names if name not in values]
+    unknown = [name for name in values if name not in names]
+    if missing or unknown:
+        raise UnknownClassError(
+            f"the fields of {text} are not those that were saved: "
+            f"{len(missing)} missing, {len(unknown)} that the class does not have",
+            where=decoder.place,
+            expected=", ".join(names),
+            found=", ".join(values)[:500],
+            remedy="use the class as it was when the file was written, or write the file again; "
+            "ms.register_codec gives a class an encoding that can change with it",
+        )
+
+
+# Registered classes.
 
 
 class Codec(msgspec.Struct, frozen=True):
@@ -35,14 +413,14 @@ def _codec_of(cls: type) -> Codec | None:
     return next((codec for codec in [*_CODECS.values()] if codec.cls is cls), None)
 
 
-def _encode(value: object, encoder: Encoder) -> Tree:
+def _encode_object(value: object, encoder: Encoder) -> Tree:
     codec = _codec_of(type(value))
     assert codec is not None
     encoded = _called(codec.encode, value, f"encodes {codec.name}", encoder)
     return {"codec": codec.name, "value": encoder.child(encoded, (FIELD, "encoded"))}
 
 
-def _decode(tree: Tree, decoder: Decoder) -> object:
+def _decode_object(tree: Tree, decoder: Decoder) -> object:
     name, inner = decoder.fields(tree, "codec", "value")
     codec = _CODECS.get(decoder.expect(name, str))
     if codec is None:
@@ -71,11 +449,94 @@ def _called(function: Callable[[Any], object], value: object, what: str, walk: W
         raise walk.fail(f"the function that {what} raised {type(error).__name__}", found=error) from error
 
 
-T = TypeVar("T")
+# The kinds.
 
-_RULES = ((lambda cls: _codec_of(cls) is not None, ValueKind("object", _encode, _decode)), *values.RULES)
-_ALL = (*values.KINDS.values(), *(kind for _, kind in _RULES))
-KINDS = ValueKinds(values.KINDS, {kind.tag: kind for kind in _ALL}, _RULES)
+
+def _pairs(value: Mapping[object, object], encoder: Encoder) -> list[list[Tree]]:
+    return encoder.pairs(value)
+
+
+KINDS: dict[type, ValueKind] = {
+    str: _of_text(
+        "str",
+        lambda value: _as_base64(value.encode("utf-8", "surrogatepass")),
+        lambda text: _from_base64(text).decode("utf-8", "surrogatepass"),
+    ),
+    int: _of_text("int", hex, lambda text: int(text, 16)),
+    float: _of_text(
+        "float", lambda value: struct.pack(">d", value).hex(), lambda text: struct.unpack(">d", bytes.fromhex(text))[0]
+    ),
+    bytes: _of_text("bytes", _as_base64, _from_base64),
+    date: _of_text("date", date.isoformat, date.fromisoformat),
+    torch.dtype: _of_text("torch.dtype", lambda value: str(value).removeprefix("torch."), _torch_dtype),
+    torch.device: _of_text("torch.device", str, torch.device),
+    complex: _of_items("complex", lambda value: (value.real, value.imag), complex, float),
+    tuple: _of_items("tuple", tuple, lambda *items: items),
+    range: _of_items("range", lambda value: (value.start, value.stop, value.step), range, int),
+    timedelta: _of_items("timedelta", lambda value: (value.days, value.seconds, value.microseconds), timedelta, int),
+    timezone: _of_items("timezone", lambda value: value.__getinitargs__(), timezone),
+    torch.Size: _of_items("torch.Size", tuple, _torch_size, int),
+    set: ValueKind("set", _encode_set, lambda tree, decoder: set(decoder.keys(tree))),
+    frozenset: ValueKind("frozenset", _encode_set, lambda tree, decoder: frozenset(decoder.keys(tree))),
+    dict: ValueKind("dict", _pairs, lambda tree, decoder: decoder.pairs(tree, {})),
+    OrderedDict: ValueKind("OrderedDict", _encode_ordered, _ordered),
+    defaultdict: ValueKind("defaultdict", _encode_default, _default),
+    Counter: ValueKind("Counter", _pairs, lambda tree, decoder: Counter(decoder.pairs(tree, {}))),
+    datetime: ValueKind(
+        "datetime",
+        lambda value, encoder: [
+            value.replace(tzinfo=None, fold=0).isoformat(),
+            value.fold,
+            *encoder.children([value.tzinfo]),
+        ],
+        _datetime,
+    ),
+    type(Path()): ValueKind(
+        "Path",
+        lambda value, encoder: encoder.value(str(value)),
+        lambda tree, decoder: Path(decoder.expect(decoder.value(tree), str)),
+    ),
+    np.ndarray: ValueKind("numpy.array", _encode_array, _array),
+    torch.Tensor: ValueKind(
+        "requires_grad",
+        lambda value, encoder: encoder.tensor(value),
+        lambda tree, decoder: decoder.tensor(tree, False, True),
+    ),
+    nn.Parameter: ValueKind(
+        "Parameter",
+        lambda value, encoder: {"data": encoder.tensor(value), "requires_grad": value.requires_grad},
+        _parameter,
+    ),
+    **{
+        cls: ValueKind(
+            cls.__name__,
+            lambda value, encoder: encoder.named({"dtype": value.dtype, "requires_grad": value.requires_grad}),
+            partial(_uninitialised, cls=cls),
+        )
+        for cls in (nn.UninitializedParameter, nn.UninitializedBuffer)
+    },
+}
+"""By exact class."""
+
+_RULES: tuple[tuple[Callable[[type], bool], ValueKind], ...] = (
+    (lambda cls: _codec_of(cls) is not None, ValueKind("object", _encode_object, _decode_object)),
+    (lambda cls: issubclass(cls, np.generic), ValueKind("numpy.scalar", _encode_scalar, _scalar)),
+    (lambda cls: issubclass(cls, np.dtype), ValueKind("numpy.dtype", _encode_dtype, _dtype)),
+    (_is_enum, ValueKind("enum", _encode_enum, _enum)),
+    (_is_namedtuple, ValueKind("namedtuple", _encode_namedtuple, _namedtuple)),
+    (_is_dataclass, ValueKind("dataclass", _encode_dataclass, _dataclass)),
+)
+"""For the classes that `KINDS` does not list. The first rule that applies wins."""
+
+TAGS = {kind.tag: kind for kind in (*KINDS.values(), *(kind for _, kind in _RULES))}
+"""All kinds by tag."""
+
+
+def _kind_of(cls: type) -> ValueKind | None:
+    return KINDS.get(cls) or next((kind for applies, kind in _RULES if applies(cls)), None)
+
+
+# The functions.
 
 
 def encode(value: object, where: str = "", *, leaf: Leaf | None = None) -> Tree:
@@ -100,7 +561,7 @@ def encode(value: object, where: str = "", *, leaf: Leaf | None = None) -> Tree:
         >>> encode({"shape": (2, 3)})
         {'shape': {'$tuple': [2, 3]}}
     """
-    return _walked(Encoder(KINDS, where, leaf), value)
+    return _walked(Encoder(_kind_of, where, leaf), value)
 
 
 def decode(tree: Tree, where: str = "", *, leaf: Leaf | None = None) -> Any:
@@ -123,7 +584,7 @@ def decode(tree: Tree, where: str = "", *, leaf: Leaf | None = None) -> Any:
         >>> decode({"shape": {"$tuple": [2, 3]}})
         {'shape': (2, 3)}
     """
-    return _walked(Decoder(KINDS, where, leaf), tree)
+    return _walked(Decoder(TAGS, where, leaf), tree)
 
 
 def _walked(walk: Walk, value: object) -> Tree:
@@ -162,7 +623,7 @@ def register_codec(
     """
     if not isinstance(cls, type):
         raise OptionError("cls must be a class", found=short_repr(cls))
-    if cls in KINDS.by_type or cls in (bool, list, type(None)):
+    if cls in KINDS or cls in (bool, list, type(None)):
         raise OptionError("a class that has an encoding already", found=cls.__qualname__)
     if not callable(encode) or not callable(decode):
         raise OptionError("encode and decode are functions", found=f"{encode!r}, {decode!r}")

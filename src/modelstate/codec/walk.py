@@ -67,21 +67,11 @@ class ValueKind(msgspec.Struct, frozen=True):
     decode: Callable[[Tree, Decoder], object]
 
 
-class ValueKinds(msgspec.Struct, frozen=True):
-    """All known kinds."""
-
-    by_type: dict[type, ValueKind]
-    """By exact class; derived classes do not match."""
-    by_tag: dict[str, ValueKind]
-    by_rule: tuple[tuple[Callable[[type], bool], ValueKind], ...]
-    """For classes that are not listed. The first rule that applies wins."""
-
-
 class Walk:
     """The current place in a value or a tree, and the amount of it that has been visited."""
 
-    def __init__(self, kinds: ValueKinds, where: str, leaf: Leaf | None) -> None:
-        self.kinds, self.where, self.leaf = kinds, where, leaf
+    def __init__(self, where: str, leaf: Leaf | None) -> None:
+        self.where, self.leaf = where, leaf
         self.own_hashes = 0
         """The number of visited objects whose class defines `__hash__`, which would run if the object were a key."""
         self._path: list[Step] = []
@@ -149,10 +139,11 @@ class Walk:
 
 
 class Encoder(Walk):
-    """Converts a value to its tree."""
+    """Converts a value to its tree. `kind_of` returns the kind of the objects of exactly a class."""
 
-    def __init__(self, kinds: ValueKinds, where: str, leaf: Leaf | None) -> None:
-        super().__init__(kinds, where, leaf)
+    def __init__(self, kind_of: Callable[[type], ValueKind | None], where: str, leaf: Leaf | None) -> None:
+        super().__init__(where, leaf)
+        self._kind_of = kind_of
         self._open: set[int] = set()
         self._tensor = getattr(sys.modules.get("torch"), "Tensor", None)
         """The class of tensors; None before torch is imported, when there are none."""
@@ -209,7 +200,7 @@ class Encoder(Walk):
             return self.children(value)
         if cls is dict and all(type(key) is str and is_unicode(key) for key in value) and not looks_like_tag(value):
             return {key: self.child(item, (ITEM, key)) for key, item in value.items()}
-        kind = self.kinds.by_type.get(cls) or next((kind for applies, kind in self.kinds.by_rule if applies(cls)), None)
+        kind = self._kind_of(cls)
         if kind is None:
             name = f"{cls.__module__}.{cls.__qualname__}"
             remedy = _REMEDIES.get(name, REGISTER)
@@ -223,10 +214,11 @@ class Encoder(Walk):
 
 
 class Decoder(Walk):
-    """Converts a tree to its value."""
+    """Converts a tree to its value. `tags` has the kinds by their tags."""
 
-    def __init__(self, kinds: ValueKinds, where: str, leaf: Leaf | None) -> None:
-        super().__init__(kinds, where, leaf)
+    def __init__(self, tags: Mapping[str, ValueKind], where: str, leaf: Leaf | None) -> None:
+        super().__init__(where, leaf)
+        self._tags = tags
         self._leaves: dict[str | int, object] = {}
         self._copies: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
         self._arrays: dict[int, tuple[torch.Tensor, object, object]] = {}
@@ -336,7 +328,7 @@ class Decoder(Walk):
         ((name, payload),) = tree.items()
         if name == "$tensor":
             return self.tensor(tree)
-        kind = self.kinds.by_tag.get(name[1:])
+        kind = self._tags.get(name[1:])
         if kind is None:
             raise self.fail("an unknown tag", found=_shown(name), remedy="a newer version may know it")
         try:

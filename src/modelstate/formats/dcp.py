@@ -29,7 +29,7 @@ from modelstate.formats import torch_zip
 from modelstate.formats.construct import construct, forbidden
 from modelstate.formats.recognise import Format, recognise
 from modelstate.formats.sharded import safe_paths
-from modelstate.formats.torch_globals import MAX_INDEX, TorchGlobals, dims
+from modelstate.formats.torch_globals import MAX_INDEX, TorchGlobals, dims, shape_of
 from modelstate.formats.torch_zip import Archive
 from modelstate.formats.tree import Contents
 from modelstate.formats.unpickle import (
@@ -174,9 +174,7 @@ def _items(table: dict[object, object]) -> Items:
 
 def _tensor_metadata(node: object) -> Assemble:
     fields = _state(node, "metadata.TensorStorageMetadata")
-    shape, dtype = dims(fields.get("size")), _dtype(fields.get("properties"))
-    if min((*shape, 0)) < 0 or math.prod(filter(None, shape)) * dtype.itemsize >= MAX_INDEX:
-        raise DamagedFileError("a tensor has an impossible size", found=f"shape {shape} of {dtype}")
+    shape, dtype = shape_of(fields.get("size")), _dtype(fields.get("properties"))
     boxes: list[Box] = []
     for chunk in typed(fields.get("chunks"), list, "the list of chunks is missing"):
         box = _state(chunk, "metadata.ChunkStorageMetadata")

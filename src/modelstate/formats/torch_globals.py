@@ -257,7 +257,7 @@ def dims(values: object) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _shape(sizes: object) -> tuple[int, ...]:
+def shape_of(sizes: object) -> tuple[int, ...]:
     """The sizes as `dims` returns them. Raises `DamagedFileError` for sizes that no tensor can have."""
     shape = dims(sizes)
     # torch multiplies all sizes, even those of an empty tensor.
@@ -292,7 +292,7 @@ def _tensor_v2(
     if dtype in QUANTIZED:
         return unsupported(f"a quantized tensor ({dtype})", _QUANTIZED)
     try:
-        shape, steps, first = _shape(size), dims(stride), dims((offset,))[0] if offset else 0
+        shape, steps, first = shape_of(size), dims(stride), dims((offset,))[0] if offset else 0
         if not storage.numel and 0 not in shape:
             return unsupported(
                 "a tensor whose memory had been given back when it was saved",
@@ -374,7 +374,7 @@ def _sparse(layout: object, data: object) -> Rebuilt:
     if not 1 <= len(rest) <= 2 or len(parts) != count:
         raise damaged("a sparse tensor of too many or too few parts")
     try:
-        size = _shape(rest[0])
+        size = shape_of(rest[0])
     except OpenError as error:
         return invalid(error)
     # Files from before 2.1 do not store whether the indices are coalesced.
@@ -426,7 +426,7 @@ def _wrapper_subclass(cls: object, args: tuple[object, ...], state: object) -> R
         return _nested()
     _, dtype, size, stride, offset, layout, _, _ = args
     try:
-        shape, steps, first = _shape(size), dims(stride), dims((offset,))[0]
+        shape, steps, first = shape_of(size), dims(stride), dims((offset,))[0]
         if min((*steps, first)) < 0:
             raise DamagedFileError("a tensor has an impossible layout", found=f"shape {shape}, stride {steps}")
     except OpenError as error:
