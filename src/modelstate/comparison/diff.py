@@ -198,8 +198,7 @@ def _value_diffs(entries: Entries, others: Entries, selected: Collection[str]) -
         for error in (a.error, b.error):
             if isinstance(error, OpenError) and not isinstance(error, ForbiddenGlobalError):
                 raise error
-        is_decoded = not isinstance(a.error or b.error, CodecError)
-        if not (all(is_in) and is_decoded and same_value(a.value, b.value)):
+        if not (all(is_in) and not (a.error or b.error) and same_value(a.value, b.value)):
             yield ValueDiff(path, is_in, (_json_value(a), _json_value(b)))
 
 

@@ -158,11 +158,6 @@ def leaf_paths(node: object) -> list[tuple[tuple[object, ...], Any]]:
     return leaves
 
 
-def paths_of_containers(node: object) -> Iterator[str]:
-    """The dotted paths of the mappings, lists and tuples below a node of a tree that `flatten` accepts."""
-    return (path for path, below in nodes_of(node) if path and is_container(below))
-
-
 def refused_in(node: object, path: str = "") -> dict[str, Refused]:
     """Returns the placeholders in a tree by their dotted paths; `path` is that of the node.
 
@@ -187,80 +182,76 @@ def flatten(tree: object, where: str) -> FlatTree:
     for more values than fit in memory).
     """
     flat = FlatTree()
-    _Flattener(flat, where).visit(tree, "", 0)
-    return flat
+    tensors: dict[str, Stored] = {}
+    flat.tensors = tensors
+    values, count = flat.values, 0
 
-
-class _Flattener:
-    def __init__(self, flat: FlatTree, where: str) -> None:
-        self.flat, self.where = flat, where
-        self.tensors: dict[str, Stored] = {}
-        flat.tensors = self.tensors
-        self.nodes = 0
-
-    def visit(self, node: object, path: str, depth: int) -> bool:
-        """Adds the leaves below `node`, and returns whether a tensor is among them."""
-        if _is_tensor(node):
-            self.add(self.tensors, path if depth else "tensor", node)
-            return True
-        if not is_container(node):
-            if isinstance(node, Refused) and not depth:
-                self.flat.values["tensor"] = node
-            return False
-        if depth > _MAX_DEPTH or self.nodes > _MAX_NODES:
-            raise SourceTypeError(
-                "a tree that is nested too deeply" if depth > _MAX_DEPTH else "a tree with too many values",
-                where=f"{self.where}, at {path[:80]!r}",
-                expected=f"at most {_MAX_DEPTH} levels and {_MAX_NODES} values",
-                remedy="look for a container that holds itself, or the same list many times",
-            )
-        children_below: list[tuple[str, object, bool]] = []
-        has_tensors = False
-        place = len(self.flat.containers)
-        try:
-            children = list(items_of(node))
-        except Exception as error:  # of a key of any class
-            raise SourceTypeError(
-                "a key has no text, which is a part of names",
-                where=f"{self.where}, at {path[:80]!r}",
-                found=f"str() of it raises {type(error).__name__}",
-                remedy="use text or integers as keys",
-            ) from error
-        self.nodes += len(children)
-        for name, child in children:
-            below = f"{path}.{name}" if depth else name
-            if type(child) is StoredTensor and below not in self.tensors and below not in self.flat.values:
-                self.tensors[below] = child  # the usual case, without a call
-                has_tensors = True
-                continue
-            if _is_tensor(child):
-                self.add(self.tensors, below, child)
-                has_tensors = True
-                continue
-            whole = name.endswith(EXTRA_STATE) and _is_extra_state(name) and is_container(child)
-            children_below.append((below, child, not whole and self.visit(child, below, depth + 1)))
-        has_tensors = has_tensors or any(below_has for _, _, below_has in children_below)
-        if not has_tensors and depth and not (isinstance(node, Mapping) and any(map(_is_extra_state, map(str, node)))):
-            return False
-        for below, child, below_has in children_below:
-            if not below_has:
-                self.add(self.flat.values, below, child)
-        if isinstance(node, Mapping):
-            self.flat.containers.insert(place, path)
-            if (versions := version_metadata(node)) is not None:
-                self.flat.versions[path] = versions
-        return True
-
-    def add(self, into: dict[str, Any], path: str, leaf: object) -> None:
-        if path in self.tensors or path in self.flat.values:
+    def add(into: dict[str, Any], path: str, leaf: object) -> None:
+        if path in tensors or path in values:
             raise AmbiguousCheckpointError(
                 "two values have one name when their keys are joined with dots",
-                where=self.where,
+                where=where,
                 found=path,
                 remedy="rename a key; or read the containers with torch.load, if this is a file, and give the part "
                 "that is meant as a mapping",
             )
         into[path] = leaf
+
+    def visit(node: object, path: str, depth: int) -> bool:
+        """Adds the leaves below a container, and returns whether a tensor is among them."""
+        nonlocal count
+        if not is_container(node):
+            return False
+        if depth > _MAX_DEPTH or count > _MAX_NODES:
+            raise SourceTypeError(
+                "a tree that is nested too deeply" if depth > _MAX_DEPTH else "a tree with too many values",
+                where=f"{where}, at {path[:80]!r}",
+                expected=f"at most {_MAX_DEPTH} levels and {_MAX_NODES} values",
+                remedy="look for a container that holds itself, or the same list many times",
+            )
+        rest: list[tuple[str, object, bool]] = []
+        has_tensors = False
+        place = len(flat.containers)
+        try:
+            children = list(items_of(node))
+        except Exception as error:  # of a key of any class
+            raise SourceTypeError(
+                "a key has no text, which is a part of names",
+                where=f"{where}, at {path[:80]!r}",
+                found=f"str() of it raises {type(error).__name__}",
+                remedy="use text or integers as keys",
+            ) from error
+        count += len(children)
+        for name, child in children:
+            below = f"{path}.{name}" if depth else name
+            if type(child) is StoredTensor and below not in tensors and below not in values:
+                tensors[below] = child  # the usual case, without a call
+                has_tensors = True
+            elif _is_tensor(child):
+                add(tensors, below, child)
+                has_tensors = True
+            else:
+                is_whole = name.endswith(EXTRA_STATE) and _is_extra_state(name)
+                rest.append((below, child, not is_whole and visit(child, below, depth + 1)))
+        has_tensors = has_tensors or any(below_has for _, _, below_has in rest)
+        if not has_tensors and depth and not (isinstance(node, Mapping) and any(map(_is_extra_state, map(str, node)))):
+            return False
+        for below, child, below_has in rest:
+            if not below_has:
+                add(values, below, child)
+        if isinstance(node, Mapping):
+            flat.containers.insert(place, path)
+            if (versions := version_metadata(node)) is not None:
+                flat.versions[path] = versions
+        return True
+
+    if _is_tensor(tree):
+        add(tensors, "tensor", tree)
+    elif isinstance(tree, Refused):
+        values["tensor"] = tree
+    else:
+        visit(tree, "", 0)
+    return flat
 
 
 def _is_extra_state(name: str) -> bool:
@@ -406,8 +397,6 @@ def same_value(first: Any, second: Any, depth: int = 0) -> bool:
         from modelstate.torch_compat.plain import same_values
 
         return is_tensor(first) and is_tensor(second) and same_values(first, second)
-    if isinstance(first, Refused) and isinstance(second, Refused):
-        return first.name == second.name and same_value(first.held, second.held, depth + 1)
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(same_value(first[key], second[key], depth + 1) for key in first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):

@@ -325,7 +325,7 @@ class _Machine:
                     return stack.pop()
                 else:
                     self.pos, self.stack = pos, stack
-                    act = _TABLE[op]
+                    act = _ACTIONS.get(op)
                     if act is None:
                         raise damaged("an opcode of none of the protocols 2 to 5", f"0x{op:02x} at byte {pos - 1}")
                     act(self)
@@ -514,48 +514,40 @@ class _Machine:
             raise damaged("a protocol that does not exist", self.protocol)
 
 
-def _table() -> list[Callable[[_Machine], object] | None]:
-    actions: dict[bytes, Callable[[_Machine], object]] = {
-        pickle.PROTO: _Machine.set_protocol,
-        pickle.FRAME: lambda m: m.take(8),
-        pickle.NONE: lambda m: m.push(None),
-        pickle.NEWTRUE: lambda m: m.push(True),
-        pickle.INT: _Machine.int_line,
-        pickle.LONG1: lambda m: m.long(m.number(1)),
-        pickle.LONG4: lambda m: m.long(m.number(4)),
-        pickle.BINFLOAT: lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-        pickle.SHORT_BINUNICODE: lambda m: m.text(m.number(1)),
-        pickle.BINUNICODE8: lambda m: m.text(m.number(8)),
-        pickle.SHORT_BINSTRING: lambda m: m.old_string(m.take(m.number(1))),
-        pickle.BINSTRING: lambda m: m.old_string(m.take(m.number(4))),
-        pickle.SHORT_BINBYTES: lambda m: m.push(m.take(m.number(1))),
-        pickle.BINBYTES: lambda m: m.push(m.take(m.number(4))),
-        pickle.BINBYTES8: lambda m: m.push(m.take(m.number(8))),
-        pickle.BYTEARRAY8: lambda m: m.push(bytearray(m.take(m.number(8)))),
-        pickle.EMPTY_LIST: lambda m: m.push([]),
-        pickle.EMPTY_DICT: lambda m: m.push({}),
-        pickle.EMPTY_SET: lambda m: m.push(set()),
-        pickle.FROZENSET: lambda m: m.push(frozenset(m.members(m.pop_mark()))),
-        pickle.TUPLE3: lambda m: m.push(tuple(m.pop_last(3))),
-        pickle.APPEND: lambda m: m.extend([m.stack.pop()]),
-        pickle.APPENDS: lambda m: m.extend(m.pop_mark()),
-        pickle.ADDITEMS: lambda m: m.extend(m.pop_mark()),
-        pickle.SETITEM: lambda m: m.insert(m.pop_last(2)),
-        pickle.SETITEMS: lambda m: m.insert(m.pop_mark()),
-        pickle.POP: _Machine.pop,
-        pickle.POP_MARK: lambda m: m.pop_mark(),
-        pickle.LONG_BINGET: lambda m: m.push(m.memo[m.number(4)]),
-        pickle.MEMOIZE: lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
-        pickle.GLOBAL: lambda m: m.name(m.line(), m.line()),
-        pickle.STACK_GLOBAL: _Machine.stack_global,
-        pickle.NEWOBJ: lambda m: m.new([*m.pop_last(2), {}]),
-        pickle.NEWOBJ_EX: lambda m: m.new(m.pop_last(3)),
-        pickle.BUILD: lambda m: m.build(m.stack.pop()),
-    }
-    table: list[Callable[[_Machine], object] | None] = [None] * 256
-    for opcode, action in actions.items():
-        table[opcode[0]] = action
-    return table
-
-
-_TABLE = _table()
+_ACTIONS: dict[int, Callable[[_Machine], object]] = {
+    pickle.PROTO[0]: _Machine.set_protocol,
+    pickle.FRAME[0]: lambda m: m.take(8),
+    pickle.NONE[0]: lambda m: m.push(None),
+    pickle.NEWTRUE[0]: lambda m: m.push(True),
+    pickle.INT[0]: _Machine.int_line,
+    pickle.LONG1[0]: lambda m: m.long(m.number(1)),
+    pickle.LONG4[0]: lambda m: m.long(m.number(4)),
+    pickle.BINFLOAT[0]: lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
+    pickle.SHORT_BINUNICODE[0]: lambda m: m.text(m.number(1)),
+    pickle.BINUNICODE8[0]: lambda m: m.text(m.number(8)),
+    pickle.SHORT_BINSTRING[0]: lambda m: m.old_string(m.take(m.number(1))),
+    pickle.BINSTRING[0]: lambda m: m.old_string(m.take(m.number(4))),
+    pickle.SHORT_BINBYTES[0]: lambda m: m.push(m.take(m.number(1))),
+    pickle.BINBYTES[0]: lambda m: m.push(m.take(m.number(4))),
+    pickle.BINBYTES8[0]: lambda m: m.push(m.take(m.number(8))),
+    pickle.BYTEARRAY8[0]: lambda m: m.push(bytearray(m.take(m.number(8)))),
+    pickle.EMPTY_LIST[0]: lambda m: m.push([]),
+    pickle.EMPTY_DICT[0]: lambda m: m.push({}),
+    pickle.EMPTY_SET[0]: lambda m: m.push(set()),
+    pickle.FROZENSET[0]: lambda m: m.push(frozenset(m.members(m.pop_mark()))),
+    pickle.TUPLE3[0]: lambda m: m.push(tuple(m.pop_last(3))),
+    pickle.APPEND[0]: lambda m: m.extend([m.stack.pop()]),
+    pickle.APPENDS[0]: lambda m: m.extend(m.pop_mark()),
+    pickle.ADDITEMS[0]: lambda m: m.extend(m.pop_mark()),
+    pickle.SETITEM[0]: lambda m: m.insert(m.pop_last(2)),
+    pickle.SETITEMS[0]: lambda m: m.insert(m.pop_mark()),
+    pickle.POP[0]: _Machine.pop,
+    pickle.POP_MARK[0]: lambda m: m.pop_mark(),
+    pickle.LONG_BINGET[0]: lambda m: m.push(m.memo[m.number(4)]),
+    pickle.MEMOIZE[0]: lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
+    pickle.GLOBAL[0]: lambda m: m.name(m.line(), m.line()),
+    pickle.STACK_GLOBAL[0]: _Machine.stack_global,
+    pickle.NEWOBJ[0]: lambda m: m.new([*m.pop_last(2), {}]),
+    pickle.NEWOBJ_EX[0]: lambda m: m.new(m.pop_last(3)),
+    pickle.BUILD[0]: lambda m: m.build(m.stack.pop()),
+}

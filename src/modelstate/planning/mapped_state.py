@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 
 from modelstate.checkpoint.mapped import Maps
-from modelstate.formats.tree import is_container, paths_of_containers
+from modelstate.formats.tree import is_container, nodes_of
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import same_bytes
 from modelstate.planning.differences import prefixes
@@ -109,7 +109,7 @@ class MappedState(Mapping[str, object]):
         """
         part = self._checkpoint
         tree, above = part.contents.tree, f"{part.key}." if part.key else ""
-        of_tree = paths_of_containers(tree) if is_container(tree) else ()
+        of_tree = (path for path, node in nodes_of(tree) if path and is_container(node))
         names_in = {path[len(above) :]: list[str]() for path in of_tree if path.startswith(above)}
         if not names_in:
             return {}
