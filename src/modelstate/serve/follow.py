@@ -10,11 +10,9 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
-
-import msgspec
 
 from modelstate.arguments import check_keywords, checked_call, seconds_of
 from modelstate.background import AtExit, BackgroundTask
@@ -31,7 +29,7 @@ from modelstate.errors import (
 from modelstate.process import Stopped, stopped_by
 from modelstate.remote.location import is_remote
 from modelstate.serve.canary import Canary, prepared
-from modelstate.serve.live import FOREIGN, Live
+from modelstate.serve.live import FOREIGN, Event, Live
 from modelstate.store.directory import ages
 from modelstate.store.retention import CheckpointInfo
 from modelstate.store.store import Store
@@ -54,26 +52,6 @@ class Swappable(Protocol):
     def swap(self, source: Any, /) -> object: ...
 
 
-class FollowEvent(NamedTuple):
-    """A row of `Following.events`."""
-
-    action: str
-    """ "swapped"; "skipped", a bad checkpoint; "waiting", an error after which it is tried again; "ended", by an error;
-    "callback", which raised."""
-    step: int | None
-    """The step of the checkpoint; None for an event that concerns no checkpoint."""
-    source: str
-    """The path of the checkpoint, or of the store."""
-    time: float
-    """Seconds since 1970."""
-    seconds: float
-    """The time for verifying the checkpoint and swapping it in."""
-    version: int | None = None
-    """The id of the version that serves since."""
-    error: str = ""
-    """The class and text of the error; empty without an error."""
-
-
 @checked_call("ms.follow")
 def follow(
     target: Live | Swappable,
@@ -83,7 +61,7 @@ def follow(
     object: str = "model",
     poll_seconds: float = 5.0,
     on_error: Callable[[Exception], object] | None = None,
-    on_swap: Callable[[FollowEvent], object] | None = None,
+    on_swap: Callable[[Event], object] | None = None,
     background: bool = True,
     **options: object,
 ) -> Following:
@@ -123,7 +101,7 @@ def follow(
         >>> with modelstate.follow(live, "runs/checkpoints", select="best:loss") as following:
         ...     following.wait(timeout_seconds=3600)
     """
-    chosen = selection(select)
+    metric, sign = _metric_of(select)
     _check_target(target, options)
     canary = options.get("canary")
     if isinstance(target, Live) and isinstance(canary, Canary) and target.version().id:
@@ -141,7 +119,8 @@ def follow(
     following = Following(
         target,
         own_store,
-        selection=chosen,
+        metric=metric,
+        sign=sign,
         object=object,
         poll_seconds=poll_seconds,
         on_error=on_error,
@@ -164,13 +143,11 @@ def _check_target(target: object, options: dict[str, object]) -> None:
             remedy="follow(live, store): the program comes first",
         )
     try:
-        signature = inspect.signature(swap)
+        inspect.signature(swap).bind("", **options)
     except ValueError:
-        return  # the call will show
-    try:
-        signature.bind("", **options)
+        return  # it has no signature, so the call will show
     except TypeError as error:
-        parameters = [*inspect.signature(follow).parameters.values(), *signature.parameters.values()]
+        parameters = [each for function in (follow, swap) for each in inspect.signature(function).parameters.values()]
         keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         check_keywords("ms.follow", options, keywords, FOREIGN)
         raise OptionError("swap does not accept these arguments", where=type(target).__name__, found=error) from error
@@ -194,19 +171,21 @@ class Following:
         target: Swappable,
         store: Store,
         *,
-        selection: Selection,
+        metric: str | None,
+        sign: int,
         object: str,
         poll_seconds: float,
         on_error: Callable[[Exception], object] | None,
-        on_swap: Callable[[FollowEvent], object] | None,
+        on_swap: Callable[[Event], object] | None,
         options: dict[str, object],
     ) -> None:
-        self._target, self._store, self._selection, self._object = target, store, selection, object
+        self._target, self._store, self._object = target, store, object
+        self._metric, self._sign = metric, sign
         self._poll_seconds, self._options = poll_seconds, options
         self._on_error, self._on_swap = on_error, on_swap
-        self._events: deque[FollowEvent] = deque(maxlen=_MAX_EVENTS)
-        self._events_of_poll: list[FollowEvent] = []
-        self._taken: Candidate | None = None
+        self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
+        self._events_of_poll: list[Event] = []
+        self._taken: _Candidate | None = None
         self._refused: dict[tuple[str, float], int] = {}
         """The number of tries of each failed checkpoint, by path and time; none follows after `_MAX_TRIES`."""
         self._reported: set[tuple[str, int | None]] = set()
@@ -225,7 +204,7 @@ class Following:
         return None if self._taken is None else self._taken.info.step
 
     @property
-    def events(self) -> tuple[FollowEvent, ...]:
+    def events(self) -> tuple[Event, ...]:
         """The last thousand events, the oldest first."""
         return tuple(self._events.copy())  # a copy is made in one step, and the thread appends events
 
@@ -234,7 +213,7 @@ class Following:
         """Whether a thread polls the store."""
         return self._task is not None and not self._task.done
 
-    def poll(self) -> tuple[FollowEvent, ...]:
+    def poll(self) -> tuple[Event, ...]:
         """Looks at the store once, in this thread.
 
         Returns:
@@ -356,7 +335,7 @@ class Following:
                 self._reported.clear()
             return
 
-    def _candidates(self) -> list[Candidate] | None:
+    def _candidates(self) -> list[_Candidate] | None:
         """The checkpoints that `select` prefers to the present one, best first; None if the store is not readable."""
         directory = self._store.directory
         try:
@@ -370,13 +349,16 @@ class Following:
         except Exception as error:
             self._wait_for(error, None, directory)
             return None
+        taken = self._taken
         return [
             candidate
-            for candidate in self._selection.ranked(infos)
-            if candidate.is_preferred_to(self._taken) and self._refused.get(_key(candidate), 0) < _MAX_TRIES
+            for candidate in _ranked(infos, self._metric, self._sign)
+            if self._refused.get(_key(candidate), 0) < _MAX_TRIES
+            # Ranks of different stores cannot be compared.
+            and (taken is None or candidate.info.store not in ("", taken.info.store) or candidate.rank > taken.rank)
         ]
 
-    def _take(self, candidate: Candidate) -> Outcome:
+    def _take(self, candidate: _Candidate) -> Outcome:
         info, started = candidate.info, time.perf_counter()
         try:
             with self._store.open(self._object, info.step, verify=True) as checkpoint:
@@ -391,13 +373,12 @@ class Following:
             return self._failed(candidate, error, time.perf_counter() - started)
         self._taken = candidate
         version = getattr(report, "version", None)
-        seconds, version = time.perf_counter() - started, version if type(version) is int else None
-        event = self._add(FollowEvent("swapped", info.step, info.path, time.time(), seconds, version))
+        event = self._add("swapped", info.step, info.path, time.perf_counter() - started, version)
         if self._on_swap is not None:
             self._call(self._on_swap, event)
         return "taken"
 
-    def _failed(self, candidate: Candidate, error: Exception, seconds: float) -> Outcome:
+    def _failed(self, candidate: _Candidate, error: Exception, seconds: float) -> Outcome:
         info, key = candidate.info, _key(candidate)
         if self._store.index.backend.is_gone(info.path):
             return "again"  # the checkpoint was deleted or replaced, so it is not bad
@@ -434,13 +415,22 @@ class Following:
     # Events and callbacks.
 
     def _report(self, action: str, step: int | None, source: str, error: BaseException, seconds: float = 0.0) -> None:
-        self._add(FollowEvent(action, step, source, time.time(), seconds, None, _text(error)))
+        self._add(action, step, source, seconds, error=_text(error))
         if self._on_error is not None and isinstance(error, Exception):
             self._call(self._on_error, error)
         else:
             _warn(_text(error))
 
-    def _add(self, event: FollowEvent) -> FollowEvent:
+    def _add(
+        self,
+        action: str,
+        step: int | None,
+        source: str,
+        seconds: float,
+        version: object = None,
+        error: str = "",
+    ) -> Event:
+        event = Event(action, version if type(version) is int else None, source, time.time(), seconds, error, step)
         # An event has only the text of an error: the traceback would keep the refused weights alive.
         self._events.append(event)
         self._events_of_poll.append(event)
@@ -450,73 +440,53 @@ class Following:
         try:
             callback(argument)
         except Exception as failure:
-            self._add(FollowEvent("callback", None, "", time.time(), 0.0, None, _text(failure)))
+            self._add("callback", None, "", 0.0, error=_text(failure))
             _warn(f"a callback raised {_text(failure)}")
 
 
-def _key(candidate: Candidate) -> tuple[str, float]:
+def _key(candidate: _Candidate) -> tuple[str, float]:
     return candidate.info.path, candidate.info.time
 
 
-_BEST = "best:"
-_MODES = ("min", "max")
-Rank = tuple[float, float]
-"""The checkpoint with the higher rank is preferred."""
+class _Candidate(NamedTuple):
+    """A checkpoint that could be swapped in. The one with the higher rank is preferred."""
 
-
-class Candidate(NamedTuple):
-    """A checkpoint that could be swapped in."""
-
-    rank: Rank
+    rank: tuple[float, float]
     info: CheckpointInfo
 
-    def is_preferred_to(self, taken: Candidate | None) -> bool:
-        """Whether it is to replace the present checkpoint. Ranks of different stores cannot be compared."""
-        if taken is None or (self.info.store and self.info.store != taken.info.store):
-            return True
-        return self.rank > taken.rank
+
+def _ranked(infos: Sequence[CheckpointInfo], metric: str | None, sign: int) -> list[_Candidate]:
+    """Returns candidates, best first. Damaged checkpoints are included, since opening them gives the reason.
+
+    As in `Keep`, a checkpoint without the metric, or with NaN, is left out; of equal ones the earlier is better.
+    """
+    if metric is None:
+        ages_of = ages({info.step: info.serial if info.intact else None for info in infos})
+        candidates = [_Candidate(ages_of[info.step], info) for info in infos]
+    else:
+        values = [(info.metrics.get(metric, math.nan), info) for info in infos]
+        candidates = [_Candidate((sign * value, -info.step), info) for value, info in values if not math.isnan(value)]
+    return sorted(candidates, key=lambda candidate: candidate.rank, reverse=True)
 
 
-class Selection(msgspec.Struct, frozen=True):
-    """The parsed value of `select=`."""
-
-    metric: str | None = None
-    """None ranks by the time of saving."""
-    highest: bool = False
-
-    def ranked(self, infos: Iterable[CheckpointInfo]) -> list[Candidate]:
-        """Returns the candidates, best first. Damaged checkpoints are included, since opening them gives the reason.
-
-        As in `Keep`, a checkpoint without the metric, or with NaN, is left out; of equal ones the earlier is better.
-        """
-        infos = list(infos)
-        if self.metric is None:
-            ages_of = ages({info.step: info.serial if info.intact else None for info in infos})
-            candidates = [Candidate(ages_of[info.step], info) for info in infos]
-        else:
-            sign = 1 if self.highest else -1
-            values = [(info.metrics.get(self.metric, math.nan), info) for info in infos]
-            candidates = [Candidate((sign * value, -info.step), info) for value, info in values if value == value]
-        return sorted(candidates, key=lambda candidate: candidate.rank, reverse=True)
-
-
-def selection(text: object) -> Selection:
+def _metric_of(select: object) -> tuple[str | None, int]:
     """Parses `select=`: "latest", "best:loss" for the lowest, "best:accuracy:max" for the highest.
 
-    Raises `OptionError`.
+    Returns the metric, which is None for the time of saving, and its sign: -1 where lower values are better. Raises
+    `OptionError`.
     """
-    if text == "latest":
-        return Selection()
-    if isinstance(text, str) and text.startswith(_BEST):
-        metric, colon, mode = text.removeprefix(_BEST).rpartition(":")
-        if not colon or mode not in _MODES:
-            metric, mode = text.removeprefix(_BEST), "min"
-        if metric:
-            return Selection(metric, mode == "max")
+    if select == "latest":
+        return None, 1
+    prefix, _, metric = select.partition(":") if isinstance(select, str) else ("", "", "")
+    name, colon, mode = metric.rpartition(":")
+    if not colon or mode not in ("min", "max"):
+        name, mode = metric, "min"
+    if prefix == "best" and name:
+        return name, 1 if mode == "max" else -1
     raise OptionError(
         "select= has an unknown value",
         expected='"latest", "best:METRIC" for the lowest, or "best:METRIC:max" for the highest',
-        found=short_repr(text),
+        found=short_repr(select),
     )
 
 

@@ -59,18 +59,23 @@ AnyCanary = Canary | Callable[[Calls], object]
 
 
 class Event(NamedTuple):
-    """A row of `Live.history()`."""
+    """A row of `Live.history()` or of `Following.events`."""
 
     action: str
-    """ "started", "swapped", "rolled back" or "refused"."""
-    version: int
-    """The id of the version that served afterwards."""
+    """Of a `Live`: "started", "swapped", "rolled back" or "refused". Of a `Following`: "swapped"; "skipped", a bad
+    checkpoint; "waiting", an error after which it is tried again; "ended", by an error; "callback", which raised."""
+    version: int | None
+    """The id of the version that served afterwards; None in a `Following` that has swapped nothing in."""
     source: str
+    """The path of the checkpoint, or of the store."""
     time: float
     """Seconds since 1970."""
     seconds: float
+    """The time for a swap, with that for verifying the checkpoint."""
     error: str = ""
     """The class and text of the error; empty without an error."""
+    step: int | None = None
+    """The step of a checkpoint that is followed."""
 
 
 class Answer(NamedTuple):
