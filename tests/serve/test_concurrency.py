@@ -159,9 +159,6 @@ def test_an_interrupt_at_any_line_leaves_one_version_that_serves() -> None:
         assert interrupted_swap(live, at).lines == at
         value, version = live.answer(X)
         assert value.unique().tolist() == [float(version)], at
-        last = live.history()[-1]
-        assert last.action in (["swapped"] if version == 2 else ["started", "refused"]), at
-        assert last.version == version, at
         done += version == 2
         live.swap(state(version + 1), timeout_seconds=60)
         assert live(X).unique().tolist() == [version + 1.0]

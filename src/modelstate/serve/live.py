@@ -494,27 +494,10 @@ class Live:
             verify=verify,
             progress=False,
         )
-        options = SwapOptions(loading, exact, check_finite)
-        times, new = [time.perf_counter()], list[_Served]()
-        try:
-            with self._swaps.turn(timeout_seconds):
-                report = self._swap(source, options, canary, buffers, times, new)
-                self._free_retired()
-                return report
-        except BaseException as error:
-            if self._current in new:
-                if self._events[-1].version != self._current.id:  # an interrupt came between the flip and its event
-                    self._log("swapped", self._current.source, time.perf_counter() - times[0])
-            else:
-                match source:
-                    case Checkpoint():
-                        name = source.source
-                    case str() | os.PathLike():
-                        name = str(source)
-                    case _:
-                        name = type(source).__name__
-                self._log("refused", name, time.perf_counter() - times[0], f"{type(error).__name__}: {error}")
-            raise
+        report = self._swap(source, SwapOptions(loading, exact, check_finite), canary, buffers, timeout_seconds)
+        with self._flips.turn(None):
+            self._free_retired()
+        return report
 
     def _swap(
         self,
@@ -522,55 +505,61 @@ class Live:
         options: SwapOptions,
         canary: AnyCanary | None,
         buffers: Buffers,
-        times: list[float],
-        new: list[_Served],
+        timeout_seconds: float | None,
     ) -> SwapReport:
-        """Swaps within a turn. `times` gets the end of each phase, and `new` the version before the flip."""
-        old = self._current
-        serving, carries, notes = old.program, buffers == "carry" and bool(old.id), list[str]()
-        with gc_paused(), default_modes():
-            program, report, has_file = stage(self._target, source, options, serving, self._memory)
-        times.append(time.perf_counter())
-        if canary is not None:
-            if isinstance(canary, Canary):
-                if old.id:
-                    canary = prepared(canary, self)
-                elif canary.needs_reference:
-                    notes.append("nothing served before, so the canary had no answer to compare with")
-            with default_modes():
-                modified = modified_buffers(serving.module, old.digests) if carries else {}
-            run_canary(canary, program, modified)
-        times.append(time.perf_counter())
-        with gc_paused(), default_modes(), self._flips.turn(None):
-            if self._current is not old:
-                raise SwapBusyError(
-                    "the serving version was rolled back during this swap; nothing has been changed",
-                    where=repr(self),
-                    found=f"version {self._current.id} serves, and {old.id} did when the swap began",
-                    remedy="swap again, if the new weights are still wanted",
-                )
-            # Buffers that are carried over count as modified in the next swap, too.
-            digests = buffer_digests(program.module)
-            carried: tuple[str, ...] = ()
-            if carries:
-                carried = carry_over(modified_buffers(serving.module, old.digests), program.module)
-            served = _Served(next(self._ids), program, report.source, digests, has_own_memory=not has_file)
-            new.append(served)
-            kept = self._versions if old.id else self._versions[:-1]
-            dropped = len(kept) - self._keep_versions
-            for each in (*kept[: max(dropped, 0)], *(() if old.id else (old,))):
-                self._retire(each)
-            self._versions = (*kept[max(dropped, 0) :], served)
-            self._log("swapped", report.source, time.perf_counter() - times[0])
-        times.append(time.perf_counter())
+        began, served, notes = time.perf_counter(), None, list[str]()
+        try:
+            with self._swaps.turn(timeout_seconds):
+                old = self._current
+                carries = buffers == "carry" and bool(old.id)
+                with gc_paused(), default_modes():
+                    program, report, has_file = stage(self._target, source, options, old.program, self._memory)
+                staged = time.perf_counter()
+                if canary is not None:
+                    if isinstance(canary, Canary):
+                        if old.id:
+                            canary = prepared(canary, self)
+                        elif canary.needs_reference:
+                            notes.append("nothing served before, so the canary had no answer to compare with")
+                    with default_modes():
+                        modified = modified_buffers(old.program.module, old.digests) if carries else {}
+                    run_canary(canary, program, modified)
+                tried = time.perf_counter()
+                with gc_paused(), default_modes(), self._flips.turn(None):
+                    if self._current is not old:
+                        raise SwapBusyError(
+                            "the serving version was rolled back during this swap; nothing has been changed",
+                            where=repr(self),
+                            found=f"version {self._current.id} serves, and {old.id} did when the swap began",
+                            remedy="swap again, if the new weights are still wanted",
+                        )
+                    # Buffers that are carried over count as modified in the next swap, too.
+                    digests = buffer_digests(program.module)
+                    modified = modified_buffers(old.program.module, old.digests) if carries else {}
+                    carried = carry_over(modified, program.module)
+                    served = _Served(next(self._ids), program, report.source, digests, has_own_memory=not has_file)
+                    kept = self._versions if old.id else self._versions[:-1]
+                    dropped = max(len(kept) - self._keep_versions, 0)
+                    for each in (*kept[:dropped], *(() if old.id else (old,))):
+                        self._retire(each)
+                    self._versions = (*kept[dropped:], served)
+                    self._log("swapped", report.source, time.perf_counter() - began)
+                flipped = time.perf_counter()
+        except BaseException as error:
+            if served is None or served is not self._current:
+                name = type(source).__name__
+                if isinstance(source, Checkpoint | str | os.PathLike):
+                    name = source.source if isinstance(source, Checkpoint) else str(source)
+                self._log("refused", name, time.perf_counter() - began, f"{type(error).__name__}: {error}")
+            raise
         return replace(
             report,
             version=served.id,
             previous=old.id,
-            staged_seconds=times[1] - times[0],
-            canary_seconds=times[2] - times[1],
-            flip_seconds=times[3] - times[2],
-            seconds=times[3] - times[0],
+            staged_seconds=staged - began,
+            canary_seconds=tried - staged,
+            flip_seconds=flipped - tried,
+            seconds=flipped - began,
             carried=carried,
             notes=(*report.notes, *notes, *self._notes),
         )
