@@ -100,7 +100,12 @@ class AotiTarget(Target):
         except BaseException:
             self._idle.append(runner)
             raise
-        request = _Request(self._call, runner)
+
+        def request(*args: object, **named: object) -> object:
+            inputs = self._call.inputs(args, named)
+            with torch.no_grad():
+                return unflatten(runner.run(inputs), self._call.out_spec)
+
         # The garbage collector may call this at any moment, in any thread.
         weakref.finalize(request, self._idle.append, runner).atexit = False
         return Program(state_module(tensors, meta=False, hidden=self._hidden), request)
@@ -183,20 +188,6 @@ class _Runner:
 def _like(value: torch.Tensor) -> torch.Tensor:
     memory = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
     return nn.Parameter(memory, requires_grad=False) if isinstance(value, nn.Parameter) else memory
-
-
-class _Request:
-    """The callable of a version. A request holds it, and the runner is used again when nothing does."""
-
-    __slots__ = ("__weakref__", "_call", "_runner")
-
-    def __init__(self, call: _Call, runner: _Runner) -> None:
-        self._call, self._runner = call, runner
-
-    def __call__(self, *args: object, **named: object) -> object:
-        inputs = self._call.inputs(args, named)
-        with torch.no_grad():
-            return unflatten(self._runner.run(inputs), self._call.out_spec)
 
 
 _FUNCTIONS: dict[str, object] = {

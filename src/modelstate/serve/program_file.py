@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 NAME = "modelstate.json"
 """The name of the manifest among the extra files of the archive."""
-_FORMAT = "modelstate-program"
 _VERSION = 1
 
 Kind = Literal["exported", "aoti"]
@@ -91,7 +90,7 @@ class ProgramInputs(msgspec.Struct, frozen=True):
     """Python of `args`, the inputs of a call in one list."""
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class Manifest(msgspec.Struct, frozen=True, tag_field="format", tag="modelstate-program"):
     """The description of a program that `modelstate.export` writes and returns. Each weight in it can be swapped.
 
     Examples:
@@ -109,6 +108,10 @@ class Manifest(msgspec.Struct, frozen=True):
     torch_version: str = msgspec.field(name="torch")
     inputs: ProgramInputs | None = None
     """The description of a package's inputs; None for an exported program, which contains it."""
+    version: int = _VERSION
+    """The version of the JSON."""
+    modelstate: str = __version__
+    """The version of modelstate that wrote it."""
 
     def __str__(self) -> str:
         weights = {tensor.alias: tensor for tensor in self.tensors if tensor.role != "hidden"}
@@ -127,8 +130,7 @@ class Manifest(msgspec.Struct, frozen=True):
             >>> modelstate.serve.Manifest.from_json(manifest.to_json(), "program.pt2") == manifest
             True
         """
-        head = {"format": _FORMAT, "version": _VERSION, "modelstate": __version__}
-        return msgspec.json.format(msgspec.json.encode(head | msgspec.to_builtins(self)), indent=1).decode()
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
@@ -171,7 +173,6 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class _Head(msgspec.Struct):
-    format: Literal["modelstate-program"]
     version: int
     modelstate: str = ""
 

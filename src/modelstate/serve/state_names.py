@@ -24,7 +24,7 @@ from modelstate.torch_compat.private import storage_id
 _LISTED = 8
 
 
-class NameMap(msgspec.Struct, frozen=True):
+class NameMap(msgspec.Struct, frozen=True, tag_field="format", tag="modelstate-name-map"):
     """A map between the names of `module.state_dict()` and the runtime names: those of a program exported from it.
 
     The names differ where a state-dict hook renames. `NameMap.of(module)` captures them when the program is exported;
@@ -43,6 +43,8 @@ class NameMap(msgspec.Struct, frozen=True):
     """A name of the state dict for each runtime name. Several runtime names of a tied tensor may have the same one."""
     extra: tuple[str, ...] = ()
     """Names of extra state in the state dict, which a program cannot take."""
+    version: Literal[1] = 1
+    """The version of the JSON."""
 
     def __post_init__(self) -> None:
         if not {*self.runtime.values()} <= self.eager.keys() or not {*self.eager.values()} <= self.runtime.keys():
@@ -124,8 +126,7 @@ class NameMap(msgspec.Struct, frozen=True):
         Examples:
             >>> Path("names.json").write_text(names.to_json())
         """
-        head = {"format": "modelstate-name-map", "version": 1}
-        return msgspec.json.format(msgspec.json.encode(head | msgspec.to_builtins(self)), indent=1).decode()
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 
     @classmethod
     def from_json(cls, text: str) -> NameMap:
@@ -144,7 +145,6 @@ class NameMap(msgspec.Struct, frozen=True):
             >>> names = modelstate.serve.NameMap.from_json(Path("names.json").read_text())
         """
         try:
-            msgspec.json.decode(text, type=_Head)
             return msgspec.json.decode(text, type=cls)
         except (ValueError, TypeError, msgspec.DecodeError, RecursionError) as error:
             raise NameMapError(
@@ -194,11 +194,6 @@ class NameMap(msgspec.Struct, frozen=True):
                     Problem(ProblemKind.NAME_CLASH, runtime, others=(*first.sources, *entry.sources))
                 )
         context.replace(renamed)
-
-
-class _Head(msgspec.Struct):
-    format: Literal["modelstate-name-map"]
-    version: Literal[1]
 
 
 def view_key(tensor: torch.Tensor) -> object:
