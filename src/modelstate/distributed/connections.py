@@ -24,6 +24,7 @@ import torch.distributed as dist
 from modelstate.process import check_stopped
 from modelstate.torch_compat.plain import byte_tensor
 from modelstate.torch_compat.sharding import (
+    Gloo,
     all_gather,
     all_reduce_maximum,
     all_to_all,
@@ -65,7 +66,7 @@ class Connections:
         # Another key than that of a call of these ranks alone, whose connections are other ones.
         self._key = _key_of(ranks, channel, () if of_all is None else of_all._ranks)
         self._of_some: dict[tuple[int, ...], Connections] = {}
-        self._group: dist.ProcessGroup | None = None
+        self._group: Gloo | None = None
         self._decisions = 0
         self._generation = self._enter()
 

@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import IO, TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from modelstate.process import deferred_signals
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.utils._pytree import TreeSpec as TreeSpec
+    from typing_extensions import TypeIs
 
 without_subclasses: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which tensor subclasses do not see what is done to them."""
@@ -55,13 +56,12 @@ def shards_in_use(module: torch.nn.Module) -> bool:
         return True
     if not isinstance(module, fsdp.FSDPModule):
         return False
-    state: Any = module._get_fsdp_state()
-    return getattr(state, "_is_root", True) is not None
+    return getattr(module._get_fsdp_state(), "_is_root", True) is not None
 
 
 def optimizers_were_made() -> bool:
     """Whether an optimizer has been made in this process: the first of a class changes the `step` of the class."""
-    classes: list[Any] = [torch.optim.Optimizer]
+    classes: list[type[torch.optim.Optimizer]] = [torch.optim.Optimizer]
     while classes:
         cls = classes.pop()
         if hasattr(cls.step, "hooked"):
@@ -167,20 +167,20 @@ def keep_hooks(tensor: torch.Tensor) -> Callable[[], None] | None:
 
 def save_hooks(tensor: torch.Tensor) -> Callable[[], None]:
     """Saves which gradient hooks a leaf tensor has, and returns a function that restores them."""
-    leaf: Any = tensor
-    saved = {name: dict(getattr(leaf, name) or {}) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    saved = {name: dict(getattr(tensor, name) or {}) for name in names}
 
     def restore() -> None:
         for name, hooks in saved.items():
-            current = getattr(leaf, name)
+            current = getattr(tensor, name)
             if dict(current or {}) != hooks:
                 if current is None:
-                    setattr(leaf, name, OrderedDict(hooks))
+                    setattr(tensor, name, OrderedDict(hooks))
                     continue
                 current.clear()
                 current.update(hooks)
                 if not hooks:
-                    setattr(leaf, name, None)
+                    setattr(tensor, name, None)
 
     return restore
 
@@ -198,42 +198,55 @@ _FILLS = frozenset(
 @contextmanager
 def recorded_fills() -> Iterator[dict[int, int]]:
     """Counts the elements that code sets without reading them, by the storage that they are in."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     found: dict[int, int] = {}
 
-    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            named = kwargs or {}
-            result = func(*args, **named)
-            target = args[0] if func._schema.name in _FILLS else named.get("out")
-            if isinstance(target, torch.Tensor):
-                found[storage_id(target)] = found.get(storage_id(target), 0) + target.numel()
-            return result
+    def record(func: torch._ops.OpOverload, args: Sequence[object], named: Mapping[str, object], _: object) -> None:
+        target = args[0] if func._schema.name in _FILLS else named.get("out")
+        if isinstance(target, torch.Tensor):
+            found[storage_id(target)] = found.get(storage_id(target), 0) + target.numel()
 
-    with _dispatch_mode(Recorder()):  # type: ignore[no-untyped-call]
+    with _watched_operations(record):
         yield found
 
 
-@contextmanager
-def _dispatch_mode(mode: Any) -> Iterator[None]:
-    """A context within a dispatch mode.
+Watch = Callable[["torch._ops.OpOverload", Sequence[object], Mapping[str, object], object], None]
+"""Called after each operation of torch with the operation, its arguments, those by name, and its result."""
 
-    Signals wait while the mode is entered and left. An interrupt in the middle would leave the mode, or a part of what
-    torch notes about it, active for the rest of the program: nothing would be compiled any more.
+
+@contextmanager
+def _watched_operations(watch: Watch) -> Iterator[None]:
+    """A context in which a function is called after each operation of torch in this thread.
+
+    Signals wait while the dispatch mode is entered and left. An interrupt in the middle would leave the mode, or a part
+    of what torch notes about it, active for the rest of the program: nothing would be compiled any more.
     """
-    is_active = False
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self,
+            func: torch._ops.OpOverload,
+            types: object,
+            args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
+            named = kwargs or {}
+            result: object = func(*args, **named)
+            watch(func, args, named, result)
+            return result
+
+    mode, is_active = Watching(), False  # type: ignore[no-untyped-call]
 
     def leave() -> None:
         nonlocal is_active
         with deferred_signals():
             if is_active:
                 is_active = False
-                mode.__exit__(None, None, None)
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     try:
         with deferred_signals():
-            mode.__enter__()
+            mode.__enter__()  # type: ignore[no-untyped-call]
             is_active = True
         yield
     finally:
@@ -277,27 +290,24 @@ def marked_empties() -> Iterator[None]:
 
     Larger memory is only marked at some places, since pages that are not written to cost nothing.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     names = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
     packets = [getattr(torch.ops.aten, name) for name in names]
     creators = {getattr(packet, overload) for packet in packets for overload in packet.overloads()}
 
-    class Marker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **kwargs) if kwargs else func(*args)
-            is_cast = func is torch.ops.aten._to_copy.default and _has_memory(args[0])
-            if (func in creators or (is_cast and is_unwritten(args[0]))) and _has_memory(result):
-                _mark(result)
-            return result
+    def mark(func: torch._ops.OpOverload, args: Sequence[object], _: object, result: object) -> None:
+        is_cast = func is torch.ops.aten._to_copy.default
+        is_copy = is_cast and _has_memory(args[0]) and is_unwritten(args[0])
+        if (func in creators or is_copy) and _has_memory(result):
+            _mark(result)
 
-    with _dispatch_mode(Marker()):  # type: ignore[no-untyped-call]
+    with _watched_operations(mark):
         yield
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    is_strided = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-    return is_strided and not (tensor.is_meta or tensor.is_quantized)
+def _has_memory(tensor: object) -> TypeIs[torch.Tensor]:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_meta or tensor.is_quantized)
 
 
 def _mark(tensor: torch.Tensor) -> None:
@@ -346,13 +356,13 @@ def has_registration_hooks() -> bool:
     return bool(module._global_parameter_registration_hooks or module._global_buffer_registration_hooks)
 
 
-def flatten(value: object) -> tuple[list[Any], TreeSpec]:
+def flatten(value: object) -> tuple[list[object], TreeSpec]:
     """The leaves of nested containers, and their structure, as `torch.export` has them."""
     leaves, spec = torch.utils._pytree.tree_flatten(value)
     return leaves, spec
 
 
-def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
+def unflatten(leaves: Iterable[object], spec: TreeSpec) -> Any:
     """The way back of `flatten`."""
     return torch.utils._pytree.tree_unflatten(leaves, spec)
 
@@ -368,7 +378,7 @@ def without_recomputation() -> Iterator[None]:
     module: Any = torch.utils.checkpoint
     hook, thread = module._recomputation_hook, threading.get_ident()
 
-    def guarded(*args: Any) -> object:
+    def guarded(*args: object) -> object:
         if threading.get_ident() == thread:
             raise RuntimeError("the forward pass would be run again")
         return hook(*args)
@@ -432,7 +442,7 @@ def check_inputs_by(module: Any, error_for: Callable[[Exception], Exception]) ->
     """Makes the checks of inputs of `program.module()` raise the error that `error_for` makes of theirs."""
 
     def checked(check: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: Any) -> object:
+        def call(*args: object) -> object:
             try:
                 return check(*args)
             except Exception as error:
@@ -483,7 +493,7 @@ def _compares_for_equality(guard: str) -> bool:
     return any(isinstance(op, ast.Eq | ast.NotEq) for node in nodes for op in node.ops)
 
 
-def condition_names() -> dict[str, Any]:
+def condition_names() -> dict[str, object]:
     """The functions of the texts that `input_conditions` returns. This imports sympy, which takes seconds."""
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 

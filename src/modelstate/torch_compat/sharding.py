@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -18,11 +18,19 @@ from modelstate.errors import DistributedError
 from modelstate.process import check_stopped
 from modelstate.spec import contiguous_stride
 
+if TYPE_CHECKING:
+    from torch.distributed import Store, Work
+    from torch.distributed.tensor import DTensor, Placement, Shard
+
+
+Gloo: TypeAlias = Any
+"""A `ProcessGroupGloo`, whose collectives have no types."""
+
 
 class DimensionSplit(NamedTuple):
     """The split of a tensor dimension over a mesh dimension, as one rank sees it."""
 
-    placement: Any
+    placement: Shard
     """A `Shard`, or a private placement of torch that splits a dimension, such as `_StridedShard`."""
     ranks: int
     """The number of ranks along the mesh dimension."""
@@ -30,7 +38,7 @@ class DimensionSplit(NamedTuple):
     """The position of the rank along the mesh dimension."""
 
 
-def is_split(placement: Any) -> bool:
+def is_split(placement: object) -> bool:
     """Whether a placement splits a dimension of a tensor."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -72,14 +80,14 @@ def split_indices(size: int, splits: Sequence[DimensionSplit]) -> list[range]:
 
 
 @lru_cache(maxsize=64)
-def _ranges(size: int, placement: Any, ranks: int) -> tuple[range, ...]:
+def _ranges(size: int, placement: Shard, ranks: int) -> tuple[range, ...]:
     """Returns the indices of all positions at once, since torch splits for all of them. The shards are views."""
     shards = _shards(torch.empty(size, dtype=torch.uint8, device="meta"), placement, ranks)
     starts = (int(shard.storage_offset()) if shard.numel() else 0 for shard in shards)
     return tuple(range(start, start + shard.numel()) for start, shard in zip(starts, shards, strict=True))
 
 
-def _shards(indices: torch.Tensor, placement: Any, ranks: int) -> Sequence[torch.Tensor]:
+def _shards(indices: torch.Tensor, placement: Shard, ranks: int) -> Sequence[torch.Tensor]:
     # The dimension that is split has the number that the placement says.
     column = indices.reshape(*[1] * placement.dim, -1)
     shards: Sequence[torch.Tensor]
@@ -89,14 +97,17 @@ def _shards(indices: torch.Tensor, placement: Any, ranks: int) -> Sequence[torch
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the local tensor of a DTensor itself, not a copy or an alias of it."""
-    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    return local
+    return _dtensor(tensor)._local_tensor
+
+
+def _dtensor(tensor: torch.Tensor) -> DTensor:
+    return cast("DTensor", tensor)
 
 
 def replicas_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Returns the ranks that hold the same part of a DTensor as this rank, in ascending order."""
-    held: Any = tensor
-    coordinate = held.device_mesh.get_coordinate()
+    held = _dtensor(tensor)
+    coordinate = held.device_mesh.get_coordinate() or ()
     placed = zip(held.placements, coordinate, strict=True)
     index = tuple(slice(None) if placement.is_replicate() else position for placement, position in placed)
     return tuple(sorted(int(rank) for rank in held.device_mesh.mesh[index].flatten()))
@@ -104,15 +115,13 @@ def replicas_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def mesh_device_type(tensor: torch.Tensor) -> str:
     """Returns the type of the devices of a DTensor's mesh."""
-    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-    return str(mesh.device_type)
+    return _dtensor(tensor).device_mesh.device_type
 
 
 def same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two DTensors are placed in the same way on the same ranks."""
-    one: Any = first
-    other: Any = second
-    return bool(one.device_mesh == other.device_mesh and one.placements == other.placements)
+    one, other = _dtensor(first), _dtensor(second)
+    return one.device_mesh == other.device_mesh and one.placements == other.placements
 
 
 def dtensor_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -122,19 +131,16 @@ def dtensor_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """
     from torch.distributed.tensor import DTensor
 
-    held: Any = tensor
-    make: Any = DTensor
-    spec = held._spec
-    if local.dtype != tensor.dtype:
+    spec = _dtensor(tensor)._spec
+    if local.dtype != tensor.dtype and spec.tensor_meta is not None:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-    result: torch.Tensor = make(local.detach(), spec, requires_grad=False)
-    return result
+    return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def dtensor_on(
     mesh_shape: Sequence[int],
     ranks: Sequence[int],
-    placements: Sequence[Any],
+    placements: Sequence[Placement],
     shape: Sequence[int],
     local: torch.Tensor,
 ) -> torch.Tensor:
@@ -153,28 +159,24 @@ def dtensor_on(
 
     mesh = DeviceMesh(local.device.type, torch.tensor(ranks, device="cpu").view(*mesh_shape), _init_backend=False)
     meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), local.dtype)
-    make: Any = DTensor
-    result: torch.Tensor = make(
-        local.detach(), DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False
-    )
-    return result
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def ranks_of_meshes(tensors: Iterable[torch.Tensor]) -> set[tuple[int, ...]]:
     """Returns the ranks of each mesh of some DTensors. Torch computes the ranks of a mesh anew at each access."""
-    held: Iterable[Any] = tensors
-    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in held}
+    meshes = {id(mesh): mesh for mesh in (_dtensor(tensor).device_mesh for tensor in tensors)}
     return {tuple(map(int, mesh.mesh.flatten())) for mesh in meshes.values()}
 
 
-def default_store() -> Any:
+def default_store() -> Store:
     """Returns the store of the default process group."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
-def gloo_group(store: Any, rank: int, size: int, timeout_seconds: float) -> Any:
+def gloo_group(store: Store, rank: int, size: int, timeout_seconds: float) -> Gloo:
     """Returns a gloo group over a store. Unlike `new_group`, only its own ranks take part in making it."""
     from torch._C._distributed_c10d import ProcessGroupGloo
 
@@ -184,7 +186,7 @@ def gloo_group(store: Any, rank: int, size: int, timeout_seconds: float) -> Any:
     return ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=timeout_seconds))
 
 
-_left: list[tuple[Any, Any]] = []
+_left: list[tuple[Gloo, Work]] = []
 """Groups, and the collectives of theirs that this process no longer waits for."""
 IsAbandoned = Callable[[], bool]
 """Whether another rank has abandoned the connections of a group. Asked while this rank waits."""
@@ -192,7 +194,7 @@ FIRST_CHECK_SECONDS, CHECK_SECONDS = 0.25, 5.0
 """The time before the first such question, and the longest one between two: each is twice the one before."""
 
 
-def _wait(group: Any, work: Any, timeout_seconds: float, is_abandoned: IsAbandoned) -> None:
+def _wait(group: Gloo, work: Work, timeout_seconds: float, is_abandoned: IsAbandoned) -> None:
     """Waits for a collective of a group.
 
     Raises `TimeoutError` where a rank is missing for too long, and `RuntimeError` where connections are lost.
@@ -233,37 +235,44 @@ def _wait(group: Any, work: Any, timeout_seconds: float, is_abandoned: IsAbandon
         raise
 
 
-def all_reduce_maximum(group: Any, tensor: torch.Tensor, timeout_seconds: float, is_abandoned: IsAbandoned) -> None:
+def all_reduce_maximum(group: Gloo, tensor: torch.Tensor, timeout_seconds: float, is_abandoned: IsAbandoned) -> None:
     """Replaces each element by the largest of all ranks. Raises `RuntimeError` where a rank is missing for too long."""
     from torch.distributed import AllreduceOptions, ReduceOp
 
-    options: Any = AllreduceOptions()
-    options.reduceOp, options.timeout = ReduceOp.MAX, datetime.timedelta(seconds=timeout_seconds)
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp.MAX  # type: ignore[assignment]
+    options.timeout = datetime.timedelta(seconds=timeout_seconds)
     _wait(group, group.allreduce([tensor], options), timeout_seconds, is_abandoned)
 
 
 def all_gather(
-    group: Any, tensors: list[torch.Tensor], tensor: torch.Tensor, timeout_seconds: float, is_abandoned: IsAbandoned
+    group: Gloo,
+    tensors: list[torch.Tensor],
+    tensor: torch.Tensor,
+    timeout_seconds: float,
+    is_abandoned: IsAbandoned,
 ) -> None:
     """Copies the tensors of all ranks. Raises `RuntimeError` where a rank is missing for too long."""
     from torch._C._distributed_c10d import AllgatherOptions
 
-    options: Any = AllgatherOptions()
+    options = AllgatherOptions()
     options.timeout = datetime.timedelta(seconds=timeout_seconds)
     _wait(group, group.allgather([tensors], [tensor], options), timeout_seconds, is_abandoned)
 
 
-def broadcast(group: Any, tensor: torch.Tensor, source: int, timeout_seconds: float, is_abandoned: IsAbandoned) -> None:
+def broadcast(
+    group: Gloo, tensor: torch.Tensor, source: int, timeout_seconds: float, is_abandoned: IsAbandoned
+) -> None:
     """Copies a contiguous tensor of one rank of a group to the others. Raises `RuntimeError` as `all_gather` does."""
     from torch.distributed import BroadcastOptions
 
-    options: Any = BroadcastOptions()
+    options = BroadcastOptions()
     options.rootRank, options.timeout = source, datetime.timedelta(seconds=timeout_seconds)
     _wait(group, group.broadcast([tensor], options), timeout_seconds, is_abandoned)
 
 
 def all_to_all(
-    group: Any,
+    group: Gloo,
     output: torch.Tensor,
     tensor: torch.Tensor,
     counts: Sequence[int],
@@ -284,7 +293,7 @@ def all_to_all(
     """
     from torch._C._distributed_c10d import AllToAllOptions
 
-    options: Any = AllToAllOptions()
+    options = AllToAllOptions()
     options.timeout = datetime.timedelta(seconds=timeout_seconds)
     work = group.alltoall_base(output, tensor, list(counts), list(own_counts), options)
     _wait(group, work, timeout_seconds, is_abandoned)
@@ -293,7 +302,7 @@ def all_to_all(
 # Modules of FSDP2.
 
 
-def is_hook_of_fsdp(hook: Any) -> bool:
+def is_hook_of_fsdp(hook: object) -> bool:
     """Whether a hook of a state dict is one of FSDP2. `reshard` and `refresh_shards` do what these hooks do."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
 
@@ -355,7 +364,7 @@ def sharded_params(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
 
 def refresh_shards(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
     """Has FSDP2 use the sharded parameters that its modules have now, and their memory. Returns the undo."""
-    undos: list[tuple[Any, str, Any]] = []
+    undos: list[tuple[object, str, object]] = []
     for group in _fsdp_groups(modules):
         for param in group.fsdp_params:
             info, data = param._module_info, param._sharded_param_data
