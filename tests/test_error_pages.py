@@ -4,7 +4,7 @@ import ast
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -125,26 +125,3 @@ def test_the_index_and_the_site_list_all_pages() -> None:
     listed = rows(FOLDER / "index.md", r"^\| \[([\w-]+)\]\(\1\.md\) \| (.*) \| (.*) \|$")
     assert listed == [(page.name, page.title, ", ".join(f"`{name}`" for name in page.names)) for page in PAGES.values()]
     assert rows(ROOT / "mkdocs.yml", r"^    - ([\w-]+): errors/\1\.md$") == list(PAGES)
-
-
-@pytest.mark.parametrize(
-    ("printed", "shown", "agree"),
-    [
-        ("KeyError: 'a'", "KeyError: 'a'\n", True),
-        ("KeyError: 'a'\n  more", "KeyError: 'a'\n", False),
-        ("KeyError: 'a'\nand so on", "KeyError: ...on\n", True),
-        ("KeyError: 'a'", "KeyError: ...b\n", False),
-    ],
-)
-def test_how_texts_are_compared(printed: str, shown: str, agree: bool) -> None:
-    assert agrees(printed, shown) is agree
-
-
-@pytest.mark.parametrize("change", [lambda text: text.replace("100000", "100001"), lambda text: text.upper()])
-def test_a_wrong_text_is_noticed(change: Callable[[str], str], namespace: dict[str, Any], tmp_path: Path) -> None:
-    code, shown = blocks(PAGES["memory-budget"])[0]
-    error = failure_of(code, namespace)
-    assert error is not None
-    assert shown is not None
-    assert agrees(as_printed(error, tmp_path), shown)
-    assert not agrees(as_printed(error, tmp_path), change(shown))

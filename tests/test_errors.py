@@ -4,8 +4,6 @@ import builtins
 import copy
 import pickle
 import re
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -142,30 +140,8 @@ def test_pickles_and_copies_keep_everything() -> None:
         assert_alike(copy.deepcopy(error), error)
 
 
-def raise_it(kind: type[ModelStateError]) -> None:
-    try:
-        raise KeyError("cause")
-    except KeyError as error:
-        raise make(kind) from error
-
-
-def test_errors_come_out_of_worker_processes() -> None:
-    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
-        for kind in (errors.ReadFailedError, errors.KeyNotFoundError, errors.MemoryBudgetError, *OWN):
-            with pytest.raises(kind) as caught:
-                pool.submit(raise_it, kind).result()
-            assert {k: v for k, v in vars(caught.value).items() if k != "__notes__"} == vars(make(kind))
-
-
 @pytest.mark.parametrize("kind", OWN)
 def test_fields_of_their_own_are_tuples(kind: type[ModelStateError]) -> None:
     ((name, value),) = OWN[kind].items()
     assert getattr(make(kind), name) == tuple(value)
     assert getattr(kind("wrong"), name) == ()
-
-
-def test_the_fields_are_named() -> None:
-    with pytest.raises(TypeError):
-        ModelStateError("wrong", "somewhere")  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        errors.ReadFailedError("wrong", nonsense=1)  # type: ignore[call-arg]

@@ -48,11 +48,6 @@ def make(folder: Path, target: str, *options: str) -> subprocess.CompletedProces
     return done
 
 
-def commands_of(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What a dry run prints, without what make says where make runs the tests."""
-    return [line for line in done.stdout.splitlines() if not line.startswith("make[")]
-
-
 def targets() -> set[str]:
     (listed,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     return set(listed.split())
@@ -71,14 +66,6 @@ def test_help_names_every_target(checkout: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_says_what_it_does(checkout: Path) -> None:
-    """The demo itself runs in `tests/bench/test_demo.py`."""
-    done = make(checkout, "demo", "--dry-run")
-    assert "make: the demo loads a real checkpoint" in done.stdout
-    assert commands_of(done)[-1].endswith("-m bench.demo")
-
-
-@pytest.mark.slow
 def test_fast_tests_leave_out_the_slow_ones(checkout: Path) -> None:
     folder = checkout / "tests" / "of_this_test"
     folder.mkdir()
@@ -90,12 +77,6 @@ def test_fast_tests_leave_out_the_slow_ones(checkout: Path) -> None:
     )
     done = make(checkout, "test-fast", f"TESTS={folder.relative_to(checkout)}", "JOBS=0")
     assert "3 passed, 8 deselected" in done.stdout
-
-
-@pytest.mark.slow
-def test_the_benchmarks_are_given_their_options(checkout: Path) -> None:
-    """They measure in `tests/bench/test_page.py`."""
-    assert commands_of(make(checkout, "bench", "BENCH=--quick", "--dry-run"))[-1].endswith("-m bench --quick")
 
 
 @pytest.mark.slow

@@ -28,6 +28,12 @@ def test_size(nbytes: int, expected: str) -> None:
     assert size(nbytes) == expected
 
 
+def test_counts_times_and_texts() -> None:
+    assert (count(1, "tensor"), count(20_000, "tensor")) == ("1 tensor", "20,000 tensors")
+    assert (seconds(0.0123), seconds(1.234)) == ("12.3 ms", "1.23 s")
+    assert (shorten("abcdef", 6), shorten("abcdefg", 6)) == ("abcdef", "abcde…")
+
+
 def test_names_cannot_move_the_cursor() -> None:
     assert printable("a\x1b[2Jb\nc\u202e") == r"a\x1b[2Jb\nc\u202e"
     assert printable("größe ×") == "größe ×"
@@ -79,14 +85,6 @@ def test_a_path_with_a_newline_takes_one_line(tmp_path: Path) -> None:
     assert "a\\nb.pt: there is no such file" in str(caught.value).splitlines()[0]
 
 
-def test_few_directories_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for number in range(200):
-        local_path(f"{number}/a.pt")
-    assert as_given(f"{tmp_path}/199/a.pt") == "199/a.pt"
-    assert as_given(f"{tmp_path}/0/a.pt") == f"{tmp_path}/0/a.pt"
-
-
 def test_an_error_has_absolute_fields_and_a_text_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ms.errors.SourceNotFoundError) as caught:
@@ -96,30 +94,9 @@ def test_an_error_has_absolute_fields_and_a_text_as_given(tmp_path: Path, monkey
     assert str(ms.save({"w": torch.ones(1)}, "w.safetensors")).startswith("w.safetensors: 1 tensor")
 
 
-def test_count() -> None:
-    assert (count(1, "tensor"), count(0, "tensor"), count(20_000, "tensor")) == (
-        "1 tensor",
-        "0 tensors",
-        "20,000 tensors",
-    )
-
-
-def test_seconds() -> None:
-    assert (seconds(0.0123), seconds(1.234)) == ("12.3 ms", "1.23 s")
-
-
-def test_shorten() -> None:
-    assert shorten("abcdef", 6) == "abcdef"
-    assert shorten("abcdefg", 6) == "abcde…"
-
-
 def test_columns_are_aligned_and_have_no_trailing_blanks() -> None:
     text = columns([["a", "1", "x"], ["bbb", "22"], ["日本", "3", ""]], right=(1,))
     assert text.splitlines() == ["a      1  x", "bbb   22", "日本   3"]
-
-
-def test_columns_of_nothing() -> None:
-    assert columns([]) == ""
 
 
 def test_a_very_long_cell_widens_no_other_row() -> None:

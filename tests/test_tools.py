@@ -73,16 +73,6 @@ def test_a_test_that_looks_inside_is_told_apart(text: str, inside: bool) -> None
     assert tool("measure_code").looks_inside(text) is inside
 
 
-@pytest.mark.slow
-def test_the_table_is_that_of_the_source(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = tool("measure_code")
-    room = measure.SOURCE / "serve"
-    monkeypatch.setattr(measure, "SOURCE", room)  # one room of it: all of it takes seconds
-    monkeypatch.setattr(sys, "argv", ["measure_code.py"])
-    measure.main()
-    assert f"files {len(list(room.rglob('*.py')))}, lines " in capsys.readouterr().out
-
-
 def test_calls_of_a_load_are_counted(tmp_path: Path) -> None:
     trace = tool("trace_calls")
     calls = trace.traced(trace.load_case(tmp_path))

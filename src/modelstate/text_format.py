@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import reprlib
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 _NUMBER = r"(?:(?<=\.)|^)\d+(?=\.|$)"
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
-_MAX_DIRECTORIES = 64
-given_directories: OrderedDict[str, str] = OrderedDict()
-"""The directories of the last relative paths that callers gave, as they wrote them, by their absolute paths."""
+given_directories: dict[str, str] = {}
+"""The directories of the relative paths that callers gave, as they wrote them, by their absolute paths."""
 
 
 def size(nbytes: float) -> str:
@@ -45,11 +43,10 @@ def note_given(path: str, given: str) -> None:
     directory = path.rstrip(os.sep) if is_directory else os.path.dirname(path) + os.sep
     if not directory.strip(os.sep):  # the root, whose path is a part of every path and URL
         return
-    given_directories.pop(directory, None)
-    if not os.path.isabs(given):
+    if os.path.isabs(given):
+        given_directories.pop(directory, None)
+    else:
         given_directories[directory] = given if is_directory else given[: len(given) - len(os.path.basename(given))]
-        while len(given_directories) > _MAX_DIRECTORIES:
-            given_directories.popitem(last=False)
 
 
 def as_given(text: str) -> str:

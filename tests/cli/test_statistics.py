@@ -33,12 +33,6 @@ def test_pages_are_written_on_this_machine_only() -> None:
     assert "download" not in done.stderr
 
 
-def test_remedies_are_those_of_the_command_line() -> None:
-    unmatched = run("inspect", "m.safetensors", "--stats", "--filter", "zz*")
-    assert unmatched.exit_code == 1
-    assert "only=" not in unmatched.stderr
-
-
 def test_statistics() -> None:
     done = run("inspect", "m.safetensors", "--stats")
     assert done.exit_code == 0
