@@ -219,7 +219,7 @@ def test_a_prefix_that_a_module_of_the_model_has_too_is_not_proposed() -> None:
     suggestion = ms.suggest(net(), file)
     assert not suggestion
     assert {name for group in suggestion.ambiguous for name in group.names} == {"head.weight", "head.bias"}
-    assert "model.model.head.weight to model.head.weight" in str(suggestion)
+    assert "may each have moved by one" in str(suggestion)
 
 
 def test_a_checkpoint_of_lightning_gets_the_rule_for_its_prefix() -> None:

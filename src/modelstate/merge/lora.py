@@ -9,11 +9,12 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from itertools import permutations
-from typing import TypeGuard
+from typing import Annotated, TypeGuard, TypeVar
 
 import msgspec
 
@@ -21,15 +22,28 @@ from modelstate.arguments import check_flag
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.combine import Combination, label, versions_of
 from modelstate.checkpoint.reduction import kind_of
-from modelstate.errors import CombineError, OptionError
+from modelstate.errors import CombineError, OptionError, SourceNotFoundError
 from modelstate.formats.tree import FlatTree
-from modelstate.merge.adapter_config import AdapterConfig, adapter_configs
+from modelstate.io.files import read_whole
 from modelstate.merge.delta import CONVOLUTIONS, Delta, Layout, cast, merged
 from modelstate.planning.differences import KOHYA_PREFIXES, LORA_MATRIX, PEFT_PREFIX, adapter_names
 from modelstate.rules.expression import lacks_values
 from modelstate.spec import Stored, bytes_key
 from modelstate.text_format import listed, short_repr
 
+_T = TypeVar("_T")
+_Rank = Annotated[int, msgspec.Meta(ge=1)]
+_MAX_BYTES = 10_000_000
+_MAX_PATTERN = 500
+_METADATA = "lora_adapter_metadata"
+_NOT_MERGED = (
+    *("use_qalora", "use_bdlora", "layer_replication", "trainable_token_indices", "alora_invocation_tokens"),
+    *("arrow_config", "velora_config", "monteclora_config", "megatron_config", "corda_config", "lora_ga_config"),
+    "kasa_config",
+)
+"""Settings of variants with other arithmetic, or for another model than their base."""
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq", "mica")
+"""Prefixes of `init_lora_weights` that change the base when the adapter is made. No file says how."""
 _SAVED = re.compile(r"\.modules_to_save(\.[^.]+)?(?=\.)")
 _OTHER_METHODS = re.compile(
     r"\.(?:(?P<DoRA_of_LyCORIS>dora_scale)|(?P<LoHa>hada_\w+)|(?P<LoKr>lokr_\w+)|(?P<LoCon>lora_mid\.weight)"
@@ -131,7 +145,7 @@ class LoRA(Combination):
         for index, adapter in enumerate(sources[1:], 1):
             at = label(sources, index)
             _check_adapter(adapter, at)
-            _AdapterReader(base, adapter, at, adapter_configs(adapter, at), self, problems, deltas, replaced).read()
+            _AdapterReader(base, adapter, at, _configs_of(adapter, at), self, problems, deltas, replaced).read()
         if problems:
             raise CombineError(
                 f"tensors of adapters that do not fit the base ({len(problems):,})",
@@ -211,7 +225,7 @@ class _AdapterReader(msgspec.Struct):
     base: Checkpoint
     adapter: Checkpoint
     label: str
-    configs: Mapping[str, AdapterConfig]
+    configs: Mapping[str, _AdapterConfig]
     options: LoRA
     problems: list[str]
     deltas: dict[str, list[Delta]]
@@ -397,7 +411,7 @@ class _AdapterReader(msgspec.Struct):
                 raise _MisfitError(of_b, f"does not fit {bias!r} of shape {self.base[bias].shape}")
             self._add(bias, [of_b], Delta(Layout.BIAS, (), scaling))
 
-    def _alpha(self, kinds: Mapping[str, str], config: AdapterConfig | None, path: str, rank: int) -> float:
+    def _alpha(self, kinds: Mapping[str, str], config: _AdapterConfig | None, path: str, rank: int) -> float:
         alpha = self.options.alpha
         if alpha is None and (full := kinds.get("alpha")):
             is_number = math.prod(self.adapter[full].shape) == 1 and not lacks_values(self.adapter.stored(full))
@@ -456,3 +470,105 @@ def _is_finite_number(value: object) -> TypeGuard[float]:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an int of hundreds of digits
         return False
+
+
+# The configuration: `adapter_config.json` of peft, or the metadata that diffusers writes.
+
+
+class _AdapterConfig(msgspec.Struct, frozen=True):
+    """The scaling of an adapter. The patterns are regular expressions that match the ends of module paths."""
+
+    lora_alpha: float | None = None
+    r: _Rank | None = None
+    alpha_pattern: dict[str, float] | None = None
+    rank_pattern: dict[str, _Rank] | None = None
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+    fan_in_fan_out: bool | None = None
+    modules_to_save: list[str] | None = None
+    target_parameters: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        for pattern in {**(self.alpha_pattern or {}), **(self.rank_pattern or {})}:
+            _compiled(pattern)
+
+    def alpha_of(self, path: str) -> float | None:
+        return _by_pattern(self.alpha_pattern, path, self.lora_alpha)
+
+    def rank_of(self, path: str) -> int | None:
+        return _by_pattern(self.rank_pattern, path, self.r)
+
+
+def _configs_of(adapter: Checkpoint, where: str) -> dict[str, _AdapterConfig]:
+    """Returns the configurations of an adapter by the part of the pipeline; the key is "" for a model.
+
+    Raises `CombineError` if a configuration is damaged, or if the adapter is of a kind that is not merged here.
+    """
+    if adapter.files:
+        path = os.path.join(os.path.dirname(adapter.files[0]), "adapter_config.json")
+        with suppress(SourceNotFoundError):
+            configs = _decoded(read_whole(path, _MAX_BYTES, "the adapter's configuration"), path)
+            return {"": configs.get("", _AdapterConfig())}
+    text = adapter.metadata.get(_METADATA)
+    return _decoded(text, f"{where}, {_METADATA}") if isinstance(text, str) else {}
+
+
+def _decoded(text: bytes | str, where: str) -> dict[str, _AdapterConfig]:
+    try:
+        settings = msgspec.json.decode(text, type=dict[str, object])
+        parts: dict[str, dict[str, object]] = {}
+        is_of_pipeline = any(name.endswith(".lora_alpha") for name in settings)
+        for name, value in settings.items():
+            part, _, setting = name.rpartition(".") if is_of_pipeline else ("", "", name)
+            parts.setdefault(part, {})[setting] = value
+        configs = {part: msgspec.convert(of_part, _AdapterConfig) for part, of_part in parts.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CombineError(
+            "the adapter's configuration is damaged",
+            where=where,
+            found=str(error),
+            remedy="copy it again; or remove it, and give ms.merge.LoRA(alpha=...)",
+        ) from error
+    for of_part in parts.values():
+        _check_kind(of_part, where)
+    return configs
+
+
+def _check_kind(settings: Mapping[str, object], where: str) -> None:
+    """Raises `CombineError` for an adapter that is more than matrices to be added to an unchanged base."""
+    unsupported = [name for name in _NOT_MERGED if settings.get(name)]
+    if settings.get("peft_type", "LORA") != "LORA":
+        unsupported.insert(0, "peft_type")
+    of_base = str(settings.get("init_lora_weights")).startswith(_CHANGE_THE_BASE)
+    if unsupported or of_base:
+        shown = [*unsupported, "init_lora_weights"] if of_base else unsupported
+        way = ", or save it for the untouched base: save_pretrained(path_initial_model_for_weight_conversion=...)"
+        raise CombineError(
+            "an adapter of this kind is not merged here",
+            where=where,
+            expected='peft_type "LORA", alone, with DoRA or with target_parameters',
+            found=", ".join(f"{name}: {settings[name]!r}" for name in shown),
+            remedy="merge it with peft: PeftModel.merge_and_unload()" + ("" if unsupported else way),
+        )
+
+
+def _by_pattern(patterns: Mapping[str, _T] | None, path: str, default: _T | None) -> _T | None:
+    """Returns the value of the first pattern that matches the end of the path, as peft does."""
+    return next((value for pattern, value in (patterns or {}).items() if _compiled(pattern).match(path)), default)
+
+
+@lru_cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Compiles a pattern for the ends of module paths, as peft does.
+
+    Raises `ValueError` for expressions that could take very long to match, because the file may be from an untrusted
+    source: each repetition, and each group of alternatives, multiplies the ways in which a name can be matched.
+    """
+    groups = pattern.replace("(?:", "(")
+    choices = sum(groups.count(sign) for sign in ("*+?{(" if "|" in groups else "*+?{"))
+    if len(pattern) > _MAX_PATTERN or choices > 3 or re.search(r"\)[*+{?]|\\\d", pattern):
+        raise ValueError(f"the pattern {pattern[:80]!r} is not read: it could take very long to match")
+    try:
+        return re.compile(rf"(.*\.)?({pattern})$")
+    except re.error as error:
+        raise ValueError(f"the pattern {pattern[:80]!r} is not a regular expression: {error}") from error

@@ -13,13 +13,14 @@ import torch
 from modelstate.errors import RuleError
 from modelstate.rules.expression import Derived, Scaling, Source, cast, concatenated, region, reshaped
 from modelstate.rules.rule import (
+    Entry,
+    EntryRule,
     NamedEntry,
     PatternRule,
     Rule,
     RuleContext,
     check_sizes,
     irreversible,
-    matching,
     same_stars,
     template,
 )
@@ -32,7 +33,7 @@ SCALABLE = (*FLOAT8, torch.int8)
 """The dtypes of weights that `Dequantize` multiplies by scales."""
 
 
-class Split(PatternRule, msgspec.Struct, frozen=True):
+class Split(EntryRule, msgspec.Struct, frozen=True):
     """Cuts a tensor into several along one dimension: a fused QKV into three. Reads only the parts that are used.
 
     Args:
@@ -62,21 +63,19 @@ class Split(PatternRule, msgspec.Struct, frozen=True):
         parts = template(self.pattern).match(name)
         return None if parts is None else template(self.into[0]).fill(parts)
 
-    def apply(self, context: RuleContext) -> None:
-        for name, entry, parts in matching(self.pattern, context.entries):
-            if parts is None:
-                context.keep(name, entry)
-            elif entry.tensor is None or entry.why_not_plain:
-                context.fail(name, entry.why_not_plain)
-            elif why := self._why_not(tuple(entry.tensor.shape)):
-                context.fail(name, why)
-            else:
-                whole, start, slices = entry.tensor.shape[self.dim], 0, [slice(None)] * len(entry.tensor.shape)
-                sizes = self.sizes or (whole // len(self.into),) * len(self.into)
-                for target, size in zip(self.into, sizes, strict=True):
-                    slices[self.dim] = slice(start, start + size)
-                    context.make(template(target).fill(parts), region(entry.tensor, slices), [(name, entry)])
-                    start += size
+    def apply_to(self, context: RuleContext, name: str, entry: Entry, parts: tuple[str, ...]) -> None:
+        if entry.tensor is None or entry.why_not_plain:
+            return context.fail(name, entry.why_not_plain)
+        shape = tuple(entry.tensor.shape)
+        if why := self._why_not(shape):
+            return context.fail(name, why)
+        start, slices = 0, [slice(None)] * len(shape)
+        sizes = self.sizes or (shape[self.dim] // len(self.into),) * len(self.into)
+        for target, size in zip(self.into, sizes, strict=True):
+            slices[self.dim] = slice(start, start + size)
+            context.make(template(target).fill(parts), region(entry.tensor, slices), [(name, entry)])
+            start += size
+        return None
 
     def _why_not(self, shape: tuple[int, ...]) -> str:
         """Returns why a tensor of this shape cannot be split; empty if it can."""
@@ -113,7 +112,7 @@ class _JoiningRule(PatternRule):
         _set_names(self, "patterns", self.patterns)
         same_stars(self.into, *self.patterns)
 
-    def _read_patterns(self) -> tuple[str, ...]:
+    def read_patterns(self) -> tuple[str, ...]:
         return self.patterns
 
     def rename(self, name: str) -> str | None:

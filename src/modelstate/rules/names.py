@@ -13,12 +13,13 @@ from modelstate.problems import Problem, ProblemKind
 from modelstate.rules.expression import Derived, constant
 from modelstate.rules.rule import (
     CodeRepr,
+    Entry,
+    EntryRule,
     ModelTensors,
     PatternRule,
     RuleContext,
     Template,
     irreversible,
-    matching,
     same_stars,
     template,
 )
@@ -114,7 +115,7 @@ def _check_expression(pattern: re.Pattern[str], replacement: object, where: obje
         raise RuleError("not the replacement of this regular expression", where=where, found=error) from error
 
 
-class Ignore(PatternRule, msgspec.Struct, frozen=True):
+class Ignore(EntryRule, msgspec.Struct, frozen=True):
     """Leaves out the entries of the checkpoint whose names match `pattern`.
 
     Args:
@@ -129,24 +130,17 @@ class Ignore(PatternRule, msgspec.Struct, frozen=True):
 
     pattern: str
 
-    def __post_init__(self) -> None:
-        Template(self.pattern)
-
     def rename(self, name: str) -> str | None:
         return None
 
-    def apply(self, context: RuleContext) -> None:
-        for name, entry, parts in matching(self.pattern, context.entries):
-            if parts is None:
-                context.keep(name, entry)
-            else:
-                context.mark_used()
+    def apply_to(self, context: RuleContext, name: str, entry: Entry, parts: tuple[str, ...]) -> None:
+        context.mark_used()
 
     def reverse(self) -> Ignore:
         raise irreversible(self, "the entries that it leaves out are lost")
 
 
-class Copy(PatternRule, msgspec.Struct, frozen=True):
+class Copy(EntryRule, msgspec.Struct, frozen=True):
     """Gives the entries that match `pattern` a second name: the weight of an embedding that a head was tied to.
 
     Args:
@@ -166,20 +160,15 @@ class Copy(PatternRule, msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         same_stars(self.pattern, self.to)
 
-    def rename(self, name: str) -> str | None:
-        return None if template(self.pattern).match(name) is None else name
-
-    def apply(self, context: RuleContext) -> None:
-        for name, entry, parts in matching(self.pattern, context.entries):
-            context.keep(name, entry)
-            if parts is not None:
-                context.make(template(self.to).fill(parts), entry.content, [(name, entry)])
+    def apply_to(self, context: RuleContext, name: str, entry: Entry, parts: tuple[str, ...]) -> None:
+        context.keep(name, entry)
+        context.make(template(self.to).fill(parts), entry.content, [(name, entry)])
 
     def reverse(self) -> Same:
         return Same(self.pattern, self.to)
 
 
-class Same(PatternRule, msgspec.Struct, frozen=True):
+class Same(EntryRule, msgspec.Struct, frozen=True):
     """Leaves out the entries that match `other`, which must be equal to those that match `pattern`, bit for bit.
 
     Args:
@@ -199,25 +188,21 @@ class Same(PatternRule, msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         same_stars(self.pattern, self.other)
 
-    def _read_patterns(self) -> tuple[str, ...]:
+    def read_patterns(self) -> tuple[str, ...]:
         return (self.pattern, self.other)
 
     def rename(self, name: str) -> str | None:
         return None
 
-    def apply(self, context: RuleContext) -> None:
-        for name, entry, parts in matching(self.other, context.entries):
-            if parts is None:
-                context.keep(name, entry)
-                continue
-            kept_name = template(self.pattern).fill(parts)
-            kept = context.entries.get(kept_name)
-            if kept is None:
-                context.fail(name, f"there is no {kept_name} to compare it with")
-            elif not context.equal(kept, entry):
-                context.fail(name, f"it differs from {kept_name}")
-            else:
-                context.mark_used()
+    def apply_to(self, context: RuleContext, name: str, entry: Entry, parts: tuple[str, ...]) -> None:
+        kept_name = template(self.pattern).fill(parts)
+        kept = context.entries.get(kept_name)
+        if kept is None:
+            context.fail(name, f"there is no {kept_name} to compare it with")
+        elif not context.equal(kept, entry):
+            context.fail(name, f"it differs from {kept_name}")
+        else:
+            context.mark_used()
 
     def reverse(self) -> Copy:
         return Copy(self.pattern, self.other)

@@ -392,13 +392,6 @@ def same_stars(first: str, *others: str) -> None:
             )
 
 
-def matching(pattern: str, entries: Entries) -> Iterator[tuple[str, Entry, tuple[str, ...] | None]]:
-    """Yields every entry with what the wildcards of the pattern match in its name; None if the name does not match."""
-    template = Template(pattern)
-    for name, entry in entries.items():
-        yield name, entry, template.match(name)
-
-
 class CodeRepr:
     """A `msgspec.Struct` whose `repr` is the code that makes it."""
 
@@ -419,9 +412,43 @@ class CodeRepr:
 class PatternRule(CodeRepr):
     """A rule that looks at the entries whose names match its patterns, and at no other entry."""
 
-    def _read_patterns(self) -> tuple[str | re.Pattern[str], ...]:
+    pattern: str | re.Pattern[str]
+
+    def read_patterns(self) -> tuple[str | re.Pattern[str], ...]:
         """Returns the patterns of the names that the rule looks at."""
-        return (self.pattern,)  # type: ignore[attr-defined]
+        return (self.pattern,)
+
+
+class EntryRule(PatternRule):
+    """A rule for each entry whose name matches its pattern; others stay. A subclass defines `apply_to`."""
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        Template(self.pattern)
+
+    def rename(self, name: str) -> str | None:
+        return None if template(self.pattern).match(name) is None else name
+
+    def apply(self, context: RuleContext) -> None:
+        pattern = Template(self.read_patterns()[-1])  # type: ignore[arg-type]
+        for name, entry in context.entries.items():
+            parts = pattern.match(name)
+            if parts is None:
+                context.keep(name, entry)
+            else:
+                self.apply_to(context, name, entry, parts)
+
+    def apply_to(self, context: RuleContext, name: str, entry: Entry, parts: tuple[str, ...]) -> None:
+        """Puts what the rule makes of an entry into the context.
+
+        Args:
+            context: The application of the rules.
+            name: The name of the entry.
+            entry: The entry.
+            parts: What the wildcards of the pattern match in the name.
+        """
+        raise NotImplementedError
 
 
 def literal_names(rule: object) -> tuple[str, ...]:
@@ -431,7 +458,7 @@ def literal_names(rule: object) -> tuple[str, ...]:
     """
     if not isinstance(rule, PatternRule) or not _is_built_in(rule):
         return ()
-    patterns = rule._read_patterns()
+    patterns = rule.read_patterns()
     return tuple(pattern for pattern in patterns if isinstance(pattern, str)) if all(map(_is_literal, patterns)) else ()
 
 

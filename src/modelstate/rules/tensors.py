@@ -23,43 +23,22 @@ from modelstate.rules.expression import (
 )
 from modelstate.rules.rule import (
     Entry,
-    PatternRule,
+    EntryRule,
     RuleContext,
-    Template,
     Value,
     check_sizes,
     describe,
     irreversible,
-    matching,
-    template,
 )
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import cast_between, dtype_named
 from modelstate.torch_compat.plain import is_plain_memory
 
 
-class _TensorRule(PatternRule):
-    """A rule that changes each tensor whose name matches, and keeps its name.
+class _TensorRule(EntryRule):
+    """A rule that changes each tensor whose name matches, and keeps its name. A subclass defines `change`."""
 
-    A subclass defines either `change`, or `apply_to` where `change` needs more than the tensor.
-    """
-
-    pattern: str
-
-    def __post_init__(self) -> None:
-        Template(self.pattern)
-
-    def rename(self, name: str) -> str | None:
-        return None if template(self.pattern).match(name) is None else name
-
-    def apply(self, context: RuleContext) -> None:
-        for name, entry, parts in matching(self.pattern, context.entries):
-            if parts is None:
-                context.keep(name, entry)
-            else:
-                self.apply_to(context, name, entry)
-
-    def apply_to(self, context: RuleContext, name: str, entry: Entry) -> None:
+    def apply_to(self, context: RuleContext, name: str, entry: Entry, parts: tuple[str, ...]) -> None:
         context.make_tensor(name, (name, entry), self.change)
 
     def change(self, source: Source) -> Source:
@@ -167,7 +146,7 @@ class Cast(_TensorRule, msgspec.Struct, frozen=True):
         return Cast(self.pattern, self.before, self.dtype)
 
 
-class Apply(_TensorRule, msgspec.Struct, frozen=True):
+class Apply(EntryRule, msgspec.Struct, frozen=True):
     """Replaces what matches `pattern` by the result of a function, for changes that no other rule makes.
 
     Args:
@@ -200,7 +179,7 @@ class Apply(_TensorRule, msgspec.Struct, frozen=True):
                 found=f"{short_repr(self.fn)}, {short_repr(self.inverse)}",
             )
 
-    def apply_to(self, context: RuleContext, name: str, entry: Entry) -> None:
+    def apply_to(self, context: RuleContext, name: str, entry: Entry, parts: tuple[str, ...]) -> None:
         try:
             if isinstance(entry.content, Value):
                 if entry.content.error is not None:

@@ -215,6 +215,8 @@ def _drop_shifted(matches: Matches) -> None:
         if source != target and (is_prefixed or (row == without_numbers(target) and row in rows)):
             del matches.pairs[source], matches.expected[target]
             matches.used.remove(source)
+            note = "names that fit as they are may each have moved by one; then only a Rename written by hand says so"
+            matches.notes = [note]
 
 
 # Equal names.
