@@ -568,7 +568,7 @@ class _Casts:
                         overflows.check(slot.name, slot.tensor, value)
                 if batch.grad is not None:
                     grad = batch.grad.to(batch.new.dtype)
-                    point_to(tensors[0], values[0], grad, held_grad=batch.grad, undoable=False)
+                    point_to(tensors[0], values[0], grad, held_grad=batch.grad)
                     continue
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.data = value

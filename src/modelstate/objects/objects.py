@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader
 
 from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.errors import KeyNotFoundError, ModelStateError, ObjectStateError, OptionError, code_errors
-from modelstate.formats.tree import deep_copy, is_container, items_of, leaf_paths, same_value, subtree
+from modelstate.formats.tree import deep_copy, is_container, items_of, same_value, subtree
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.objects.optimizer_values import parameter_names
 from modelstate.objects.parts import Kind, Part
 from modelstate.objects.stateful import load_state, own_generator, state_of
-from modelstate.objects.whole_optimizer import WholeOptimizer, is_saved_whole, is_whole, optimizers_within
+from modelstate.objects.whole_optimizer import is_saved_whole, whole_state
 from modelstate.planning.recorder import ModuleContainer
 from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.modules import (
@@ -91,9 +91,7 @@ def capture(targets: Mapping[str, Target]) -> dict[str, Part]:
         modules = modules_of(targets)
     parts = {}
     for path, target in restore_order(targets):
-        tree = _state_of(path, target, modules)
-        has_own_layout = target.kind is Kind.OPTIMIZER and is_whole(tree)
-        parts[path] = Part(Kind.STATEFUL if has_own_layout else target.kind, tree)
+        parts[path] = Part(target.kind, _state_of(path, target, modules))
     return {path: parts[path] for path in targets}
 
 
@@ -110,7 +108,7 @@ def _state_of(path: str, target: Target, modules: nn.Module | None) -> object:
             case Kind.OPTIMIZER:
                 assert modules is not None
                 if is_saved_whole(target.obj):
-                    return WholeOptimizer(target.obj, parameter_names(modules, target.obj)).state_dict()
+                    return whole_state(target.obj, parameter_names(modules, target.obj))
                 return optimizer_state(modules, target.obj)
             case Kind.GENERATOR:
                 return target.obj.get_state()
@@ -314,54 +312,19 @@ Undo = Callable[[], None]
 def register_undo(targets: list[tuple[str, Target]], transaction: Transaction) -> None:
     """Registers with the transaction how to undo a restore of the targets, which come in the order of the restore.
 
+    The plan of an optimizer registers its own undo. Code of other objects may change optimizers, too.
+
     Raises `ObjectStateError` for an object whose state cannot be copied.
     """
+    transaction.others += [target.obj for _, target in targets if target.kind is Kind.OPTIMIZER]
     transaction.register_undo(partial(torch.set_rng_state, torch.get_rng_state()))
     with torch.random.fork_rng(devices=[]):  # an object may draw a seed when it is asked for its state
         # Reversed: generators are captured before another object draws from them, and undone after it.
         for path, target in reversed(targets):
-            if target.kind is Kind.OPTIMIZER:
-                transaction.register_undo(_undo_of_optimizer(target.obj))
-            elif target.kind is Kind.STATEFUL:
+            if target.kind is Kind.STATEFUL:
                 transaction.register_undo(_undo_of_stateful(path, target.obj))
-                for optimizer in _optimizers_of(target):  # undone first: then the state is the one before
-                    transaction.register_undo(_undo_of_optimizer(optimizer))
             elif target.kind is Kind.GENERATOR:
                 transaction.register_undo(partial(target.obj.set_state, target.obj.get_state()))
-    optimizers = [optimizer for _, target in targets for optimizer in _optimizers_of(target)]
-    transaction.protect(tensor for optimizer in optimizers for tensor in _optimizer_tensors(optimizer))
-
-
-def _optimizers_of(target: Target) -> list[torch.optim.Optimizer]:
-    """Returns the optimizers that the restore of a target changes."""
-    if isinstance(target.obj, WholeOptimizer):
-        return optimizers_within(target.obj.optimizer)
-    return [target.obj] if target.kind is Kind.OPTIMIZER else []
-
-
-def _undo_of_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
-    """Keeps the containers of the optimizer only: a restore replaces the tensors in them and changes none."""
-    attributes = vars(optimizer)
-    bindings, state, of_groups = dict(attributes), optimizer.state, optimizer.param_groups
-    groups_before = list(of_groups)
-    entries = [(param, values, dict(values) if isinstance(values, dict) else None) for param, values in state.items()]
-    groups = [(group, dict(group)) for group in of_groups]
-
-    def undo() -> None:
-        attributes.clear()
-        attributes.update(bindings)
-        of_groups[:] = groups_before
-        state.clear()
-        for param, values, items in entries:
-            if items is not None:
-                values.clear()
-                values.update(items)
-            state[param] = values
-        for group, options in groups:
-            group.clear()
-            group.update(options)
-
-    return undo
 
 
 def _undo_of_stateful(path: str, obj: object) -> Undo:
@@ -387,11 +350,3 @@ def _undo_of_stateful(path: str, obj: object) -> Undo:
             load_state(obj, before)
 
     return undo
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yields the tensors in an optimizer's state and options, without its parameters."""
-    options = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
-    for _, leaf in leaf_paths([*optimizer.state.values(), *options]):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf

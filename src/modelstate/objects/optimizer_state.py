@@ -64,6 +64,7 @@ from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules, renaming, way_back
 from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.private import without_modes
+from modelstate.transaction.transaction import Transaction
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
@@ -220,7 +221,7 @@ def load_optimizer_state(
                     found=listed(planned.problems, _MAX_SHOWN, "\n    "),
                     remedy="; or ".join([*planned.remedies, *names]),
                 )
-        into_recorded_memory(planned.load(agreement.phase("reading", decides=True)))
+        into_recorded_memory(planned.load(copying=agreement.phase("reading", decides=True)))
 
 
 def check_keep_options(patterns: Iterable[str], options: Sequence[str]) -> None:
@@ -273,10 +274,13 @@ class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
     note: str
     """Set where the state is of another class and is loaded all the same."""
 
-    def load(self, copying: AbstractContextManager[None] | None = None) -> list[Recorded]:
+    def load(
+        self, transaction: Transaction | None = None, copying: AbstractContextManager[None] | None = None
+    ) -> list[Recorded]:
         """Loads the state, all or nothing. Call it only where there are no problems.
 
         Args:
+            transaction: gets the undo of the load.
             copying: the context within which the values are copied. They take effect after it.
 
         Returns:
@@ -301,6 +305,9 @@ class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
                 # A rank that is interrupted behind the vote would be the only one that keeps its old state.
                 uninterrupted.enter_context(deferred_signals())
                 uninterrupted.enter_context(without_modes())
+            if transaction is not None:
+                groups = [(group, dict(group)) for group in optimizer.param_groups]
+                transaction.register_undo(partial(_put_back, optimizer, dict(optimizer.state), groups))
             recorded: list[Recorded] = []
             for group in optimizer.param_groups:
                 for param in group["params"]:
@@ -313,6 +320,19 @@ class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
                 recorded += recorded_by_graphs(group, options, group)
                 group.update(options)
         return recorded
+
+
+def _put_back(
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[torch.Tensor, Any],
+    groups: list[tuple[dict[str, Any], dict[str, Any]]],
+) -> None:
+    """Undoes `OptimizerPlan.load`, which replaces tensors and changes none."""
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, options in groups:
+        group.clear()
+        group.update(options)
 
 
 def plan_by_name(

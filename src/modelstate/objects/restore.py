@@ -58,7 +58,7 @@ from modelstate.objects.optimizer_values import Recorded, into_recorded_memory, 
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.per_rank import of_this_rank
 from modelstate.objects.stateful import check_class, go_on_from_kept_rates, load_state, own_generator, rewind
-from modelstate.objects.whole_optimizer import DTYPES, WholeOptimizer, is_whole
+from modelstate.objects.whole_optimizer import DTYPES, WholePlan, is_whole, plan_whole
 from modelstate.planning.matching import Patterns
 from modelstate.planning.options import LoadOptions, checked_options
 from modelstate.planning.preparation import Preparation
@@ -250,7 +250,7 @@ def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
         return None
     if target.kind is Kind.MODULE and value != {}:  # a module without state, as a loss function, is an empty mapping
         return None
-    return Part(Kind.STATEFUL if is_whole(value) else target.kind, value)
+    return Part(target.kind, value)
 
 
 def _paths_without_target(checkpoint: Checkpoint, targets: Mapping[str, Target]) -> dict[str, None]:
@@ -326,11 +326,6 @@ def restore_objects(
             check_keep_options(kept_options, names)
         if any(part.ranks for part in saved.values()):
             saved = of_this_rank(saved, targets, agreement)
-        for path, target in targets.items():
-            if target.kind is Kind.OPTIMIZER and path in saved and is_whole(saved[path].tree):
-                with object_code(path, "its state cannot be loaded"):
-                    own_names = parameter_names(modules_of(targets), target.obj)
-                targets[path] = Target(Kind.STATEFUL, WholeOptimizer(target.obj, own_names))
         may_miss = Patterns("allow_missing", options.allow_missing)
         may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
         missing = tuple(path for path in targets if path not in saved and may_miss.allow(path))
@@ -357,7 +352,7 @@ def restore_objects(
             partial(restoring.restore_others, transaction),
             agreement=agreement,
             check=restoring.plan_optimizers,
-            runs_code=any(target.kind is Kind.STATEFUL for _, target in restoring.targets),
+            runs_code=restoring.runs_code,
         )
     plain = {path: saved[path].tree for path, target in restoring.targets if target.kind is Kind.VALUE}
     report = dataclasses.replace(report, notes=(*report.notes, *restoring.notes))
@@ -461,6 +456,11 @@ class _Restoring:
             if part.tree is KEPT
         ]
         """Notes for the report."""
+        self.runs_code = any(
+            target.kind is Kind.STATEFUL or (target.kind is Kind.OPTIMIZER and is_whole(saved[path].tree))
+            for path, target in self.targets
+        )
+        """Whether the restore of an object other than a module runs code of the object."""
         self.drawn_from = tuple(
             (path, target, saved[path].tree)
             for path, target in self.targets
@@ -473,7 +473,7 @@ class _Restoring:
         self._paths = [path for path, target in targets.items() if target.kind is Kind.MODULE]
         self._saved, self._checkpoints, self._rules, self._source_name = saved, checkpoints, rules, source_name
         self._may_miss, self._may_exceed, self._keep_options = may_miss, may_exceed, keep_options
-        self._plans: dict[str, OptimizerPlan] = {}
+        self._plans: dict[str, OptimizerPlan | WholePlan] = {}
 
     def plan_optimizers(self, preparation: Preparation) -> None:
         """Plans the optimizers when the modules are planned, and raises one error with the problems of all of them.
@@ -499,14 +499,14 @@ class _Restoring:
 
     def restore_others(self, transaction: Transaction) -> None:
         """Restores all objects except modules."""
-        if any(target.kind is Kind.STATEFUL for _, target in self.targets):
-            transaction.arm()  # the modules may hold optimizers, which are about to be changed
+        if self.runs_code:
+            transaction.arm()
         recorded = list[Recorded]()
         if self._plans:
             transaction.at_commit(partial(into_recorded_memory, recorded))
         for path, plan in self._plans.items():
             with object_code(path, "its state cannot be loaded; nothing has been changed"):
-                recorded += plan.load()
+                recorded += plan.load(transaction)
             self.notes += [f"{path}: {plan.note}"] if plan.note else []
         generators = [target.obj for _, target in self.targets if target.is_restored_last]
         for path, target in self.targets:
@@ -516,28 +516,22 @@ class _Restoring:
                     object_code(path, "its load_state_dict raised; nothing has been changed"),
                     transaction.model_code(),
                 ):
-                    if isinstance(target.obj, WholeOptimizer):
-                        keeps = partial(_keeps, self._keep_options, path)
-                        target.obj.load_state_dict(state, self._rules, keeps, _start_anew(path))
-                        self.notes.append(f"{path}: {target.obj.note}")
-                    else:
-                        load_state(target.obj, state, generators)
+                    load_state(target.obj, state, generators)
             elif target.kind is Kind.GENERATOR:
                 with object_code(path, "the generator does not take the state; nothing has been changed"):
                     target.obj.set_state(self._saved[path].tree)
-        self._go_on_from_kept_rates()
-
-    def _go_on_from_kept_rates(self) -> None:
         others = {path: target.obj for path, target in self.targets if target.kind is Kind.STATEFUL}
         for path, target in self.targets:
-            optimizer = target.obj.optimizer if isinstance(target.obj, WholeOptimizer) else target.obj
-            if others and isinstance(optimizer, torch.optim.Optimizer):
-                go_on_from_kept_rates(path, optimizer, others, partial(_keeps, self._keep_options, path))
+            if target.kind is Kind.OPTIMIZER:
+                go_on_from_kept_rates(path, target.obj, others, partial(_keeps, self._keep_options, path))
 
     def _plan_optimizer(
         self, path: str, optimizer: torch.optim.Optimizer, is_initialised: Callable[[str], bool]
-    ) -> OptimizerPlan:
-        state = self._saved[path].tree
+    ) -> OptimizerPlan | WholePlan:
+        state, keeps, start_anew = self._saved[path].tree, partial(_keeps, self._keep_options, path), _start_anew(path)
+        if is_whole(state):
+            names = parameter_names(self._container, optimizer)
+            return plan_whole(optimizer, names, state, self._rules, keeps, start_anew)
         if isinstance(state, Mapping) and DTYPES not in state:  # a file of another tool
             dtypes = {
                 f"{of_module}.{name}": spec.dtype
@@ -552,9 +546,9 @@ class _Restoring:
             rules=self._rules,
             may_miss=lambda name: is_initialised(name) or self._may_miss.allow(f"{path}.{name}"),
             may_exceed=lambda name: self._may_exceed.allow(f"{path}.{name}"),
-            keeps=partial(_keeps, self._keep_options, path),
+            keeps=keeps,
             keep_options=f"[{path!r}]",
-            start_anew=_start_anew(path),
+            start_anew=start_anew,
             paths=self._paths,
         )
 

@@ -8,15 +8,17 @@ parameters, or with another order, is refused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from modelstate.errors import OptimizerStateError
 from modelstate.formats.tree import deep_copy, leaf_paths, same_value
 from modelstate.objects.optimizer_values import (
     CLASS,
+    Recorded,
     class_name,
     group_options,
     in_memory_orders,
@@ -26,8 +28,8 @@ from modelstate.objects.optimizer_values import (
 from modelstate.rules.optimizer import changed_values
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renaming
-from modelstate.text_format import listed
 from modelstate.torch_compat.values import is_uninitialised
+from modelstate.transaction.transaction import Transaction
 
 DTYPES = "dtypes"
 """The key of the dtypes of the parameters in a saved state."""
@@ -39,7 +41,7 @@ _Optimizer = torch.optim.Optimizer
 
 
 def is_whole(state: object) -> bool:
-    """Whether a saved state is a result of `WholeOptimizer.state_dict`."""
+    """Whether a saved state is a result of `whole_state`."""
     return isinstance(state, Mapping) and state.keys() == _KEYS
 
 
@@ -67,73 +69,65 @@ def is_saved_whole(optimizer: _Optimizer) -> bool:
     return True
 
 
-class WholeOptimizer:
-    """An optimizer that is saved whole, as an object with a state.
+def whole_state(optimizer: _Optimizer, names: Mapping[torch.Tensor, Sequence[str]]) -> dict[str, object]:
+    """Returns the optimizer's own state with the names and dtypes of its parameters.
 
     Args:
-        optimizer: the optimizer.
-        names: all names of each parameter; the first one is saved.
+        optimizer: The optimizer.
+        names: All names of each parameter; the first one is saved.
     """
+    state = optimizer.state_dict()
+    return {
+        _NOTE: _note(optimizer),
+        CLASS: class_name(type(optimizer)),
+        _NAMES: [[names[param][0] for param in group["params"]] for group in optimizer.param_groups],
+        DTYPES: {names[param][0]: str(param.dtype) for param in _params(optimizer)},
+        ORDERS: memory_orders(state),
+        _STATE: state,
+    }
 
-    def __init__(self, optimizer: _Optimizer, names: Mapping[torch.Tensor, Sequence[str]]) -> None:
-        self.optimizer, self._names = optimizer, names
 
-    def state_dict(self) -> dict[str, object]:
-        """Returns the optimizer's own state with the names and dtypes of its parameters."""
-        optimizer = self.optimizer
-        state = optimizer.state_dict()
-        return {
-            _NOTE: self.note,
-            CLASS: class_name(type(optimizer)),
-            _NAMES: [[self._names[param][0] for param in group["params"]] for group in optimizer.param_groups],
-            DTYPES: {self._names[param][0]: str(param.dtype) for param in _params(optimizer)},
-            ORDERS: memory_orders(state),
-            _STATE: state,
-        }
+def _note(optimizer: _Optimizer) -> str:
+    return f"not by name: what {type(optimizer).__name__}.state_dict returns, by positions of parameters"
+
+
+class WholePlan(msgspec.Struct, frozen=True, eq=False):
+    """The plan of restoring an optimizer whole. Made by `plan_whole`."""
+
+    optimizer: _Optimizer
+    state: Mapping[str, Any]
+    """The result of `whole_state`."""
+    keeps: Callable[[str], bool]
+    """Whether the optimizer keeps its own value of the option of a name."""
+    problems: list[str]
+    """A line of text for each thing that does not fit."""
+    remedies: list[str]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
     @property
     def note(self) -> str:
-        return f"not by name: what {type(self.optimizer).__name__}.state_dict returns, by positions of parameters"
+        return _note(self.optimizer)
 
-    def load_state_dict(
-        self,
-        state: Mapping[str, Any],
-        rules: Sequence[Rule] = (),
-        keeps: Callable[[str], bool] = lambda _: False,
-        start_anew: str = "",
-    ) -> None:
-        """Loads the result of `state_dict` by the optimizer's own `load_state_dict`, and compares what it has then.
+    def load(self, transaction: Transaction) -> list[Recorded]:
+        """Loads the state by the optimizer's own `load_state_dict`, and compares what the optimizer has then.
 
         Torch's own `load_state_dict` casts tensors to the dtypes of the parameters. They get their saved dtypes again,
         unless the parameters have other dtypes than the saved ones.
 
-        Args:
-            state: the saved state.
-            rules: the rules of the names.
-            keeps: whether the optimizer keeps its own value of the option of this name.
-            start_anew: how to begin without the saved state, for errors.
-
         Raises:
-            OptimizerStateError: The state is of other parameters or of another class, or the optimizer does not have it
-                afterwards.
+            OptimizerStateError: The optimizer does not have the state afterwards.
         """
-        optimizer = self.optimizer
-        if problems := [*self._misfits(state, rules)]:
-            raise OptimizerStateError(
-                "the state does not fit the optimizer; nothing has been changed",
-                where=type(optimizer).__name__,
-                expected="the same class over the same parameters in the same order, since the state is in their order",
-                found=listed(problems, 8, "\n    "),
-                remedy="build the optimizer as the one that was saved; or to begin without its state: " + start_anew,
-            )
+        optimizer, state = self.optimizer, self.state
         kept = [
-            (each, [{key: group[key] for key in group if keeps(str(key))} for group in each.param_groups])
-            for each in optimizers_within(optimizer)
+            (each, [{key: group[key] for key in group if self.keeps(str(key))} for group in each.param_groups])
+            for each in _optimizers_within(optimizer)
         ]
         saved = in_memory_orders(state[_STATE], state[ORDERS])
-        optimizer.load_state_dict(deep_copy(saved))
-        if [*state[DTYPES].values()] == [str(param.dtype) for param in _params(optimizer)]:
+        with transaction.model_code():
+            optimizer.load_state_dict(deep_copy(saved))
             live = dict(leaf_paths(optimizer.state_dict()))
+        if [*state[DTYPES].values()] == [str(param.dtype) for param in _params(optimizer)]:
             for path, value in leaf_paths(saved):
                 own = live.get(path)
                 if (
@@ -142,6 +136,7 @@ class WholeOptimizer:
                     and own.shape == value.shape
                     and own.dtype != value.dtype
                 ):
+                    transaction.save_metadata(own)
                     own.data = value.detach().to(own.device, copy=True)
                 if not same_value(own, value):
                     raise OptimizerStateError(
@@ -154,24 +149,50 @@ class WholeOptimizer:
         for each, of_groups in kept:
             for group, options in zip(each.param_groups, of_groups, strict=False):
                 group.update(group_options(options))
-
-    def _misfits(self, state: Mapping[str, Any], rules: Sequence[Rule]) -> Iterator[str]:
-        if not is_same_class(state[CLASS], type(self.optimizer)):
-            yield f"the state is of {state[CLASS]}, the optimizer is {class_name(type(self.optimizer))}"
-        yield from changed_values(rules, (name for names in state[_NAMES] for name in names))
-        renamed = renaming(rules)
-        groups = [[self._names[param] for param in group["params"]] for group in self.optimizer.param_groups]
-        saved = [[renamed(name) for name in names] for names in state[_NAMES]]
-        if [len(names) for names in saved] != [len(names) for names in groups]:
-            yield f"groups of {[len(names) for names in saved]} parameters, the optimizer has {[*map(len, groups)]}"
-            return
-        for of_group, names in zip(groups, saved, strict=True):
-            for own, name in zip(of_group, names, strict=True):
-                if name not in own:
-                    yield f"{name}: the optimizer has {own[0]} in its place"
+        return []
 
 
-def optimizers_within(optimizer: _Optimizer) -> list[_Optimizer]:
+def plan_whole(
+    optimizer: _Optimizer,
+    names: Mapping[torch.Tensor, Sequence[str]],
+    state: Mapping[str, Any],
+    rules: Sequence[Rule],
+    keeps: Callable[[str], bool],
+    start_anew: str,
+) -> WholePlan:
+    """Compares the class and the parameters of a saved state with those of the optimizer, and changes nothing.
+
+    Args:
+        optimizer: The optimizer.
+        names: All names of each of its parameters.
+        state: The result of `whole_state`.
+        rules: The rules of the names.
+        keeps: Whether the optimizer keeps its own value of the option of this name.
+        start_anew: How to begin without the saved state, for errors.
+    """
+    problems = changed_values(rules, (name for of_group in state[_NAMES] for name in of_group))
+    if not is_same_class(state[CLASS], type(optimizer)):
+        problems.insert(0, f"the state is of {state[CLASS]}, the optimizer is {class_name(type(optimizer))}")
+    renamed = renaming(rules)
+    groups = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+    saved = [[renamed(name) for name in of_group] for of_group in state[_NAMES]]
+    if [*map(len, saved)] != [*map(len, groups)]:
+        problems.append(f"groups of {[*map(len, saved)]} parameters, the optimizer has {[*map(len, groups)]}")
+    else:
+        problems += [
+            f"{name}: the optimizer has {own[0]} in its place"
+            for group, of_group in zip(groups, saved, strict=True)
+            for own, name in zip(group, of_group, strict=True)
+            if name not in own
+        ]
+    remedies = [
+        "build the optimizer that was saved: the same class over the same parameters in the same order",
+        f"to begin without its state: {start_anew}",
+    ]
+    return WholePlan(optimizer, state, keeps, problems, remedies)
+
+
+def _optimizers_within(optimizer: _Optimizer) -> list[_Optimizer]:
     """Returns the optimizer and those that it holds in its attributes, at any depth."""
     optimizers: list[_Optimizer] = [optimizer]
     for each in optimizers:

@@ -39,9 +39,10 @@ class ObjectSnapshot:
 
     Args:
         roots: The objects to start from.
+        others: Further objects, as optimizers, whose tensors are replaced and do not change: of these nothing is saved.
     """
 
-    def __init__(self, roots: Iterable[object]) -> None:
+    def __init__(self, roots: Iterable[object], others: Iterable[object] = ()) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         """All tensors, including gradients, by id."""
         self.restores: list[Callable[[], None]] = []
@@ -49,6 +50,12 @@ class ObjectSnapshot:
         self.unreadable: list[str] = []
         """Classes of objects whose attributes raise when they are read."""
         self._seen: dict[int, object] = {}
+        self._saves_tensors = True
+        self._visit_all(roots)
+        self._saves_tensors = False
+        self._visit_all(others)
+
+    def _visit_all(self, roots: Iterable[object]) -> None:
         queue = deque(roots)
         while queue and len(self._seen) < _MAX_OBJECTS:
             value = queue.popleft()
@@ -70,6 +77,8 @@ class ObjectSnapshot:
         add = self.restores.append
         if isinstance(value, torch.Tensor):
             self.tensors[id(value)] = value
+            if not self._saves_tensors:
+                return ()
             with without_subclasses():
                 add(tensor_state(value))
                 grad = value.grad if value.is_leaf else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -97,7 +96,6 @@ def point_to(
     grad: torch.Tensor | None = None,
     *,
     held_grad: torch.Tensor | None = None,
-    undoable: bool = True,
 ) -> Undo:
     """Gives a tensor the memory of `value`, of another dtype or device. Class and attributes stay.
 
@@ -107,59 +105,19 @@ def point_to(
         grad: The new values of the gradient, which stays the same object. None drops the gradient.
         held_grad: The object of the gradient, where `tensor.grad` may be another object by now, since two tensors may
             have the same gradient.
-        undoable: False frees the old memory at once; the function that is returned has no effect then.
     """
-    held: Any = tensor
-    old_grad = tensor.grad if tensor.is_leaf else None
-    old = None if not undoable else tensor.data if torch.nn.parameter.is_lazy(tensor) else tensor.detach()
-    if old_grad is None:
-        held.data = value
-        return partial(setattr, held, "data", old) if undoable else _nothing
-    new_grad = old_grad if held_grad is None else held_grad
-    held.grad = None
-    undo_grad: Undo = _nothing
-    if grad is not None:
-        try:
-            undo_grad = _replace(new_grad, grad, undoable)
-        except BaseException:
-            set_grad(held, old_grad)
-            raise
+    old = tensor.data if torch.nn.parameter.is_lazy(tensor) else tensor.detach()
 
-    def undo() -> None:
-        held.grad = None
-        held.data = old
-        undo_grad()
-        set_grad(held, old_grad)
+    def change() -> Undo:
+        tensor.data = value
+        return partial(setattr, tensor, "data", old)
 
-    try:
-        held.data = value
-        if grad is not None:
-            set_grad(held, new_grad)
-    except BaseException:
-        if undoable:
-            undo()
-        raise
-    return undo if undoable else _nothing
+    return _with_grad(tensor, change, held_grad, grad)
 
 
 def give_grad(tensor: torch.Tensor, grad: torch.Tensor, new: torch.Tensor) -> Undo:
     """Gives the gradient of a tensor, the object `grad`, the values of `new`. The tensor does not change."""
-    tensor.grad = None  # torch exchanges only tensors with one owner
-    undo_grad: Undo = _nothing
-    try:
-        undo_grad = _replace(grad, new)
-        set_grad(tensor, grad)
-    except BaseException:
-        undo_grad()
-        set_grad(tensor, grad)
-        raise
-
-    def undo() -> None:
-        tensor.grad = None
-        undo_grad()
-        set_grad(tensor, grad)
-
-    return undo
+    return _with_grad(tensor, lambda: None, grad, new)
 
 
 def become(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None = None) -> Undo:
@@ -169,36 +127,60 @@ def become(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None 
     None drops the gradient. It raises what torch raises, and changes nothing then.
     """
     new, restore_hooks = as_slot(tensor, value), keep_hooks(tensor)
-    old_grad = tensor.grad if tensor.is_leaf else None
     attributes = {} if has_dispatch(tensor) and type(tensor) is not type(new) else dict(tensor.__dict__)
-    tensor.grad = None  # torch exchanges only tensors with one owner
-    try:
-        undo_exchange = exchange(tensor, new)
-    except BaseException:
-        set_grad(tensor, old_grad)
-        raise
-    for name, attribute in attributes.items():
-        tensor.__dict__.setdefault(name, attribute)
-    if restore_hooks is not None:
-        restore_hooks()
-    undo_grad: Undo = _nothing
-    if old_grad is not None and grad is not None and tensor.requires_grad:
-        try:
-            undo_grad = _replace(old_grad, grad)
-            set_grad(tensor, old_grad)
-        except BaseException:
-            undo_grad()
-            undo_exchange()
-            set_grad(tensor, old_grad)
-            raise
+    new_grad = grad if new.requires_grad else None
+
+    def change() -> Undo:
+        undo = exchange(tensor, new)
+        for name, attribute in attributes.items():
+            tensor.__dict__.setdefault(name, attribute)
+        if restore_hooks is not None:
+            restore_hooks()
+        return undo
+
+    return _with_grad(tensor, change, None, new_grad)
+
+
+def _with_grad(
+    tensor: torch.Tensor, change: Callable[[], Undo | None], grad: torch.Tensor | None, new: torch.Tensor | None
+) -> Undo:
+    """Changes a tensor while it has no gradient, all or nothing, and gives it its gradient again with new values.
+
+    Args:
+        tensor: The tensor.
+        change: Changes the tensor, and returns the undo.
+        grad: The object of the gradient; None for `tensor.grad`.
+        new: The new values of the gradient; None drops the gradient.
+    """
+    old_grad = tensor.grad if tensor.is_leaf else None
+    undos: list[Undo | None] = []
 
     def undo() -> None:
         tensor.grad = None
-        undo_exchange()
-        undo_grad()
+        for step in reversed(undos):
+            if step is not None:
+                step()
         set_grad(tensor, old_grad)
 
+    grad = old_grad if grad is None else grad
+    tensor.grad = None  # torch exchanges only tensors with one owner
+    try:
+        undos.append(change())
+        if old_grad is not None and grad is not None and new is not None:
+            undos.append(_replace(grad, new))
+            set_grad(tensor, grad)
+    except BaseException:
+        undo()
+        raise
     return undo
+
+
+def _replace(grad: torch.Tensor, new: torch.Tensor) -> Undo | None:
+    if new is grad:
+        return None
+    if is_plain(grad, new) and not (grad.is_meta or new.is_meta):
+        return point_to(grad, new)
+    return exchange(grad, new)
 
 
 def as_slot(slot: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -210,18 +192,6 @@ def as_slot(slot: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, nn.Parameter):
         return value.requires_grad_(requires_grad)
     return nn.Parameter(value, requires_grad=requires_grad)
-
-
-def _replace(grad: torch.Tensor, new: torch.Tensor, undoable: bool = True) -> Undo:
-    if new is grad:
-        return _nothing
-    if is_plain(grad, new) and not (grad.is_meta or new.is_meta):
-        return point_to(grad, new, undoable=undoable)
-    return exchange(grad, new)
-
-
-def _nothing() -> None:
-    pass
 
 
 def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:

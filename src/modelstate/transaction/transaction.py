@@ -84,6 +84,8 @@ class Transaction:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
+        self.others: list[object] = []
+        """Optimizers, which code of the model and of other objects may also change."""
         self.writes: list[Write] = []
         """All writes, in order; those that have run are `done`."""
         self.used_storages: set[int] = set()
@@ -281,7 +283,7 @@ class Transaction:
         if not self.armed:
             self.armed = True
             with without_modes():
-                self._snapshot = ObjectSnapshot(self.root.modules())
+                self._snapshot = ObjectSnapshot(self.root.modules(), self.others)
             self._storages = {storage_id(tensor) for tensor in self._snapshot.tensors.values()} - {0}
             for write in self.writes:
                 self._watch(write)
