@@ -5,20 +5,24 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from modelstate.errors import OptionError, PlacementError
-from modelstate.formats.tree import map_leaves
+from modelstate.formats.tree import leaf_paths, map_leaves
 from modelstate.torch_compat.modules import own_parameters
 from modelstate.torch_compat.private import optimizers_were_made, use_count
 from modelstate.transaction.references import objects_of
 
-Placed = Mapping[torch.Tensor, tuple[torch.dtype, torch.device]]
+Place = tuple[torch.dtype, torch.device]
+Placed = Mapping[torch.Tensor, Place]
 """Dtype and device of parameters."""
+Path = tuple[object, ...]
+"""The keys and positions that lead to a tensor in the state of a parameter."""
 NewState = tuple[dict[str, object], str, object]
 """The state of one parameter, a name in it, and the new value."""
 
@@ -88,34 +92,12 @@ def left_behind(
     optimizers: Iterable[torch.optim.Optimizer], finals: Mapping[torch.Tensor, torch.Tensor], before: Placed
 ) -> tuple[str, ...]:
     """Returns a line for each optimizer that was not passed and whose state no longer fits its parameters."""
-    lines = []
-    for optimizer in optimizers:
-        count = 0
-        for group in optimizer.param_groups:
-            beside = bool(group.get("capturable") or group.get("fused"))
-            for param in group["params"]:
-                if param in finals and param in optimizer.state:
-                    state = {key: value for key, value in optimizer.state[param].items() if key != "step" or beside}
-                    count += _lags("", state, param, finals[param], before[param])
-        if count:
-            lines.append(
-                f"the state of {type(optimizer).__name__} for {count} of these parameters, which was not passed"
-            )
-    return tuple(lines)
-
-
-def _lags(
-    key: str, value: object, param: torch.Tensor, final: torch.Tensor, before: tuple[torch.dtype, torch.device]
-) -> bool:
-    """Whether `following_state` would convert a value in the state of a parameter."""
-    lags: list[bool] = []
-
-    def compare(path: tuple[object, ...], leaf: object) -> None:
-        if isinstance(leaf, torch.Tensor):
-            lags.append((leaf.dtype, leaf.device) != _followed(path, leaf, param, final, before))
-
-    map_leaves(value, compare, (key,))
-    return any(lags)
+    counts = {each: len({id(state) for state, *_ in _changes(each, finals, before)}) for each in optimizers}
+    return tuple(
+        f"the state of {type(optimizer).__name__} for {count} of these parameters, which was not passed"
+        for optimizer, count in counts.items()
+        if count
+    )
 
 
 def following_state(
@@ -143,23 +125,44 @@ def following_state(
     """
     found: list[NewState] = []
     new_tensors: dict[int, torch.Tensor] = {}
+    """The new tensors by the ids of the old ones: a tensor that several parameters share stays one."""
+
+    def converted(places: Mapping[Path, Place], path: Path, leaf: torch.Tensor) -> object:
+        if path not in places:
+            return leaf
+        dtype, device = places[path]
+        known = new_tensors.get(id(leaf))
+        if known is None or (known.dtype, known.device) != (dtype, device):
+            spend(leaf.numel() * dtype.itemsize)
+            known = new_tensors[id(leaf)] = leaf.to(device, dtype)
+        return known
+
     for optimizer in optimizers:
         _check_other_state(optimizer, finals, before)
         found += _initialised_state(optimizer, finals)
-        for group in optimizer.param_groups:
-            beside = bool(group.get("capturable") or group.get("fused"))
-            for param in group["params"]:
-                if param in finals:
-                    state = optimizer.state.get(param, {})
-                    for key, old in state.items():
-                        new = (
-                            old
-                            if key == "step" and not beside
-                            else _following(key, old, param, finals[param], before[param], spend, new_tensors)
-                        )
-                        if new is not old:
-                            found.append((state, key, new))
+        for state, key, places in _changes(optimizer, finals, before):
+            found.append((state, key, map_leaves(state[key], partial(converted, places), (key,))))
     return found
+
+
+def _changes(
+    optimizer: torch.optim.Optimizer, finals: Mapping[torch.Tensor, torch.Tensor], before: Placed
+) -> Iterator[tuple[dict[str, object], str, dict[Path, Place]]]:
+    """Yields the values in the states of parameters that have to follow: state, name, and the new places of tensors."""
+    for group in optimizer.param_groups:
+        step_follows = bool(group.get("capturable") or group.get("fused"))
+        for param in group["params"]:
+            state = optimizer.state.get(param, {}) if param in finals else {}
+            for key, value in state.items():
+                places = {
+                    path: place
+                    for path, leaf in leaf_paths({key: value})
+                    if isinstance(leaf, torch.Tensor)
+                    and (place := _followed(path, leaf, param, finals[param], before[param]))
+                    != (leaf.dtype, leaf.device)
+                }
+                if places and (key != "step" or step_follows):
+                    yield state, key, places
 
 
 def _check_other_state(
@@ -172,7 +175,7 @@ def _check_other_state(
     devices = {old[1] for old, new in changed if old[1] != new[1]}
     places: list[str] = []
 
-    def check(path: tuple[object, ...], leaf: object) -> None:
+    def check(path: Path, leaf: object) -> None:
         is_state = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() > 0
         if isinstance(leaf, torch.Tensor) and is_state and (leaf.dtype in dtypes or leaf.device in devices):
             places.append(str(path[0]))
@@ -190,46 +193,13 @@ def _check_other_state(
         )
 
 
-def _following(
-    key: str,
-    value: object,
-    param: torch.Tensor,
-    final: torch.Tensor,
-    before: tuple[torch.dtype, torch.device],
-    spend: Callable[[int], None],
-    new: dict[int, torch.Tensor],
-) -> object:
-    """Returns the new value for a value in the state of a parameter, which may be the value itself.
-
-    `new` has the new tensors by the ids of the old ones: a tensor that several parameters share stays one.
-    """
-    is_changed = False
-
-    def follow(path: tuple[object, ...], leaf: object) -> object:
-        nonlocal is_changed
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        dtype, device = _followed(path, leaf, param, final, before)
-        if (dtype, device) == (leaf.dtype, leaf.device):
-            return leaf
-        is_changed = True
-        known = new.get(id(leaf))
-        if known is None or (known.dtype, known.device) != (dtype, device):
-            spend(leaf.numel() * dtype.itemsize)
-            known = new[id(leaf)] = leaf.to(device, dtype)
-        return known
-
-    copied = map_leaves(value, follow, (key,))
-    return copied if is_changed else value
-
-
 def _followed(
-    path: tuple[object, ...],
+    path: Path,
     value: torch.Tensor,
     param: torch.Tensor,
     final: torch.Tensor,
-    before: tuple[torch.dtype, torch.device],
-) -> tuple[torch.dtype, torch.device]:
+    before: Place,
+) -> Place:
     """Returns the new dtype and device of a tensor in the state of a parameter."""
     if value.is_meta or final.is_meta:
         return value.dtype, value.device
@@ -237,9 +207,7 @@ def _followed(
     return final.dtype if casts else value.dtype, final.device if value.device == before[1] else value.device
 
 
-def follows_dtype(
-    path: tuple[object, ...], value: torch.Tensor, param: torch.Tensor, before: torch.dtype | None
-) -> bool:
+def follows_dtype(path: Path, value: torch.Tensor, param: torch.Tensor, before: torch.dtype | None) -> bool:
     """Whether a tensor in the state of a parameter follows the dtype of the parameter, which was `before`.
 
     Args:
