@@ -18,7 +18,7 @@ from modelstate.formats.tree import EXTRA_STATE
 from modelstate.spec import span
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import module_tables, non_persistent_buffers, own_modules
-from modelstate.torch_compat.plain import extent, is_plain, is_sharded, same_place, same_values
+from modelstate.torch_compat.plain import is_plain, is_sharded, same_place, same_values
 from modelstate.torch_compat.private import address_range
 from modelstate.torch_compat.sharding import local_tensor
 
@@ -314,12 +314,9 @@ def place_of(tensor: torch.Tensor) -> Hashable:
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first element of a tensor and behind the last; zeros for one without memory."""
-    storage_start, storage_end = address_range(tensor)
-    if storage_start == storage_end:
-        return 0, 0
-    start, end = extent(tensor)
-    return storage_start + start * tensor.itemsize, storage_start + end * tensor.itemsize
+    """The addresses of the first element of a plain tensor and behind the last; equal for one without memory."""
+    (start,), (size,) = (array.tolist() for array in _addresses_of([tensor]))
+    return start, start + size
 
 
 def sharing(items: Sequence[T], tensors: Sequence[torch.Tensor]) -> list[list[T]]:
