@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from modelstate.codec.codec import decode, encode
@@ -97,10 +98,10 @@ def extra_state(
         >>> other.epoch
         3
     """
-    declaration = Declaration(names, optional, version, {} if defaults is None else defaults, upgrade)
+    layer = Layer(names, optional, version, {} if defaults is None else defaults, upgrade)
 
     def declare(cls: type[M]) -> type[M]:
-        _declare(cls, declaration)
+        layer.install(cls)
         return cls
 
     return declare
@@ -128,60 +129,14 @@ def declare_extra_state(
     Examples:
         >>> ms.declare_extra_state(Net, "epoch", optional=True)
     """
-    _declare(cls, Declaration(names, optional, version, {} if defaults is None else defaults, upgrade))
+    Layer(names, optional, version, {} if defaults is None else defaults, upgrade).install(cls)
 
 
-def _declare(cls: type[nn.Module], declaration: Declaration) -> None:
-    existing = cls.__dict__.get(_LAYER) if isinstance(cls, type) else None
-    if isinstance(existing, Layer):
-        if existing.declaration.is_same(declaration):
-            return
-        raise OptionError(
-            "the class has declared extra state already",
-            where=existing.name,
-            found=_quoted(existing.declaration.names),
-            remedy="name all attributes in one declaration",
-        )
-    declaration.check_class(cls)
-    for base in cls.__mro__[1:]:
-        layer = base.__dict__.get(_LAYER)
-        if isinstance(layer, Layer) and (twice := [n for n in declaration.names if n in layer.declaration.names]):
-            raise OptionError(
-                "a base class has declared this already",
-                where=cls.__qualname__,
-                found=f"{_quoted(twice)}: {layer.name}",
-            )
-    layer = Layer(cls, declaration)
-    for name, method in zip(METHODS, _methods(layer), strict=True):
-        method.__qualname__, method.__module__ = f"{cls.__qualname__}.{name}", cls.__module__
-        method.modelstate_layer = layer
-        setattr(method, KEEPS_NAMES, name not in layer.replaced)
-        setattr(cls, name, method)
-    setattr(cls, _LAYER, layer)
+Prepared = tuple[list[tuple[str, object]], Callable[[], None] | None]
+"""Checked values by attribute, those of base classes first, and the call of a hand-written `set_extra_state`."""
 
 
-def _methods(layer: Layer) -> tuple[Any, ...]:
-    """Returns the functions that become the `METHODS` of a class."""
-
-    def get_extra_state(self: nn.Module) -> dict[str, object]:
-        return layer.get(self)
-
-    def set_extra_state(self: nn.Module, state: object) -> None:
-        layer.set(self, state)
-
-    def _load_from_state_dict(self: nn.Module, *arguments: Any, **named: Any) -> None:
-        layer.load(self, *arguments, **named)
-
-    def check_extra_state(self: nn.Module, state: object) -> None:
-        # A subclass that overrides set_extra_state may pass another value to this one, so nothing can be checked.
-        top = layer_of(type(self).set_extra_state)
-        if top is not None:
-            top.prepare(self, state)
-
-    return get_extra_state, set_extra_state, _load_from_state_dict, check_extra_state
-
-
-class Declaration(msgspec.Struct, frozen=True, eq=False):
+class Layer(msgspec.Struct, frozen=True, eq=False):
     """The extra state that a class declares, without that of its bases."""
 
     names: tuple[str, ...]
@@ -192,6 +147,10 @@ class Declaration(msgspec.Struct, frozen=True, eq=False):
     defaults: Mapping[str, object] = msgspec.field(default_factory=dict)
     """Values for names that a checkpoint lacks."""
     upgrade: Upgrade | None = None
+    cls: type[nn.Module] = nn.Module
+    """The class, once the layer is installed."""
+    replaced: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    """The methods that the class itself defined before the declaration."""
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -212,10 +171,29 @@ class Declaration(msgspec.Struct, frozen=True, eq=False):
         if self.upgrade is not None and not callable(self.upgrade):
             _refuse("upgrade= must be a function", self.upgrade, "a function upgrade(old_version, values) -> values")
 
-    def check_class(self, cls: object) -> None:
-        """Raises `OptionError` where this class cannot have the declaration."""
+    def install(self, cls: type[nn.Module]) -> None:
+        """Gives a class the methods. Raises `OptionError` where it cannot have the declaration."""
         if not isinstance(cls, type) or not issubclass(cls, nn.Module) or cls is nn.Module:
             _refuse("extra state is declared for a subclass of torch.nn.Module", cls)
+        for base in cls.__mro__:
+            layer = base.__dict__.get(_LAYER)
+            if not isinstance(layer, Layer):
+                continue
+            if base is cls:
+                if layer.is_same(self):
+                    return
+                raise OptionError(
+                    "the class has declared extra state already",
+                    where=layer.name,
+                    found=_quoted(layer.names),
+                    remedy="name all attributes in one declaration",
+                )
+            if twice := [name for name in self.names if name in layer.names]:
+                raise OptionError(
+                    "a base class has declared this already",
+                    where=cls.__qualname__,
+                    found=f"{_quoted(twice)}: {layer.name}",
+                )
         gets = cls.get_extra_state is not nn.Module.get_extra_state
         if gets is not (cls.set_extra_state is not nn.Module.set_extra_state):
             has, lacks = ("get", "set") if gets else ("set", "get")
@@ -224,8 +202,17 @@ class Declaration(msgspec.Struct, frozen=True, eq=False):
                 cls,
                 "write both, or none",
             )
+        replaced = {name: cls.__dict__[name] for name in METHODS if name in cls.__dict__}
+        layer = replace(self, cls=cls, replaced=replaced)
+        functions: list[Callable[..., Any]] = [Layer.get, Layer.set, Layer.load, Layer.check]
+        for name, function in zip(METHODS, functions, strict=True):
+            method = _method(layer, function)
+            method.__name__, method.__qualname__, method.__module__ = name, f"{layer.name}.{name}", cls.__module__
+            setattr(method, KEEPS_NAMES, name not in replaced)
+            setattr(cls, name, method)
+        setattr(cls, _LAYER, layer)
 
-    def is_same(self, other: Declaration) -> bool:
+    def is_same(self, other: Layer) -> bool:
         """Whether the other declaration changes nothing, as when a notebook cell is run again."""
         upgrades = [getattr(each.upgrade, "__code__", each.upgrade) for each in (self, other)]
         return (
@@ -233,19 +220,6 @@ class Declaration(msgspec.Struct, frozen=True, eq=False):
             and upgrades[0] == upgrades[1]
             and same_value(self.defaults, other.defaults)
         )
-
-
-Prepared = tuple[list[tuple[str, object]], Callable[[], None] | None]
-"""Checked values by attribute, those of base classes first, and the call of a hand-written `set_extra_state`."""
-
-
-class Layer:
-    """The declaration of a class, and the methods of the class that the declaration replaces."""
-
-    def __init__(self, cls: type[nn.Module], declaration: Declaration) -> None:
-        self.cls, self.declaration = cls, declaration
-        self.replaced = {name: cls.__dict__[name] for name in METHODS if name in cls.__dict__}
-        """The methods that the class itself defined before the declaration."""
 
     @property
     def name(self) -> str:
@@ -268,22 +242,45 @@ class Layer:
                 return layers, below
             layers.append(layer)
 
-    # Saving.
+    # The methods of the class.
 
     def get(self, module: nn.Module) -> dict[str, object]:
         """Implements `get_extra_state`: returns a snapshot."""
-        declaration = self.declaration
         # One encoding for all attributes, so that a tensor which two of them share is shared after loading too.
-        values = encode({name: _read(module, name) for name in declaration.names}, self.name)
-        state = {"modelstate": FORMAT, "class": self.name, "version": declaration.version, "values": values}
+        values = encode({name: _read(module, name) for name in self.names}, self.name)
+        state = {"modelstate": FORMAT, "class": self.name, "version": self.version, "values": values}
         below = self._below(module, "get_extra_state")
         return state if below is None else {**state, "base": below()}
-
-    # Loading.
 
     def set(self, module: nn.Module, value: object) -> None:
         """Implements `set_extra_state`."""
         _set_all(module, *self.prepare(module, value))
+
+    def check(self, module: nn.Module, value: object) -> None:
+        """Implements the check of a value in a plan."""
+        # A subclass that overrides set_extra_state may pass another value to this one, so nothing can be checked.
+        top = layer_of(type(module).set_extra_state)
+        if top is not None:
+            top.prepare(module, value)
+
+    def load(self, module: nn.Module, state_dict: Mapping[str, object], prefix: str, *more: Any, **named: Any) -> None:
+        """Implements `_load_from_state_dict`, for checkpoints that may have no extra state at all."""
+        below = self._below(module, "_load_from_state_dict") or load_from_state_dict(super(self.cls, module))
+        missing_keys: list[str] = named["missing_keys"] if "missing_keys" in named else more[2]
+        key, before = prefix + EXTRA_STATE, len(missing_keys)
+        top = layer_of(type(module).set_extra_state)
+        if top is self and key in state_dict and self._loads_plainly(module) and recording_of(module) is None:
+            try:  # before torch copies a tensor of this module: an error leaves all of it as it was
+                self.prepare(module, state_dict[key])
+            except ModelStateError as error:
+                error.where = f"{key}: {error.where}"
+                raise
+        below(state_dict, prefix, *more, **named)
+        if top is not None and key in missing_keys[before:] and top._may_be_absent(module):
+            missing_keys[before:] = [name for name in missing_keys[before:] if name != key]
+            _set_all(module, *top.prepare(module, _ABSENT))
+
+    # The value.
 
     def prepare(self, module: nn.Module, value: object) -> Prepared:
         """Checks a value for this layer and those below, and sets nothing. Raises `ExtraStateError`."""
@@ -318,7 +315,7 @@ class Layer:
         if isinstance(value, Mapping) and not value:  # as users add it to old state dicts by hand
             return _ABSENT, _ABSENT
         by_name = value if isinstance(value, Mapping) and all(isinstance(name, str) for name in value) else None
-        if self.declaration.upgrade is not None and by_name is not None and not {"version", "values"} <= by_name.keys():
+        if self.upgrade is not None and by_name is not None and not {"version", "values"} <= by_name.keys():
             return {"version": 0, "values": by_name}, _ABSENT  # a hand-written get_extra_state returned it
         raise _bad_format(self.name, "what a declaration of extra state saves", _kind(value))
 
@@ -346,16 +343,15 @@ class Layer:
 
     def _values(self, module: nn.Module, saved: object) -> dict[str, object]:
         """Returns the values of this layer's names, upgraded and completed with defaults."""
-        declaration = self.declaration
         values: dict[str, object] = {}
         source = "the extra state is from before the declaration, and"
         if saved is _ABSENT:
-            missing = [] if declaration.optional else [n for n in declaration.names if n not in declaration.defaults]
+            missing = [] if self.optional else [n for n in self.names if n not in self.defaults]
         else:
             assert isinstance(saved, Mapping)
             values, source = self._upgraded(module, saved)
-            missing = [n for n in declaration.names if n not in values and n not in declaration.defaults]
-        unknown = [name for name in values if name not in declaration.names]
+            missing = [n for n in self.names if n not in values and n not in self.defaults]
+        unknown = [name for name in values if name not in self.names]
         if missing or unknown:
             problems = [f"lacks {_quoted(missing)}"] * bool(missing)
             problems += [f"has {_quoted(unknown)}, which nothing declares"] * bool(unknown)
@@ -363,20 +359,19 @@ class Layer:
                 f"{source} {' and '.join(problems)}",
                 names=[*missing, *unknown],
                 where=self.name,
-                expected=_quoted(declaration.names),
+                expected=_quoted(self.names),
                 remedy="raise version= and give an upgrade=, or defaults={name: value} for names that came later"
                 if saved is not _ABSENT
                 else "optional=True, or defaults={name: value}",
             )
-        for name in declaration.names:
-            if name in declaration.defaults and name not in values:
-                values[name] = deepcopy(declaration.defaults[name])
-        return {name: values[name] for name in declaration.names if name in values}
+        for name in self.names:
+            if name in self.defaults and name not in values:
+                values[name] = deepcopy(self.defaults[name])
+        return {name: values[name] for name in self.names if name in values}
 
     def _upgraded(self, module: nn.Module, saved: Mapping[str, Any]) -> tuple[dict[str, object], str]:
         """Returns the saved values as those of the present version, and a name for them in a message."""
-        old, new, raw = saved["version"], self.declaration.version, saved["values"]
-        upgrade = self.declaration.upgrade
+        old, new, raw, upgrade = saved["version"], self.version, saved["values"], self.upgrade
         if old > new or (old < new and upgrade is None):
             raise ExtraStateError(
                 "the extra state is of a newer version" if old > new else "nothing upgrades extra state this old",
@@ -406,33 +401,6 @@ class Layer:
             remedy="it is called with the old version and a dict of its values, and returns those of the present one",
         )
 
-    def load(
-        self,
-        module: nn.Module,
-        state_dict: Mapping[str, object],
-        prefix: str,
-        local_metadata: object,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Implements `_load_from_state_dict`, for checkpoints that may have no extra state at all."""
-        below = self._below(module, "_load_from_state_dict") or load_from_state_dict(super(self.cls, module))
-        call = partial(below, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        key, before = prefix + EXTRA_STATE, len(missing_keys)
-        top = layer_of(type(module).set_extra_state)
-        if top is self and key in state_dict and self._loads_plainly(module) and recording_of(module) is None:
-            try:  # before torch copies a tensor of this module: an error leaves all of it as it was
-                self.prepare(module, state_dict[key])
-            except ModelStateError as error:
-                error.where = f"{key}: {error.where}"
-                raise
-        call()
-        if top is not None and key in missing_keys[before:] and top._may_be_absent(module):
-            missing_keys[before:] = [name for name in missing_keys[before:] if name != key]
-            _set_all(module, *top.prepare(module, _ABSENT))
-
     def _loads_plainly(self, module: nn.Module) -> bool:
         """Whether no hand-written code comes between the state dict and `set_extra_state`."""
         below = self._below(module, "_load_from_state_dict")
@@ -441,10 +409,18 @@ class Layer:
 
     def _may_be_absent(self, module: nn.Module) -> bool:
         layers, own = self._chain(module)
-        return own is None and all(
-            layer.declaration.optional or layer.declaration.defaults.keys() == set(layer.declaration.names)
-            for layer in layers
-        )
+        return own is None and all(layer.optional or layer.defaults.keys() == set(layer.names) for layer in layers)
+
+
+def _method(layer: Layer, function: Callable[..., Any]) -> Any:
+    """Returns a function that becomes a method of the class of a layer."""
+
+    def method(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+        return function(layer, self, *arguments, **named)
+
+    untyped: Any = method
+    untyped.modelstate_layer = layer
+    return method
 
 
 def layer_of(method: object) -> Layer | None:
@@ -458,7 +434,6 @@ def layer_of(method: object) -> Layer | None:
 
 def _read(module: nn.Module, name: str) -> object:
     """Returns the value of an attribute. Raises `ExtraStateError` where it cannot be saved."""
-    _check_attribute(module, name)
     with code_errors(
         ExtraStateError,
         "an attribute that is declared as extra state is not there",
