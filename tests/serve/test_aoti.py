@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 import zipfile
 from pathlib import Path
 
@@ -23,9 +22,8 @@ from modelstate.io import linux
 from modelstate.serve.aoti import AotiTarget
 from modelstate.serve.meta_clone import state_module
 from modelstate.serve.program_file import ProgramFile
-from tests.serve.models import Decoder, Everything, Small, linear, randomised
+from tests.serve.models import Decoder, Small, linear, randomised
 from tests.serve.packages import linear_package, package_of, package_of_torch, without_weights
-from tests.serve.targets import buffer_of
 from tests.serve.test_export import edited, rewritten
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(4))
@@ -177,41 +175,6 @@ def test_inputs_in_another_order_in_memory_are_put_into_the_librarys() -> None:
         assert torch.allclose(live(x), x @ weight.T, atol=1e-6)
 
 
-def test_a_swap_does_not_wait_for_requests_of_older_versions() -> None:
-    live = ms.Live(linear_package(), keep_versions=0)
-    pinned, leave = threading.Event(), threading.Event()
-    answers = []
-
-    def hold() -> None:
-        with live.version() as v:
-            answers.append(v(X))
-            pinned.set()
-            leave.wait(60)
-            answers.append(v(X))
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert pinned.wait(60)
-    with live.version() as own:
-        for k in (2, 3, 4):
-            live.swap(linear(k).state_dict(), timeout_seconds=0.01)
-            assert torch.equal(live(X), linear(k)(X))
-        assert torch.equal(own(X), linear(1)(X))
-    leave.set()
-    thread.join(60)
-    assert len(answers) == 2
-    assert all(torch.equal(answer, linear(1)(X)) for answer in answers)
-
-
-def test_every_kept_version_can_be_rolled_back_to() -> None:
-    live = ms.Live(linear_package(), keep_versions=3)
-    for k in (2, 3, 4):
-        live.swap(linear(k).state_dict())
-    for k in (3, 2, 1):
-        assert live.rollback() == k
-        assert torch.equal(live(X), linear(k)(X))
-
-
 def test_a_canary_that_keeps_the_version_calls_it_with_its_weights() -> None:
     live, kept = ms.Live(linear_package(), keep_versions=0), []
     with pytest.raises(CanaryError):
@@ -236,20 +199,6 @@ def test_a_manifest_that_is_not_of_the_package() -> None:
     for inputs in ([], {"values": [{}]}):
         with pytest.raises(DamagedFileError):
             ms.Live(rewritten(path, edited(inputs=inputs)))
-
-
-def test_buffers_are_written_in_the_memory_of_the_version() -> None:
-    torch.manual_seed(0)
-    module = Everything()
-    live = ms.Live(package_of(module, X))
-    for _ in range(3):
-        live(X)
-    assert float(buffer_of(live, "seen")) == 3
-    live.swap({**Everything().state_dict(), "seen": torch.full((), 10.0)}, buffers="reset")
-    live(X)
-    assert float(buffer_of(live, "seen")) == 11
-    assert live.rollback() == 1
-    assert float(buffer_of(live, "seen")) == 3
 
 
 def test_packages_are_on_the_cpu_whatever_the_default_device_is() -> None:

@@ -111,14 +111,6 @@ def test_what_the_graph_writes(functional: bool) -> None:
     assert live(torch.ones(2)).tolist() == [6.0, 6.0]
 
 
-def test_a_program_that_was_saved_and_loaded(tmp_path: Any) -> None:
-    torch.export.save(exported(Decoder()), tmp_path / "program.pt2")
-    program, trained = torch.export.load(tmp_path / "program.pt2"), randomised(Decoder())
-    live = ms.Live(program, names=ms.serve.NameMap.of(trained))
-    live.swap(trained.state_dict())
-    assert torch.allclose(live(X), trained(X))
-
-
 def test_the_program_itself_is_not_changed() -> None:
     module = Decoder()
     program, expected = exported(module), module(X)

@@ -132,12 +132,6 @@ def test_a_followed_store_gives_the_first_weights(tmp_path: Path) -> None:
     assert torch.equal(live(X), linear(7)(X))
 
 
-def test_weights_on_meta_go_to_the_cpu_beside_real_buffers() -> None:
-    live = ms.Live(skeleton().eval())
-    live.swap({name: value.clone() for name, value in Net(2).state_dict().items()})
-    assert live(X).device.type == "cpu"
-
-
 class Allocating(nn.Module):
     """Allocates a buffer in the constructor, and fills it only where its parameter has memory."""
 

@@ -99,17 +99,6 @@ def test_a_bad_one_is_skipped_and_reported_once(tmp_path: Path, spoiled: Callabl
     assert len(log) == 1
 
 
-def test_one_that_is_known_to_be_damaged_is_none_of_the_best_for_long(tmp_path: Path) -> None:
-    store, live = ms.Store(tmp_path), ms.Live(linear(0))
-    save(store, 1, metrics={"loss": 0.5})
-    damage(save(store, 2, metrics={"loss": 0.1}))
-    cut(save(store, 3, metrics={"loss": 0.2}))
-    following, log = by_hand(live, store, select="best:loss")
-    assert actions(following) == [("skipped", 2), ("skipped", 3), ("swapped", 1)]
-    assert actions(following) == []
-    assert log.skipped == [2, 3]
-
-
 def test_behind_a_bad_one_the_next_newest_is_taken(tmp_path: Path) -> None:
     store, live = ms.Store(tmp_path), ms.Live(linear(0))
     following, log = by_hand(live, store)

@@ -2,7 +2,6 @@
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,14 +40,6 @@ def test_no_hook_of_any_kind_is_called_at_any_depth() -> None:
     assert tables(module) == before
     module.load_state_dict(module.state_dict())
     assert len(calls) == 5 * len(list(module.modules()))
-
-
-@pytest.mark.parametrize("make", [Decoder, Nested, lambda: Decoder(times=2)])
-def test_the_state_dict_within_has_the_runtime_names(make: Callable[[], nn.Module]) -> None:
-    module = make()
-    assert list(module.state_dict()) != list(ms.serve.runtime_state(module))
-    with ms.serve.without_state_dict_hooks(module):
-        assert module.state_dict().keys() == ms.serve.runtime_state(module).keys()
 
 
 def test_everything_is_put_back_after_an_exception() -> None:

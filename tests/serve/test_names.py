@@ -55,13 +55,6 @@ def test_a_checkpoint_gets_the_runtime_names_through_the_modules_own_code(make: 
         assert torch.equal(ms.serve.runtime_state(module)[name], before[name])
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
-    state = dict(Decoder().state_dict())
-    state["tok.wieght"] = state.pop("tok.weight")
-    with pytest.raises(ms.PlanError, match=r"tok\.wieght"):
-        ms.serve.runtime_state(Decoder(), state)
-
-
 @pytest.mark.slow_except(5)
 @pytest.mark.parametrize("target", ["eager", "compiled", "exported"])
 @pytest.mark.parametrize("make", [Decoder, Nested, Fused])

@@ -157,11 +157,3 @@ def test_quantized_tensors() -> None:
     with pytest.raises(ModelStateError, match="give weights of the class that the program has") as caught:
         ms.Live(quantized).swap(plain.state_dict())
     assert arguments(caught.value.remedy) == []
-
-
-def test_first_weights_that_are_missing() -> None:
-    with ms.skeleton():
-        module = nn.Linear(4, 4)
-    with pytest.raises(ModelStateError, match="take a checkpoint that has them") as caught:
-        ms.Live(module).swap({"weight": STATE["weight"]}, allow_missing=["bias"])
-    assert arguments(str(caught.value)) == []

@@ -87,12 +87,6 @@ def test_constants_of_an_exported_program_are_listed() -> None:
     assert torch.allclose(live(X), Pair(2)(X))
 
 
-def test_a_module_whose_values_are_all_state_has_no_note() -> None:
-    live = ms.Live(Pair(1).eval())
-    assert live.fixed == ()
-    assert live.swap(Pair(2).state_dict()).notes == ()
-
-
 @pytest.mark.parametrize(
     "view",
     [
