@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from modelstate.errors import DamagedFileError, LiveTargetError, ProgramInputError, WeightsError, code_errors
+from modelstate.errors import DamagedFileError, LiveTargetError, WeightsError, code_errors
 from modelstate.io import linux
 from modelstate.serve.meta_clone import runtime_state, state_module
 from modelstate.serve.program_file import Manifest, ProgramFile, ProgramInput, ProgramInputs
-from modelstate.serve.targets import Program, Target
+from modelstate.serve.targets import Program, Target, input_error
 from modelstate.text_format import listed
 from modelstate.torch_compat.private import (
     aoti_embedded_constants,
@@ -252,43 +252,37 @@ class _Call:
             named = {name: named[name] for name in order}
         leaves, spec = flatten((args, named))
         if spec != self._in_spec:
-            raise self._error("the arguments have another structure", self._in_spec, spec)
+            raise input_error(self._where, "the arguments have another structure", self._in_spec, spec)
         if self._tensors is not None:
             for place, (expected, leaf) in enumerate(zip(self._tensors, leaves, strict=True)):
                 if expected is not None:
                     leaves[place] = self._tensor(*expected, leaf)
             if (failed := self._failed(leaves)) is not None:
                 shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-                raise self._error("the inputs have other sizes or values than the library is for", failed, shapes)
+                raise input_error(
+                    self._where, "the inputs have other sizes or values than the library is for", failed, shapes
+                )
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _tensor(self, each: ProgramInput, dtype: torch.dtype, device: torch.device, leaf: object) -> torch.Tensor:
         """Checks a tensor, and returns it with the order of strides of the export, which the library assumes."""
         if not isinstance(leaf, torch.Tensor):
-            raise self._error(f"{each.name} is not a tensor", dtype, type(leaf).__name__)
+            raise input_error(self._where, f"{each.name} is not a tensor", dtype, type(leaf).__name__)
         if (leaf.dtype, leaf.device, leaf.dim()) != (dtype, device, len(each.order)):
             expected = f"{dtype}, {device}, {len(each.order)} dimensions"
             found = f"{leaf.dtype}, {leaf.device}, shape {list(leaf.shape)}"
-            raise self._error(f"{each.name} is another kind of tensor", expected, found)
+            raise input_error(self._where, f"{each.name} is another kind of tensor", expected, found)
         if leaf.permute(each.order).is_contiguous():
             return leaf
         if each.is_written:
-            raise self._error(
+            raise input_error(
+                self._where,
                 f"the program writes to {each.name}, whose memory order differs from that of the export",
                 f"dimensions {list(each.order)} from the farthest apart to the nearest, without gaps",
                 f"shape {list(leaf.shape)}, stride {list(leaf.stride())}",
             )
         inverse = sorted(range(leaf.dim()), key=each.order.__getitem__)
         return leaf.permute(each.order).contiguous().permute(inverse)
-
-    def _error(self, what: str, expected: object, found: object) -> ProgramInputError:
-        return ProgramInputError(
-            what,
-            where=self._where,
-            expected=expected,
-            found=found,
-            remedy="give inputs like those of the export, or export with dynamic_shapes= that allow these",
-        )
 
 
 def _compiled_conditions(conditions: Sequence[str]) -> Callable[[list[object]], str | None]:

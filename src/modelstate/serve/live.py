@@ -345,7 +345,7 @@ class Live:
         self._log("started", source, 0.0)
 
     def __repr__(self) -> str:
-        serves = f"version {self._current.id}" if self._current.id else "nothing serves yet"
+        serves = f"version {self._versions[-1].id}" if self._versions[-1].id else "nothing serves yet"
         return f"<Live {self._target.name}, {self._target.kind}: {serves}>"
 
     # Serving.
@@ -375,7 +375,7 @@ class Live:
         Examples:
             >>> value, version = live.answer(x)
         """
-        served = self._current
+        served = self._versions[-1]
         return Answer(served.call(*args, **named), served.id)
 
     def version(self) -> Version:
@@ -391,7 +391,7 @@ class Live:
             ...     ids = v.generate(prompt)
             ...     score = v(ids)
         """
-        return Version(self._current)
+        return Version(self._versions[-1])
 
     @property
     def kind(self) -> str:
@@ -510,7 +510,7 @@ class Live:
         began, served, notes = time.perf_counter(), None, list[str]()
         try:
             with self._swaps.turn(timeout_seconds):
-                old = self._current
+                old = self._versions[-1]
                 carries = buffers == "carry" and bool(old.id)
                 with gc_paused(), default_modes():
                     program, report, has_file = stage(self._target, source, options, old.program, self._memory)
@@ -526,11 +526,11 @@ class Live:
                     run_canary(canary, program, modified)
                 tried = time.perf_counter()
                 with gc_paused(), default_modes(), self._flips.turn(None):
-                    if self._current is not old:
+                    if self._versions[-1] is not old:
                         raise SwapBusyError(
                             "the serving version was rolled back during this swap; nothing has been changed",
                             where=repr(self),
-                            found=f"version {self._current.id} serves, and {old.id} did when the swap began",
+                            found=f"version {self._versions[-1].id} serves, and {old.id} did when the swap began",
                             remedy="swap again, if the new weights are still wanted",
                         )
                     # Buffers that are carried over count as modified in the next swap, too.
@@ -546,7 +546,7 @@ class Live:
                     self._log("swapped", report.source, time.perf_counter() - began)
                 flipped = time.perf_counter()
         except BaseException as error:
-            if served is None or served is not self._current:
+            if served is None or served is not self._versions[-1]:
                 name = type(source).__name__
                 if isinstance(source, Checkpoint | str | os.PathLike):
                     name = source.source if isinstance(source, Checkpoint) else str(source)
@@ -607,10 +607,6 @@ class Live:
 
     # How.
 
-    @property
-    def _current(self) -> _Served:
-        return self._versions[-1]
-
     def _retire(self, served: _Served) -> None:
         module = served.program.module
         self._retired.append((weakref.ref(module), on_gpu(served.program.tensors)))
@@ -631,7 +627,7 @@ class Live:
         settle([tensor for tensors in ended for tensor in tensors])
 
     def _log(self, action: str, source: str, seconds: float, error: str = "") -> None:
-        self._events.append(Event(action, self._current.id, source, time.time(), seconds, error))
+        self._events.append(Event(action, self._versions[-1].id, source, time.time(), seconds, error))
 
 
 def _check_timeout(timeout_seconds: float | None) -> None:

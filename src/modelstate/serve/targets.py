@@ -9,7 +9,7 @@ import types
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -69,17 +69,6 @@ class Program:
         return [*self.module.parameters(), *self.module.buffers()]
 
 
-class ReadPlan(NamedTuple):
-    """How a target reads a checkpoint with certain names."""
-
-    skeleton: nn.Module
-    """A module without memory. The checkpoint is loaded into a copy of it."""
-    rules: tuple[Rule, ...] = ()
-    """Rules that rename the entries of the checkpoint for the skeleton."""
-    without_hooks: bool = False
-    """Whether the names are runtime names, which the skeleton's state-dict hooks would not accept."""
-
-
 class Target(ABC):
     """A kind of program that can be served. Requests call programs, and nothing of the target.
 
@@ -119,17 +108,21 @@ class Target(ABC):
         """The names of the weights and persistent buffers in the module tree that runs."""
         return runtime_state(self.skeleton).keys()
 
-    def read_plan(self, names: Collection[str]) -> ReadPlan:
-        """How a checkpoint with these names is read."""
+    def read_plan(self, names: Collection[str]) -> tuple[nn.Module, tuple[Rule, ...], bool]:
+        """Returns how a checkpoint with these names is read.
+
+        A module without memory, into a copy of which it is loaded; rules that rename its entries for that module; and
+        whether these have runtime names, which the module's state-dict hooks would not accept.
+        """
         if not isinstance(self._names, nn.Module):
-            return ReadPlan(self.skeleton, () if self._names is None else (self._names,))
+            return self.skeleton, () if self._names is None else (self._names,), False
         saved, runtime = self.names, self.runtime_names
         if self._names is self.skeleton:
             are_runtime = not (runtime - saved).isdisjoint(names) and (saved - runtime).isdisjoint(names)
-            return ReadPlan(self.skeleton, without_hooks=are_runtime)
+            return self.skeleton, (), are_runtime
         # The module's loading code is for the names that it saves. The program's own names do not need it.
         are_runtime = set(names) <= runtime and not set(names) <= saved
-        return ReadPlan(self.skeleton if are_runtime else self._names)
+        return self.skeleton if are_runtime else self._names, (), False
 
     def memory_for(self, retired: list[torch.Tensor], *, has_file: bool) -> dict[str, torch.Tensor]:
         """Returns memory that no version uses, for weights by name.
@@ -253,12 +246,13 @@ class ExportedTarget(Target):
         first: dict[object, torch.Tensor] = {}
         state = {name: first.setdefault(view_key(tensor), tensor) for name, tensor in program.state_dict.items()}
         check_names(state, names, name)
-        lifted = {spec.target for spec in program.graph_signature.input_specs if spec.target is not None}
-        self.fixed = tuple(key for key in program.constants if key in lifted and key not in _buffer_names(program))
+        lifted = {spec.target: spec.kind.name for spec in program.graph_signature.input_specs}
+        self.fixed = tuple(key for key in program.constants if lifted.get(key, "BUFFER") != "BUFFER")
         # On meta: a reference to the tensors would keep the memory of version 1 alive.
         super().__init__(name, state_module(state), meta_clone(names) if isinstance(names, nn.Module) else names)
         module: nn.Module = program.module()
-        check_inputs_by(module, lambda error: _input_error(name, error))
+        what, expected = "the program was not exported for these inputs", "inputs for which its guards hold"
+        check_inputs_by(module, lambda error: input_error(name, what, expected, f"{type(error).__name__}: {error}"))
         hidden = {key: value for key, value in buffers_of(module).items() if key not in state}
         fixed = {key: program.constants[key] for key in self.fixed}
         on_meta = [
@@ -288,10 +282,6 @@ def _program(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Program:
     return Program(version, version)
 
 
-def _buffer_names(program: ExportedProgram) -> set[str]:
-    return {str(spec.target) for spec in program.graph_signature.input_specs if spec.kind.name == "BUFFER"}
-
-
 def _cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns copies of tensors. Names of one tensor stay names of one tensor."""
     copies = {id(tensor): tensor.clone() for tensor in tensors.values()}
@@ -314,14 +304,10 @@ def _with_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], prefix
     return copied
 
 
-def _input_error(where: str, error: Exception) -> ProgramInputError:
-    return ProgramInputError(
-        "the program was not exported for these inputs",
-        where=where,
-        expected="inputs for which the guards of torch.export hold",
-        found=f"{type(error).__name__}: {error}",
-        remedy="give inputs like those of the export, or export with dynamic_shapes= that allow these",
-    )
+def input_error(where: str, what: str, expected: object, found: object) -> ProgramInputError:
+    """Returns the error for inputs that a program was not exported for."""
+    remedy = "give inputs like those of the export, or export with dynamic_shapes= that allow these"
+    return ProgramInputError(what, where=where, expected=expected, found=found, remedy=remedy)
 
 
 def check_names(state: Collection[str], names: NameMap | nn.Module | None, where: str) -> None:
