@@ -394,7 +394,7 @@ def _difference(answer: _Answer, expected: _Answer) -> str:
         try:
             compare(answer.get(name, value), value, atol=tolerance)
         except CanaryError as error:
-            return f"{name}: {error.what}: {error.found}, where the module has {error.expected}"
+            return f"{name}: {error.what}: expected {error.expected}, found {error.found}"
     return ""
 
 
