@@ -228,6 +228,10 @@ def test_modules_that_have_no_mode_may_be_in_either(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4), nn.Embedding(2, 2), nn.Conv2d(1, 1, 1))
     assert module.training
     ms.Live(module)
+    ms.Live(torch.jit.script(module))
+    for scripted in (torch.jit.script(MODES["dropout"]()), torch.jit.trace(MODES["batch norm"](), torch.ones(3, 4))):
+        with pytest.raises(LiveTargetError, match="training mode in 1, a"):
+            ms.Live(scripted)
     ms.export(module[:3], (torch.randn(3, 4),), tmp_path / "program.pt2")
 
 

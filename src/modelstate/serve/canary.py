@@ -132,7 +132,7 @@ def run_check(check: Callable[[_T], object], value: _T) -> None:
     try:
         result = check(value)
         if str(getattr(result, "dtype", "")) in ("bool", "torch.bool"):
-            refuses = not bool(cast(Any, result).all())
+            refuses = not bool(cast(torch.Tensor, result).all())
         else:
             refuses = result is False
     except Exception as error:

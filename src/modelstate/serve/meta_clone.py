@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -42,6 +42,9 @@ from modelstate.torch_compat.modules import (
 from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.torch_compat.private import payload_of, slots_of_class, storage_id, storage_of
 from modelstate.transaction.slots import sharing, slots_of
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 def meta_clone(module: nn.Module, memory: Mapping[int, torch.Tensor] = MappingProxyType({})) -> nn.Module:
@@ -318,7 +321,7 @@ def check_captured_references(module: nn.Module, clone: nn.Module) -> tuple[str,
     return tuple(others)
 
 
-def _addresses(value: torch.Tensor | np.ndarray[Any, Any]) -> set[int]:
+def _addresses(value: torch.Tensor | npt.NDArray[np.generic]) -> set[int]:
     """The addresses of the memory of a tensor or an array; none for empty ones."""
     if isinstance(value, np.ndarray):
         while isinstance(value.base, np.ndarray):

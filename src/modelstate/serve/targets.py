@@ -9,7 +9,7 @@ import types
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -56,10 +56,10 @@ class Program:
 
     __slots__ = ("__weakref__", "call", "has_methods", "module")
 
-    def __init__(self, module: nn.Module, call: Callable[..., Any], *, has_methods: bool = False) -> None:
+    def __init__(self, module: nn.Module, call: Callable[..., object], *, has_methods: bool = False) -> None:
         self.module, self.call, self.has_methods = module, call, has_methods
 
-    def __call__(self, *args: object, **named: object) -> Any:
+    def __call__(self, *args: object, **named: object) -> object:
         """Answers a request. A canary gets the program, and calls it."""
         return self.call(*args, **named)
 
@@ -292,7 +292,7 @@ def _with_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], prefix
     """Returns a shallow copy of a module tree with other parameters and buffers, by name."""
     copied = object.__new__(type(module))
     vars(copied).update(vars(module))
-    tables: dict[str, dict[str, Any]] = {
+    tables: dict[str, object] = {
         "_parameters": {key: tensors.get(prefix + key, value) for key, value in own_parameters(module).items()},
         "_buffers": {key: tensors.get(prefix + key, value) for key, value in own_buffers(module).items()},
         "_modules": {
@@ -365,8 +365,8 @@ def _mode_error(where: str, parts: list[str], remedy: str) -> LiveTargetError:
 
 def _reads_mode(module: nn.Module) -> bool:
     """Whether code of the module's class, or a function among its attributes, refers to the name `training`."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return True  # its code is not visible
+    if isinstance(module, torch.jit.ScriptModule):  # a trace has the mode as a constant
+        return any(word in str(getattr(module, "code", "")) for word in ("training", "dropout", "batch_norm"))
     bases = [base for base in type(module).__mro__ if base not in nn.Module.__mro__]
     members = [value for base in bases for value in vars(base).values()] + [*vars(module).values()]
     members = [value.fget if isinstance(value, property) else getattr(value, "__func__", value) for value in members]
