@@ -10,12 +10,13 @@ Invariants:
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -27,6 +28,9 @@ from modelstate.io.memory import aligned
 from modelstate.process import parallel_for
 from modelstate.remote.location import CACHE_BLOCK_BYTES, CONNECTIONS
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
+
+if TYPE_CHECKING:
+    import torch
 
 BATCH_BYTES = 4 << 20
 """The most that one call reads: large enough to amortise the call, small enough to share the work out evenly, and for
@@ -187,6 +191,17 @@ class LocalFile:
         self._leased_at = time.monotonic()
         check_unchanged(self.descriptor, self.path, self._fingerprint)
         return ""
+
+    def mapped(self) -> torch.Tensor | None:
+        """The bytes of a leased file as a private map; None where it has no lease, or there is no room for a map."""
+        if self._leased_at is None or self._fingerprint is None:
+            return None
+        import torch
+
+        with suppress(OSError):
+            mapping = system.mmap(self.descriptor, self._fingerprint.nbytes, mmap.MAP_PRIVATE)
+            return torch.frombuffer(mapping, dtype=torch.uint8)
+        return None
 
     def release(self) -> None:
         """Releases the lease: a writer that waits goes on."""

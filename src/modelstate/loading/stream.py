@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 import torch
 
 from modelstate.io.blocks import Block, Part, Wait, Wanted, block_buffers, in_blocks, stream
-from modelstate.io.engine import common_align_bytes
+from modelstate.io.engine import BATCH_BYTES, LocalFile, common_align_bytes, for_each
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.pinned import pinned_memory
 from modelstate.loading.staging import Staging
@@ -180,6 +181,8 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
 
     It raises `ReadFailedError` and `TransformError`; memory that is read into is then partly overwritten.
     """
+    if run_from_maps := _from_maps(staging, transfers, progress):
+        return run_from_maps
     strategy = staging.strategy
     wanted, owners = list[Wanted](), list[tuple[_Rows | _Transformed, ByteRange]]()
     for item in transfers:
@@ -248,6 +251,62 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
         progress(sum(item.nbytes for item in transfers) - sum(entry.source.nbytes for entry in wanted))
 
     return run
+
+
+def _from_maps(staging: Staging, transfers: Sequence[Transfers], progress: Progress) -> Callable[[], None] | None:
+    """As `streamed_read`, with the values cast out of maps of leased files: that takes half the time of a buffer.
+
+    None unless each file is leased, which keeps it as long as it is, and each value is aligned and stays on the CPU.
+    """
+    jobs, job, job_bytes, maps = list[list[_Cast]](), list[_Cast](), 0, dict[str, torch.Tensor]()
+    if any(item.way is not Way.INTO or item.device.type != "cpu" for item in transfers):
+        return None
+    for item in transfers:
+        dtype = item.stored_dtype
+        for name, (path, start, nbytes), param in zip(item.names, item.sources, item.params, strict=True):
+            if path not in maps:
+                file = staging.files[path]
+                memory = file.mapped() if isinstance(file, LocalFile) else None
+                if memory is None:
+                    return None
+                maps[path] = memory
+            if start % dtype.itemsize:
+                return None
+            source, target = maps[path][start : start + nbytes].view(dtype), param.detach().view(-1)
+            for at in range(0, len(source), step := BATCH_BYTES // dtype.itemsize):
+                cast = _Cast(name, source[at : at + step], target[at : at + step])
+                if job_bytes + cast.source.nbytes > BATCH_BYTES:
+                    jobs.append(job)
+                    job, job_bytes = [], 0
+                job.append(cast)
+                job_bytes += cast.source.nbytes
+    jobs.append(job)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def copy(job: Sequence[_Cast]) -> None:
+        staging.files.check_unchanged()  # a file that has become shorter would end the process
+        copy_each([cast.target for cast in job], [cast.source for cast in job])
+        for cast in job:
+            staging.overflows.check(*cast)
+
+    def run() -> None:
+        started = time.perf_counter()
+        for_each(jobs, lambda: nullcontext(copy), min(staging.strategy.threads, len(jobs)), with_torch=True)
+        seconds, total = time.perf_counter() - started, sum(item.nbytes for item in transfers)
+        for item in transfers:
+            item.finals, item.seconds = item.params, item.seconds + seconds * item.nbytes / total
+        progress(total)
+
+    return run
+
+
+class _Cast(NamedTuple):
+    """A piece of a value of at most `BATCH_BYTES`, and where it goes."""
+
+    name: str
+    source: torch.Tensor
+    target: torch.Tensor
 
 
 class _Rows:
