@@ -4,7 +4,7 @@ Values of at most 32 bits are compared in float32, to which all of them are conv
 and float64 in float64. Within a chunk of 262,144 elements, sums are accumulated by torch's vectorised kernels; the sums
 of the chunks are added exactly (`exact_sum`), so the order in which threads finish does not change the result. Chunks
 with elements that are not finite, and those whose sums leave the range of float32 or become too small for it, are
-computed again in float64. Differences of 64-bit integers are computed exactly and rounded once.
+computed again in float64. Differences of 64-bit integers below 2**62 are computed exactly and rounded once.
 """
 
 from __future__ import annotations
@@ -200,13 +200,7 @@ def _dot(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def _exact_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns the differences of integers of up to 64 bits in float64. Each difference is rounded once."""
-    halves = []
-    for side in (a, b):
-        wide = side.view(torch.int64) if side.dtype is torch.uint64 else side.to(torch.int64)
-        high = wide >> 32
-        if side.dtype is torch.uint64:
-            high &= 0xFFFFFFFF
-        halves.append((high, wide & 0xFFFFFFFF))
-    (a_high, a_low), (b_high, b_low) = halves
-    return (a_high - b_high).double() * 2.0**32 + (a_low - b_low).double()
+    """Returns the differences of integers of up to 64 bits in float64; one below 2**62 is rounded once."""
+    rough = a.double() - b.double()
+    a, b = (side.view(torch.int64) if side.dtype is torch.uint64 else side.to(torch.int64) for side in (a, b))
+    return torch.where(rough.abs() < 2.0**62, (a - b).double(), rough)  # a - b wraps around where it overflows

@@ -174,28 +174,35 @@ def match(sources: Sequence[Leaf], targets: Sequence[Leaf], ties: Mapping[str, S
     _match_equal(matches, without_wrappers)
     _match_prefixes(matches)
     matches.sources, matches.targets = in_context(matches.sources), in_context(matches.targets)
-    unturned = matches.sources
-    first, second = orientation(unturned), orientation(matches.targets)
-    matches.sources, matches.targets = straight(unturned, first), straight(matches.targets, second)
-    _match_fusions(matches, first, second)
-    for within_words in (True, False):
-        _match_kinds(matches, within_words)
-    # Open weights that fit an open weight of the model, and only transposed.
-    contents, open_contents = ({leaf.content for leaf in side} for side in (matches.targets, matches.open_targets()))
-    misfits = {
-        leaf.name
-        for leaf in unturned
-        if leaf.name not in matches.used
-        and len(leaf.shape) == 2
-        and leaf.content not in contents
-        and (leaf.shape[::-1], leaf.dtype_kind) in open_contents
-    }
-    first = orientation(unturned, misfits)
-    matches.sources = straight(unturned, first)
-    for within_words in (True, False):
-        _match_kinds(matches, within_words)
+    unturned, second = matches.sources, orientation(matches.targets)
+    matches.targets = straight(matches.targets, second)
+    contents = {leaf.content for leaf in matches.targets}
+    misfits: set[str] = set()
+    for _ in range(2):
+        first = orientation(unturned, misfits)
+        matches.sources = straight(unturned, first)
+        _match_fusions(matches, first, second)
+        for within_words in (True, False):
+            _match_kinds(matches, within_words)
+        # Open weights that fit an open weight of the model, and only transposed.
+        open_contents = {leaf.content for leaf in matches.open_targets()}
+        misfits = {
+            leaf.name
+            for leaf in unturned
+            if leaf.name not in matches.used
+            and len(leaf.shape) == 2
+            and leaf.content not in contents
+            and (leaf.shape[::-1], leaf.dtype_kind) in open_contents
+        }
     _drop_shifted(matches)
-    _find_guesses(matches, ties)
+    filled = {name for target in matches.expected for name in ties.get(target, (target,))}
+    # Whether every tensor of both sides has a match, so that what is left over belongs together.
+    is_whole = matches.used.issuperset(leaf.name for leaf in sources) and filled.issuperset(
+        leaf.name for leaf in targets
+    )
+    _find_guesses(matches, is_whole)
+    shapes, goals = ({leaf.name: leaf.shape for leaf in side} for side in (sources, targets))
+    matches.transposed = {name for name, goal in matches.pairs.items() if shapes[name] != goals[goal]}
     _find_transposed(matches, first, second)
     return matches
 
@@ -336,11 +343,9 @@ def _find_transposed(matches: Matches, first: Orientation, second: Orientation) 
     doubtful = []
     for name, goal in matches.pairs.items():
         here, there = first.get(name), second.get(goal)
-        if name not in square:
-            matches.transposed |= {name} if bool(here) != bool(there) else set()
-        elif not name.endswith("weight"):
+        if name not in square or not name.endswith("weight"):
             continue
-        elif here is not None and there is not None:
+        if here is not None and there is not None:
             matches.inferred |= {name} if here != there else set()
         elif is_mixed:
             doubtful.append(name)
@@ -734,7 +739,7 @@ class _Side:
         return bool(self._open[size].intersection(*(self._having[size, fact] for fact in facts)) - {name})
 
 
-def _find_guesses(matches: Matches, ties: Mapping[str, Sequence[str]]) -> None:
+def _find_guesses(matches: Matches, is_whole: bool) -> None:
     """Finds the matches that are not sure.
 
     A match is sure where names or structure leave no other one: the words and numbers that both names share are
@@ -742,10 +747,6 @@ def _find_guesses(matches: Matches, ties: Mapping[str, Sequence[str]]) -> None:
     Everything else is a guess, however high its score is.
     """
     first, second = _Side(matches.sources), _Side(matches.targets)
-    filled = {name for target in matches.expected for name in ties.get(target, (target,))}
-    # Whether every tensor of both sides has a match, so that what is left over belongs together.
-    is_whole = not matches.open_sources() and all(leaf.name in filled for leaf in matches.targets)
-
     owners: set[tuple[str, str]] = set()  # modules with a sure match
 
     def is_sure(source: str, target: str) -> bool:
