@@ -322,18 +322,6 @@ class _TorchInThreads:
             self._torch.set_num_threads(before)
 
 
-def torch_threads() -> int:
-    """The number of threads of torch in this thread.
-
-    torch gives it to a thread at the first call: the number that was set last, which may be that of another load's
-    threads until all of them have begun.
-    """
-    import torch
-
-    with _torch_threads_lock:
-        return torch.get_num_threads()
-
-
 class cached_attribute(Generic[_Item]):
     """A method that is called once for each object, like `functools.cached_property`, but without a lock.
 

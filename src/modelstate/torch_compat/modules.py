@@ -241,11 +241,6 @@ IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys
 """What `torch.nn.Module.load_state_dict` returns."""
 
 
-def has_forward_hooks(module: torch.nn.Module) -> bool:
-    """Whether the module itself has hooks or pre-hooks of its forward pass."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
 def computed_attributes(module: torch.nn.Module) -> set[str]:
     """The attributes that pre-hooks set before each call, such as those of `weight_norm` and pruning."""
     hooks = module._forward_pre_hooks.values()
