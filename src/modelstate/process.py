@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import takewhile
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Generic, TextIO, TypeVar
 
 from modelstate.errors import keep_interrupt
 from modelstate.forks import at_fork, fork_safe_lock, is_forked
@@ -267,8 +267,8 @@ class _TorchInThreads:
         import torch  # the command line uses this module without torch
 
         self._torch = torch
-        cuda: Any = torch.cuda
-        self._stream = cuda.current_stream() if cuda.is_initialized() else None
+        is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream() if is_used else None
         self._entered = threading.Semaphore(0)
         self._of_new_threads: list[int] = []
         """First of all, the number that torch gave to new threads before the first of these set another one."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -213,7 +213,7 @@ def rules(run: Run) -> Run:
         rename_regex: Sequence[Rule],
         ignore: Sequence[Rule],
         rules_of: str | None,
-        **own: Any,
+        **own: object,
     ) -> None:
         added = [] if add_prefix is None else [add_prefix]
         given = (*strip_prefix, *added, *rename, *rename_regex, *ignore)

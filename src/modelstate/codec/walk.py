@@ -1,8 +1,8 @@
 """Walks through a value to encode it, and through a tree to decode it, within bounds on time and memory.
 
-A tree consists of None, bool, int, finite float, str, lists, dicts with str keys, and plain tensors. Any other value is
-a dict with one key, its tag: `{"$tuple": [1, 2]}`. A dict of the user that looks like a tag is written with `$dict`, so
-every tag in a tree is a tag.
+A tree consists of None, bool, int, finite float, str, lists, dicts with str keys, and plain tensors. Other values
+are dicts with one key, its tag: `{"$tuple": [1, 2]}`. A dict of the user that looks like a tag is written with
+`$dict`, so every tag in a tree is a tag.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def report_of(error: BaseException | None, digests: Sequence[Digest] = ()) -> Re
         text = " ".join(": ".join(filter(None, (type(error).__name__, str(error)))).split())
         blank = dict.fromkeys(("where", *_FIELDS), "")
         return {"error": "DistributedError", "what": text, **blank, "names": [], "problems": []}
-    own: Any = error
+    own = error
     return {
         "error": type(error).__name__,
         **{name: getattr(own, name) for name in ("what", "where", *_FIELDS)},

@@ -84,7 +84,7 @@ def _boxes(runs: tuple[tuple[range, ...], ...]) -> tuple[tuple[Box, Box], ...]:
 
 
 def local_shard(
-    shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
+    shape: Sequence[int], placements: Sequence[object], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> LocalShard:
     """Returns the part of a tensor that one rank of a mesh holds.
 

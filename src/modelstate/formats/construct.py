@@ -491,7 +491,7 @@ def _created(call: DeferredCall, args: Any, kwargs: Any) -> object:
     return cls.__new__(cls, *args, **kwargs) if call.new else cls(*args, **kwargs)
 
 
-def _filled(target: Any, states: Any, appended: Any, inserted: Any) -> Any:
+def _filled(target: Any, states: Any, appended: Any, inserted: Any) -> object:
     if appended:
         add = target.append if hasattr(target, "append") else target.add
         for item in appended:

@@ -235,7 +235,7 @@ class _Tree:
             raise damaged(self._where, f"the keys of a dict: {error}") from error
 
 
-def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) -> Checksums:
+def _checksums(fields: Mapping[str, object], tensors: StoredTensors, where: str) -> Checksums:
     digests, parts = fields.get("tensors"), fields.get("parts", {})
     is_known = fields.get("algorithm") == ALGORITHM and fields.get("block_bytes") == BLOCK_BYTES
     if not is_known or type(digests) is not dict or type(parts) is not dict:

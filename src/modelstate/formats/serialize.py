@@ -268,7 +268,7 @@ class _Serializer:
             self._wrong[name] = NOT_A_NAME
             return str(name)
         # `Module.state_dict` returns a new object for each subclass tensor: tensors are tied if their parts are.
-        cls: Any = type(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor)
+        cls = type(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor)
         try:
             attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
             within = {key: getattr(tensor, key) for key in attributes}

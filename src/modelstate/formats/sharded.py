@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from modelstate.errors import (
     DamagedFileError,
@@ -110,7 +110,7 @@ def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], a
     for tree in trees.values():
         versions.update(version_metadata(tree) or {})
     tables = [tree for tree in trees.values() if isinstance(tree, StoredTensors)]
-    merged: Mapping[str, Any]
+    merged: Mapping[str, object]
     if len(tables) == len(trees):
         merged = joined = StoredTensors.joined(tables)
         joined.versions = versions or None

@@ -326,7 +326,7 @@ def _with_bits(stored: StoredTensor, metadata: object) -> Rebuilt:
     return DeferredTensor(f"{kind} view", stored.dtype, stored.shape, (plain,), make, stored.requires_grad)
 
 
-def _tensor_v3(*args: Any) -> Rebuilt:
+def _tensor_v3(*args: object) -> Rebuilt:
     """As `_tensor_v2`, for dtypes without a storage class of their own, such as fp8: the dtype is before `metadata`."""
     storage, offset, size, stride, requires_grad, hooks, dtype, *rest = args
     metadata = rest[0] if rest else None

@@ -12,7 +12,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -48,6 +48,9 @@ from modelstate.process import deferred_signals
 from modelstate.spec import Refused
 from modelstate.text_format import excerpt, listed
 from modelstate.torch_compat.plain import remedies_for, why_not_saved
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 FORMAT = "torch zip"
 
@@ -421,7 +424,7 @@ class _ArchiveFile(io.RawIOBase):
         """Does nothing: `torch.export.save` goes to the beginning when it has written everything."""
         return 0
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Buffer) -> int:
         try:
             if self._failed is None:
                 self._add(memoryview(data).cast("B"))

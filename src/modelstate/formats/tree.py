@@ -402,7 +402,7 @@ def same_value(first: Any, second: Any, depth: int = 0) -> bool:
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         same_kind = isinstance(first, list) == isinstance(second, list) and len(first) == len(second)
         return same_kind and all(same_value(a, b, depth + 1) for a, b in zip(first, second, strict=True))
-    array: Any = getattr(sys.modules.get("numpy"), "ndarray", ())
+    array = getattr(sys.modules.get("numpy"), "ndarray", ())
     try:
         if isinstance(first, array) or isinstance(second, array):
             is_like = type(first) is type(second) and (first.dtype, first.shape) == (second.dtype, second.shape)

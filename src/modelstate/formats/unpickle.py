@@ -234,8 +234,8 @@ def unpickle(
     except OpenError:
         raise
     except Exception as error:
-        # Any other exception that a damaged pickle causes (an empty stack, a missing key of the memo, text that is not
-        # UTF-8) means the same to the caller.
+        # Other exceptions that a damaged pickle causes (an empty stack, a missing key of the memo, text that is not
+        # UTF-8) mean the same to the caller.
         if isinstance(error, struct.error) or str(error) == "index out of range":
             raise _ends_early(len(data)) from error
         raise DamagedFileError(
@@ -257,7 +257,7 @@ class _Machine:
         self.persistent = persistent
         self.find = find
         self.stack: list[Any] = []
-        self.marks: list[list[Any]] = []
+        self.marks: list[list[object]] = []
         self.memo: dict[int, object] = {}
         self.globals: dict[str, object] = {}
         self.protocol = 0
@@ -357,14 +357,14 @@ class _Machine:
     def push(self, value: object) -> None:
         self.stack.append(value)
 
-    def pop_last(self, count: int) -> list[Any]:
+    def pop_last(self, count: int) -> list[object]:
         items = self.stack[-count:]
         if len(items) < count:
             raise IndexError("pop from empty list")
         del self.stack[-count:]
         return items
 
-    def pop_mark(self) -> list[Any]:
+    def pop_mark(self) -> list[object]:
         items = self.stack
         self.stack = self.marks.pop()
         return items

@@ -436,7 +436,7 @@ class SourceFile(AbstractContextManager["SourceFile"]):
             SourceNotFoundError: There is no file, or the target of a symbolic link is missing.
             SourceTypeError: The path names a pipe, a socket, a device or a directory.
             SourceAccessError: The permission to read is missing.
-            ReadFailedError: Any other error of the operating system.
+            ReadFailedError: Every other error of the operating system.
             TruncatedFileError: The file has become shorter since.
         """
         self.path = path

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import torch
 from msgspec.structs import replace
@@ -58,6 +58,9 @@ from modelstate.transaction.optimizers import check_optimizers, following_state,
 from modelstate.transaction.references import lost_references
 from modelstate.transaction.slots import slots_of
 from modelstate.transaction.transaction import Transaction, exclusive
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Source = str | os.PathLike[str] | Mapping[str, object] | Checkpoint
 OF_TORCH = {
@@ -230,7 +233,7 @@ def _check_background(options: LoadOptions, agreement: Agreement | None) -> None
 
 def _ranks_of(
     tensors: nn.Module | tuple[()],
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Agreement | None:
     """Returns the ranks that load these tensors together; None for a load on one rank."""

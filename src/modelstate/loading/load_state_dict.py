@@ -59,7 +59,7 @@ def load_state_dict(
     Raises:
         TypeError: The state dict is not a mapping, or (an `OptionError`) the module is not a module.
         RuntimeError: The state dict does not fit the module. The error lists everything that does not fit.
-        Exception: Any exception of the model's own code is passed on.
+        Exception: Every exception of the model's own code is passed on.
 
     Examples:
         >>> modelstate.load_state_dict(model, torch.load("model.pt"))

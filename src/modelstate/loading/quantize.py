@@ -207,7 +207,7 @@ class Quantize(BlockTransform):
                 remedy=_INSTALL.get(package, f"install {package} as torchao's documentation says"),
             ) from error
         model: Any = layer if container is layer else container[0]
-        weight: Any = layer.weight
+        weight = layer.weight
         touched = model is not layer or type(layer) is not nn.Linear or layer.bias is not bias
         vars(layer).pop("extra_repr", None)  # a bound method, set by torchao, that keeps the layer alive
         if touched or not isinstance(weight, torch.Tensor):

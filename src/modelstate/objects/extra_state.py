@@ -72,7 +72,7 @@ def extra_state(
         optional: whether a checkpoint that has none of the attributes, as one from before the declaration, loads
             strictly; the attributes stay as they are then.
         defaults: values for names that a checkpoint lacks. With a default for each name, a checkpoint may lack all of
-            them too. Any other name that is missing, and any that is unknown, is an error.
+            them too. Every other name that is missing, and every unknown one, is an error.
         version: the version of the values, 1 or above, which is saved with them.
         upgrade: a function that is called as `upgrade(old_version, values)` for an older version and returns the
             values of the present one. It may be called twice in a load. Version 0 is a dict that a hand-written
@@ -470,7 +470,7 @@ def _check_attribute(module: nn.Module, name: str, value: object = None) -> None
 
 
 def _set_all(module: nn.Module, values: list[tuple[str, object]], first: Callable[[], None] | None) -> None:
-    """Calls the hand-written `set_extra_state`, and sets the values. Any error undoes all changes."""
+    """Calls the hand-written `set_extra_state`, and sets the values. An error undoes all changes."""
     before = dict(module.__dict__)
     of_class: list[tuple[str, object]] = []
     """Properties and slots, whose values are not in the module's dict, with their values before."""

@@ -474,7 +474,7 @@ def _class_problem(
     """Compares the class of the saved state with that of the optimizer. Returns a problem, its remedies, and a note.
 
     A class and one that is derived from it may take each other's state, unless an option differs that one of the two
-    sets by itself. Any other class needs `keep_options` for all options: the same names may mean something else in it.
+    sets by itself. Other classes need `keep_options` for all options: the same names may mean something else in it.
     Of a file that does not name the class, only options that the live class sets by itself are compared.
 
     Args:
@@ -705,7 +705,7 @@ def _matched_groups(
     problems: list[str],
     keeps: Callable[[str], bool],
     may_add: bool,
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+) -> list[tuple[dict[str, object], dict[str, object]]]:
     """Returns each group of the optimizer with the saved options for it that it does not keep; adds to `problems`.
 
     With `may_add`, the class of the optimizer adds options when it steps, as a counter of the steps of a group.

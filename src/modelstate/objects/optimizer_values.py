@@ -58,7 +58,7 @@ def is_related(saved: object, live: type) -> bool:
     return saved in [class_name(base) for base in live.__mro__] or (imported is not None and issubclass(imported, live))
 
 
-def group_options(group: Group) -> dict[str, Any]:
+def group_options(group: Group) -> dict[str, object]:
     """Returns the options of a parameter group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
@@ -212,11 +212,11 @@ def memory_orders(tree: object) -> list[list[object]]:
     return [[list(path), dims] for path, dims in orders if dims is not None]
 
 
-def in_memory_orders(tree: Any, orders: object) -> Any:
+def in_memory_orders(tree: object, orders: object) -> Any:
     """Returns a tree whose tensors lie in memory as they did, by the result of `memory_orders`."""
     dims_of = {tuple(path): dims for path, dims in orders} if isinstance(orders, list) else {}
 
-    def order(path: Path, leaf: Any) -> Any:
+    def order(path: Path, leaf: object) -> Any:
         dims = dims_of.get(path)
         if dims is None or not isinstance(leaf, torch.Tensor) or sorted(dims) != list(range(leaf.dim())):
             return leaf
@@ -351,7 +351,7 @@ def is_number(value: object) -> bool:
 
 
 def recorded_by_graphs(
-    before: Mapping[str, object], new: Mapping[str, object], values: dict[str, Any]
+    before: Mapping[str, object], new: Mapping[str, object], values: dict[str, object]
 ) -> Iterator[Recorded]:
     """Yields the tensors on a GPU that new ones take the place of: a CUDA graph may have recorded their addresses."""
     for key, value in new.items():

@@ -147,7 +147,7 @@ def save_with(
 def _tree_of(state: object) -> Mapping[Any, object]:
     if isinstance(state, Mapping) and holds_objects(state):
         return _nested({path: part.tree for path, part in capture(targets_of(state)).items()})
-    tree: Any = state
+    tree = state
     if isinstance(state, nn.Module):
         tree = state_dict_of(unwrapped(state))
         check_loadable(type(state).__name__, unwrapped(state), tree)

@@ -229,7 +229,7 @@ def check_class(path: str, obj: object, state: object, start_anew: str) -> None:
         )
 
 
-def _combined_schedulers(obj: object) -> list[Any]:
+def _combined_schedulers(obj: object) -> list[object]:
     """Returns a scheduler of torch and those that it combines; of a wrapper, as accelerate's, those within."""
     inner = getattr(obj, "scheduler", None) if hasattr(type(obj), "get_last_lr") else None
     inner = obj if isinstance(obj, LRScheduler) else inner
@@ -286,7 +286,7 @@ def go_on_from_kept_rates(
                     group.update({key: group[key] * factor for key in options})
 
 
-def _scale(scheduler: Any, factors: list[float]) -> None:
+def _scale(scheduler: object, factors: list[float]) -> None:
     for name in _RATES_OF_GROUPS:
         rates = getattr(scheduler, name, None)
         if isinstance(rates, list) and len(rates) == len(factors):
@@ -308,7 +308,7 @@ def _refusal(path: str, option: str, name: str, why: str, *remedies: str) -> Opt
     )
 
 
-def _schedulers_of(obj: object, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def _schedulers_of(obj: object, optimizer: torch.optim.Optimizer) -> Iterator[object]:
     """Yields the object, or the values of its attributes, that are schedulers of the optimizer."""
     groups = {id(group) for group in optimizer.param_groups}
     for value in _values_of(obj, object):
@@ -318,7 +318,7 @@ def _schedulers_of(obj: object, optimizer: torch.optim.Optimizer) -> Iterator[An
             yield value
 
 
-def _within(scheduler: Any) -> Iterator[Any]:
+def _within(scheduler: object) -> Iterator[object]:
     """Yields a scheduler and those that it combines, at any depth."""
     yield scheduler
     for inner in getattr(scheduler, "_schedulers", ()):

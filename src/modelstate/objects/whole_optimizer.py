@@ -53,7 +53,7 @@ def is_saved_whole(optimizer: _Optimizer) -> bool:
     """
     if type(optimizer).state_dict is _Optimizer.state_dict:
         return False
-    own: Any = optimizer.state_dict()
+    own = optimizer.state_dict()
     params = {param: index for index, param in enumerate(_params(optimizer))}
     live = {params.get(key, key): values for key, values in optimizer.state.items()}
     if isinstance(own, Mapping) and own.keys() == {"state", "param_groups"}:

@@ -1,8 +1,8 @@
 """How the names of a checkpoint differ from those of a model.
 
 Names prove two kinds of differences. A wrapper (DataParallel, `torch.compile`, FSDP) adds its name to the names of all
-tensors below it: `wrapper_rule` removes or adds such names without a rule of the user. Any other prefix that all names
-of one side have is only proposed, by `one_prefix`. All other differences are left to `modelstate.suggest`, which
+tensors below it: `wrapper_rule` removes or adds such names without a rule of the user. Other prefixes that all names
+of one side have are only proposed, by `one_prefix`. All other differences are left to `modelstate.suggest`, which
 compares more than names and reports its confidence.
 """
 

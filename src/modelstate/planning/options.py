@@ -225,7 +225,7 @@ def _max_memory_bytes(nbytes: object) -> object:
     return nbytes
 
 
-def _transform(given: Any) -> Any:
+def _transform(given: Any) -> object:
     is_mapping = isinstance(given, Mapping)
     for pattern, transform in given.items() if is_mapping else (("*", given),):
         cls = transform if isinstance(transform, type) else type(transform)
@@ -262,7 +262,7 @@ def _transform(given: Any) -> Any:
     return (tuple(given.items()) or None) if is_mapping else given
 
 
-_CHECKS: dict[str, Callable[[Any], Any]] = {
+_CHECKS: dict[str, Callable[[object], object]] = {
     "key": _key,
     "rules": lambda rules: rules if isinstance(rules, Schema) else check_rules(rules),
     "allow_missing": lambda patterns: patterns_of("allow_missing", patterns),

@@ -324,7 +324,7 @@ def new_object(location: Location, nbytes: int, *, overwrite: bool) -> Iterator[
     parts = max(1, min(parts, (nbytes - 1) // min(PART_BYTES, _LEAST_PART_BYTES), _MOST_PARTS - 1))
     part_bytes = (nbytes - 1) // parts
     nonce = secrets.token_hex(8)
-    writer: Any = obstore.open_writer_async(
+    writer = obstore.open_writer_async(
         store, key, attributes={_NONCE: nonce}, buffer_size=part_bytes, max_concurrency=PARTS_AT_ONCE
     )
     upload = ObjectWriter(target, nbytes, writer, part_bytes * parts)

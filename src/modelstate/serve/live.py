@@ -445,7 +445,7 @@ class Live:
         `modelstate.load`, and have memory of their own elsewhere.
 
         Args:
-            source: Any source of `modelstate.open`: a path, a directory, a state dict, a `Checkpoint`.
+            source: A source of `modelstate.open`: a path, a directory, a state dict, a `Checkpoint`.
             key: As for `modelstate.load`, like `rules`, `allow_missing` and `allow_unexpected`.
             rules: Changes of the checkpoint's names and tensors.
             allow_missing: Glob patterns of names that may be missing from the checkpoint. The new version has copies of

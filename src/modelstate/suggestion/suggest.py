@@ -57,8 +57,8 @@ class Ambiguous(msgspec.Struct, frozen=True):
 class Suggestion(Shown, msgspec.Struct, frozen=True):
     """Suggested rules, for `rules=`. Printing it shows the Python code that makes them, and what stays open.
 
-    A rule is there as it is where names or structure leave one match. Any other rule is a `modelstate.rules.Guess`, and
-    a load with it is refused until the guesses are accepted.
+    A rule is there as it is where names or structure leave one match. Other rules are a `modelstate.rules.Guess`, and
+    a load with one is refused until the guesses are accepted.
 
     Examples:
         >>> suggestion = ms.suggest(model, path)

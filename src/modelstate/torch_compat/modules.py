@@ -407,7 +407,7 @@ def broadcast_buffers(module: torch.nn.Module, ranks: Sequence[int]) -> Iterator
     """Yields the buffers that DistributedDataParallel copies from the first of the ranks to all of them."""
     for inner in module.modules():
         if isinstance(inner, torch.nn.parallel.DistributedDataParallel) and inner.broadcast_buffers:
-            wrapper: Any = inner
+            wrapper = inner
             if torch.distributed.get_process_group_ranks(wrapper.process_group) == list(ranks):
                 named = wrapper.module.named_buffers()
                 yield from (buffer for name, buffer in named if name not in wrapper.parameters_to_ignore)
@@ -418,7 +418,7 @@ _PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 
 def _has_hooks(module: torch.nn.Module) -> bool:
     """Whether code runs when the state of a module itself is taken or loaded."""
-    held: Any = module
+    held = module
     hooks = (
         *(held._state_dict_hooks, held._state_dict_pre_hooks),
         *(held._load_state_dict_pre_hooks, held._load_state_dict_post_hooks),
@@ -456,13 +456,13 @@ class MethodOverride:
         over_others: whether it also replaces a method that another library has installed.
     """
 
-    def __init__(self, owner: Any, name: str, function: Callable[..., Any], *, over_others: bool = True) -> None:
+    def __init__(self, owner: object, name: str, function: Callable[..., object], *, over_others: bool = True) -> None:
         self._owner, self._name, self._over_others = owner, name, over_others
         # The method of the import: a method that is installed later may call the replacement.
         stock = getattr(owner, name)
 
         @wraps(stock)
-        def replacement(*args: Any, **kwargs: object) -> object:
+        def replacement(*args: object, **kwargs: object) -> object:
             return function(stock, *args, **kwargs)
 
         self.replacement: Callable[..., object] = replacement

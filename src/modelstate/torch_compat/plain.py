@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import nn
@@ -77,7 +76,7 @@ def is_plain(*tensors: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _is_mere_parameter(cls: Any) -> bool:
+def _is_mere_parameter(cls: type[torch.Tensor]) -> bool:
     """Whether a class is one of parameters that differ from torch's in their attributes only."""
     return (
         issubclass(cls, nn.Parameter)

@@ -547,7 +547,7 @@ def without_modes() -> Iterator[None]:
     """
     operators: Any = torch._ops
     has_dispatch = torch._C._len_torch_dispatch_stack() or operators._len_torch_dispatch_stack_pre_dispatch()
-    functions: list[Any] = []
+    functions: list[object] = []
     try:
         while torch._C._len_torch_function_stack():
             functions.append(torch._C._pop_torch_function_stack())

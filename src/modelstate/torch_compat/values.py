@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from modelstate.spec import StoredTensors
 
@@ -37,7 +37,7 @@ def is_uninitialised(value: object) -> bool:
     return is_lazy(value)
 
 
-def set_version_metadata(state_dict: Mapping[Any, object], versions: Mapping[str, object]) -> None:
+def set_version_metadata(state_dict: object, versions: Mapping[str, object]) -> None:
     """Attaches the version metadata of modules to an `OrderedDict`, where `load_state_dict` looks for it."""
     state_dict._metadata = versions  # type: ignore[attr-defined]
 

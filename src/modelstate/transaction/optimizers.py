@@ -239,7 +239,7 @@ def _initialised_state(optimizer: torch.optim.Optimizer, finals: Mapping[torch.T
         {**group, "params": [twins[param] for param in group["params"] if param in wanted]}
         for group in optimizer.param_groups
     ]
-    build: Any = type(optimizer)
+    build = type(optimizer)
     defaults = optimizer.defaults  # a constructor may make state by its arguments, and not by the options of a group
     try:
         arguments = {key: defaults[key] for key in inspect.signature(build).parameters if key in defaults}

@@ -301,12 +301,12 @@ def _add_nodes(start: Any, held: Collection[int], nodes: dict[int, _Node]) -> No
             node.used_up = node.used_up or any(nodes[id(next_function)].used_up for next_function in below)
 
 
-def _saved_by(node: object) -> tuple[bool, list[Any]]:
+def _saved_by(node: object) -> tuple[bool, list[object]]:
     """Returns whether a backward pass has freed the saved values of a node, and those values that still exist.
 
     It calls no hook of `saved_tensors_hooks`: the hook of `torch.utils.checkpoint` would run the forward pass again.
     """
-    is_freed, values = False, list[Any]()
+    is_freed, values = False, list[object]()
     cls: object = type(node)
     for name in _saved_names(cls):
         try:
