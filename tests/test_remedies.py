@@ -188,6 +188,21 @@ class Tied(nn.Module):
         self.head.weight = self.wte.weight
 
 
+@scenario()
+def other_shape_of_one_name_of_a_tie(_: Path) -> Scenario:
+    return loading({"wte.weight": torch.ones(3, 2), "head.weight": torch.ones(5, 2)}, Tied)
+
+
+@scenario()
+def other_shape_of_a_tie_under_one_name(_: Path) -> Scenario:
+    return loading({"head.weight": torch.ones(5, 2)}, Tied)
+
+
+@scenario()
+def other_shape_of_what_batch_norm_counts(_: Path) -> Scenario:
+    return loading({**nn.BatchNorm1d(2).state_dict(), "num_batches_tracked": torch.ones(3)}, lambda: nn.BatchNorm1d(2))
+
+
 class Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from modelstate.integrations import dcp as dcp
     from modelstate.loading.load import load, plan
     from modelstate.loading.load_state_dict import load_state_dict
-    from modelstate.loading.report import LoadReport
     from modelstate.loading.skeleton import skeleton
     from modelstate.objects.extra_state import declare_extra_state, extra_state
     from modelstate.objects.lazy_buffers import register_lazy_buffer
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from modelstate.objects.restore import restore
     from modelstate.objects.rng import RNG
     from modelstate.objects.save import save
-    from modelstate.planning.plan import LoadPlan
+    from modelstate.planning.plan import LoadPlan, LoadReport
     from modelstate.remote.cache import Cache
     from modelstate.serve.canary import Canary
     from modelstate.serve.export import export
@@ -77,7 +76,6 @@ else:
             "modelstate.integrations": ("dcp",),
             "modelstate.loading.load": ("load", "plan"),
             "modelstate.loading.load_state_dict": ("load_state_dict",),
-            "modelstate.loading.report": ("LoadReport",),
             "modelstate.loading.skeleton": ("skeleton",),
             "modelstate.objects.extra_state": ("declare_extra_state", "extra_state"),
             "modelstate.objects.lazy_buffers": ("register_lazy_buffer",),
@@ -85,7 +83,7 @@ else:
             "modelstate.objects.restore": ("restore",),
             "modelstate.objects.rng": ("RNG",),
             "modelstate.objects.save": ("save",),
-            "modelstate.planning.plan": ("LoadPlan",),
+            "modelstate.planning.plan": ("LoadPlan", "LoadReport"),
             "modelstate.remote.cache": ("Cache",),
             "modelstate.serve.canary": ("Canary",),
             "modelstate.serve.export": ("export",),

@@ -425,6 +425,12 @@ class ProblemKind(Enum):
             f"{problem.name} is the same tensor as {', '.join(problem.others)}, but the checkpoint's values differ"
         ),
     )
+    NOT_WRITABLE = (
+        "tensors of the model that torch does not write to",
+        "cannot-be-placed",
+        lambda problems: [Remedy(text) for text in dict.fromkeys(problem.remedy for problem in problems)],
+        "{0.name}: {0.why}",
+    )
     BUFFER_CONFLICT = (
         "non-persistent buffers that differ from the checkpoint",
         "cannot-be-placed",

@@ -16,8 +16,8 @@ from modelstate.conversion.conversion import Conversion
 from modelstate.conversion.reference_keeping import replaced_apply
 from modelstate.conversion.tensors import ByFunction, CastAndMove, Target
 from modelstate.errors import MemoryBudgetError, ModelCodeError, OptionError, code_errors
-from modelstate.loading.report import LoadReport
 from modelstate.planning.options import check_model, device_of, is_device
+from modelstate.planning.plan import LoadReport
 from modelstate.process import gc_paused
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import dtype_named, floating_dtype

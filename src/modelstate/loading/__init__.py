@@ -9,8 +9,8 @@ from modelstate.lazy import attach
 if TYPE_CHECKING:
     from modelstate.loading.background import LoadHandle
     from modelstate.loading.quantize import Quantize
-    from modelstate.loading.report import RankReport
     from modelstate.planning.options import LoadOptions
+    from modelstate.planning.plan import RankReport
     from modelstate.planning.transfer import Way
     from modelstate.planning.transforms import ModuleTransform
 else:
@@ -19,7 +19,7 @@ else:
         {
             "modelstate.loading.background": ("LoadHandle",),
             "modelstate.loading.quantize": ("Quantize",),
-            "modelstate.loading.report": ("RankReport",),
+            "modelstate.planning.plan": ("RankReport",),
             "modelstate.planning.options": ("LoadOptions",),
             "modelstate.planning.transfer": ("Way",),
             "modelstate.planning.transforms": ("ModuleTransform",),

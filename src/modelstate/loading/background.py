@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import BackgroundCancelledError, OptionError
-from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import stage
 from modelstate.loading.staging import Staging, prefetch_range
 from modelstate.loading.stream import Progress
-from modelstate.planning.plan import LoadPlan
-from modelstate.planning.preparation import Preparation
+from modelstate.planning.plan import LoadPlan, LoadReport
+from modelstate.planning.planner import Planner
 from modelstate.planning.transfer import Transfer, Transfers, Way
 from modelstate.process import progress_bar, stopped_by
 from modelstate.rules.expression import Derived, Source
@@ -34,9 +33,7 @@ class StagedLoad:
     again; values that depend on the model's values; and values that need no read.
     """
 
-    def __init__(
-        self, plan: LoadPlan, staging: Staging, transfers: Iterable[Transfers], verify: bool, notes: Sequence[str]
-    ) -> None:
+    def __init__(self, plan: LoadPlan, staging: Staging, transfers: Iterable[Transfers], verify: bool) -> None:
         """Takes over what a load reads, before the transaction in which it was planned is undone.
 
         Args:
@@ -44,7 +41,6 @@ class StagedLoad:
             staging: How the values are read. The caller must not use it afterwards.
             transfers: What the plan reads. The caller must not use it afterwards.
             verify: Whether `read` compares the file with its checksums.
-            notes: Notes for the report.
 
         Raises:
             ChecksumError: `verify` is true and the checkpoint has no checksums.
@@ -52,7 +48,7 @@ class StagedLoad:
         self.plan = plan
         self.verified_bytes = 0
         self._verification = staging.checkpoint.verification() if verify else None
-        self._notes = [*notes]
+        self._notes: list[str] = []
         self._handed_over: list[Transfers] = []
         self._transfers = [item for item in transfers if not isinstance(item, Transfer) or _is_staged(item)]
         for item in self._transfers:
@@ -87,17 +83,17 @@ class StagedLoad:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
-    def hand_over(self, staging: Staging, preparation: Preparation) -> list[str]:
+    def hand_over(self, staging: Staging, planner: Planner) -> list[str]:
         """Hands the values to the load that commits. Returns notes for the report."""
         ready = {name: (item, row) for item in self._transfers if item.finals for row, name in enumerate(item.names)}
         columns = [item for item in self._transfers if not isinstance(item, Transfer)]
-        if preparation.plain:  # no code of the model has come since: the columns are the same
-            slots = preparation.slots.by_name
+        if planner.plain:  # no code of the model has come since: the columns are the same
+            slots = planner.slots.by_name
             for item in columns:
                 item.params = [slots[name].tensor for name in item.names]
-            preparation.plain = columns
+            planner.plain = columns
             self._handed_over += columns
-        for item in preparation.singles:
+        for item in planner.singles:
             staged, row = ready.get(item.name, (None, 0))
             if staged is None or item.finals or item.stored is None:
                 continue

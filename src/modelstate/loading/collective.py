@@ -15,10 +15,10 @@ from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.distributed.reports import Digest
 from modelstate.io.engine import Request, read_ranges
 from modelstate.loading.replicas import to_read_here
-from modelstate.loading.report import RankReport
 from modelstate.loading.staging import Staging
 from modelstate.planning.matching import MatchedCheckpoint
-from modelstate.planning.preparation import Preparation
+from modelstate.planning.plan import RankReport
+from modelstate.planning.planner import Planner
 from modelstate.rules.expression import leaves, read_bytes
 from modelstate.spec import ByteRange, StoredTensor, pieces
 from modelstate.text_format import count
@@ -33,19 +33,17 @@ _MOST_SAMPLES = 4096
 _SAMPLE_BYTES = 64
 
 
-def digests_of(preparation: Preparation) -> list[Digest]:
+def digests_of(planner: Planner) -> list[Digest]:
     """Returns what must be equal on all ranks of a load, whatever part of it a rank reads.
 
     Paths are not compared: each machine may have a copy of its own.
     """
-    checkpoint, matched = preparation.checkpoint, preparation.matched
-    model, _ = preparation.names
-    slots = preparation.slots_before.tensors
+    checkpoint, matched = planner.checkpoint, planner.matched
+    model, _ = planner.names
+    slots = planner.slots_before.tensors
     devices = sorted({slot.tensor.device.type for slot in slots})
     return [
-        Digest.of(
-            "the models", f"{model} with {count(len(slots), 'tensor')} on {', '.join(devices)}", _slots(preparation)
-        ),
+        Digest.of("the models", f"{model} with {count(len(slots), 'tensor')} on {', '.join(devices)}", _slots(planner)),
         digest_of_source(checkpoint),
         Digest.of("the rules and options", _text(matched), _options(matched)),
     ]
@@ -87,22 +85,20 @@ def described(state: object) -> Iterator[object]:
         yield type(state).__name__
 
 
-def rank_reports(
-    preparation: Preparation, staging: Staging, agreement: Agreement
-) -> tuple[tuple[RankReport, ...], int]:
+def rank_reports(planner: Planner, staging: Staging, agreement: Agreement) -> tuple[tuple[RankReport, ...], int]:
     """Returns what each rank has read, and the bytes that more than one rank has read, counted for each further rank.
 
     A rank sends four numbers, whatever the size of the model.
     """
     # Those in columns are in no DTensor.
-    read_bytes_here = whole_bytes = sum(item.nbytes for item in preparation.plain if item.maps is None)
-    is_read_here = set(map(id, to_read_here(preparation.singles, staging.shared)))
-    for item in preparation.singles:
+    read_bytes_here = whole_bytes = sum(item.nbytes for item in planner.plain if item.maps is None)
+    is_read_here = set(map(id, to_read_here(planner.singles, staging.shared)))
+    for item in planner.singles:
         stored, whole = item.stored, item.stored
         if stored is None or item.maps is not None:
             continue
         if item.sharded is not None:
-            whole = preparation.incoming.origin_of(item.sharded.value)[1]
+            whole = planner.incoming.origin_of(item.sharded.value)[1]
         read_bytes_here += read_bytes(stored) if id(item) in is_read_here else 0
         whole_bytes += 0 if whole is None else read_bytes(whole)
     times = [int(agreement.seconds.get(name, 0) * 1e9) for name in (PLANNING, READING, COMMIT)]
@@ -114,12 +110,12 @@ def rank_reports(
 
 
 @contextmanager
-def shared_generator(preparation: Preparation, agreement: Agreement) -> Iterator[None]:
+def shared_generator(planner: Planner, agreement: Agreement) -> Iterator[None]:
     """Has the initial values of missing tensors be those of the first rank's random generator, in a phase.
 
     The generators of the other ranks do not change.
     """
-    if not preparation.initialised:
+    if not planner.initialised:
         yield
         return
     state = agreement.on_first(lambda: torch.get_rng_state().tolist())
@@ -128,15 +124,15 @@ def shared_generator(preparation: Preparation, agreement: Agreement) -> Iterator
         yield
 
 
-def _slots(preparation: Preparation) -> Iterator[object]:
-    for slot in preparation.slots_before.tensors:
+def _slots(planner: Planner) -> Iterator[object]:
+    for slot in planner.slots_before.tensors:
         tensor: Any = slot.tensor
         layout = f"{tensor.placements!r} on {tuple(tensor.device_mesh.shape)}" if is_sharded(tensor) else ""
         yield slot.names, slot.kind, tuple(tensor.shape), tensor.dtype, layout
-    if preparation.options.read_once:
+    if planner.options.read_once:
         # Which values one rank reads for others depends on where they go, and whether they may be maps.
-        for item in preparation.singles:
-            yield item.name, item.on_cpu, bool(preparation.options.map and item.param.is_meta)
+        for item in planner.singles:
+            yield item.name, item.on_cpu, bool(planner.options.map and item.param.is_meta)
 
 
 def _source(checkpoint: Checkpoint) -> Iterator[object]:

@@ -40,13 +40,12 @@ from modelstate.loading.commit import (
 )
 from modelstate.loading.place import Place
 from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
-from modelstate.loading.report import LoadReport
 from modelstate.loading.stage import reads_into_slots, stage
 from modelstate.loading.staging import Staging, limit_memory, prefetch_range
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadArguments, LoadOptions, PlanArguments, check_model, checked_options
-from modelstate.planning.plan import LoadPlan
-from modelstate.planning.preparation import Preparation
+from modelstate.planning.plan import LoadPlan, LoadReport
+from modelstate.planning.planner import Planner
 from modelstate.planning.record import bind, record
 from modelstate.planning.transfer import Transfer, Transfers, Way, stage_unleased
 from modelstate.problems import glob_patterns
@@ -105,9 +104,9 @@ def plan(model: nn.Module, source: Source, **options: Unpack[PlanArguments]) -> 
     model = check_model(model)
     checkpoint = open_checkpoint(source, cache=checked.cache)
     with exclusive(model), Transaction(model) as transaction, gc_paused(), torch.random.fork_rng(devices=[]):
-        preparation, staging = prepare(transaction, checkpoint, checked, call_extra_state=False)
+        planner, staging = prepare(transaction, checkpoint, checked, call_extra_state=False)
         staging.files.close()
-        return preparation.plan()
+        return planner.plan()
 
 
 @overload
@@ -251,7 +250,7 @@ def load_then(
     then: Callable[[], None] | None = None,
     *,
     agreement: Agreement | None = None,
-    check: Callable[[Preparation], None] | None = None,
+    check: Callable[[Planner], None] | None = None,
     runs_code: bool = False,
 ) -> LoadReport:
     """Loads into the root of a transaction that the caller has entered, together with other changes of the caller.
@@ -280,16 +279,15 @@ def _stage_in_background(model: nn.Module, source: Source | LoadPlan, options: L
     """Plans and checks a load, and returns the object that reads its values while the model is in use."""
     with Transaction(model) as transaction:
         with torch.random.fork_rng(devices=[]):
-            preparation, staging = prepare(
+            planner, staging = prepare(
                 transaction, source, options, call_extra_state=False, in_use="the model is in use until then"
             )
         staging.files.close()
-        if preparation.problems:
-            raise preparation.error()
-        limit_memory(staging, preparation.transfers)
-        _check_optimizers(preparation.singles, options.optimizers)
-        notes = [preparation.note_on_mapping()] if preparation.not_mapped else []
-        return StagedLoad(preparation.plan(), staging, preparation.transfers, options.verify, notes)
+        if planner.problems:
+            raise planner.error()
+        limit_memory(staging, planner.transfers)
+        _check_optimizers(planner.singles, options.optimizers)
+        return StagedLoad(planner.plan(), staging, planner.transfers, options.verify)
 
 
 def _execute(
@@ -300,20 +298,20 @@ def _execute(
     started: float,
     staged: StagedLoad | None = None,
     then: Callable[[], None] | None = None,
-    check: Callable[[Preparation], None] | None = None,
+    check: Callable[[Planner], None] | None = None,
     in_columns: bool = True,
 ) -> LoadReport:
     """Loads into the root of a transaction. `staged` holds values that have been read in the background.
 
-    All references to the preparation are gone when the function returns.
+    All references to the planner are gone when the function returns.
     """
     optimizers = options.optimizers
     before = placed(optimizers) if optimizers else {}
-    preparation: Preparation
+    planner: Planner
     phase: Callable[..., AbstractContextManager[None]]
     phase = (lambda *_, **__: nullcontext()) if agreement is None else agreement.phase
-    with phase(PLANNING, lambda: digests_of(preparation)):
-        preparation, staging = prepare(
+    with phase(PLANNING, lambda: digests_of(planner)):
+        planner, staging = prepare(
             transaction,
             source,
             options,
@@ -323,28 +321,26 @@ def _execute(
             in_columns=in_columns,
         )
         if check is not None:
-            check(preparation)
-        if preparation.problems:
-            raise preparation.error()
-        notes = preparation.notes
+            check(planner)
+        if planner.problems:
+            raise planner.error()
+        notes = planner.notes
         if optimizers:
-            _check_optimizers(preparation.singles, optimizers)
+            _check_optimizers(planner.singles, optimizers)
         if staged is None:
-            limit_memory(staging, preparation.transfers)
+            limit_memory(staging, planner.transfers)
         else:
-            notes += staged.hand_over(staging, preparation)
-        transfers = preparation.transfers
-    to_stage = [*preparation.moves, *(to_read_here(transfers, staging.shared) if staging.shared else transfers)]
+            notes += staged.hand_over(staging, planner)
+        transfers = planner.transfers
+    to_stage = [*planner.moves, *(to_read_here(transfers, staging.shared) if staging.shared else transfers)]
     nbytes = sum(item.nbytes for item in to_stage)
     with progress_bar(options.progress, nbytes, "loading") as advance, staging.files, ExitStack() as held:
         with phase(READING), ExitStack() as random:
             if agreement is not None:  # first of all, because the other ranks wait here for this one
                 connect(staging.shared, agreement)
-                random.enter_context(shared_generator(preparation, agreement))
+                random.enter_context(shared_generator(planner, agreement))
             if staged is None:
                 verified = staging.checkpoint.verify() if options.verify else 0
-                if preparation.not_mapped:  # staged values are not read again
-                    notes.append(preparation.note_on_mapping())
                 notes += prefetch_range(staging, to_stage)
             else:
                 verified = staged.verified_bytes
@@ -356,8 +352,8 @@ def _execute(
         with phase(LAST_CHECKS, decides=True, effect=effect):
             new_state = following_state(optimizers, _final_values(transfers), before) if optimizers else []
             place_fallible(transaction, transfers)
-            if any(item.sharded is not None for item in preparation.singles):
-                transaction.register_undo(refresh_shards(preparation.slots.modules.values()))
+            if any(item.sharded is not None for item in planner.singles):
+                transaction.register_undo(refresh_shards(planner.slots.modules.values()))
             # Mapped values are not read, so no read notices a change.
             for maps in {item.maps for item in transfers if item.maps is not None}:
                 maps.check_unchanged()
@@ -379,21 +375,21 @@ def _execute(
         with phase(COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, key, value) for state, key, value in new_state]
             commit_values(transaction, waiting, transfers, reads, last)
-        ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(preparation, staging, agreement)
-    target, source_name = preparation.names
+        ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(planner, staging, agreement)
+    target, source_name = planner.names
     return LoadReport(
         target=target,
         source=source_name,
         notes=(*notes, *transaction.notes, *(staging.overflows.notes() if staging.overflows.counts else ())),
-        slots=preparation.slot_count,
+        slots=planner.slot_count,
         seconds=time.perf_counter() - started,
         peak_memory_bytes=staging.memory.peak_bytes,
         verified_bytes=verified,
         # The writes of this library keep every object. Code of the model may replace objects.
-        references_lost=lost_references(preparation.slots_before, preparation.model) if transaction.armed else (),
+        references_lost=lost_references(planner.slots_before, planner.model) if transaction.armed else (),
         ranks=ranks,
         reread_bytes=reread_bytes,
-        make_steps=preparation.step_maker(),
+        make_steps=planner.step_maker(),
     )
 
 
@@ -407,7 +403,7 @@ def prepare(
     staged: StagedLoad | None = None,
     in_use: str = "",
     in_columns: bool = True,
-) -> tuple[Preparation, Staging]:
+) -> tuple[Planner, Staging]:
     """Plans a load, or binds a plan that was made before, and returns with it how its values are read.
 
     `in_use` is why no value can be read at the commit. `in_columns` is whether
@@ -425,21 +421,21 @@ def prepare(
         matched = source.binding.matched
     # Of values that are staged, the memory of the model is looked up again.
     staging = Staging(matched.part, options, transaction.root) if staged is None else replace(staged.staging)
-    preparation = Preparation(
+    planner = Planner(
         *(transaction, view, matched, partial(Place, staging)),
         call_extra_state=call_extra_state,
         in_columns=in_columns,
     )
     if not isinstance(source, LoadPlan):
-        record(preparation)
+        record(planner)
     else:
-        bind(preparation, source, "make the plan again" if staged is None else LOAD_AGAIN)
+        bind(planner, source, "make the plan again" if staged is None else LOAD_AGAIN)
     if options.read_once:
-        staging.shared = shared_reads(preparation.singles, agreement or agreement_of(transaction.root))
-        preparation.notes += notes_on_shared(staging.shared)
+        staging.shared = shared_reads(planner.singles, agreement or agreement_of(transaction.root))
+        planner.notes += notes_on_shared(staging.shared)
     if staged is None and not options.in_place:
-        stage_unleased(preparation.transfers, staging.files, in_use)
-    return preparation, staging
+        stage_unleased(planner.transfers, staging.files, in_use)
+    return planner, staging
 
 
 def _check_optimizers(transfers: Iterable[Transfer], optimizers: tuple[torch.optim.Optimizer, ...]) -> None:

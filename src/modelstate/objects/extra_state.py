@@ -25,7 +25,7 @@ from torch import nn
 from modelstate.codec.codec import decode, encode
 from modelstate.errors import ExtraStateError, ModelStateError, OptionError, code_errors
 from modelstate.formats.tree import EXTRA_STATE, leaf_paths, map_leaves, same_value
-from modelstate.planning.preparation import CHECK_EXTRA_STATE
+from modelstate.planning.planner import CHECK_EXTRA_STATE
 from modelstate.planning.recorder import KEEPS_NAMES, device_after, recording_of
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import (

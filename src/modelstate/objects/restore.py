@@ -7,7 +7,6 @@ transaction undoes all of it on any error.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +36,6 @@ from modelstate.formats.tree import deep_copy
 from modelstate.html.page import Page, Shown
 from modelstate.loading.collective import PLANNING
 from modelstate.loading.load import load_then
-from modelstate.loading.report import LoadReport
 from modelstate.objects.objects import (
     Target,
     combined_checkpoint,
@@ -61,7 +59,8 @@ from modelstate.objects.stateful import check_class, go_on_from_kept_rates, load
 from modelstate.objects.whole_optimizer import DTYPES, WholePlan, is_whole, plan_whole
 from modelstate.planning.matching import Patterns
 from modelstate.planning.options import LoadOptions, checked_options
-from modelstate.planning.preparation import Preparation
+from modelstate.planning.plan import LoadReport
+from modelstate.planning.planner import Planner
 from modelstate.planning.recorder import ModuleContainer
 from modelstate.problems import RULES_FROM_SUGGEST, Problem, ProblemKind, glob_patterns, plan_error
 from modelstate.rules.rule import Rule, Scoped
@@ -355,7 +354,7 @@ def restore_objects(
             runs_code=restoring.runs_code,
         )
     plain = {path: saved[path].tree for path, target in restoring.targets if target.kind is Kind.VALUE}
-    report = dataclasses.replace(report, notes=(*report.notes, *restoring.notes))
+    report = replace(report, notes=(*report.notes, *restoring.notes))
     return Restored(plain, report, missing, unexpected, restoring.drawn_from)
 
 
@@ -475,7 +474,7 @@ class _Restoring:
         self._may_miss, self._may_exceed, self._keep_options = may_miss, may_exceed, keep_options
         self._plans: dict[str, OptimizerPlan | WholePlan] = {}
 
-    def plan_optimizers(self, preparation: Preparation) -> None:
+    def plan_optimizers(self, planner: Planner) -> None:
         """Plans the optimizers when the modules are planned, and raises one error with the problems of all of them.
 
         Optimizers may lack the state of parameters that the load initialises.
@@ -485,17 +484,17 @@ class _Restoring:
             if target.kind is Kind.OPTIMIZER:
                 try:
                     with object_code(path, "its state cannot be loaded; nothing has been changed"):
-                        self._plans[path] = self._plan_optimizer(path, target.obj, preparation.initialised.__contains__)
+                        self._plans[path] = self._plan_optimizer(path, target.obj, planner.initialised.__contains__)
                 except ModelStateError as error:
                     first_error = first_error or error
         used = self._may_miss.used | self._may_exceed.used
-        idle = [problem for problem in preparation.problems if problem.kind is ProblemKind.IDLE_PATTERN]
-        if first_error is not None and len(idle) == len(preparation.problems):
+        idle = [problem for problem in planner.problems if problem.kind is ProblemKind.IDLE_PATTERN]
+        if first_error is not None and len(idle) == len(planner.problems):
             raise first_error  # otherwise it may only follow from the other problems
-        problems = [item for item in preparation.problems if item not in idle or item.name not in used]
+        problems = [item for item in planner.problems if item not in idle or item.name not in used]
         if problems or any(plan.problems for plan in self._plans.values()):
             raise self._plan_error(problems)
-        preparation.problems.clear()
+        planner.problems.clear()
 
     def restore_others(self, transaction: Transaction) -> None:
         """Restores all objects except modules."""

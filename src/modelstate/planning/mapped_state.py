@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView, Mapping
+from collections.abc import Collection, Iterator, KeysView, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
@@ -15,7 +15,6 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import same_bytes
 from modelstate.planning.differences import prefixes
 from modelstate.planning.matching import MatchedCheckpoint, StoredEntries
-from modelstate.planning.recorder import NestedValue
 from modelstate.rules.expression import Derived, Source, Unchanged, values_of
 from modelstate.rules.rule import Entry, Value
 from modelstate.spec import Assemble, StoredComposite, StoredTensor
@@ -102,10 +101,14 @@ class MappedState(Mapping[str, object]):
     def __len__(self) -> int:
         return len(self.entries)
 
-    def nested_values(self) -> dict[str, NestedValue]:
-        """Returns the containers of the checkpoint that have tensors, such as a list of tensors, by the model's names.
+    def nested_values(self, modules: Collection[str]) -> dict[str, tuple[object, list[str]]]:
+        """Returns the values with tensors in them, such as a list of tensors, that modules have in their state dicts.
 
-        A container that a rule has changed in more than its name is left out.
+        Each has its name in the model, a copy of the value, and the names of what is in it. A value that a rule has
+        changed in more than its name is left out.
+
+        Args:
+            modules: The prefixes of the names of the modules, such as "encoder.0.".
         """
         part = self._checkpoint
         tree, above = part.contents.tree, f"{part.key}." if part.key else ""
@@ -118,17 +121,17 @@ class MappedState(Mapping[str, object]):
                 if prefix[:-1] in names_in:
                     names_in[prefix[:-1]].append(name)
         renamed = {entry.sources[0]: name for name, entry in self.entries.items() if self._is_unchanged(entry)}
-        nested: dict[str, NestedValue] = {}
+        nested: dict[str, tuple[object, list[str]]] = {}
         for path, names in names_in.items():
             new = [renamed.get(name, "") for name in names]
             own = {name.removesuffix(old[len(path) :]) for name, old in zip(new, names, strict=True)}
             if len(own) == 1 and not own.intersection(("", *new)):
-                nested[own.pop()] = NestedValue(tuple(new), partial(self._copy_of, path))
+                name = own.pop()
+                if f"{name}." not in modules and name[: name.rfind(".") + 1] in modules:
+                    value = part.value(path)
+                    is_shared = part.format == "mapping"  # else it has been read just now
+                    nested[name] = deepcopy(value) if is_shared else value, new
         return nested
-
-    def _copy_of(self, path: str) -> object:
-        value = self._checkpoint.value(path)
-        return deepcopy(value) if self._checkpoint.format == "mapping" else value  # else it has been read just now
 
     def _is_unchanged(self, entry: Entry) -> bool:
         """Whether the content is that of one name of the checkpoint."""

@@ -32,10 +32,10 @@ from modelstate.rules.schema import Applied, Schema, apply_rules, renaming, way_
 from modelstate.spec import Stored, StoredTensor, StoredTensors
 from modelstate.text_format import count
 from modelstate.torch_compat.modules import has_own_load, has_own_state_dict
-from modelstate.transaction.slots import HIDDEN, Slots
+from modelstate.transaction.slots import HIDDEN, Slot, Slots
 
 if TYPE_CHECKING:
-    from modelstate.planning.initialise import Initialisers
+    from modelstate.planning.initialise import Initialiser, Initialisers
 
 
 class ModelSchemaView(msgspec.Struct, eq=False, dict=True):
@@ -58,6 +58,10 @@ class ModelSchemaView(msgspec.Struct, eq=False, dict=True):
         from modelstate.planning.initialise import Initialisers
 
         return Initialisers(self.model)
+
+    def initialiser_of(self, slot: Slot) -> Initialiser | None:
+        """What initialises a tensor; None if no method of the model does."""
+        return next(filter(None, map(self.initialisers.find, slot.names)), None)
 
     def before(self, rules: Iterable[Rule]) -> ModelTensors:
         """Returns the slots by the names that they have before these rules."""
@@ -229,11 +233,12 @@ def match(checkpoint: Checkpoint, options: LoadOptions, view: ModelSchemaView) -
     all_rules: tuple[Rule, ...] = rules
     before_wrappers: dict[str, str] = {}
     if not applied.entries.keys() <= names:
-        given = [name for name, entry in applied.entries.items() if entry.sources]
-        kept = applied.entries.keys() - given
-        wrappers = wrapper_rule(given, view.names(), view.model, kept_names=kept)
-        if wrappers is None:
-            wrappers = wrapper_rule(given, {*names, *slots.extra, *slots.lazy}, view.model, kept_names=kept)
+        entries, saved = applied.entries, view.names()
+        given = list(entries) if isinstance(entries, StoredEntries) else [n for n, e in entries.items() if e.sources]
+        kept = entries.keys() - given
+        wrappers = wrapper_rule(given, saved, view.model, kept_names=kept)
+        if wrappers is None and saved != (own := {*names, *slots.extra, *slots.lazy}):
+            wrappers = wrapper_rule(given, own, view.model, kept_names=kept)
         if wrappers is not None:
             applied, before_wrappers = _rewrapped(applied, wrappers)
             all_rules = (*rules, wrappers)
@@ -419,6 +424,8 @@ class Patterns:
         self._names = {*self.patterns}.difference(self._globs)  # found by hash: there may be as many as tensors
 
     def allow(self, name: str) -> bool:
+        if not self.patterns:
+            return False
         hits = [pattern for pattern in self._globs if fnmatchcase(name, pattern)]
         if name in self._names:
             hits.append(name)

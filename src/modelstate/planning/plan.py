@@ -1,22 +1,27 @@
-"""`LoadPlan`: the frozen steps of a load, and its problems. It can be printed, saved as JSON, and executed."""
+"""`LoadPlan` and `LoadReport`: the steps of a load, before and after it. Both can be printed and saved as JSON.
+
+A plan has problems, and can be executed. A report has times.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import torch
+from msgspec.structs import asdict
 
 from modelstate.html.page import ColumnKind, Page, Shown
 from modelstate.planning.matching import MatchedCheckpoint
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.transfer import Way
 from modelstate.problems import Problem, explain
-from modelstate.text_format import count, printable, size
+from modelstate.process import cached_attribute
+from modelstate.text_format import count, listed, printable, seconds, size
 from modelstate.torch_compat.dtypes import short
 from modelstate.transaction.slots import SlotSignatures
 
@@ -104,32 +109,40 @@ class Step(NamedTuple):
 _COMPARED = Step._fields.index("seconds")
 
 
-@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
-class LoadSummary(Shown):
-    """What a plan and a report say of a load. The steps, of up to tens of thousands of slots, are made when used."""
+class LoadSummary(Shown, msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
+    """What a plan and a report say of a load."""
 
     target: str
     """The class of the model."""
     source: str
     """The path of the checkpoint, and the key of the part that is loaded."""
-    steps: tuple[Step, ...] = field(init=False)
-    """The steps, one for each slot that is filled; in a report with their times."""
     notes: tuple[str, ...]
     """Names that are skipped, and further remarks."""
     slots: int
     """The number of tensors and extra states of the model. A tied tensor counts once; buffers that only the constructor
     fills do not count."""
-    make_steps: Callable[[], tuple[Step, ...]] | None = field(compare=False)
-    """Returns the steps, when they are first used. None afterwards."""
+    make_steps: Callable[[], tuple[Step, ...]]
+    """Returns the steps, which are made when they are used: there may be tens of thousands."""
 
-    def __getattr__(self, name: str) -> Any:
-        """Creates `steps`. Called for a slot that is not set."""
-        if name != "steps":
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        if self.make_steps is not None:
-            object.__setattr__(self, "steps", self.make_steps())
-            object.__setattr__(self, "make_steps", None)
-        return object.__getattribute__(self, "steps")
+    @cached_attribute
+    def steps(self) -> tuple[Step, ...]:
+        """The steps, one for each slot that is filled; in a report with their times."""
+        return self.make_steps()
+
+    def _facts(self) -> dict[str, object]:
+        """The fields that a comparison takes into account, with the steps."""
+        facts = {name: getattr(self, name) for name in self.__struct_fields__ if name not in ("make_steps", "binding")}
+        return {**facts, "steps": self.steps}
+
+    def __eq__(self, other: object) -> bool:
+        return self._facts() == other._facts() if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.target, self.source, self.slots))
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[()]]:
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return partial(type(self), **{**fields, "make_steps": partial(tuple, self.steps)}), ()
 
     @property
     def bytes(self) -> int:
@@ -169,8 +182,7 @@ class Binding(msgspec.Struct, frozen=True):
     """The number of tensors that are maps of a file."""
 
 
-@dataclass(frozen=True, slots=True, repr=False, kw_only=True)
-class LoadPlan(LoadSummary):
+class LoadPlan(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
     """The steps of a load. Created by `modelstate.plan`, and executed by `modelstate.load(model, plan)`.
 
     A plan can be executed any number of times while the files are unchanged, and into every model with the same slots:
@@ -188,7 +200,7 @@ class LoadPlan(LoadSummary):
     """Everything that keeps the load from being executed."""
     peak_memory_bytes: int
     """The most memory that the load needs in addition to the final tensors, in bytes."""
-    binding: Binding = field(repr=False, compare=False)
+    binding: Binding
     """The data that executes the plan without planning again."""
 
     @property
@@ -243,6 +255,130 @@ class LoadPlan(LoadSummary):
             "problems": [problem.as_dict() for problem in self.problems],
         }
         return self._json(own, Step.as_dict)
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """What one rank of a load into a sharded model did."""
+
+    rank: int
+    read_bytes: int
+    """Bytes that the plan of the rank reads from files; without those of mapped tensors, which are read when used."""
+    planning_seconds: float
+    reading_seconds: float
+    """The time of reading, casting and staging, without the time that the rank waited for others."""
+    commit_seconds: float
+
+
+class LoadReport(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
+    """The report of a load or a conversion. Created by `modelstate.load` and `modelstate.convert`.
+
+    `print` shows a summary.
+
+    Examples:
+        >>> report = modelstate.load(model, "model.safetensors")
+        >>> report.coverage, report.references_lost
+        (1.0, ())
+        >>> slowest = max(report.steps, key=lambda step: step.seconds)
+    """
+
+    seconds: float
+    """The time from the call to the return."""
+    peak_memory_bytes: int
+    """The most memory that the load used at once in addition to the final tensors: buffers, values before they are
+    copied, old values for an undo, and the memory that a `ModuleTransform` declares. At most
+    `LoadPlan.peak_memory_bytes` and the buffers of files that are read past the page cache."""
+    verified_bytes: int = 0
+    """Bytes that were compared with their checksums."""
+    references_lost: tuple[str, ...] = ()
+    """Names, ties, views and optimizer references that the model's own code has replaced by other objects. Empty where
+    every reference was kept."""
+    left_behind: tuple[str, ...] = ()
+    """Optimizers that were not passed to a conversion, and whose state now has another dtype or device than their
+    parameters. Pass them: `convert(..., optimizers=[...])`."""
+    action: str = ""
+    """The action of a conversion, such as "converted to bfloat16"; empty for a load."""
+    ranks: tuple[RankReport, ...] = ()
+    """What each rank of a load into a sharded model did; empty for a load on one rank. All other fields are about this
+    rank."""
+    reread_bytes: int = 0
+    """Bytes that more than one rank read, since the model has replicas of them, counted for each further rank."""
+
+    def __repr__(self) -> str:
+        """A summary in one line."""
+        first, *_ = self._conversion() if self.action else self._load()
+        notes = f", {count(len(self.notes), 'note')}" if self.notes else ""
+        lost = f", {len(self.references_lost)} references lost" if self.references_lost else ""
+        return f"<{type(self).__name__}: {first}, {size(self.bytes)} in {self.seconds:.3f} s{notes}{lost}>"
+
+    def __str__(self) -> str:
+        lines = self._conversion() if self.action else self._load()
+        lines += [f"  {line}" for line in ways(self.steps)]
+        lines += [f"  {line}" for line in self._of_ranks()]
+        lines += [f"  note: {printable(note)}" for note in self.notes]
+        if self.verified_bytes:
+            lines.append(f"  {size(self.verified_bytes)} verified against their checksums")
+        if self.references_lost:
+            lines.append(f"  references lost: {listed(self.references_lost, 8, '; ')}")
+        elif not self.left_behind:
+            lines.append("  all references kept")
+        if self.left_behind:
+            lines.append(f"  left behind: {listed(self.left_behind, 8, '; ')}; pass them with optimizers=[...]")
+        return "\n".join(lines)
+
+    def _conversion(self) -> list[str]:
+        return [
+            f"{self.target} {self.action}: {len(self.steps)} of {self.slots} tensors changed",
+            f"  {size(self.bytes)} in {self.seconds:.3f} s, "
+            f"at most {size(self.peak_memory_bytes)} of memory beyond what the module had",
+        ]
+
+    def _of_ranks(self) -> list[str]:
+        if not self.ranks:
+            return []
+        read = [rank.read_bytes for rank in self.ranks]
+        slowest = [
+            f"{name} {max(getattr(rank, f'{name}_seconds') for rank in self.ranks):.3f} s"
+            for name in ("planning", "reading", "commit")
+        ]
+        return [
+            f"{len(self.ranks)} ranks: {size(sum(read))} read, {size(min(read))} to {size(max(read))} each, "
+            f"{size(self.reread_bytes)} more than once",
+            f"slowest rank of each phase: {', '.join(slowest)}",
+        ]
+
+    def _load(self) -> list[str]:
+        mapped = sum(step.nbytes for step in self.steps if step.mapped)
+        read = self.bytes - mapped
+        return [
+            f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled",
+            f"  {size(read)} read, {size(mapped)} mapped in {self.seconds:.3f} s, "
+            f"at most {size(self.peak_memory_bytes)} of memory beyond the final tensors",
+        ]
+
+    def _page(self) -> Page:
+        title = f"{self.target} {self.action}" if self.action else f"{self.source} into {self.target}"
+        facts = (
+            ("Slots", f"{len(self.steps):,} of {self.slots:,} {'changed' if self.action else 'filled'}"),
+            ("Bytes", size(self.bytes)),
+            ("Time", seconds(self.seconds)),
+            ("Memory beyond the final tensors", size(self.peak_memory_bytes)),
+            ("References lost", ", ".join(self.references_lost) or "none"),
+        )
+        return steps_page(title, facts, self.steps, (*self._of_ranks(), *self.notes))
+
+    def to_json(self) -> str:
+        """Returns the whole report as JSON."""
+        own = {
+            "seconds": self.seconds,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "verified_bytes": self.verified_bytes,
+            "references_lost": self.references_lost,
+            "left_behind": self.left_behind,
+            "action": self.action or "loaded",
+            "reread_bytes": self.reread_bytes,
+            "ranks": [asdict(rank) for rank in self.ranks],
+        }
+        return self._json(own, lambda step: {**step.as_dict(), "seconds": step.seconds})
 
 
 def steps_page(

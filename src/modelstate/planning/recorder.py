@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from copy import copy, deepcopy
-from typing import Any, NamedTuple, Protocol
+from copy import copy
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -70,79 +70,6 @@ class IncompatibleKeys(msgspec.Struct):
     """The modules whose own `load_state_dict` was called."""
 
 
-class NestedValue(NamedTuple):
-    """A value of a state dict that contains tensors, and that a checkpoint has as several names."""
-
-    names: tuple[str, ...]
-    """The names of everything in it."""
-    value: Callable[[], object]
-    """Returns a copy of the value."""
-
-
-class _StateDict(OrderedDict[str, object]):
-    """A state dict of a checkpoint with nested values. Code of the model also finds such a value under its own name.
-
-    Iteration yields the names of what is in the value instead. To remove the value is to remove these.
-    """
-
-    def __init__(
-        self,
-        items: Mapping[str, object] | Iterable[tuple[str, object]] = (),
-        nested: Mapping[str, NestedValue] | None = None,
-    ) -> None:
-        super().__init__(items)
-        of_items = items.nested if isinstance(items, _StateDict) else {}
-        self.nested: Mapping[str, NestedValue] = of_items if nested is None else nested
-
-    def copy(self) -> _StateDict:
-        return _StateDict(self)
-
-    __copy__ = copy
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _StateDict:
-        return _StateDict(deepcopy(OrderedDict(self), memo), self.nested)  # each nested value is a copy already
-
-    def _names(self, key: object) -> tuple[str, ...]:
-        """The names of what is in a nested value; none where there is no such value, or code has removed some of it."""
-        names = self.nested[key].names if isinstance(key, str) and key in self.nested else ()
-        return names if all(OrderedDict.__contains__(self, name) for name in names) else ()
-
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or bool(self._names(key))
-
-    def __missing__(self, key: str) -> object:
-        if self._names(key):
-            return self.nested[key].value()
-        raise KeyError(key)
-
-    def __delitem__(self, key: str) -> None:
-        names = () if super().__contains__(key) else self._names(key)
-        for name in names or (key,):
-            super().__delitem__(name)
-
-    def with_values(self, keys: Iterable[str]) -> _StateDict:
-        """Returns a copy with the nested values of these names in place of what is in them, as a plain dict has it."""
-        copied = self.copy()
-        for key in keys:
-            if not OrderedDict.__contains__(copied, key) and copied._names(key):
-                value = copied.pop(key)
-                copied[key] = value
-        return copied
-
-    def get(self, key: str, default: object = None) -> object:
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-    def pop(self, key: str, *default: object) -> object:
-        if default and key not in self:
-            return default[0]
-        value = self[key]
-        del self[key]
-        return value
-
-
 def walk(
     root: nn.Module,
     slots: Slots,
@@ -153,20 +80,18 @@ def walk(
     transaction: Transaction,
     sink: LoadSink,
     outcome: IncompatibleKeys,
-    nested: Mapping[str, NestedValue] | None = None,
     calls_own: bool = False,
 ) -> None:
     """Runs the protocol for `root`, whose slots are given, and its descendants.
 
-    The model's own code also finds the values of `nested` in the state dict, under their names. With `calls_own`, an
-    override of `load_state_dict` is called: that of `root`, as torch does, and that of a descendant which overrides
-    `state_dict` too, so that what its own method saves goes to its own method.
+    With `calls_own`, an override of `load_state_dict` is called: that of `root`, as torch does, and that of a
+    descendant which overrides `state_dict` too, so that what its own method saves goes to its own method.
 
     Passes on every exception of the model's own code.
     """
     modules = list(slots.modules.values())
     recording = _Recording(transaction, sink, outcome, set(map(id, modules)), _Overriding(), calls_own)
-    ordered = _StateDict(state_dict, nested) if nested else OrderedDict(state_dict)
+    ordered = OrderedDict(state_dict)
     if versions is not None:
         set_version_metadata(ordered, versions)
     has_code = any(map(recording.overriding.has, modules)) or (calls_own and any(map(has_own_load, modules)))
@@ -256,10 +181,6 @@ def _visit_alone(
     """Visits a module as if it were loaded alone: its code sees its own state dict, without a prefix."""
     cut = len(prefix)
     own = OrderedDict((key[cut:], value) for key, value in state_dict.items())
-    if isinstance(state_dict, _StateDict):
-        of_root = {name: value for name, value in state_dict.nested.items() if name.startswith(prefix)}
-        cut_names = {name: tuple(key[cut:] for key in value.names) for name, value in of_root.items()}
-        own = _StateDict(own, {name[cut:]: value._replace(names=cut_names[name]) for name, value in of_root.items()})
     if versions is not None:
         versions = {path[cut:]: version for path, version in versions.items() if f"{path}.".startswith(prefix)}
         set_version_metadata(own, versions)
@@ -290,7 +211,7 @@ class _OwnLoad:
         """Does what torch's method does, with the sink in place of writes."""
         path, outcome = self.paths[id(module)], IncompatibleKeys()
         recording = replace(self.recording, outcome=outcome)
-        own = state_dict.copy() if isinstance(state_dict, _StateDict) else OrderedDict(state_dict)
+        own = OrderedDict(state_dict)
         versions: Any = version_metadata(state_dict)
         if versions is not None:
             set_version_metadata(own, versions)
@@ -318,7 +239,7 @@ def _call_own(recording: _Recording, module: nn.Module, state_dict: dict[str, ob
     own_state: Mapping[str, object] = {}
 
     def given() -> dict[str, object]:
-        copied = state_dict.with_values(own_state) if isinstance(state_dict, _StateDict) else state_dict.copy()
+        copied = state_dict.copy()
         if versions is not None:
             set_version_metadata(copied, versions)
         return copied
@@ -404,11 +325,7 @@ def _by_child(
     """Returns the items below each child, and the names below no child."""
     if not children:
         return {}, [key for key in state_dict if key.startswith(prefix)]
-    nested = state_dict.nested if isinstance(state_dict, _StateDict) else None
-    parts: dict[str, dict[str, object]] = {
-        name: {} if nested is None else _StateDict({}, nested)
-        for name in children.keys()  # noqa: SIM118  (TorchScript's)
-    }
+    parts: dict[str, dict[str, object]] = {name: {} for name in children.keys()}  # noqa: SIM118  (TorchScript's)
     rest: list[str] = []
     cut = len(prefix)
     for key, value in state_dict.items():
@@ -446,21 +363,20 @@ def _load_local(
     assign = local_metadata.get("assign_to_params_buffers", False)
     extra_key = prefix + EXTRA_STATE
     own = {extra_key}
-    given = state_dict.keys()  # without the names of nested values, which only code of the model uses
     for name, param in _local_state(module):
         key = prefix + name
         own.add(key)
-        if key in given:
+        if key in state_dict:
             recording.sink.tensor(key, param, state_dict[key], module if assign else None, error_msgs)
         elif strict:
             missing_keys.append(key)
     if type(module).set_extra_state is not nn.Module.set_extra_state:
-        if extra_key in given:
+        if extra_key in state_dict:
             with recording.transaction.model_code():
                 recording.sink.extra_state(module, extra_key, state_dict[extra_key])
         elif strict:
             missing_keys.append(extra_key)
-    elif strict and extra_key in given:
+    elif strict and extra_key in state_dict:
         unexpected_keys.append(extra_key)
     return own
 

@@ -21,7 +21,7 @@ from modelstate.loading.load import Source, load_then
 from modelstate.planning.differences import wrapper_rule
 from modelstate.planning.matching import select_part
 from modelstate.planning.options import LoadOptions
-from modelstate.planning.preparation import Preparation
+from modelstate.planning.planner import Planner
 from modelstate.planning.transfer import Transfer, Transfers
 from modelstate.problems import Problem, ProblemKind, Remedies, allowing, casting, extended, ignoring, plan_error
 from modelstate.rules.expression import is_dequantized
@@ -146,16 +146,16 @@ def _stage(
     kept: dict[int, torch.Tensor] = {}
     kept_extra: list[str] = []
 
-    def check(preparation: Preparation) -> None:
+    def check(planner: Planner) -> None:
         if selection.allow_missing:
-            kept.update(_kept_tensors(preparation, serving, target.name))
-            extra = [name for name in preparation.slots.extra if name not in preparation.extra_states]
+            kept.update(_kept_tensors(planner, serving, target.name))
+            extra = [name for name in planner.slots.extra if name not in planner.extra_states]
             kept_extra.extend(name.rpartition(".")[0] for name in extra)
-        if preparation.problems:
-            raise preparation.error()
+        if planner.problems:
+            raise planner.error()
         if options.exact:
-            _check_casts(preparation.transfers, part.source)
-        if not reserved <= {*preparation.filled, *kept}:  # code of the model leaves them out
+            _check_casts(planner.transfers, part.source)
+        if not reserved <= {*planner.filled, *kept}:  # code of the model leaves them out
             raise WeightsError("the checkpoint lacks weights that code of the module does not ask for")
 
     in_place = True if memory else None
@@ -183,20 +183,18 @@ def _stage(
     return program, swapped, bool(part.fingerprints)
 
 
-def _kept_tensors(preparation: Preparation, serving: Program, where: str) -> dict[int, torch.Tensor]:
+def _kept_tensors(planner: Planner, serving: Program, where: str) -> dict[int, torch.Tensor]:
     """Returns the serving values of slots that the checkpoint lacks, by slot, and drops the problems of these slots."""
     state = runtime_state(serving.module)
-    missing = {
-        slot.name: slot.tensor for slot in preparation.slots.tensors if id(slot.tensor) not in preparation.filled
-    }
+    missing = {slot.name: slot.tensor for slot in planner.slots.tensors if id(slot.tensor) not in planner.filled}
     kept = {name: state[name] for name in missing if name in state and not state[name].is_meta}
-    preparation.problems[:] = [
+    planner.problems[:] = [
         problem
-        for problem in preparation.problems
+        for problem in planner.problems
         if problem.kind is not ProblemKind.UNINITIALISED or problem.why or problem.name not in kept
     ]
-    if kept and not preparation.filled and not preparation.problems:
-        preparation.problems.append(Problem(ProblemKind.NOTHING_FITS, where))
+    if kept and not planner.filled and not planner.problems:
+        planner.problems.append(Problem(ProblemKind.NOTHING_FITS, where))
     return {id(missing[name]): value for name, value in kept.items()}
 
 

@@ -1,4 +1,8 @@
-"""`Preparation`: the transfers of a load, and every problem that keeps a value from its slot."""
+"""`Planner`: matches the values of a checkpoint with the slots of a model, and makes the transfers of a load.
+
+`record.record` has the order: names are compared, or the loading protocol of the model calls `Planner.tensor` with each
+value; the value is checked; its way is chosen; then every name and every slot is accounted for.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +33,8 @@ from modelstate.planning.transfer import (
 )
 from modelstate.planning.transforms import (
     NO_TRANSFORM,
-    BlockFunction,
     BlockTransform,
     Choice,
-    ModuleTransform,
     Transforms,
     block_shape_of,
     extra_bytes_of,
@@ -84,13 +86,12 @@ CHECK_EXTRA_STATE = "_modelstate_check_extra_state"
 """The method of modules that can check an extra state without setting it."""
 
 
-class Preparation:
-    """A load that is planned: the values that go to the slots of a model, with the problems and notes.
+class Planner:
+    """Plans a load: collects the values that go to the slots of a model, with the problems and notes.
 
-    The constructor makes an empty one, which `record` or `bind` fills: they call `tensor` with the values of the
-    checkpoint. `assign` turns a value and its slot into a `Transfer`, and adds a write to the transaction. The write
-    waits until the load is committed, unless code of the model uses the tensor before. The owner of the transaction
-    must roll it back where there are problems.
+    `record` and `bind` call `tensor` with the values of the checkpoint. `assign` turns a value and its slot into a
+    `Transfer`, and adds a write to the transaction. The write waits until the load is committed, unless code of the
+    model uses the tensor before. The owner of the transaction must roll it back where there are problems.
 
     Args:
         transaction: The transaction of the load, whose root is the model.
@@ -121,7 +122,6 @@ class Preparation:
         """The slots of the model. `slots` is updated after the walk: the model's code may have replaced tensors."""
         transform = self.options.transform
         self.transforms = None if transform is None else Transforms(transform, transaction.root, self.slots)
-        self._incoming: MappedState | None = None
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self.singles: list[Transfer] = []
@@ -153,20 +153,21 @@ class Preparation:
         """Whether floating-point tensors get the dtype that is requested; or, on meta, the dtype of the checkpoint,
         because it has quantized tensors: a layer computes in the dtype that its weight was quantized from, and a cast
         cannot change that dtype."""
-        self.not_mapped = 0
-        """The number of tensors that are read although the plan that is executed maps them."""
         self._make_write, self._call_extra_state, self._in_columns = make_write, call_extra_state, in_columns
         self._cause: Exception | None = None
         self._has_shards = False
-        # Code of the model may change a lazy parameter before `plan` is called.
-        self._signatures: SlotSignatures | None = None if call_extra_state else signatures(self.slots)
+        if not call_extra_state:
+            _ = self.signatures  # code of the model may change a lazy parameter before `plan` is called
 
-    @property
+    @cached_attribute
     def incoming(self) -> MappedState:
         """The values as a state dict. It is made when it is first used: plain values get into their slots without."""
-        if self._incoming is None:
-            self._incoming = MappedState(self.matched, self.transaction)
-        return self._incoming
+        return MappedState(self.matched, self.transaction)
+
+    @cached_attribute
+    def signatures(self) -> SlotSignatures:
+        """The signatures of the slots as they were before code of the model ran."""
+        return signatures(self.slots_before)
 
     def settle(self) -> None:
         """Ends the recording: from now on, values of rules are computed only for their slots."""
@@ -174,9 +175,9 @@ class Preparation:
             self._check_overlaps()
         if self._has_shards:
             self.notes += self._notes_on_strides()
-        if self._incoming is not None:
-            self._incoming.settle()
-            self.notes += self._incoming.maps.notes
+        if "incoming" in vars(self):
+            self.incoming.settle()
+            self.notes += self.incoming.maps.notes
         self.notes = [*dict.fromkeys(self.notes)]
 
     @property
@@ -202,11 +203,6 @@ class Preparation:
             )
         return notes
 
-    def note_on_mapping(self) -> str:
-        """Notes tensors that are read although the plan maps them: another process has opened the file for writing."""
-        are_read = f"{count(self.not_mapped, 'tensor')} {'is' if self.not_mapped == 1 else 'are'} read into memory"
-        return f"{are_read}; when the plan was made, the file could be mapped"
-
     def add_plain(self) -> Collection[str]:
         """Adds plain values all at once, and returns their names. Called where a load runs no code of the model."""
         options, entries = self.options, self.matched.applied.entries
@@ -227,13 +223,6 @@ class Preparation:
     def mapped(self) -> int:
         """The number of tensors that become maps of a file."""
         return sum(len(item.names) for item in self.transfers if item.maps is not None)
-
-    @property
-    def signatures(self) -> SlotSignatures:
-        """The signatures of the slots as they were before code of the model ran."""
-        if self._signatures is None:
-            self._signatures = signatures(self.slots_before)
-        return self._signatures
 
     # The methods of `LoadSink`.
 
@@ -357,7 +346,9 @@ class Preparation:
             way, why = Way.CODE, BY_SUBCLASS
         block_function, transform_bytes = None, 0
         if last is not None:
-            block_function = self._block_function(last.transform, param, stored, dtype, device)
+            in_order = param.is_contiguous() or not is_dense(param)
+            if isinstance(last.transform, BlockTransform) and in_order and is_run(stored) and device == _CPU:
+                block_function = last.transform.block_function(tuple(param.shape), dtype)
             if block_function is None:
                 transform_bytes = extra_bytes_of(last.transform, name, tuple(param.shape), dtype)
         return Transfer(
@@ -416,38 +407,17 @@ class Preparation:
         self, param: torch.Tensor, value: torch.Tensor, device: torch.device, stored: Source | None
     ) -> bool:
         """Whether a value can get into existing memory without temporary memory for all values."""
-        in_order = param.is_contiguous() and not (param.is_conj() or param.is_neg())
-        if not (isinstance(stored, Described | Derived) and (self.options.in_place or in_order)):
+        if not (isinstance(stored, Described | Derived) and copy_cannot_fail(param, value)):
             return False
-        if not copy_cannot_fail(param, value):
-            return False
-        by_blocks = stored.read_in_blocks is not None if isinstance(stored, Derived) else False
+        by_parts = bool(placed_tensors(stored)) or (isinstance(stored, Derived) and stored.read_in_blocks is not None)
         if self.options.in_place:
-            return (
-                by_blocks
-                or bool(placed_tensors(stored))
-                or (
-                    stored.is_certain and stored.of_files
-                    if isinstance(stored, Derived)
-                    else isinstance(stored, StoredTensor) and stored.is_contiguous
-                )
-            )
+            if isinstance(stored, Derived):
+                return by_parts or (stored.is_certain and stored.of_files)
+            return by_parts or (isinstance(stored, StoredTensor) and stored.is_contiguous)
         # Bytes of files are read, cast or combined block by block, without a call of other code.
-        if not is_run(stored):
-            same = device == _CPU and stored.dtype == param.dtype
-            if not (same and (by_blocks or bool(placed_tensors(stored)))):
-                return False
-        return device.type in DEVICES_READ_INTO
-
-    @staticmethod
-    def _block_function(
-        transform: ModuleTransform, param: torch.Tensor, stored: Source | None, dtype: torch.dtype, device: torch.device
-    ) -> BlockFunction | None:
-        """The function that computes the result of a module's transform in blocks of rows, where there is one."""
-        in_order = param.is_contiguous() or not is_dense(param)
-        if isinstance(transform, BlockTransform) and in_order and is_run(stored) and device == _CPU:
-            return transform.block_function(tuple(param.shape), dtype)
-        return None
+        in_order = param.is_contiguous() and not (param.is_conj() or param.is_neg())
+        by_parts = by_parts and device == _CPU and stored.dtype == param.dtype
+        return in_order and device.type in DEVICES_READ_INTO and (is_run(stored) or by_parts)
 
     def move(self, slot: Slot, device: torch.device) -> None:
         """Moves a tensor that gets no value to a device when the load is committed."""
@@ -474,16 +444,6 @@ class Preparation:
         else:
             self.problems.append(Problem(ProblemKind.BUFFER_CONFLICT, name, name_for_rules=self.other_name(name)))
         return False
-
-    def initialise(self, slot: Slot) -> str:
-        """Assigns an initial value, computed by the model's own methods. Returns their names; empty without methods."""
-        for name in slot.names:
-            if (initialiser := self.view.initialisers.find(name)) is not None:
-                value = self.incoming.initialised(name, slot.tensor, initialiser)
-                self.assign(slot.name, slot.kind, slot.tensor, value)
-                self.initialised.update(slot.names)
-                return initialiser.how
-        return ""
 
     def _tie_conflict(self, name: str, first: str) -> Problem:
         names = [self.other_name(of) or of for of in (name, first)]
@@ -527,6 +487,9 @@ class Preparation:
             stored = param.untyped_storage().nbytes()
             self.problems.append(Problem(ProblemKind.FREED_MEMORY, item.name, param.nbytes, stored))
             return
+        if item.way is Way.STAGED and item.transform is None and (refusal := _refusal_of_writes(param)):
+            why, remedy = refusal
+            self.problems.append(Problem(ProblemKind.NOT_WRITABLE, item.name, why=why, remedy=remedy))
         if storage_id(param):
             self._in_memory.append(item)
 
@@ -662,10 +625,6 @@ class Preparation:
             seconds=item.seconds,
         )
 
-    def steps(self) -> tuple[Step, ...]:
-        """Returns the steps."""
-        return self.step_maker()()
-
 
 def steps_of(transfers: Transfers) -> Callable[[], list[Step]]:
     """Returns a function that makes the step of each row without facts of its own. It holds no tensor."""
@@ -686,6 +645,16 @@ def steps_of(transfers: Transfers) -> Callable[[], list[Step]]:
         ]
 
     return make
+
+
+def _refusal_of_writes(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Returns why torch refuses to write to a plain tensor, and what to do; None where it does not refuse."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        remedy = "load under torch.inference_mode(), as the model was built, or build the model outside of it"
+        return "it was created in inference mode", remedy
+    if tensor.numel() and any(size > 1 and not step for size, step in zip(tensor.size(), tensor.stride(), strict=True)):
+        return "its elements share memory (expand)", "give each its own: tensor.data = tensor.data.clone()"
+    return None
 
 
 def _are_equal(value: torch.Tensor, buffer: torch.Tensor) -> bool:
