@@ -209,41 +209,48 @@ class StoredTensor(msgspec.Struct, frozen=True):
         whole = Runs(self.extent, self.extent.nbytes, (), self.stride)
         if self.is_contiguous:
             return whole
-        run, span, stride, outer = 1, 1, list(self.stride), list[tuple[int, int]]()
+        run, span, stride, dims = 1, 1, list(self.stride), list[tuple[int, int, int]]()
         for step, size, dim in sorted(zip(self.stride, self.shape, range(len(self.shape)), strict=True)):
             if size == 1 or step == 0:
                 continue
             if step < span:
                 return whole  # elements overlap
             span += (size - 1) * step
-            if not outer and (step - run) * itemsize <= GAP_BYTES:
+            if not dims and (step - run) * itemsize <= GAP_BYTES:
                 run = span
             else:
-                stride[dim] = run * math.prod(count for count, _ in outer)
-                outer.append((size, step * itemsize))
-        return Runs(self.extent, run * itemsize, tuple(reversed(outer)), tuple(stride))
+                stride[dim] = run * math.prod(count for count, _, _ in dims)
+                dims.append((size, step * itemsize, stride[dim] * itemsize))
+        return Runs(self.extent, run * itemsize, tuple(reversed(dims)), tuple(stride))
 
 
 class Runs(msgspec.Struct, frozen=True):
-    """The reads of a strided tensor: runs of bytes of equal length, which are put into memory without gaps."""
+    """The reads of a strided tensor: runs of bytes of equal length, in a file and in memory."""
 
     extent: ByteRange
+    """Of the tensor in the file. The first run begins where it does."""
     run_bytes: int
-    dims: tuple[tuple[int, int], ...]
-    """Size and step in bytes of each dimension that the runs are repeated in, the outermost first."""
+    dims: tuple[tuple[int, int, int], ...]
+    """Count, step in the file and step in memory, in bytes, of each dimension that the runs are repeated in, the
+    outermost first."""
     stride: tuple[int, ...]
-    """The stride, in elements, of the tensor in the memory that has been read."""
+    """The stride, in elements, of the tensor in memory."""
+    first: int = 0
+    """Bytes from the beginning of the memory to the first run."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all runs."""
-        return self.run_bytes * math.prod(count for count, _ in self.dims)
+        return self.run_bytes * math.prod(count for count, _, _ in self.dims)
 
-    def __iter__(self) -> Iterator[ByteRange]:
-        """Yields the runs in the order in which they lie in memory."""
+    def places(self, dims: int | None = None) -> Iterator[tuple[ByteRange, int]]:
+        """Yields the first run of each index of the first dimensions, or of all, and where it goes in memory."""
         path, start, _ = self.extent
-        for offsets in product(*(range(0, count * step, step) for count, step in self.dims)):
-            yield ByteRange(path, start + sum(offsets), self.run_bytes)
+        outer = self.dims[:dims]
+        for index in product(*(range(count) for count, _, _ in outer)):
+            offsets = list(zip(index, outer, strict=True))
+            at = start + sum(i * file_step for i, (_, file_step, _) in offsets)
+            yield ByteRange(path, at, self.run_bytes), self.first + sum(i * step for i, (_, _, step) in offsets)
 
 
 def is_run(stored: object) -> TypeGuard[StoredTensor]:

@@ -380,8 +380,7 @@ def key_of(tree: dict[str, Any], names: list[str] = NAMES, *rules: Any) -> str:
         ({"model": state([f"module.{name}" for name in NAMES])}, "model"),
         ({"model": state([f"net.{name}" for name in NAMES]), "ema": state(["x"])}, "model"),
         ({"run": {"model": state([f"net.{name}" for name in NAMES])}, "epoch": 1}, "run.model"),
-        ({"model": state([f"net.{name}" for name in NAMES]), "ema": state([f"net.{name}" for name in NAMES])}, ""),
-        ({"model": state([f"net.{name}" for name in [*NAMES, "x"]])}, ""),
+        ({"model": state([f"net.{name}" for name in [*NAMES, "x"]])}, "model"),
     ],
 )
 def test_the_part_with_the_names_of_the_model(tree: dict[str, Any], key: str) -> None:
@@ -413,6 +412,11 @@ def test_the_whole_as_one_of_several() -> None:
     with pytest.raises(AmbiguousCheckpointError, match=re.escape("'(the whole)' (5 of 5 names match)")) as caught:
         key_of({**state(NAMES), "ema": state(NAMES)})
     assert dict(caught.value.candidates) == {"": 5, "ema": 5}
+
+
+def test_several_state_dicts_that_fit_behind_a_prefix() -> None:
+    with pytest.raises(AmbiguousCheckpointError, match="'model'.*'ema'"):
+        key_of({"model": state([f"net.{name}" for name in NAMES]), "ema": state([f"net.{name}" for name in NAMES])})
 
 
 @pytest.mark.parametrize(("others", "clear"), [(2, True), (3, False)])

@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import modelstate as ms
 from modelstate import spec
-from modelstate.io.engine import Request, Rows
+from modelstate.io.engine import Request
 from modelstate.io.tensors import read_tensor
 from modelstate.rules import expression
-from modelstate.rules.expression import Derived, PlacedTensor, Source, placed_tensors, read_bytes, region, values_of
+from modelstate.rules.expression import Derived, Source, placed_runs, read_bytes, region, values_of
 from modelstate.rules.rule import Entry
 from modelstate.rules.schema import apply_rules
 from modelstate.spec import Assemble, Blocks, ByteRange, Combined, Stored, StoredComposite, StoredTensor
@@ -158,32 +158,21 @@ def test_a_region_has_the_values_of_the_slice_for_no_more_bytes(
         source = part
 
 
-def runs_of(tensor: PlacedTensor) -> Iterator[tuple[int, int, int]]:
-    """Yields the place in the file, the place in the result, and the bytes of each run."""
-    for request in tensor.requests(0):
-        _, start, nbytes = request.source
-        steps = (request.file_step, request.memory_step) if isinstance(request, Rows) else (0, 0)
-        for index in range(request.count if isinstance(request, Rows) else 1):
-            yield start + index * steps[0], request.address + index * steps[1], nbytes
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("long_bytes", [1, 1 << 20])
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-def test_placed_tensors_are_the_values_and_each_element_is_written_once(
-    long_bytes: int, data: st.DataObject, monkeypatch: pytest.MonkeyPatch
+def test_placed_runs_are_the_values_and_each_element_is_written_once(
+    data: st.DataObject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expression, "_LEAST_RUN_BYTES", 1)
-    monkeypatch.setattr(expression, "_LONG_RUN_BYTES", long_bytes)
     file = File()
     source, values = data.draw(sources(file))
     slices = data.draw(slices_in(values.shape))
     for part, wanted in ((source, values), (region(source, slices), values[tuple(slices)])):
-        placed = placed_tensors(part)
+        placed = placed_runs(part)
         if placed:
             memory, written = bytearray(wanted.nbytes), bytearray(wanted.nbytes)
-            for start, at, nbytes in (run for tensor in placed for run in runs_of(tensor)):
+            for (_, start, nbytes), at in (place for runs in placed for place in runs.places()):
                 memory[at : at + nbytes] = file.content[start : start + nbytes]
                 assert not any(written[at : at + nbytes])
                 written[at : at + nbytes] = b"x" * nbytes
@@ -196,9 +185,9 @@ def test_rows_joined_rows_and_columns_are_placed_and_computed_values_are_not() -
     wide = file.store(numbers((4, 1024)))
     both = expression.concatenated([wide.region([slice(1)]), wide.region([slice(3, 4)])], 0)
     columns = expression.concatenated([wide.region([slice(4), slice(256)])] * 2, 1)
-    assert [next(part.requests(0)).address for part in placed_tensors(both)] == [0, 4096]
-    assert [part.run_bytes for part in placed_tensors(columns)] == [1024, 1024]
-    assert [at for _, at, _ in runs_of(placed_tensors(columns)[1])] == [1024, 3072, 5120, 7168]
+    assert [runs.first for runs in placed_runs(both)] == [0, 4096]
+    assert [part.run_bytes for part in placed_runs(columns)] == [1024, 1024]
+    assert [at for _, at in placed_runs(columns)[1].places()] == [1024, 3072, 5120, 7168]
     for computed in (
         expression.cast(wide, torch.float64),
         expression.transposed(wide, 0, 1),
@@ -206,7 +195,7 @@ def test_rows_joined_rows_and_columns_are_placed_and_computed_values_are_not() -
         expression.concatenated([wide, expression.constant(wide.dtype, (1, 1024), 0)], 0),
         Derived(wide.dtype, wide.shape, (wide,), negated),
     ):
-        assert placed_tensors(computed) == ()
+        assert placed_runs(computed) == ()
 
 
 ROWS = numbers((12, 8))

@@ -115,8 +115,7 @@ def _read_strided(stored: StoredTensor, read_all: ReadAll) -> torch.Tensor:
         return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
     runs = stored.runs()
     memory = empty_cpu((runs.nbytes,), torch.uint8)
-    addresses = range(memory.data_ptr(), memory.data_ptr() + runs.nbytes, runs.run_bytes)
-    read_all([Request(source, address) for source, address in zip(runs, addresses, strict=True)])
+    read_all([Request(source, memory.data_ptr() + at) for source, at in runs.places()])
     empty = torch.empty(0, dtype=stored.dtype, device="cpu")
     return empty.set_(memory.untyped_storage(), 0, stored.shape, runs.stride)
 

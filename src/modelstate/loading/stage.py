@@ -17,8 +17,7 @@ from modelstate.io.memory import fresh_tensors
 from modelstate.io.tensors import compute, elements
 from modelstate.loading.staging import Staging
 from modelstate.loading.stream import Progress, set_transformed, streamed_read
-from modelstate.planning.memory import placed_bytes
-from modelstate.planning.transfer import Sink, Transfer, Transfers, Way
+from modelstate.planning.transfer import Sink, Transfer, Transfers, Way, placed_bytes
 from modelstate.planning.transforms import BY_TRANSFORM, Transform, called
 from modelstate.process import ONE_VARIABLE, reference_count
 from modelstate.rules.expression import Derived, values_of

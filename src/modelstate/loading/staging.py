@@ -17,9 +17,8 @@ from modelstate.io.memory import MemoryTracker
 from modelstate.io.prefetch import LEAST_BYTES, read_ahead
 from modelstate.io.tensors import read_tensor
 from modelstate.loading.replicas import SharedRead
-from modelstate.planning.memory import peak_bytes
 from modelstate.planning.options import LoadOptions
-from modelstate.planning.transfer import Transfers
+from modelstate.planning.transfer import Transfers, peak_bytes
 from modelstate.process import cached_attribute
 from modelstate.remote.location import CONNECTIONS
 from modelstate.spec import Stored

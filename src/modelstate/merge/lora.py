@@ -26,7 +26,7 @@ from modelstate.errors import CombineError, OptionError, SourceNotFoundError
 from modelstate.formats.tree import FlatTree
 from modelstate.io.files import read_whole
 from modelstate.merge.delta import CONVOLUTIONS, Delta, Layout, cast, merged
-from modelstate.planning.differences import KOHYA_PREFIXES, LORA_MATRIX, PEFT_PREFIX, adapter_names
+from modelstate.planning.matching import KOHYA_PREFIXES, LORA_MATRIX, PEFT_PREFIX, adapter_names
 from modelstate.rules.expression import lacks_values
 from modelstate.spec import Stored, bytes_key
 from modelstate.text_format import listed, short_repr

@@ -54,8 +54,7 @@ from modelstate.objects.optimizer_values import (
     why_not_restored,
 )
 from modelstate.objects.whole_optimizer import DTYPES, ORDERS, hidden_attributes, is_saved_whole, is_whole
-from modelstate.planning.differences import without_wrappers, wrapper_rule
-from modelstate.planning.matching import Patterns
+from modelstate.planning.matching import Patterns, without_wrappers, wrapper_rule
 from modelstate.planning.options import check_model
 from modelstate.problems import OPTIMIZER_RULES, glob_patterns
 from modelstate.process import deferred_signals

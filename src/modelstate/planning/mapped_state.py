@@ -13,8 +13,7 @@ from modelstate.checkpoint.mapped import Maps
 from modelstate.formats.tree import is_container, nodes_of
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import same_bytes
-from modelstate.planning.differences import prefixes
-from modelstate.planning.matching import MatchedCheckpoint, StoredEntries
+from modelstate.planning.matching import MatchedCheckpoint, StoredEntries, prefixes
 from modelstate.rules.expression import Derived, Source, Unchanged, values_of
 from modelstate.rules.rule import Entry, Value
 from modelstate.spec import Assemble, StoredComposite, StoredTensor

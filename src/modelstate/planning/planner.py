@@ -18,7 +18,6 @@ from modelstate.errors import CodecError, ExtraStateError, ModelStateError, Plan
 from modelstate.io.engine import ReadStrategy
 from modelstate.planning.mapped_state import MappedState
 from modelstate.planning.matching import MatchedCheckpoint, ModelSchemaView, StoredEntries
-from modelstate.planning.memory import peak_bytes
 from modelstate.planning.plan import Binding, LoadPlan, Step
 from modelstate.planning.sharded import LocalSlot, ShardedSlot, sharded_slot
 from modelstate.planning.transfer import (
@@ -29,6 +28,7 @@ from modelstate.planning.transfer import (
     Way,
     choose_way,
     copy_cannot_fail,
+    peak_bytes,
     plain_transfers,
 )
 from modelstate.planning.transforms import (
@@ -50,7 +50,7 @@ from modelstate.problems import (
     wrong_shape,
 )
 from modelstate.process import cached_attribute
-from modelstate.rules.expression import Derived, Source, is_dequantized, lacks_values, placed_tensors, read_bytes
+from modelstate.rules.expression import Derived, Source, is_dequantized, lacks_values, placed_runs, read_bytes
 from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredTensor, is_run
 from modelstate.text_format import count, printable, size
 from modelstate.torch_compat.dtypes import cast_between, short
@@ -409,7 +409,7 @@ class Planner:
         """Whether a value can get into existing memory without temporary memory for all values."""
         if not (isinstance(stored, Described | Derived) and copy_cannot_fail(param, value)):
             return False
-        by_parts = bool(placed_tensors(stored)) or (isinstance(stored, Derived) and stored.read_in_blocks is not None)
+        by_parts = bool(placed_runs(stored)) or (isinstance(stored, Derived) and stored.read_in_blocks is not None)
         if self.options.in_place:
             if isinstance(stored, Derived):
                 return by_parts or (stored.is_certain and stored.of_files)

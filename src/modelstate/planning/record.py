@@ -18,8 +18,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelCodeError, ModelStateError, PlanError, code_errors, keep_interrupt
 from modelstate.formats.sharded import other_shards
 from modelstate.formats.tree import leaves
-from modelstate.planning.differences import adapter_names, one_prefix, prefixes
-from modelstate.planning.matching import Patterns, StoredEntries
+from modelstate.planning.matching import Patterns, StoredEntries, adapter_names, one_prefix, prefixes
 from modelstate.planning.plan import LoadPlan
 from modelstate.planning.planner import Planner
 from modelstate.planning.recorder import IncompatibleKeys, outermost, walk

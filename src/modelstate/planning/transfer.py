@@ -9,7 +9,7 @@ of its columns, with these facts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, StrEnum
 
 import msgspec
@@ -17,16 +17,18 @@ import numpy as np
 import torch
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
-from modelstate.io.engine import OpenFiles, Request, Rows
+from modelstate.io.engine import ROWS_BYTES, OpenFiles, ReadStrategy, Request, Rows, read_threads
 from modelstate.io.leased import why_no_lease
-from modelstate.io.memory import Layout
+from modelstate.io.memory import Layout, aligned
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.sharded import ShardedSlot
 from modelstate.planning.transforms import BlockFunction, Bound, Transform
-from modelstate.rules.expression import Derived, PlacedTensor, Source, placed_tensors
+from modelstate.rules.expression import Derived, Source, placed_runs
 from modelstate.spec import (
+    GAP_BYTES,
     ByteRange,
     Combined,
+    Runs,
     StoredComposite,
     StoredTensor,
     StoredTensors,
@@ -57,6 +59,8 @@ COPYABLE = frozenset(
 _DTYPES: dict[str, torch.dtype] = {short(dtype): dtype for dtype in COPYABLE}
 DEVICES_READ_INTO = ("cpu", "cuda")
 """The types of devices with memory that can be read into at the commit: no step of the way there allocates memory."""
+_LONG_RUN_BYTES = 256 << 10
+"""Runs that are requested one by one, so that several threads share a run."""
 _LEAST_LEASED_BYTES = 1 << 20
 """Fewer bytes are staged: it takes no longer than to lease their files."""
 
@@ -161,7 +165,7 @@ class Transfers(msgspec.Struct, eq=False):
     """All rows in blocks have one dtype in the files."""
     maps: Maps | None = None
     """Maps the values; None where they are read."""
-    placed: tuple[PlacedTensor, ...] = ()
+    placed: tuple[Runs, ...] = ()
     """The parts of files that a value consists of, where it is several ranges; empty for other values."""
     finals: list[torch.Tensor] = []
     """The final values, or the slots that they were read into; empty until then."""
@@ -281,7 +285,7 @@ class Transfer(Transfers, kw_only=True):
             columns = [short(stored.dtype)], [stored.shape], [stored.extent.path], [stored.extent.start]
             self.columns = TensorColumns(*columns, [stored.nbytes])
         elif isinstance(stored, (StoredTensor, StoredComposite, Derived)):
-            self.placed = placed_tensors(stored)
+            self.placed = placed_runs(stored)
         if isinstance(stored, (StoredTensor, StoredComposite, Derived)):
             self.total_bytes = stored.nbytes
         else:
@@ -366,14 +370,14 @@ class Transfer(Transfers, kw_only=True):
         if self.columns is not None:
             return Transfers.requests(self, targets)
         (address,) = [target.data_ptr() for target in targets]
-        return [request for part in self.placed for request in part.requests(address)]
+        return [request for runs in self.placed for request in _requests_of(runs, address)]
 
     @property
     def extents(self) -> list[ByteRange]:
         if isinstance(self.stored, StoredTensor):
             return [self.stored.extent]
         if self.placed:
-            return [part.stored.extent for part in self.placed]
+            return [runs.extent for runs in self.placed]
         parts = () if self.combined is None else self.combined.parts
         return [part.extent for part in parts if isinstance(part, StoredTensor)]
 
@@ -438,6 +442,14 @@ class Transfer(Transfers, kw_only=True):
         return [self.value]
 
 
+def _requests_of(runs: Runs, address: int) -> Iterator[Request | Rows]:
+    """Yields the reads of runs into memory at an address: many short runs are one request."""
+    if not runs.dims or runs.run_bytes >= _LONG_RUN_BYTES:
+        yield from (Request(source, address + at) for source, at in runs.places())
+    else:
+        yield from (Rows(source, address + at, *runs.dims[-1]) for source, at in runs.places(-1))
+
+
 def _joined(columns: TensorColumns) -> list[ByteRange]:
     """The ranges of the rows in the order of the files, where ranges that adjoin or are equal are one."""
     numbers = dict[str, int]()
@@ -470,6 +482,50 @@ def stage_unleased(transfers: Iterable[Transfers], files: OpenFiles, in_use: str
         reason = why_no_lease(extents, files) or in_use
     for item in waiting if reason else ():
         item.stage_instead(reason)
+
+
+# Memory that a load needs beyond the final tensors.
+
+
+def peak_bytes(transfers: Iterable[Transfers], strategy: ReadStrategy) -> int:
+    """The memory beyond the final tensors: staged values, and buffers of casts and moves."""
+    reading = [item for item in transfers if item.way is not Way.MAP]
+    blocks = [item for item in reading if item.sink is Sink.BLOCKS]
+    singles = [item for item in reading if isinstance(item, Transfer)]
+    whole = [item for item in singles if item.sink is Sink.WHOLE]
+    combined = [item.combined for item in singles if item.sink is Sink.COMPUTED]
+    computing = read_threads() * max((each.thread_bytes for each in combined if each is not None), default=0)
+    has_ranges = any(item.sink is Sink.MEMORY for item in reading) or bool(whole)
+    ranges = (strategy.buffer_bytes if has_ranges else 0) + placed_bytes(reading)
+    ranges += max((item.turn_bytes for item in whole), default=0)
+    # These reads follow each other, and each frees its memory.
+    return sum(item.staged_bytes for item in reading) + max(_stream(blocks, strategy), computing, ranges)
+
+
+def placed_bytes(transfers: Iterable[Transfers]) -> int:
+    """The memory of the threads that read runs together with the gaps between them."""
+    return read_threads() * max((_gap_bytes(runs) for item in transfers for runs in item.placed), default=0)
+
+
+def _gap_bytes(runs: Runs) -> int:
+    """The memory of a thread that reads runs together with the gaps between them."""
+    if not runs.dims or runs.run_bytes >= _LONG_RUN_BYTES:
+        return 0
+    return ROWS_BYTES if 0 <= runs.dims[-1][1] - runs.run_bytes <= GAP_BYTES else 0
+
+
+def _stream(blocks: Sequence[Transfers], strategy: ReadStrategy) -> int:
+    """The memory of the threads of a stream of these values, and of a block on each device."""
+    if not blocks:
+        return 0
+    devices = {item.device for item in blocks if item.device.type == "cuda"}
+    threads_bytes, block_bytes = strategy.stream_bytes(
+        total=sum(aligned(nbytes) for item in blocks for nbytes in item.sizes),
+        unit=max(min(item.unit_bytes, item.nbytes) for item in blocks),
+        working=max(item.working_bytes(strategy.block_bytes) for item in blocks),
+        to_device=bool(devices),
+    )
+    return threads_bytes + len(devices) * block_bytes
 
 
 # Values without facts of their own.

@@ -14,19 +14,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate
 
 import msgspec
 import torch
 
-from modelstate.io.engine import ROWS_BYTES, Request, Rows
 from modelstate.spec import (
-    GAP_BYTES,
     Assemble,
     Blocks,
     Box,
-    ByteRange,
     Combined,
+    Runs,
     Stored,
     StoredComposite,
     StoredTensor,
@@ -433,75 +431,23 @@ def is_dequantized(source: object) -> bool:
 
 _LEAST_RUN_BYTES = 64
 """Shorter runs are read together into memory of their own, and copied from there element by element."""
-_LONG_RUN_BYTES = 256 << 10
-"""Runs that are requested one by one, so that several threads share a run."""
 
 
-class PlacedTensor(msgspec.Struct, frozen=True):
-    """A stored tensor whose bytes are read into a region of a contiguous result."""
-
-    stored: StoredTensor
-    first: int
-    """Elements from the beginning of the result to the first element of the region."""
-    stride: tuple[int, ...]
-    """The stride of the region, in elements of the result."""
-
-    def requests(self, address: int) -> Iterator[Request | Rows]:
-        """Yields the reads of the tensor, for a result at an address."""
-        stored, outer = self.stored, self._outer_dims
-        path, start, _ = stored.extent
-        itemsize, nbytes = stored.dtype.itemsize, self.run_bytes
-        in_rows = outer > 0 and nbytes < _LONG_RUN_BYTES
-        for index in product(*map(range, stored.shape[: outer - in_rows])):
-            at = sum(i * step for i, step in zip(index, stored.stride, strict=False))
-            to = self.first + sum(i * step for i, step in zip(index, self.stride, strict=False))
-            source = ByteRange(path, start + at * itemsize, nbytes)
-            if in_rows:
-                count, steps = stored.shape[outer - 1], (stored.stride[outer - 1], self.stride[outer - 1])
-                yield Rows(source, address + to * itemsize, count, *(step * itemsize for step in steps))
-            else:
-                yield Request(source, address + to * itemsize)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory of each thread that reads runs together with the gaps between them."""
-        if not self._outer_dims or self.run_bytes >= _LONG_RUN_BYTES:
-            return 0
-        gap = self.stored.stride[self._outer_dims - 1] * self.stored.dtype.itemsize - self.run_bytes
-        return ROWS_BYTES if 0 <= gap <= GAP_BYTES else 0
-
-    @property
-    def run_bytes(self) -> int:
-        """The length of a run, which is contiguous in the file and in the result."""
-        return math.prod(self.stored.shape[self._outer_dims :]) * self.stored.dtype.itemsize
-
-    @property
-    def _outer_dims(self) -> int:
-        """The number of dimensions that the runs are repeated in."""
-        run = 1
-        for dim in range(len(self.stored.shape) - 1, -1, -1):
-            size = self.stored.shape[dim]
-            if size != 1 and not self.stored.stride[dim] == self.stride[dim] == run:
-                return dim + 1
-            run *= size
-        return 0
-
-
-def placed_tensors(source: Source) -> tuple[PlacedTensor, ...]:
-    """Returns the stored tensors that a source consists of, in whatever order their bytes go to the result.
+def placed_runs(source: Source) -> tuple[Runs, ...]:
+    """Returns the reads of the stored tensors that a source consists of, into a contiguous result.
 
     Returns nothing for a source without elements, for one that is computed, and for one with very short runs of bytes.
     """
     found = _placed(source, 0, contiguous_stride(source.shape))
-    if found is None or sum(part.stored.nbytes for part in found) != math.prod(source.shape) * source.dtype.itemsize:
+    if found is None or sum(runs.nbytes for runs in found) != math.prod(source.shape) * source.dtype.itemsize:
         return ()
-    return tuple(found) if all(part.run_bytes >= _LEAST_RUN_BYTES for part in found) else ()
+    return tuple(found) if all(runs.run_bytes >= _LEAST_RUN_BYTES for runs in found) else ()
 
 
-def _placed(source: Source, first: int, stride: tuple[int, ...]) -> list[PlacedTensor] | None:
+def _placed(source: Source, first: int, stride: tuple[int, ...]) -> list[Runs] | None:
     parts: list[tuple[Source, int]]
     if isinstance(source, StoredTensor):
-        return [PlacedTensor(source, first, stride)] if source.nbytes else []
+        return [_runs_to(source, first, stride)] if source.nbytes else []
     if isinstance(source, StoredComposite) and isinstance(source.build, Assemble):
         firsts = [sum(run.start * step for run, step in zip(box, stride, strict=True)) for box in source.build.boxes]
         parts = list(zip(source.parts, firsts, strict=True))
@@ -511,13 +457,24 @@ def _placed(source: Source, first: int, stride: tuple[int, ...]) -> list[PlacedT
         parts = [(part, start * stride[dim]) for part, start in zip(source.parts, starts, strict=False)]
     else:
         return None
-    found: list[PlacedTensor] = []
+    found: list[Runs] = []
     for part, at in parts:
         inner = _placed(part, first + at, stride)
         if inner is None or part.dtype != source.dtype:
             return None
         found += inner
     return found
+
+
+def _runs_to(stored: StoredTensor, first: int, stride: tuple[int, ...]) -> Runs:
+    """The reads of a tensor into a region of a result, which begins at an element and has a stride, in elements."""
+    itemsize, run, dims = stored.dtype.itemsize, 1, list[tuple[int, int, int]]()
+    for size, file_step, step in zip(*map(reversed, (stored.shape, stored.stride, stride)), strict=True):
+        if not dims and (size == 1 or file_step == step == run):
+            run *= size
+        elif size != 1:
+            dims.insert(0, (size, file_step * itemsize, step * itemsize))
+    return Runs(stored.extent, run * itemsize, tuple(dims), stride, first * itemsize)
 
 
 # Tensors without values.

@@ -18,8 +18,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open_source
 from modelstate.errors import ModelStateError, PlacementError, PlanError, Remedy, WeightsError
 from modelstate.loading.load import Source, load_then
-from modelstate.planning.differences import wrapper_rule
-from modelstate.planning.matching import select_part
+from modelstate.planning.matching import select_part, wrapper_rule
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.planner import Planner
 from modelstate.planning.transfer import Transfer, Transfers

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from modelstate.planning.differences import prefixes, without_wrappers
+from modelstate.planning.matching import prefixes, without_wrappers
 from modelstate.suggestion.words import (
     CONVENTION,
     GENERIC,
