@@ -415,7 +415,7 @@ def test_the_whole_as_one_of_several() -> None:
 
 
 def test_several_state_dicts_that_fit_behind_a_prefix() -> None:
-    with pytest.raises(AmbiguousCheckpointError, match="'model'.*'ema'"):
+    with pytest.raises(AmbiguousCheckpointError, match=r"'model'.*'ema'"):
         key_of({"model": state([f"net.{name}" for name in NAMES]), "ema": state([f"net.{name}" for name in NAMES])})
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, KeysView, Mapping
+from collections.abc import Iterator, KeysView, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+from torch import nn
 
 from modelstate.checkpoint.mapped import Maps
 from modelstate.formats.tree import is_container, nodes_of
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import same_bytes
 from modelstate.planning.matching import MatchedCheckpoint, StoredEntries, prefixes
+from modelstate.planning.recorder import own_state
 from modelstate.rules.expression import Derived, Source, Unchanged, values_of
 from modelstate.rules.rule import Entry, Value
 from modelstate.spec import Assemble, StoredComposite, StoredTensor
+from modelstate.torch_compat.modules import has_own_load
 from modelstate.torch_compat.plain import is_quantized, same_place, same_values
 from modelstate.torch_compat.private import storage_id
 from modelstate.transaction.transaction import Transaction, Write
@@ -100,14 +103,14 @@ class MappedState(Mapping[str, object]):
     def __len__(self) -> int:
         return len(self.entries)
 
-    def nested_values(self, modules: Collection[str]) -> dict[str, tuple[object, list[str]]]:
+    def nested_values(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[object, list[str]]]:
         """Returns the values with tensors in them, such as a list of tensors, that modules have in their state dicts.
 
         Each has its name in the model, a copy of the value, and the names of what is in it. A value that a rule has
         changed in more than its name is left out.
 
         Args:
-            modules: The prefixes of the names of the modules, such as "encoder.0.".
+            modules: The modules by the prefixes of their names, such as "encoder.0.".
         """
         part = self._checkpoint
         tree, above = part.contents.tree, f"{part.key}." if part.key else ""
@@ -126,7 +129,7 @@ class MappedState(Mapping[str, object]):
             own = {name.removesuffix(old[len(path) :]) for name, old in zip(new, names, strict=True)}
             if len(own) == 1 and not own.intersection(("", *new)):
                 name = own.pop()
-                if f"{name}." not in modules and name[: name.rfind(".") + 1] in modules:
+                if _is_value(name, modules):
                     value = part.value(path)
                     is_shared = part.format == "mapping"  # else it has been read just now
                     nested[name] = deepcopy(value) if is_shared else value, new
@@ -226,3 +229,12 @@ class MappedState(Mapping[str, object]):
             return False
         is_aligned = not content.is_contiguous or content.extent.start % content.dtype.itemsize == 0
         return not is_aligned or not self.maps.is_mappable(content.extent.path)
+
+
+def _is_value(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a container is a value in the state dict of a module, and does not have the names of a module in it."""
+    prefix = name[: name.rfind(".") + 1]
+    module = modules.get(prefix)
+    if module is None or f"{name}." not in modules:
+        return module is not None
+    return has_own_load(module) and name[len(prefix) :] in own_state(module)

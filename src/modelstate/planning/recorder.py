@@ -236,7 +236,6 @@ def _call_own(recording: _Recording, module: nn.Module, state_dict: dict[str, ob
     """
     own, outcome = _OwnLoad(recording, module), recording.outcome
     versions = version_metadata(state_dict)
-    own_state: Mapping[str, object] = {}
 
     def given() -> dict[str, object]:
         copied = state_dict.copy()
@@ -246,8 +245,8 @@ def _call_own(recording: _Recording, module: nn.Module, state_dict: dict[str, ob
 
     load: Callable[..., object] = module.load_state_dict
     with recording.transaction.model_code(), _own_load.replaced(own), _base_loads.used():
-        own_state = _own_state(module)
-        names = [name for name, _ in leaves(own_state) if name]
+        saved = own_state(module)
+        names = [name for name, _ in leaves(saved) if name]
         try:
             load(given())
         except RuntimeError as error:
@@ -260,11 +259,12 @@ def _call_own(recording: _Recording, module: nn.Module, state_dict: dict[str, ob
     for prefix, of_module in own.outcomes.values():
         has_base = has_base or not prefix
         outcome.missing += [prefix + name for name in of_module.missing]
-        outcome.unexpected += [name for name in of_module.unexpected if prefix + name not in {*names, *own_state}]
+        outcome.unexpected += [name for name in of_module.unexpected if prefix + name not in {*names, *saved}]
         outcome.errors += of_module.errors
     if not has_base or outcome.missing:
         known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} if has_base else set()
-        outcome.missing += [name for name in names if name not in state_dict and name not in known]
+        known.update(name for name, _ in leaves(state_dict))
+        outcome.missing += [name for name in names if name not in known]
 
 
 def outermost(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -278,10 +278,11 @@ def outermost(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
 
 def own_names(module: nn.Module) -> list[str]:
     """Returns the names that the module's own `state_dict` gives; none where it cannot tell, as on the meta device."""
-    return [name for name, _ in leaves(_own_state(module)) if name]
+    return [name for name, _ in leaves(own_state(module)) if name]
 
 
-def _own_state(module: nn.Module) -> Mapping[str, object]:
+def own_state(module: nn.Module) -> Mapping[str, object]:
+    """Returns the module's own `state_dict`; nothing when it fails, as on the meta device."""
     try:
         state = module.state_dict()
         list(leaves(state))
