@@ -18,7 +18,6 @@ from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner
 from modelstate.planning.transfer import Transfer, Transfers, Way
 from modelstate.process import progress_bar, stopped_by
-from modelstate.rules.expression import Derived, Source
 from modelstate.torch_compat.plain import is_plain
 
 LOAD_AGAIN = "load again, and do not change the model's slots until the result"
@@ -50,7 +49,7 @@ class StagedLoad:
         self._verification = staging.checkpoint.verification() if verify else None
         self._notes: list[str] = []
         self._handed_over: list[Transfers] = []
-        self._transfers = [item for item in transfers if not isinstance(item, Transfer) or _is_staged(item)]
+        self._transfers = [item for item in transfers if item.is_from_files]
         for item in self._transfers:
             if isinstance(item, Transfer) and is_plain(item.param):
                 item.params = [item.param.detach()]  # keeps its metadata when the model changes
@@ -118,21 +117,6 @@ class StagedLoad:
         for item in (*self._transfers, *self._handed_over):
             item.finals = []
         self._transfers, self._handed_over = [], []
-
-
-def _is_staged(item: Transfer) -> bool:
-    """Whether the value must still be read, and depends on the checkpoint alone."""
-    if item.finals or item.stored is None or not _is_from_checkpoint(item.stored):
-        return False
-    stays = item.way is Way.STAGED and not item.is_transformed
-    return not (stays and isinstance(item.stored, torch.Tensor))
-
-
-def _is_from_checkpoint(stored: Source) -> bool:
-    """Whether no part of the value is computed by code of the model, as initialisers do."""
-    if isinstance(stored, Derived):
-        return bool(stored.parts) and all(map(_is_from_checkpoint, stored.parts))
-    return True
 
 
 class LoadHandle:

@@ -185,7 +185,8 @@ def load(
     with nullcontext() if agreement is None else agreement.before(PLANNING):
         model = check_model(model)
         checked = checked_options(**options)
-        checked = replace(checked, optimizers=check_optimizers(checked.optimizers, model))
+        if checked.optimizers != ():
+            checked = replace(checked, optimizers=check_optimizers(checked.optimizers, model))
         if isinstance(source, LoadPlan):
             own = [*checked.of_plan(), *(["cache"] if checked.cache is not None else [])]
             if own:
@@ -462,10 +463,9 @@ def _check_optimizers(transfers: Iterable[Transfer], optimizers: tuple[torch.opt
 
 def _final_values(transfers: Iterable[Transfers]) -> dict[torch.Tensor, torch.Tensor]:
     """The final value of each parameter, before the commit. Parameters of tensor subclasses have theirs already."""
-    finals: dict[torch.Tensor, torch.Tensor] = {}
-    for item in transfers:
-        if not isinstance(item, Transfer):
-            finals.update(zip(item.params, item.finals, strict=False))
-        elif item.final is not None and is_plain(item.final):
-            finals[item.slot_tensor] = item.final
-    return finals
+    return {
+        tensor: final
+        for item in transfers
+        for tensor, final in zip(item.slot_tensors, item.finals, strict=False)
+        if is_plain(final)
+    }

@@ -8,6 +8,7 @@ their bytes. Everything that could keep the writes from being executed has then 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from msgspec.structs import replace
@@ -75,7 +76,7 @@ def record(planner: Planner) -> None:
     else:
         common, outcome.missing, outcome.unexpected = compare_names(slots, names, planner.add_plain())
         what = "code of a tensor subclass or a transform raised; nothing has been changed"
-        with code_errors(ModelCodeError, what, where=target):
+        with code_errors(ModelCodeError, what, where=target) if common else nullcontext():
             for name in common:
                 planner.tensor(name, slots.by_name[name].tensor, planner.incoming[name], None, outcome.errors)
     planner.notes += [f"{type(module).__name__}: its own load_state_dict was called" for module in outcome.called]
@@ -144,7 +145,7 @@ def _check_meta(planner: Planner, on_meta: Sequence[Slot]) -> None:
     """Adds what a load cannot fill: slots of TorchScript, whose C++ objects would keep the old tensors; attributes."""
     modules, known = planner.slots.modules, {id(slot.tensor) for slot in on_meta}
     scripted = {prefix for prefix, module in modules.items() if isinstance(module, torch.jit.ScriptModule)}
-    names = [slot.name for slot in on_meta if slot.name[: slot.name.rfind(".") + 1] in scripted]
+    names = [slot.name for slot in on_meta if scripted and slot.name[: slot.name.rfind(".") + 1] in scripted]
     planner.problems += [Problem(ProblemKind.SCRIPTED_ON_META, name) for name in names]
     attributes = [
         prefix + name

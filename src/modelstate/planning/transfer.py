@@ -1,9 +1,13 @@
 """`Transfers`: the values of a load, with the one way in which they get into their slots.
 
 Most slots of most loads are plain tensors with the shape that the file has, and a file may have tens of thousands of
-small ones. So values are rows of columns, and rows that go the same way are planned, read and placed together. A value
-with facts of its own (rules, a transform, a shard, code of the model, a tensor subclass) is a `Transfer`: the only row
-of its columns, with these facts.
+small ones. So values are rows of columns, and rows that go the same way are planned, read and placed together:
+`names[row]` gets the value at row `row` of `columns`. A value with facts of its own (rules, a transform, a shard, code
+of the model, a tensor subclass) is a `Transfer`: the only row of its columns, with these facts.
+
+The planner makes the columns, and nothing changes them but what a load learns later: a value is staged after all
+(`stage_instead`), since no read lease can be had or code of the model uses it, and `finals` and `seconds` are its
+results.
 """
 
 from __future__ import annotations
@@ -163,6 +167,8 @@ class Transfers(msgspec.Struct, eq=False):
     """Where the values are in files; None for a row whose value is not one range of a file."""
     sink: Sink
     """All rows in blocks have one dtype in the files."""
+    nbytes: int
+    """Bytes to read."""
     maps: Maps | None = None
     """Maps the values; None where they are read."""
     placed: tuple[Runs, ...] = ()
@@ -174,15 +180,30 @@ class Transfers(msgspec.Struct, eq=False):
     """The `extents`, once they are known."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes to read: the sum of the parts for a value that is computed from several tensors."""
-        return sum(self.sizes)
-
-    @property
     def sizes(self) -> Sequence[int]:
-        """The bytes to read for each row."""
+        """The bytes to read for each row: the sum of the parts for a value that is computed from several tensors."""
         assert self.columns is not None
         return self.columns.nbytes
+
+    @property
+    def slot_tensors(self) -> Sequence[torch.Tensor]:
+        """The tensors of the model: `params`, or the DTensor whose local tensor it is."""
+        return self.params
+
+    @property
+    def combined(self) -> Combined | None:
+        """The tensor that can be computed in blocks from several tensors of files; None for other values."""
+        return None
+
+    @property
+    def turn_bytes(self) -> int:
+        """Bytes of memory that a value that is needed whole takes for itself, as far as known before a transform."""
+        return 0
+
+    @property
+    def is_from_files(self) -> bool:
+        """Whether a thread may read the values while the model is in use: only the checkpoint decides about them."""
+        return True
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -256,6 +277,7 @@ class Transfer(Transfers, kw_only=True):
 
     columns: TensorColumns | None = None
     sink: Sink = Sink.WHOLE
+    nbytes: int = 0
     value: torch.Tensor
     """The value as it is in the checkpoint: a map of the file, whose bytes have not been read."""
     given: str
@@ -276,8 +298,6 @@ class Transfer(Transfers, kw_only=True):
     """The DTensor whose local tensor is `param`; None for a slot that is on one rank."""
     own_stride: tuple[int, ...] | None = None
     """The stride of a slot whose elements are dense in memory and in another order than a new tensor's; else None."""
-    total_bytes: int = 0
-    """Bytes to read."""
 
     def __post_init__(self) -> None:
         stored, param = self.stored, self.param
@@ -287,10 +307,10 @@ class Transfer(Transfers, kw_only=True):
         elif isinstance(stored, (StoredTensor, StoredComposite, Derived)):
             self.placed = placed_runs(stored)
         if isinstance(stored, (StoredTensor, StoredComposite, Derived)):
-            self.total_bytes = stored.nbytes
+            self.nbytes = stored.nbytes
         else:
             parts = sum(part.numel() * part.itemsize for part in payload_of(self.value))
-            self.total_bytes = parts or self.value.numel() * self.value.itemsize
+            self.nbytes = parts or self.value.numel() * self.value.itemsize
         is_ordered = is_plain(param) and not param.is_contiguous() and is_dense(param)
         self.own_stride = tuple(param.stride()) if is_ordered else None
         self.sink = self._choose_sink()
@@ -333,7 +353,7 @@ class Transfer(Transfers, kw_only=True):
 
     @property
     def sizes(self) -> Sequence[int]:
-        return (self.total_bytes,)
+        return (self.nbytes,)
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -349,6 +369,17 @@ class Transfer(Transfers, kw_only=True):
         return self.param if self.sharded is None else self.sharded.tensor
 
     @property
+    def slot_tensors(self) -> Sequence[torch.Tensor]:
+        return (self.slot_tensor,)
+
+    @property
+    def is_from_files(self) -> bool:
+        if self.finals or self.stored is None or not _is_from_checkpoint(self.stored):
+            return False
+        stays = self.way is Way.STAGED and not self.is_transformed
+        return not (stays and isinstance(self.stored, torch.Tensor))
+
+    @property
     def is_transformed(self) -> bool:
         """Whether a transform computes the final value."""
         return self.transform is not None or self.module_transform is not None
@@ -360,7 +391,6 @@ class Transfer(Transfers, kw_only=True):
 
     @property
     def combined(self) -> Combined | None:
-        """The tensor that can be computed in blocks from several tensors of files; None for other values."""
         return self.stored.read_in_blocks if isinstance(self.stored, Derived) else None
 
     def casts(self) -> list[tuple[str, torch.dtype, torch.dtype]]:
@@ -404,7 +434,6 @@ class Transfer(Transfers, kw_only=True):
 
     @property
     def turn_bytes(self) -> int:
-        """Bytes of memory that a value that is needed whole takes for itself, as far as known before a transform."""
         if self.transform is not None:
             return self.buffer_bytes  # the argument of the transform
         has_memory = self.maps is not None or isinstance(self.stored, torch.Tensor)
@@ -440,6 +469,13 @@ class Transfer(Transfers, kw_only=True):
 
     def mapped(self) -> list[torch.Tensor]:
         return [self.value]
+
+
+def _is_from_checkpoint(stored: Source) -> bool:
+    """Whether no part of the value is computed by code of the model, as initialisers do."""
+    if isinstance(stored, Derived):
+        return bool(stored.parts) and all(map(_is_from_checkpoint, stored.parts))
+    return True
 
 
 def _requests_of(runs: Runs, address: int) -> Iterator[Request | Rows]:
@@ -491,9 +527,8 @@ def peak_bytes(transfers: Iterable[Transfers], strategy: ReadStrategy) -> int:
     """The memory beyond the final tensors: staged values, and buffers of casts and moves."""
     reading = [item for item in transfers if item.way is not Way.MAP]
     blocks = [item for item in reading if item.sink is Sink.BLOCKS]
-    singles = [item for item in reading if isinstance(item, Transfer)]
-    whole = [item for item in singles if item.sink is Sink.WHOLE]
-    combined = [item.combined for item in singles if item.sink is Sink.COMPUTED]
+    whole = [item for item in reading if item.sink is Sink.WHOLE]
+    combined = [item.combined for item in reading if item.sink is Sink.COMPUTED]
     computing = read_threads() * max((each.thread_bytes for each in combined if each is not None), default=0)
     has_ranges = any(item.sink is Sink.MEMORY for item in reading) or bool(whole)
     ranges = (strategy.buffer_bytes if has_ranges else 0) + placed_bytes(reading)
@@ -594,8 +629,11 @@ def plain_transfers(
             names, kinds, params = map(list, zip(*of_group, strict=True))
             sink = Sink.BLOCKS if in_blocks else Sink.MEMORY
             selected = columns.selected(indices)
+            names = [name for (name,) in names]
             found_transfers.append(
-                Transfers([name for (name,) in names], kinds, params, dtypes, device, way, why, selected, sink, maps)
+                Transfers(
+                    *(names, kinds, params, dtypes, device, way, why, selected, sink, sum(selected.nbytes)), maps=maps
+                )
             )
 
     for (way, why, in_blocks, device), group in groups.items():
