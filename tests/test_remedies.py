@@ -368,7 +368,7 @@ def swap_with_more_behind_a_wrapper(_: Path) -> Scenario:
 
 @scenario("suggestion/suggest.py::_part")
 def suggestion_for_several_parts(_: Path) -> Scenario:
-    source = {part: {f"x.{name}": value for name, value in state().items()} for part in ("a", "b")}
+    source = {part: {name.replace(".", "_"): value for name, value in state().items()} for part in ("a", "b")}
     return Scenario(partial(ms.suggest, net(), source))
 
 

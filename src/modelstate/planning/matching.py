@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,7 +33,7 @@ from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, to_be_computed
 from modelstate.rules.known import WRAPPERS
 from modelstate.rules.names import Prefix, Rename
-from modelstate.rules.rule import Entries, Entry, ModelTensors, Rule, Value, as_code, describe
+from modelstate.rules.rule import Entries, Entry, ModelTensor, ModelTensors, Rule, Value, as_code, describe
 from modelstate.rules.schema import Applied, Schema, apply_rules, renaming, way_back
 from modelstate.spec import Stored, StoredTensor, StoredTensors
 from modelstate.text_format import count
@@ -84,28 +85,11 @@ class ModelSchemaView(msgspec.Struct, eq=False, dict=True):
     def before(self, rules: Iterable[Rule]) -> ModelTensors:
         """Returns the slots by the names that they have before these rules."""
         renamed_back = renaming(way_back(rules))
-        wanted = [slot.name for slot in self.slots.tensors if slot.kind != HIDDEN]
-        return _Before(self, {renamed_back(name): name for name in wanted})
+        wanted = [slot for slot in self.slots.tensors if slot.kind != HIDDEN]
+        return {renamed_back(slot.name): ModelTensor(slot.tensor, partial(self._make, slot)) for slot in wanted}
 
-
-class _Before:
-    def __init__(self, view: ModelSchemaView, names: dict[str, str]) -> None:
-        self._view, self._names = view, names
-
-    def lacking(self, entries: Entries) -> Iterator[str]:
-        return (name for name in self._names if name not in entries)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        slot = self._view.slots.by_name.get(self._names.get(name, ""))
-        if slot is None or torch.nn.parameter.is_lazy(slot.tensor):
-            return None
-        return tuple(slot.tensor.shape), slot.tensor.dtype
-
-    def initialiser(self, name: str) -> Callable[[], torch.Tensor] | None:
-        initialiser = self._view.initialisers.find(self._names.get(name, ""))
+    def _make(self, slot: Slot) -> Callable[[], torch.Tensor] | None:
+        initialiser = self.initialiser_of(slot)
         return None if initialiser is None else initialiser.make
 
 

@@ -90,11 +90,11 @@ def walk(
     Passes on every exception of the model's own code.
     """
     modules = list(slots.modules.values())
-    recording = _Recording(transaction, sink, outcome, set(map(id, modules)), _Overriding(), calls_own)
+    recording = _Recording(transaction, sink, outcome, set(map(id, modules)), calls_own)
     ordered = OrderedDict(state_dict)
     if versions is not None:
         set_version_metadata(ordered, versions)
-    has_code = any(map(recording.overriding.has, modules)) or (calls_own and any(map(has_own_load, modules)))
+    has_code = any(map(overrides_loading, modules)) or (calls_own and any(map(has_own_load, modules)))
     with _patched(recording) if has_code else nullcontext():
         _visit(recording, root, ordered, "", versions, assign, is_root=True)
 
@@ -104,8 +104,9 @@ class _Recording(msgspec.Struct, eq=False, weakref=True):
     sink: LoadSink
     outcome: IncompatibleKeys
     modules: set[int]
-    overriding: _Overriding
-    calls_own: bool = False
+    calls_own: bool
+    prefix: str = ""
+    """Of the names of a module that is visited as if it were loaded alone."""
 
 
 def _visit(
@@ -128,7 +129,7 @@ def _visit(
     outcome = recording.outcome
     lists = (outcome.missing, outcome.unexpected, outcome.errors)
     own: set[str] | None = None
-    if recording.overriding.has(module):
+    if overrides_loading(module):
         with recording.transaction.model_code():
             load_from_state_dict(module)(state_dict, prefix, local_metadata, True, *lists)
     else:
@@ -184,7 +185,7 @@ def _visit_alone(
     if versions is not None:
         versions = {path[cut:]: version for path, version in versions.items() if f"{path}.".startswith(prefix)}
         set_version_metadata(own, versions)
-    alone = replace(recording, sink=_PrefixingSink(recording.sink, prefix), outcome=IncompatibleKeys())
+    alone = replace(recording, prefix=recording.prefix + prefix, outcome=IncompatibleKeys())
     with _recording.replaced(alone) if _recording.value is recording else nullcontext():
         _visit(alone, root, own, "", versions, assign, is_root=True)
     recording.outcome.called += alone.outcome.called
@@ -291,22 +292,6 @@ def own_state(module: nn.Module) -> Mapping[str, object]:
     return state if isinstance(state, Mapping) else {}
 
 
-class _PrefixingSink(msgspec.Struct, frozen=True):
-    """Passes values on under the names that they have in a container."""
-
-    sink: LoadSink
-    prefix: str
-
-    def tensor(self, key: str, param: torch.Tensor, value: object, owner: nn.Module | None, errors: list[str]) -> None:
-        self.sink.tensor(self.prefix + key, param, value, owner, errors)
-
-    def extra_state(self, module: nn.Module, key: str, value: object) -> None:
-        self.sink.extra_state(module, self.prefix + key, value)
-
-    def device_after(self, param: torch.Tensor) -> torch.device:
-        return self.sink.device_after(param)
-
-
 def _run_post_hooks(recording: _Recording, module: nn.Module, hooks: Iterable[Callable[..., object]]) -> None:
     incompatible = ReturnedKeys(recording.outcome.missing, recording.outcome.unexpected)
     for hook in hooks:
@@ -361,20 +346,20 @@ def _load_local(
     for hook in load_pre_hooks(module):
         with recording.transaction.model_code():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-    assign = local_metadata.get("assign_to_params_buffers", False)
+    owner = module if local_metadata.get("assign_to_params_buffers", False) else None
     extra_key = prefix + EXTRA_STATE
     own = {extra_key}
     for name, param in _local_state(module):
         key = prefix + name
         own.add(key)
         if key in state_dict:
-            recording.sink.tensor(key, param, state_dict[key], module if assign else None, error_msgs)
+            recording.sink.tensor(recording.prefix + key, param, state_dict[key], owner, error_msgs)
         elif strict:
             missing_keys.append(key)
     if type(module).set_extra_state is not nn.Module.set_extra_state:
         if extra_key in state_dict:
             with recording.transaction.model_code():
-                recording.sink.extra_state(module, extra_key, state_dict[extra_key])
+                recording.sink.extra_state(module, recording.prefix + extra_key, state_dict[extra_key])
         elif strict:
             missing_keys.append(extra_key)
     elif strict and extra_key in state_dict:
@@ -389,22 +374,6 @@ def _local_state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         hidden = non_persistent_buffers(module)
         tensors += [(name, b) for name, b in buffers.items() if b is not None and name not in hidden]
     return tensors
-
-
-class _Overriding:
-    """Finds modules with loading code of their own. Each class is inspected once."""
-
-    def __init__(self) -> None:
-        self._classes: dict[type, bool] = {}
-
-    def has(self, module: nn.Module) -> bool:
-        if "_load_from_state_dict" in module.__dict__:
-            return overrides_loading(module)
-        cls = type(module)
-        overrides = self._classes.get(cls)
-        if overrides is None:
-            overrides = self._classes[cls] = overrides_loading(module)
-        return overrides
 
 
 KEEPS_NAMES = "modelstate_keeps_names"

@@ -7,6 +7,7 @@ import re
 
 import msgspec
 import torch
+from torch.nn.parameter import is_lazy
 
 from modelstate.errors import RuleError
 from modelstate.problems import Problem, ProblemKind
@@ -256,7 +257,8 @@ class Fill(PatternRule, msgspec.Struct, frozen=True, eq=False):
         if not template.stars:
             names = [self.pattern] if self.pattern in model_tensors else []
         else:
-            names = [name for name in model_tensors.lacking(context.entries) if template.match(name) is not None]
+            lacking = (name for name in model_tensors if name not in context.entries)
+            names = [name for name in lacking if template.match(name) is not None]
         for name in names:
             self._fill(context, model_tensors, name)
         return None
@@ -264,15 +266,15 @@ class Fill(PatternRule, msgspec.Struct, frozen=True, eq=False):
     def _fill(self, context: RuleContext, model_tensors: ModelTensors, name: str) -> None:
         if isinstance(self.value, torch.Tensor):
             return context.make(name, self.value.detach(), [])
-        shape_and_dtype = model_tensors.shape_and_dtype(name)
-        if shape_and_dtype is None:
-            return context.fail(name, "the model has no tensor of this name")
-        shape, dtype = shape_and_dtype
+        tensor, find_initialiser = model_tensors[name]
+        if is_lazy(tensor):
+            return context.fail(name, "the tensor of the model has no shape yet")
+        shape, dtype = tuple(tensor.shape), tensor.dtype
         if self.value is not None:
             if not _is_representable(self.value, dtype):
                 return context.fail(name, f"{self.value} is not a value of {short(dtype)}")
             return context.make(name, constant(dtype, shape, self.value), [])
-        initialiser = model_tensors.initialiser(name)
+        initialiser = find_initialiser()
         if initialiser is None:
             return context.fail(name, "no reset_parameters or _init_weights of the model makes it: give a value")
         return context.make(name, Derived(dtype, shape, (), initialiser, is_certain=False), [])

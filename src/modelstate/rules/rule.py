@@ -86,20 +86,16 @@ Entries = Mapping[str, Entry]
 NamedEntry = tuple[str, Entry]
 
 
-class ModelTensors(Protocol):
-    """The tensors of the model, under the names that they have at the place of the current rule."""
+class ModelTensor(NamedTuple):
+    """A tensor of the model."""
 
-    def lacking(self, entries: Entries) -> Iterator[str]:
-        """Yields the names of the model that are not among the entries."""
+    tensor: torch.Tensor
+    find_initialiser: Callable[[], Callable[[], torch.Tensor] | None]
+    """Returns a function that makes the initial value as the module of the tensor does; None if there is none."""
 
-    def __contains__(self, name: object) -> bool:
-        """Whether the model has this name."""
 
-    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Returns shape and dtype of the model's tensor; None if it has no tensor of this name."""
-
-    def initialiser(self, name: str) -> Callable[[], torch.Tensor] | None:
-        """Returns a function that makes the initial value of the tensor as its module does; None if there is none."""
+ModelTensors = Mapping[str, ModelTensor]
+"""The tensors of the model, under the names that they have at the place of the current rule."""
 
 
 class RuleContext:
@@ -216,8 +212,9 @@ class RuleContext:
         cut = len(prefix)
         inside = {name[cut:]: entry for name, entry in self.entries.items() if name.startswith(prefix)}
         part = RuleContext(inside, self._read)
-        if model_tensors := self.model_tensors:
-            part.find_model_tensors = lambda: _ModelTensorsBelow(model_tensors, prefix)
+        if (model_tensors := self.model_tensors) is not None:
+            below = {name[cut:]: tensor for name, tensor in model_tensors.items() if name.startswith(prefix)}
+            part.find_model_tensors = lambda: below
         part.run(rule)
         for name, entry in self.entries.items():
             if not name.startswith(prefix):
@@ -312,27 +309,6 @@ class Guess(msgspec.Struct, frozen=True):
     def apply(self, context: RuleContext) -> None:
         context.problems.append(Problem(ProblemKind.GUESSED_RULE, repr(self.rule)))
         apply_rule(self.rule, context)
-
-
-class _ModelTensorsBelow(msgspec.Struct, frozen=True):
-    """The tensors of the model below a prefix, without that prefix."""
-
-    model_tensors: ModelTensors
-    prefix: str
-
-    def lacking(self, entries: Entries) -> Iterator[str]:
-        prefixed = {self.prefix + name: entry for name, entry in entries.items()}
-        cut = len(self.prefix)
-        return (name[cut:] for name in self.model_tensors.lacking(prefixed) if name.startswith(self.prefix))
-
-    def __contains__(self, name: object) -> bool:
-        return f"{self.prefix}{name}" in self.model_tensors
-
-    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        return self.model_tensors.shape_and_dtype(self.prefix + name)
-
-    def initialiser(self, name: str) -> Callable[[], torch.Tensor] | None:
-        return self.model_tensors.initialiser(self.prefix + name)
 
 
 def unscoped(rule: Rule) -> Rule:
