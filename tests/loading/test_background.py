@@ -480,33 +480,6 @@ def test_the_program_ends_with_a_running_handle(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
-LAST = """
-    import atexit, sys, torch
-    import modelstate as ms
-    from torch import nn
-
-    ways = [{"verify": True}, {"dtype": torch.bfloat16}, {"transform": lambda _, t: t + 1}, {"in_place": True}]
-
-    def last():
-        for way in ways:
-            model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
-            ms.load(model, sys.argv[1], **way)
-            print(str(model[1].weight.dtype)[6:], model[1].weight.mean().item())
-
-    atexit.register(last)
-"""
-
-
-@pytest.mark.slow
-def test_a_load_that_is_the_last_thing_that_a_program_does(tmp_path: Path) -> None:
-    """At its end Python starts no threads any more."""
-    path, saved = tmp_path / "model.safetensors", nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
-    ms.save({name: torch.ones_like(value) for name, value in saved.state_dict().items()}, path)
-    done = run_program(textwrap.dedent(LAST), path, timeout=SOON, finalizes=True)
-    assert done.stderr == ""
-    assert done.stdout.split() == ["float32", "1.0", "bfloat16", "1.0", "float32", "2.0", "float32", "1.0"]
-
-
 # Models, files and sources that change, and other refusals.
 
 

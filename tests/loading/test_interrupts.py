@@ -4,7 +4,6 @@ import gc
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,46 +17,7 @@ from torch._C import _len_torch_dispatch_stack
 
 import modelstate as ms
 from modelstate.errors import ModelCodeError, OptionError
-from tests.loading.fingerprint import described, interrupted_at, whole
-from tests.loading.test_all_or_nothing import checkpoint_of, trained
-from tests.loading.test_background import eventually
 from tests.programs import Program
-
-# At lines all over a load.
-
-LOADS: dict[str, Callable[[nn.Module, Path], object]] = {
-    "load": lambda model, path: ms.load(model, path),
-    "load_state_dict": lambda model, path: ms.load_state_dict(model, torch.load(path)),
-    "in the background": lambda model, path: ms.load(model, path, background=True).result(),
-    "with a transform": lambda model, path: ms.load(model, path, transform=lambda _, tensor: tensor + 1),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # within a finalizer
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_ctrl_c_at_lines_all_over_a_load(load: Callable[[nn.Module, Path], object], tmp_path: Path) -> None:
-    """The old model or the new one, no thread goes on, and the process is as it was."""
-    running, stock = set(threading.enumerate()), nn.Module._load_from_state_dict
-    new, _ = trained()
-    path = checkpoint_of(new, tmp_path / "x.pt")
-    load(new, path)
-    goal, outcomes = whole(new)[0], set()
-    lines = interrupted_at(0, lambda: load(trained()[0], path))
-    for line in [*range(5, lines, lines // 30), *range(lines - 60, lines, 4)]:
-        model, optimizer = trained()
-        before, state = whole(model), described(optimizer.state_dict())
-        interrupted_at(line, lambda: load(model, path))  # noqa: B023
-        assert eventually(lambda: not [one for one in set(threading.enumerate()) - running if "modelstate" in one.name])
-        now = whole(model)
-        assert now == before or now[0] == goal
-        assert described(optimizer.state_dict()) == state
-        assert nn.Module._load_from_state_dict is stock
-        assert torch.is_grad_enabled()
-        assert gc.isenabled()
-        assert torch.overrides._get_current_function_mode() is None
-        outcomes.add(now == before)
-    assert outcomes == {True, False}
 
 
 # In the middle of a large load.

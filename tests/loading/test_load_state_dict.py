@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import modelstate as ms
 from tests.loading.fingerprint import described_module, identities, whole
-from tests.sweeps import EXHAUSTIVE
 
 
 @pytest.fixture(params=[False, True], ids=["copy", "swap"])
@@ -47,7 +44,6 @@ def kept_objects(before: Any, after: Any) -> dict[str, Any]:
     }
 
 
-OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
 """Whether this torch takes the first of several elements for a scalar."""
 RUNS_WORDS_TOGETHER = any(
     "notexpected" in str(text)
@@ -500,30 +496,6 @@ def test_in_place_of_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_module(module: Any, says: str) -> None:
     with pytest.raises(TypeError, match=says):
         ms.load_state_dict(module, {})
-
-
-@st.composite
-def problems(draw: Any) -> dict[str, Any]:
-    names = list(Net().state_dict())
-    changes: dict[str, Any] = {}
-    for name in draw(st.lists(st.sampled_from(names), max_size=4, unique=True)):
-        changes[name] = draw(
-            st.sampled_from([..., torch.ones(13), "text", None, lambda t: t.double() if t is not None else t])
-        )
-    for name in draw(st.lists(st.sampled_from(["x", "tail.9.w", "first.weight.more", "_extra_state"]), max_size=2)):
-        changes[name] = torch.ones(2)
-    return changes
-
-
-@pytest.mark.slow
-@given(problems(), st.booleans(), st.booleans(), st.booleans())
-@settings(max_examples=150 if EXHAUSTIVE else 50, deadline=None)
-def test_any_mixture_of_problems(changes: dict[str, Any], strict: bool, assign: bool, hooks: bool) -> None:
-    if OLDER:
-        changes.pop("norm.num_batches_tracked", None)
-    make = with_hooks(derive_after, change_after) if hooks else Net
-    same_as_torch(make, edited(**changes), strict=strict, assign=assign)
-    same_as_torch(OnlyNames, edited(**{k: v for k, v in changes.items() if "norm." not in k}), strict=strict)
 
 
 # The order of writes to one place.

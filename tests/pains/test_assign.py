@@ -128,20 +128,6 @@ def test_memory_of_the_source(target: str, stock_fails: StockFails) -> None:
     assert described(our_state) == before
 
 
-@pytest.mark.parametrize("target", ["materialised", "skeleton"])
-def test_identity(target: str, tmp_path: Path) -> None:
-    torch.save(tied(2).state_dict(), tmp_path / "tied.pt")
-    model = tied(1) if target == "materialised" else skeleton()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    held = [model.embed.weight, model.scale]
-    ms.load(model, tmp_path / "tied.pt")
-    assert held[0] is model.embed.weight is model.head.weight is optimizer.param_groups[0]["params"][0]
-    assert held[1] is model.scale
-    assert type(model.embed.weight) is nn.Parameter
-    step(model, optimizer)
-    assert not torch.equal(model.embed.weight, tied(2).embed.weight)
-
-
 @pytest.fixture
 def process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not (dist.is_available() and dist.is_gloo_available()):

@@ -95,22 +95,6 @@ def test_what_is_asked_for_is_done(case: str) -> None:
     assert ours.value.dtype == there.dtype
 
 
-def test_a_lossy_cast_of_floats_that_is_asked_for() -> None:
-    ours = Holder(torch.zeros(2))
-    report = ms.load(ours, {"value": torch.tensor([0.1, 0.2], dtype=torch.float64)}, dtype=torch.float32)
-    assert torch.equal(ours.value, torch.tensor([0.1, 0.2]))
-    assert report.steps[0].cast == "float64 to float32"
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_cast_that_loses_nothing_is_done_and_reported(dtype: torch.dtype) -> None:
-    ours = Holder(torch.zeros(2))
-    value = torch.tensor([0.1, -3.0]).to(dtype)
-    report = ms.load(ours, {"value": value})
-    assert torch.equal(ours.value, value.float())
-    assert f"{str(dtype).removeprefix('torch.')} to float32" in str(report)
-
-
 def test_a_parameter_does_not_turn_a_buffer_into_one(stock_fails: StockFails) -> None:
     state: dict[str, Any] = {"value": nn.Parameter(torch.ones(2))}
     theirs, ours = Holder(FLOATS), Holder(FLOATS)
