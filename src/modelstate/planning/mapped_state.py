@@ -42,9 +42,6 @@ class DeferredValue(Write):
             self.target.copy_(values_of(self.stored, self.maps.read))
 
 
-_NO_ORIGIN: tuple[str, Source | None] = ("", None)
-
-
 class MappedState(Mapping[str, object]):
     """A matched checkpoint as a state dict of mapped tensors and other values, for the model's loading protocol.
 
@@ -154,8 +151,9 @@ class MappedState(Mapping[str, object]):
 
         The source is None where the model's code has used the tensor, because the code may have changed the values.
         """
-        origin, used = self._origins.get(id(value), _NO_ORIGIN), self._transaction.used_storages
-        return (origin[0], None) if used and storage_id(value) in used else origin
+        name, source = self._origins.get(id(value), ("", None))
+        used = self._transaction.used_storages
+        return name, None if used and storage_id(value) in used else source
 
     def entry_of(self, name: str) -> Entry | None:
         """Returns the entry for a name of the model; None for an unknown name, or a tensor that no rule changes."""

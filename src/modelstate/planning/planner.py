@@ -137,8 +137,6 @@ class Planner:
         self.initialised: set[str] = set()
         """Names of tensors that the checkpoint lacks, and that the model's own code initialises."""
         self.extra_states: list[str] = []
-        self.compared: list[str] = []
-        """Names of non-persistent buffers that equal the checkpoint's values."""
         self.filled: dict[int, Transfer | None] = {}
         """By the ids of the tensors that get a value, under whatever name. None stands for a row of `plain`."""
         self._in_memory: list[Transfer] = []
@@ -190,18 +188,13 @@ class Planner:
         strided = [
             (item.nbytes, read_bytes(item.stored))
             for item in self.singles
-            if item.sharded is not None and item.stored is not None and item.columns is None
+            if item.sharded is not None and item.stored is not None and item.columns is None and item.nbytes
         ]
-        in_runs = [needed for needed, read in strided if needed and read <= needed]
-        with_gaps = [(needed, read) for needed, read in strided if read > needed]
-        notes = [f"{count(len(in_runs), 'shard')} of {size(sum(in_runs))} read in separate runs"] * bool(in_runs)
-        if with_gaps:
-            needed, read = (sum(column) for column in zip(*with_gaps, strict=True))
-            notes.append(
-                f"{count(len(with_gaps), 'shard')} of {size(needed)} read with the bytes between their rows, "
-                f"{size(read)}: gaps of up to {size(GAP_BYTES)} take less time than further reads"
-            )
-        return notes
+        if not strided:
+            return []
+        needed, read = (sum(column) for column in zip(*strided, strict=True))
+        gaps = f", {size(read)} with the gaps of up to {size(GAP_BYTES)} between them" if read > needed else ""
+        return [f"{count(len(strided), 'shard')} of {size(needed)} read in separate runs{gaps}"]
 
     def add_plain(self) -> Collection[str]:
         """Adds plain values all at once, and returns their names. Called where a load runs no code of the model."""
@@ -439,7 +432,6 @@ class Planner:
         elif buffer.is_meta:
             self.assign(name, HIDDEN, buffer, value)
         elif _are_equal(self.incoming.with_values(value), buffer):
-            self.compared.append(name)
             return True
         else:
             self.problems.append(Problem(ProblemKind.BUFFER_CONFLICT, name, name_for_rules=self.other_name(name)))

@@ -436,18 +436,14 @@ class Transfer(Transfers, kw_only=True):
     def turn_bytes(self) -> int:
         if self.transform is not None:
             return self.buffer_bytes  # the argument of the transform
-        has_memory = self.maps is not None or isinstance(self.stored, torch.Tensor)
-        return (0 if has_memory else self.buffer_bytes) + self.passing_bytes
-
-    @property
-    def passing_bytes(self) -> int:
-        """Bytes of memory that a module's transform needs for this value."""
+        is_live = isinstance(self.stored, torch.Tensor)
+        own_bytes = 0 if is_live or self.maps is not None else self.buffer_bytes
         if self.module_transform is None:
-            return 0
+            return own_bytes
         ordered = all(tensor.is_contiguous() for tensor in (self.value, self.param) if is_plain(tensor))
         straight = self.value.dtype == self.dtype and ordered and not isinstance(self.stored, Derived)
         copied = 0 if straight or not self.on_cpu else self.value.numel() * self.dtype.itemsize
-        return self.transform_bytes + copied + (self.nbytes if isinstance(self.stored, torch.Tensor) else 0)
+        return own_bytes + self.transform_bytes + copied + (self.nbytes if is_live else 0)
 
     def layouts(self) -> list[Layout]:
         return [(self.param.size(), self.own_stride, self.dtype)]

@@ -109,38 +109,27 @@ def slots_of(root: nn.Module) -> Slots:
     )
 
 
-class ComparedNames(NamedTuple):
-    """The names of values and of slots, compared."""
-
-    common: list[str]
-    """On both sides, in the order of the slots; without those whose values have been taken already."""
-    missing: list[str]
-    """Of slots without a value, in torch's order."""
-    unexpected: list[str]
-    """Of values without a slot, in torch's order."""
-
-
-def compare_names(slots: Slots, given: KeysView[str], taken: Collection[str] = ()) -> ComparedNames:
+def compare_names(
+    slots: Slots, given: KeysView[str], taken: Collection[str] = ()
+) -> tuple[list[str], list[str], list[str]]:
     """Does what torch's loading protocol does for modules without code of their own: compares the names.
 
     Args:
         slots: The slots of the model.
         given: The names of the values.
         taken: Names on both sides whose values are taken already.
+
+    Returns:
+        The names on both sides, without those that are taken; the missing ones; the unexpected ones, in torch's order.
     """
-    left_out, compared = slots.left_out, ComparedNames([], [], [])
+    left_out = slots.left_out
+    common, missing, unexpected = list[str](), list[str](), list[tuple[int, bool, str]]()
     if len(taken) < len(slots.by_name):
         for key in slots.by_name:
-            if key in left_out or key in taken:
-                continue
-            (compared.common if key in given else compared.missing).append(key)
-    if len(taken) == len(given):
-        return compared
-    left = [key for key in given if key not in slots.by_name or key in left_out]
-    if not left:
-        return compared
-    positions = {prefix: position for position, prefix in enumerate(slots.modules)}
-    unexpected: list[tuple[int, bool, str]] = []
+            if key not in left_out and key not in taken:
+                (common if key in given else missing).append(key)
+    left = [key for key in given if key not in slots.by_name or key in left_out] if len(taken) < len(given) else []
+    positions = {prefix: position for position, prefix in enumerate(slots.modules)} if left else {}
     for key in left:
         prefix = key[: key.rfind(".") + 1]
         while prefix not in positions:
@@ -149,8 +138,7 @@ def compare_names(slots: Slots, given: KeysView[str], taken: Collection[str] = (
         # Where a submodule is None, torch does not report the keys that begin with its name.
         if not (dot and name in own_modules(slots.modules[prefix])):
             unexpected.append((positions[prefix], dot != "" or name != EXTRA_STATE, key))
-    compared.unexpected.extend(key for _, _, key in sorted(unexpected, key=itemgetter(0, 1)))
-    return compared
+    return common, missing, [key for _, _, key in sorted(unexpected, key=itemgetter(0, 1))]
 
 
 class SlotSignature(NamedTuple):
