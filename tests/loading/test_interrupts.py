@@ -19,7 +19,6 @@ import modelstate as ms
 from modelstate.errors import ModelCodeError, OptionError
 from tests.programs import Program
 
-
 # In the middle of a large load.
 
 BATCHES = 12

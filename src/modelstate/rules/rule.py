@@ -8,7 +8,7 @@ it keeps or makes into the `RuleContext`. An entry that `apply` does not put the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
