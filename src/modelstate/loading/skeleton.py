@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any
+from types import FrameType, GetSetDescriptorType
 from weakref import WeakValueDictionary
 
 import torch
@@ -87,15 +86,15 @@ def _tensors_of(created: Iterable[nn.Module]) -> list[torch.Tensor]:
     return [*tensors.values()]
 
 
-def _new(stock: Any, cls: type[nn.Parameter], *args: object, **named: object) -> nn.Parameter:
-    param: nn.Parameter = stock(cls, *args, **named)
+def _new(stock: Callable[..., nn.Parameter], cls: type[nn.Parameter], *args: object, **named: object) -> nn.Parameter:
+    param = stock(cls, *args, **named)
     created = _created.value
     if created is not None:
         created[id(param)] = param
     return param
 
 
-def _register(stock: Any, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+def _register(stock: Callable[..., None], module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     stock(module, name, param)
     created = _created.value
     # A parameter of an existing model keeps its memory.
@@ -104,19 +103,19 @@ def _register(stock: Any, module: nn.Module, name: str, param: nn.Parameter | No
         give_memory(param, torch.empty_like(param, device="meta", requires_grad=False))
 
 
-def _init(stock: Any, module: nn.Module, *args: object, **named: object) -> None:
+def _init(stock: Callable[..., None], module: nn.Module, *args: object, **named: object) -> None:
     stock(module, *args, **named)
     modules = _modules.value
     if modules is not None:
         modules[id(module)] = module
 
 
-def _is_meta(stock: Any, param: nn.Parameter) -> bool:
+def _is_meta(stock: GetSetDescriptorType, param: nn.Parameter) -> bool:
     is_meta: bool = stock.__get__(param)
     return is_meta and not _is_concealed(param, sys._getframe(2))
 
 
-def _device(stock: Any, param: nn.Parameter) -> torch.device:
+def _device(stock: GetSetDescriptorType, param: nn.Parameter) -> torch.device:
     device: torch.device = stock.__get__(param)
     return _devices.value[id(param)] if device.type == "meta" and _is_concealed(param, sys._getframe(2)) else device
 
@@ -137,12 +136,11 @@ def _is_concealed(param: nn.Parameter, caller: FrameType) -> bool:
     return id(own) in modules and not any(param is each for other in others for each in own_parameters(other).values())
 
 
-def _fill(stock: Any, tensor: torch.Tensor, *args: object, **named: object) -> torch.Tensor:
+def _fill(stock: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: object, **named: object) -> torch.Tensor:
     recorded = tensor.requires_grad and torch.is_grad_enabled()
     if _created.value is not None and tensor.is_meta and is_plain(tensor) and not recorded:
         return tensor
-    filled: torch.Tensor = stock(tensor, *args, **named)
-    return filled
+    return stock(tensor, *args, **named)
 
 
 _overrides = Overrides(
