@@ -122,9 +122,7 @@ def test_casts_of_many_slots_are_those_of_torch(tmp_path: Path, in_place: bool |
     assert report.peak_memory_bytes <= least_bytes
     for name, value in model.state_dict().items():
         assert torch.equal(value.view(torch.int16), expected[name].view(torch.int16)), name
-    assert [note for note in report.notes if "infinite" in note] == [
-        "finite values became infinite or NaN by a cast, 1 in all: 0.weight (1)"
-    ]
+    assert not [note for note in report.notes if "infinite" in note]  # bfloat16 has the range of float32
 
 
 @pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"epoch": 3, "model": state}])
