@@ -1,6 +1,7 @@
 """Models that declare extra state, and ways to load them."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,30 @@ def trained(model: nn.Module, params: Any) -> torch.optim.Optimizer:
     sum(param.sum() * 2 for param in model.parameters()).backward()  # type: ignore[union-attr]
     optimizer.step()
     return optimizer
+
+
+class Failing:
+    """An object that takes no state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise ValueError("no")
+
+
+def restored_from(place: str, path: Path, objects: dict[str, Any]) -> Any:
+    """Saves the objects, and returns the function that restores others from there.
+
+    A place is "store", "file", "torch file", "directory" (of shards), "checkpoint" or "mapping".
+    """
+    if place == "store":
+        store = ms.Store(path)
+        store.check(objects)
+        store.save(1, objects)
+        return store.restore
+    file = path / ("training.pt" if place == "torch file" else "model.safetensors")
+    ms.save(objects, file, shard_size_bytes=100 if place == "directory" else None)
+    source: Any = path if place == "directory" else str(file)
+    opened = {"checkpoint": ms.open, "mapping": lambda file: ms.open(file).value()}.get(place, lambda file: file)
+    return partial(ms.restore, source=opened(source))

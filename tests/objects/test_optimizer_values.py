@@ -12,6 +12,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import ModelStateError, OptimizerStateError, PlanError, RuleError
+from tests.objects.nets import restored_from
 
 ms.register_codec(deque, lambda queue: [list(queue), queue.maxlen], lambda saved: deque(*saved))
 
@@ -80,15 +81,11 @@ def same_states(first: Any, second: Any) -> bool:
 
 
 def through_store(path: Path, saved: Any, into: Any, **options: Any) -> None:
-    store = ms.Store(path)
-    store.check(saved)
-    store.save(1, saved)
-    store.restore(into, **options)
+    restored_from("store", path, saved)(into, **options)
 
 
-def through_file(path: Path, saved: Any, into: Any, suffix: str = "safetensors", **options: Any) -> None:
-    ms.save(saved, path / f"run.{suffix}")
-    ms.restore(into, path / f"run.{suffix}", **options)
+def through_file(path: Path, saved: Any, into: Any, **options: Any) -> None:
+    restored_from("file", path, saved)(into, **options)
 
 
 def through_state(path: Path, saved: Any, into: Any, rules: Any = (), **options: Any) -> None:
@@ -264,7 +261,7 @@ def test_momentum_in_another_dtype_than_the_weights_resumes_bit_for_bit(way: str
         torch.save({"model": saved["model"].state_dict(), "optimizer": named.state_dict()}, tmp_path / "run.pt")
         ms.restore(of, tmp_path / "run.pt")
     elif way == "torch file":
-        through_file(tmp_path, saved, of, suffix="pt")
+        restored_from("torch file", tmp_path, saved)(of)
     else:
         WAYS[way](tmp_path, saved, of)
     assert same_states(of, saved)
@@ -335,14 +332,17 @@ def test_the_remedy_for_state_that_does_not_fit_begins_anew(way: str, tmp_path: 
     of = built(partial(torch.optim.SGD, momentum=0.9))
     for state in saved["optimizer"].state.values():
         state["momentum_buffer"] = torch.ones(7)
+    restore = restored_from(way, tmp_path, saved)
     with pytest.raises(PlanError, match=r"has the shape \[7\]") as caught:
-        WAYS[way](tmp_path, saved, of)
+        restore(of)
     remedy = str(caught.value)
     assert "rules" not in remedy
     assert "keep_options" not in remedy
     options = {name: ast.literal_eval(value) for name, value in re.findall(r"(allow_\w+)=(\[.*?\])", remedy)}
     of["optimizer_new"] = of.pop("optimizer")
-    restore = ms.Store(tmp_path).restore if way == "store" else partial(ms.restore, source=tmp_path / "run.safetensors")
+    restore = (
+        ms.Store(tmp_path).restore if way == "store" else partial(ms.restore, source=tmp_path / "model.safetensors")
+    )
     restore(of, **options)
     assert torch.equal(of["model"]["fc"].weight, saved["model"]["fc"].weight)
 

@@ -2,7 +2,6 @@
 
 import ast
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.errors import OptionError, PlanError
+from tests.objects.nets import restored_from
 from tests.store.training import everything
 
 
@@ -65,21 +65,6 @@ def with_optimizers(**classes: Any) -> dict[str, Any]:
         model(torch.ones(1, 3)).sum().backward()
         of[name].step()
     return of
-
-
-def restored_from(place: str, path: Path, objects: dict[str, Any]) -> Any:
-    """Saves the objects, and gives the function that restores others from there."""
-    if place == "store":
-        store = ms.Store(path)
-        store.save(1, objects)
-        return store.restore
-    file = path / ("training.pt" if place == "torch file" else "model.safetensors")
-    ms.save(objects, file, shard_size_bytes=100 if place == "directory" else None)
-    source: Any = path if place == "directory" else str(file)
-    source = {"checkpoint": ms.open, "mapping": lambda file: ms.open(file).value()}.get(place, lambda file: file)(
-        source
-    )
-    return partial(ms.restore, source=source)
 
 
 @pytest.mark.parametrize("place", ["file", "store"])

@@ -52,10 +52,6 @@ def doubled(times: int) -> dict[str, Any]:
     return {"a": made}
 
 
-def jagged() -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-
-
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "number": (3, UnsavableError, "builtins.int"),
     "list": ([torch.ones(1)], UnsavableError, "builtins.list"),

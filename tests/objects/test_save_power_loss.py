@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from modelstate.formats import block_writer
 from tests.lossy_disk import LossyDisk, lossy_disk
+from tests.objects import saves
 from tests.objects.saves import NAME, PAIRS, save, version_at
-from tests.sweeps import EXHAUSTIVE
+from tests.sweeps import EXHAUSTIVE, spread
 
 SEEDS = range(4 if EXHAUSTIVE else 1)
 
@@ -20,11 +22,15 @@ def recorded(directory: Path, old: str, new: str) -> LossyDisk:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("old", "new"), PAIRS)
-def test_old_or_new_at_every_point(tmp_path: Path, old: str, new: str) -> None:
+@pytest.mark.parametrize(("old", "new"), [*PAIRS, ("past the page cache", "shards")])
+def test_old_or_new_at_every_point(tmp_path: Path, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if old not in saves.KINDS:  # as large files are written
+        old = "shards"
+        monkeypatch.setattr(block_writer, "LEAST_BYTES", 0)
+        monkeypatch.setattr(saves, "LENGTH", 3000)
     disk = recorded(tmp_path / "disk", old, new)
     seen = set()
-    for point in range(len(disk.calls) + 1):
+    for point in {*spread(range(len(disk.calls)), 60), len(disk.calls)}:
         for keep in ("synced", "everything", *SEEDS):
             into = tmp_path / f"{point}-{keep}"
             disk.write(into, point, keep)

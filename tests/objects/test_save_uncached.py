@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,9 @@ from modelstate.formats.block_writer import past_page_cache, write_blocks
 from modelstate.io import system
 from modelstate.io.atomic import new_file
 from modelstate.io.linux import cached_share
-from tests.lossy_disk import lossy_disk
 from tests.objects import saves
 from tests.objects.saves import NAME, save, version_at
-from tests.sweeps import EXHAUSTIVE, spread
+from tests.sweeps import EXHAUSTIVE
 
 BLOCK_BYTES = 4 << 20
 
@@ -134,17 +132,3 @@ def test_a_file_system_that_has_no_such_writes(
     save(tmp_path, 2, "file")
     assert version_at(tmp_path / NAME) == 2
     assert met or not can_be_past_cache(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_power_cut_at_every_call(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    save(tmp_path / "disk", 1, "shards")
-    with lossy_disk(tmp_path / "disk") as disk:
-        save(tmp_path / "disk", 2, "shards")
-    for point in {*spread(range(len(disk.calls)), 25), len(disk.calls)}:
-        for keep in ("synced", "everything", 1, 2):
-            into = tmp_path / "after"
-            disk.write(into, point, keep)
-            assert version_at(into / NAME) in ((2,) if point == len(disk.calls) else (1, 2))
-            shutil.rmtree(into)

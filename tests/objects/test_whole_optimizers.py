@@ -12,6 +12,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import ModelStateError, ObjectStateError, OptimizerStateError, PlanError
 from tests.loading.fingerprint import described
+from tests.objects.nets import Failing, restored_from
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -120,19 +121,7 @@ def step(of: Any, count: int = 3) -> Any:
     return of
 
 
-def store_of(path: Path, saved: Any) -> Callable[..., Any]:
-    store = ms.Store(path)
-    store.check(saved)
-    store.save(1, saved)
-    return store.restore
-
-
-def file_of(path: Path, saved: Any) -> Callable[..., Any]:
-    ms.save(saved, path / "run.safetensors")
-    return lambda objects, **options: ms.restore(objects, path / "run.safetensors", **options)
-
-
-PLACES = {"store": store_of, "file": file_of}
+PLACES = ["store", "file"]
 
 
 def everything(of: Any) -> Any:
@@ -144,7 +133,7 @@ def everything(of: Any) -> Any:
 @pytest.mark.parametrize("steps", [0, 3])
 def test_resumes_bit_for_bit(place: str, builder: str, steps: int, tmp_path: Path) -> None:
     saved, of = step(built(BUILDERS[builder]), 3), step(built(BUILDERS[builder]), steps)
-    report = PLACES[place](tmp_path, saved)(of).report
+    report = restored_from(place, tmp_path, saved)(of).report
     is_whole = builder != "counting"
     assert any("not by name" in note for note in report.notes) == is_whole
     step(saved)
@@ -156,7 +145,7 @@ def test_resumes_bit_for_bit(place: str, builder: str, steps: int, tmp_path: Pat
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_names_are_compared_by_position(place: str, builder: str, tmp_path: Path) -> None:
-    restore = PLACES[place](tmp_path, step(built(BUILDERS[builder])))
+    restore = restored_from(place, tmp_path, step(built(BUILDERS[builder])))
     renamed = step(built(BUILDERS[builder], name="head"), 1)
     restore(renamed, rules={"model": [ms.rules.Rename("fc.*", "head.*")]})
     of = step(built(BUILDERS[builder]), 1)
@@ -176,7 +165,7 @@ def test_rules_that_change_more_than_names_are_refused(builder: str, tmp_path: P
         model = nn.ModuleDict({name: nn.Linear(2, 2)})
         return {"model": model, "optimizer": BUILDERS[builder](model.parameters())}
 
-    restore = store_of(tmp_path, step(square("fc")))
+    restore = restored_from("store", tmp_path, step(square("fc")))
     of = step(square("head"), 1)
     before = everything(of)
     rules = [ms.rules.Rename("fc.*", "head.*"), ms.rules.Transpose("head.weight")]
@@ -186,17 +175,9 @@ def test_rules_that_change_more_than_names_are_refused(builder: str, tmp_path: P
     restore(of, rules={"model": rules[:1]})
 
 
-class Failing:
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        raise ValueError("no")
-
-
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_all_or_nothing(builder: str, tmp_path: Path) -> None:
-    restore = store_of(tmp_path, {**step(built(BUILDERS[builder])), "z": Failing()})
+    restore = restored_from("store", tmp_path, {**step(built(BUILDERS[builder])), "z": Failing()})
     of = step(built(BUILDERS[builder]), 2)
     before, optimizer = everything(of), of["optimizer"]
     attributes = {name: id(value) for name, value in vars(optimizer).items()}
@@ -223,7 +204,7 @@ def test_state_in_another_dtype_than_the_weights_keeps_it(place: str, tmp_path: 
         return Lookahead(inner)
 
     saved, of = step(built(wide, dtype=torch.bfloat16)), built(wide, dtype=torch.bfloat16)
-    PLACES[place](tmp_path, saved)(of)
+    restored_from(place, tmp_path, saved)(of)
     assert everything(saved) == everything(of)
     step(saved, 9)
     step(of, 9)
@@ -232,7 +213,7 @@ def test_state_in_another_dtype_than_the_weights_keeps_it(place: str, tmp_path: 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_options_are_kept(place: str, tmp_path: Path) -> None:
-    restore = PLACES[place](tmp_path, step(built()))
+    restore = restored_from(place, tmp_path, step(built()))
     of = built(lambda params: Lookahead(torch.optim.Adam(params, lr=0.5, weight_decay=0.25)))
     restore(of, keep_options=["optimizer.lr"])
     (group,) = of["optimizer"].inner.param_groups
@@ -262,7 +243,7 @@ def test_tensors_in_attributes_that_are_no_state_are_saved(tmp_path: Path) -> No
             self.maps, self.overflow = {"dynamic": torch.rand(256)}, torch.zeros(1, dtype=torch.int)
             self.all_params = list(self.param_groups[0]["params"])
 
-    store_of(tmp_path, step(built(WithConstants)))(built(WithConstants))
+    restored_from("store", tmp_path, step(built(WithConstants)))(built(WithConstants))
 
 
 def test_a_layout_without_a_method_that_takes_it_is_refused(tmp_path: Path) -> None:
@@ -280,7 +261,7 @@ def test_a_method_that_does_not_take_its_state_is_found_out(tmp_path: Path) -> N
             self.inner.load_state_dict(state["inner"])
 
     builder: Any = lambda params: Forgetful(adam(params))  # noqa: E731
-    restore = store_of(tmp_path, step(built(builder)))
+    restore = restored_from("store", tmp_path, step(built(builder)))
     of = built(builder)
     before = everything(of)
     with pytest.raises(OptimizerStateError, match=r"another value of (slow|count)"):
@@ -289,7 +270,7 @@ def test_a_method_that_does_not_take_its_state_is_found_out(tmp_path: Path) -> N
 
 
 def test_a_state_by_name_does_not_go_into_a_layout_of_its_own(tmp_path: Path) -> None:
-    restore = store_of(tmp_path, step(built(adam)))
+    restore = restored_from("store", tmp_path, step(built(adam)))
     of = built()
     before = everything(of)
     for options in ({}, {"keep_options": ["optimizer"]}):
@@ -301,10 +282,10 @@ def test_a_state_by_name_does_not_go_into_a_layout_of_its_own(tmp_path: Path) ->
 
 
 def test_a_state_that_is_whole_goes_into_its_class_only(tmp_path: Path) -> None:
-    restore = file_of(tmp_path, step(built()))
+    restore = restored_from("file", tmp_path, step(built()))
     of = built(adam)
     with pytest.raises(PlanError, match=r"the state is of .*Lookahead, the optimizer is torch\.optim\.Adam"):
         restore(of)
-    value = ms.open(tmp_path / "run.safetensors").value("optimizer")
+    value = ms.open(tmp_path / "model.safetensors").value("optimizer")
     with pytest.raises(OptimizerStateError, match=r"ms\.restore"):
         ms.load_optimizer_state(of["model"], of["optimizer"], value)

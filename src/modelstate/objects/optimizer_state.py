@@ -7,7 +7,7 @@ the state goes to the wrong parameters, without an error where the shapes allow 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -361,60 +361,36 @@ def plan_by_name(
     all_names = parameter_names(check_model(model), optimizer)
     names = {param: first for param, (first, *_) in all_names.items()}
     params = {name: param for param, of_param in all_names.items() for name in of_param}
-    by_name, groups = _state_and_groups(state)
-    by_name = in_memory_orders(by_name, state.get(ORDERS))
-    if isinstance(rules, Schema):
-        saved_names = [*by_name, *(name for group in groups for name in group["params"])]
-        rules = rules.rules(rules.version_of_names(saved_names, type(optimizer).__name__))
-    checked = check_rules(rules)
-    saved_dtypes = cast(Mapping[str, object], state.get(DTYPES, {}))
-    if paths:
-        path_of = _paths_of_names(by_name, params, renaming(checked), paths, CLASS in state)
-        by_name = {path_of(name): values for name, values in by_name.items()}
-        groups = [{**group, "params": [path_of(name) for name in group["params"]]} for group in groups]
-        if CLASS in state:
-            saved_dtypes = {path_of(name): dtype for name, dtype in saved_dtypes.items()}
+    saved = _saved_state(state, optimizer, params, rules, paths)
+    groups, cls = saved.groups, _computing_class(optimizer)
+    is_same = state.get(CLASS) == class_name(cls)
+    may_add = is_same and not is_torchs(cls)
+    by_name, origins = apply_to_optimizer(saved.rules, saved.by_name) if saved.rules else (saved.by_name, {})
+    sources = _sources(params, groups, saved.rules, origins)
+
+    # The names of parameters.
     grouped = [name for group in groups for name in group["params"]]
-    in_groups, saved_names = set(grouped), [*by_name, *grouped]
-    wrappers = wrapper_rule(set(map(renaming(checked), saved_names)), params)
-    checked = checked if wrappers is None else (*checked, wrappers)
-    origins: dict[str, tuple[str, ...]] = {}
-    if checked:
-        by_name, origins = apply_to_optimizer(checked, by_name)
-    sources = _sources(params, groups, checked, origins)
-    known = set().union(*sources.values())
-    foreign = [name for name in by_name if name not in params] + sorted(in_groups - known)
-    may_be_gone = {name for name in (*saved_names, *foreign) if may_exceed(name)}
+    foreign = [name for name in by_name if name not in params]
+    foreign += sorted(set(grouped).difference(*sources.values()))
+    may_be_gone = {name for name in (*saved.by_name, *grouped, *foreign) if may_exceed(name)}
     unexpected = [name for name in dict.fromkeys(foreign) if name not in may_be_gone]
-    new = {param: name for param, name in names.items() if sources[param].isdisjoint(in_groups)}
-    may_lack = {name for name in names.values() if may_miss(name)}
-    missing = [name for name in new.values() if name not in may_lack]
-    if any(by_name.values()):
-        present = {params[name] for name in by_name if name in params}
-        missing += [name for param, name in names.items() if not (param in present or param in new or name in may_lack)]
+    present = {params[name] for name in by_name if name in params} if any(by_name.values()) else {*names}
+    missing = [
+        name
+        for param, name in names.items()
+        if not may_miss(name) and (param not in present or sources[param].isdisjoint(grouped))
+    ]
+
+    # Options and values.
+    option_problems: list[str] = []
+    options = _matched_groups(groups, optimizer, sources, option_problems, keeps, may_add)
     by_param: dict[torch.Tensor, Values] = {}
     unfit: list[str] = []
     for name, values in by_name.items():
         if name in params and values and not same_state(by_param.setdefault(params[name], values), values):
             unfit.append(f"{name}: its state differs from that of another name of {names[params[name]]}")
-    cls = _computing_class(optimizer)
-    is_same_class = state.get(CLASS) == class_name(cls)
-    may_add = is_same_class and not is_torchs(cls)
-    option_problems: list[str] = []
-    options = _matched_groups(groups, optimizer, sources, option_problems, keeps, may_add)
-    elsewhere = cast(Mapping[str, object], state.get(_OTHER, {}))
-    keys = listed(map(repr, elsewhere), 8)
-    if isinstance(optimizer, torch.optim.LBFGS) or elsewhere:
-        live = [param for group in optimizer.param_groups for param in group["params"]]
-        if len(grouped) != len(live) or any(name not in sources[at] for name, at in zip(grouped, live, strict=True)):
-            what = f"has state under {keys}" if elsewhere else "has one vector"
-            unfit.append(f"{type(optimizer).__name__} {what} for all parameters: it fits the same ones in order")
-    if is_saved_whole(optimizer):
-        unfit.append(f"the state is by name, and {type(optimizer).__name__} has one in a layout of its own")
-    if elsewhere:
-        unfit += changed_values(checked, grouped)
-        unfit += [] if is_same_class else [f"{cls.__name__} has no state under {keys}"]
-    saved_options = {id(group): saved for group, saved in options}
+    unfit += _order_problems(optimizer, saved, grouped, sources, is_same)
+    saved_options = {id(group): of_group for group, of_group in options}
     states: dict[torch.Tensor, ParamState] = {}
     for group in optimizer.param_groups:
         new_options = {**group, **saved_options.get(id(group), {})}
@@ -422,10 +398,11 @@ def plan_by_name(
         for param in group["params"]:
             if param in by_param:
                 expected = None if may_add else expected_state(optimizer, param, trial(param.dim()))
-                unfit += value_problems(names[param], by_param[param], param, expected, is_same_class)
-                dtypes = {str(saved_dtypes[name]) for name in sources[param] if name in saved_dtypes}
+                unfit += value_problems(names[param], by_param[param], param, expected, is_same)
+                dtypes = {str(saved.dtypes[name]) for name in sources[param] if name in saved.dtypes}
                 dtype = dtypes.pop() if len(dtypes) == 1 else None
                 states[param] = ParamState(by_param[param], dtype, new_options, expected)
+
     keep = f"keep_options={keep_options}" if not unfit else ""
     class_problem, remedies, note = _class_problem(
         state, groups, optimizer, keeps, bool(option_problems or unfit), keep, start_anew
@@ -440,7 +417,7 @@ def plan_by_name(
     return OptimizerPlan(
         optimizer=optimizer,
         states=states,
-        other=elsewhere,
+        other=saved.other,
         options=options,
         missing=missing,
         unexpected=unexpected,
@@ -448,6 +425,68 @@ def plan_by_name(
         remedies=remedies,
         note=note,
     )
+
+
+class _SavedState(msgspec.Struct, frozen=True, eq=False):
+    """A saved state whose names begin with the paths of modules, as those of the parameters do."""
+
+    by_name: Mapping[str, Values]
+    groups: Sequence[Group]
+    dtypes: Mapping[str, object]
+    """The dtypes that the parameters had, by name."""
+    other: Mapping[str, object]
+    """The state under other keys than parameters."""
+    rules: tuple[Rule, ...]
+    """The rules that lead from these names to those of the parameters."""
+
+
+def _saved_state(
+    state: Mapping[str, object],
+    optimizer: torch.optim.Optimizer,
+    params: Mapping[str, torch.Tensor],
+    rules: Rule | Iterable[Rule] | Schema,
+    paths: Sequence[str],
+) -> _SavedState:
+    """Reads a saved state, and puts the path of a module before names that lack it."""
+    by_name, groups = _state_and_groups(state)
+    by_name = in_memory_orders(by_name, state.get(ORDERS))
+    dtypes = cast(Mapping[str, object], state.get(DTYPES, {}))
+    names = [*by_name, *(name for group in groups for name in group["params"])]
+    if isinstance(rules, Schema):
+        rules = rules.rules(rules.version_of_names(names, type(optimizer).__name__))
+    checked = check_rules(rules)
+    if paths:
+        path_of = _paths_of_names(by_name, params, renaming(checked), paths, CLASS in state)
+        names = [path_of(name) for name in names]
+        by_name = {path_of(name): values for name, values in by_name.items()}
+        groups = [{**group, "params": [path_of(name) for name in group["params"]]} for group in groups]
+        if CLASS in state:
+            dtypes = {path_of(name): dtype for name, dtype in dtypes.items()}
+    wrappers = wrapper_rule(set(map(renaming(checked), names)), params)
+    checked = checked if wrappers is None else (*checked, wrappers)
+    return _SavedState(by_name, groups, dtypes, cast(Mapping[str, object], state.get(_OTHER, {})), checked)
+
+
+def _order_problems(
+    optimizer: torch.optim.Optimizer,
+    saved: _SavedState,
+    grouped: Sequence[str],
+    sources: Mapping[torch.Tensor, set[str]],
+    is_same_class: bool,
+) -> Iterator[str]:
+    """Yields what prevents a restore of state that is of all parameters together, in their order."""
+    name, keys = type(optimizer).__name__, listed(map(repr, saved.other), 8)
+    if isinstance(optimizer, torch.optim.LBFGS) or saved.other:
+        live = [param for group in optimizer.param_groups for param in group["params"]]
+        if len(grouped) != len(live) or any(old not in sources[at] for old, at in zip(grouped, live, strict=True)):
+            what = f"has state under {keys}" if saved.other else "has one vector"
+            yield f"{name} {what} for all parameters: it fits the same ones in order"
+    if is_saved_whole(optimizer):
+        yield f"the state is by name, and {name} has one in a layout of its own"
+    if saved.other:
+        yield from changed_values(saved.rules, grouped)
+        if not is_same_class:
+            yield f"{_computing_class(optimizer).__name__} has no state under {keys}"
 
 
 # The class of the optimizer.
