@@ -340,9 +340,6 @@ def test_the_remedy_for_state_that_does_not_fit_begins_anew(way: str, tmp_path: 
     assert "keep_options" not in remedy
     options = {name: ast.literal_eval(value) for name, value in re.findall(r"(allow_\w+)=(\[.*?\])", remedy)}
     of["optimizer_new"] = of.pop("optimizer")
-    restore = (
-        ms.Store(tmp_path).restore if way == "store" else partial(ms.restore, source=tmp_path / "model.safetensors")
-    )
     restore(of, **options)
     assert torch.equal(of["model"]["fc"].weight, saved["model"]["fc"].weight)
 
