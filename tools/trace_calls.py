@@ -81,6 +81,13 @@ def save_case(directory: Path) -> Callable[[], object]:
     return lambda: store.save(next(steps), {"model": model})
 
 
+def restore_case(directory: Path) -> Callable[[], object]:
+    """`Store.restore` of a model of one tensor."""
+    store, model = ms.Store(directory / "restored"), linears(1)
+    store.save(0, {"model": model})
+    return lambda: store.restore({"model": model})
+
+
 def swap_case(directory: Path) -> Callable[[], object]:
     """`Live.swap` of a model of one tensor."""
     path = directory / "swap.safetensors"
@@ -101,12 +108,17 @@ def traced(run: Callable[[], Any]) -> Calls:
 def main() -> None:
     """Prints the table, or the functions of one case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", choices=("load", "save", "swap"), help="the functions of one case")
+    parser.add_argument("--list", choices=("load", "save", "restore", "swap"), help="the functions of one case")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        cases = {"load": load_case(directory), "save": save_case(directory), "swap": swap_case(directory)}
+        cases = {
+            "load": load_case(directory),
+            "save": save_case(directory),
+            "restore": restore_case(directory),
+            "swap": swap_case(directory),
+        }
         if arguments.list:
             for code, count in sorted(
                 traced(cases[arguments.list]).functions.items(), key=lambda item: item[0].co_filename
@@ -114,8 +126,9 @@ def main() -> None:
                 print(f"{count:5} {code.co_filename.removeprefix(PACKAGE)}:{code.co_firstlineno} {code.co_qualname}")
             return
         print(f"{'':28}{'files':>8}{'functions':>11}{'switches':>10}{'calls':>8}")
-        for title, run in {"ms.load": cases["load"], "Store.save": cases["save"], "Live.swap": cases["swap"]}.items():
-            calls = traced(run)
+        titles = {"load": "ms.load", "save": "Store.save", "restore": "Store.restore", "swap": "Live.swap"}
+        for case, title in titles.items():
+            calls = traced(cases[case])
             print(f"{title:28}{calls.files:8}{len(calls.functions):11}{calls.switches:10}{calls.total:8}")
         for device in ("cpu", "meta"):
             few, many = (traced(load_case(directory, count, device)).total for count in (10, 110))

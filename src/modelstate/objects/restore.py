@@ -16,6 +16,7 @@ from functools import partial
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+import msgspec
 import torch
 from msgspec.structs import replace
 
@@ -39,7 +40,6 @@ from modelstate.loading.load import load_then
 from modelstate.objects.objects import (
     Target,
     combined_checkpoint,
-    modules_of,
     object_code,
     register_undo,
     restore_order,
@@ -336,10 +336,26 @@ def restore_objects(
                 with object_code(path, "its state cannot be opened"):
                     checkpoints[path] = open_checkpoint(saved[path].tree)
         own_rules = _rules(rules, checkpoints)
-        restoring = _Restoring(targets, saved, checkpoints, own_rules, source_name, may_miss, may_exceed, kept_options)
+        restored = [
+            (path, target) for path, target in restore_order(targets) if path in saved and saved[path].tree is not KEPT
+        ]
+        for path, target in restored:
+            if target.kind is Kind.STATEFUL:
+                check_class(path, target.obj, saved[path].tree, _start_anew(path))
+        restoring = _Restoring(
+            targets=restored,
+            modules={path: target.obj for path, target in targets.items() if target.kind is Kind.MODULE},
+            saved=saved,
+            checkpoints=checkpoints,
+            rules=own_rules,
+            source_name=source_name,
+            may_miss=may_miss,
+            may_exceed=may_exceed,
+            keep_options=kept_options,
+        )
     models = ModuleContainer({path: targets[path].obj for path in checkpoints})
     with agreement.collective(), exclusive(models), Transaction(models) as transaction:
-        register_undo(restoring.targets, transaction)
+        register_undo(restored, transaction)
         report = load_then(
             transaction,
             combined_checkpoint(checkpoints),
@@ -353,9 +369,16 @@ def restore_objects(
             check=restoring.plan_optimizers,
             runs_code=restoring.runs_code,
         )
-    plain = {path: saved[path].tree for path, target in restoring.targets if target.kind is Kind.VALUE}
-    report = replace(report, notes=(*report.notes, *restoring.notes))
-    return Restored(plain, report, missing, unexpected, restoring.drawn_from)
+    plain = {path: saved[path].tree for path, target in restored if target.kind is Kind.VALUE}
+    drawn_from = tuple(
+        (path, target, saved[path].tree)
+        for path, target in restored
+        if target.is_restored_last or (target.kind is Kind.STATEFUL and own_generator(target.obj) is not None)
+    )
+    kept = [path for path, part in saved.items() if part.tree is KEPT]
+    notes = [f"{path}: no state was saved for this rank; it is unchanged" for path in kept]
+    report = replace(report, notes=(*report.notes, *notes, *restoring.notes))
+    return Restored(plain, report, missing, unexpected, drawn_from)
 
 
 def _check_matched(
@@ -431,48 +454,31 @@ def _keeps(patterns: Iterable[str], path: str, option: str) -> bool:
     return any(fnmatchcase(path, pattern) or fnmatchcase(f"{path}.{option}", pattern) for pattern in patterns)
 
 
-class _Restoring:
+class _Restoring(msgspec.Struct, eq=False):
     """The part of a restore that follows the load of the modules."""
 
-    def __init__(
-        self,
-        targets: Mapping[str, Target],
-        saved: Mapping[str, Part],
-        checkpoints: Mapping[str, Checkpoint],
-        rules: tuple[Rule, ...],
-        source_name: str,
-        may_miss: Patterns,
-        may_exceed: Patterns,
-        keep_options: tuple[str, ...],
-    ) -> None:
-        self.targets = [
-            (path, target) for path, target in restore_order(targets) if path in saved and saved[path].tree is not KEPT
-        ]
-        """The targets that get a saved state, in the order of the restore."""
-        self.notes = [
-            f"{path}: no state was saved for this rank; it is unchanged"
-            for path, part in saved.items()
-            if part.tree is KEPT
-        ]
-        """Notes for the report."""
-        self.runs_code = any(
-            target.kind is Kind.STATEFUL or (target.kind is Kind.OPTIMIZER and is_whole(saved[path].tree))
-            for path, target in self.targets
-        )
+    targets: list[tuple[str, Target]]
+    """The targets that get a saved state, in the order of the restore."""
+    modules: Mapping[str, torch.nn.Module]
+    """The modules among the objects, by path."""
+    saved: Mapping[str, Part]
+    checkpoints: Mapping[str, Checkpoint]
+    rules: tuple[Rule, ...]
+    source_name: str
+    may_miss: Patterns
+    may_exceed: Patterns
+    keep_options: tuple[str, ...]
+    plans: dict[str, OptimizerPlan | WholePlan] = {}
+    notes: list[str] = []
+    """Notes for the report."""
+
+    @property
+    def runs_code(self) -> bool:
         """Whether the restore of an object other than a module runs code of the object."""
-        self.drawn_from = tuple(
-            (path, target, saved[path].tree)
+        return any(
+            target.kind is Kind.STATEFUL or (target.kind is Kind.OPTIMIZER and is_whole(self.saved[path].tree))
             for path, target in self.targets
-            if target.is_restored_last or (target.kind is Kind.STATEFUL and own_generator(target.obj) is not None)
         )
-        for path, target in self.targets:
-            if target.kind is Kind.STATEFUL:
-                check_class(path, target.obj, saved[path].tree, _start_anew(path))
-        self._container = modules_of(targets)
-        self._paths = [path for path, target in targets.items() if target.kind is Kind.MODULE]
-        self._saved, self._checkpoints, self._rules, self._source_name = saved, checkpoints, rules, source_name
-        self._may_miss, self._may_exceed, self._keep_options = may_miss, may_exceed, keep_options
-        self._plans: dict[str, OptimizerPlan | WholePlan] = {}
 
     def plan_optimizers(self, planner: Planner) -> None:
         """Plans the optimizers when the modules are planned, and raises one error with the problems of all of them.
@@ -484,6 +490,7 @@ class _Restoring:
             if target.kind is Kind.OPTIMIZER:
                 try:
                     with object_code(path, "its state cannot be loaded; nothing has been changed"):
+<<<<<<< HEAD
                         self._plans[path] = self._plan_optimizer(path, target.obj, planner.initialised.__contains__)
                 except ModelStateError as error:
                     first_error = first_error or error
@@ -493,6 +500,17 @@ class _Restoring:
             raise first_error  # otherwise it may only follow from the other problems
         problems = [item for item in planner.problems if item not in idle or item.name not in used]
         if problems or any(plan.problems for plan in self._plans.values()):
+=======
+                        self.plans[path] = self._plan_optimizer(path, target.obj, preparation.initialised.__contains__)
+                except ModelStateError as error:
+                    first_error = first_error or error
+        used = self.may_miss.used | self.may_exceed.used
+        idle = [problem for problem in preparation.problems if problem.kind is ProblemKind.IDLE_PATTERN]
+        if first_error is not None and len(idle) == len(preparation.problems):
+            raise first_error  # otherwise it may only follow from the other problems
+        problems = [item for item in preparation.problems if item not in idle or item.name not in used]
+        if problems or any(plan.problems for plan in self.plans.values()):
+>>>>>>> 8ef6e250 (Hold what a restore plans in one record, and count the calls of a restore)
             raise self._plan_error(problems)
         planner.problems.clear()
 
@@ -501,16 +519,16 @@ class _Restoring:
         if self.runs_code:
             transaction.arm()
         recorded = list[Recorded]()
-        if self._plans:
+        if self.plans:
             transaction.at_commit(partial(into_recorded_memory, recorded))
-        for path, plan in self._plans.items():
+        for path, plan in self.plans.items():
             with object_code(path, "its state cannot be loaded; nothing has been changed"):
                 recorded += plan.load(transaction)
             self.notes += [f"{path}: {plan.note}"] if plan.note else []
         generators = [target.obj for _, target in self.targets if target.is_restored_last]
         for path, target in self.targets:
             if target.kind is Kind.STATEFUL:
-                state = deep_copy(self._saved[path].tree)  # the object may keep the state that it is given
+                state = deep_copy(self.saved[path].tree)  # the object may keep the state that it is given
                 with (
                     object_code(path, "its load_state_dict raised; nothing has been changed"),
                     transaction.model_code(),
@@ -518,37 +536,37 @@ class _Restoring:
                     load_state(target.obj, state, generators)
             elif target.kind is Kind.GENERATOR:
                 with object_code(path, "the generator does not take the state; nothing has been changed"):
-                    target.obj.set_state(self._saved[path].tree)
+                    target.obj.set_state(self.saved[path].tree)
         others = {path: target.obj for path, target in self.targets if target.kind is Kind.STATEFUL}
         for path, target in self.targets:
             if target.kind is Kind.OPTIMIZER:
-                go_on_from_kept_rates(path, target.obj, others, partial(_keeps, self._keep_options, path))
+                go_on_from_kept_rates(path, target.obj, others, partial(_keeps, self.keep_options, path))
 
     def _plan_optimizer(
         self, path: str, optimizer: torch.optim.Optimizer, is_initialised: Callable[[str], bool]
     ) -> OptimizerPlan | WholePlan:
-        state, keeps, start_anew = self._saved[path].tree, partial(_keeps, self._keep_options, path), _start_anew(path)
+        state, keeps, start_anew = self.saved[path].tree, partial(_keeps, self.keep_options, path), _start_anew(path)
         if is_whole(state):
-            names = parameter_names(self._container, optimizer)
-            return plan_whole(optimizer, names, state, self._rules, keeps, start_anew)
+            names = parameter_names(ModuleContainer(self.modules), optimizer)
+            return plan_whole(optimizer, names, state, self.rules, keeps, start_anew)
         if isinstance(state, Mapping) and DTYPES not in state:  # a file of another tool
             dtypes = {
                 f"{of_module}.{name}": spec.dtype
-                for of_module, checkpoint in self._checkpoints.items()
+                for of_module, checkpoint in self.checkpoints.items()
                 for name, spec in checkpoint.items()
             }
             state = {**state, DTYPES: dtypes}
         return plan_by_name(
-            self._container,
+            ModuleContainer(self.modules),
             optimizer,
             state,
-            rules=self._rules,
-            may_miss=lambda name: is_initialised(name) or self._may_miss.allow(f"{path}.{name}"),
-            may_exceed=lambda name: self._may_exceed.allow(f"{path}.{name}"),
+            rules=self.rules,
+            may_miss=lambda name: is_initialised(name) or self.may_miss.allow(f"{path}.{name}"),
+            may_exceed=lambda name: self.may_exceed.allow(f"{path}.{name}"),
             keeps=keeps,
             keep_options=f"[{path!r}]",
             start_anew=start_anew,
-            paths=self._paths,
+            paths=[*self.modules],
         )
 
     def _plan_error(self, module_problems: Sequence[Problem]) -> PlanError:
@@ -559,7 +577,7 @@ class _Restoring:
             if problem.kind in (ProblemKind.WRONG_SHAPE, ProblemKind.OTHER_DIMENSIONS)
         }
         problems = list(module_problems)
-        for path, plan in self._plans.items():
+        for path, plan in self.plans.items():
             for line in plan.problems:
                 name, _, why = line.partition(": ")
                 if " " in name or not why:  # a line about the optimizer, not about a parameter
@@ -567,15 +585,15 @@ class _Restoring:
                 elif name not in misshapen:  # else its state has the shape of the checkpoint's parameter
                     problems.append(Problem(ProblemKind.OPTIMIZER_MISFIT, f"{path}.{name}", why=why))
         missing = [problem.name for problem in problems if problem.kind is ProblemKind.MISSING]
-        missing += [f"{path}.{name}" for path, plan in self._plans.items() for name in plan.missing]
+        missing += [f"{path}.{name}" for path, plan in self.plans.items() for name in plan.missing]
         unexpected = [problem.name for problem in problems if problem.kind is ProblemKind.UNEXPECTED]
-        unexpected += [f"{path}.{name}" for path, plan in self._plans.items() for name in plan.unexpected]
-        remedies = [remedy for plan in self._plans.values() for remedy in plan.remedies]
+        unexpected += [f"{path}.{name}" for path, plan in self.plans.items() for name in plan.unexpected]
+        remedies = [remedy for plan in self.plans.values() for remedy in plan.remedies]
         if any(problem.kind is ProblemKind.OTHER_NAMES for problem in problems):
             remedies.append("pass the rule above: optimizers follow rules")
         else:
             remedies += remedies_for_names(missing, unexpected, f"allow_unexpected={glob_patterns(unexpected)!r}")
-        checkpoints = self._checkpoints
+        checkpoints = self.checkpoints
         sources = list(dict.fromkeys(checkpoint.source for checkpoint in checkpoints.values()))
         renamed = [
             path
@@ -585,7 +603,7 @@ class _Restoring:
                 for kind in (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
             )
         ]
-        code = ", ".join(f"{path!r}: {_suggest_code(path, checkpoints[path], self._source_name)}" for path in renamed)
+        code = ", ".join(f"{path!r}: {_suggest_code(path, checkpoints[path], self.source_name)}" for path in renamed)
         return plan_error(
             ", ".join(checkpoints) or "the objects",
             listed(sources, 3) or "the saved state",
