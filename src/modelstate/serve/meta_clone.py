@@ -248,7 +248,7 @@ def _hidden_buffer_ids(modules: Iterable[nn.Module]) -> set[int]:
 
 def _check_overlaps(module: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
     plain = [tensor for tensor in tensors if not tensor.is_meta and is_plain(tensor)]
-    for group in sharing(plain, plain):
+    for group in sharing(plain, plain) if plain else ():
         overlapping = {id(tensor) for tensor in group}
         first, second, *_ = (slot for slot in slots_of(module).tensors if id(slot.tensor) in overlapping)
         raise LiveTargetError(

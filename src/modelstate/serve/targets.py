@@ -5,6 +5,7 @@ A `Target` makes the programs, one for each version; requests call a `Program`. 
 
 from __future__ import annotations
 
+import copy
 import types
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -267,25 +268,19 @@ class ExportedTarget(Target):
             )
         self._first = _program(module, {**state, **hidden})
         # Copies: requests may change the buffers of version 1.
-        self._hidden = _cloned(hidden)
+        self._hidden = copy.deepcopy(hidden)
         self._module = _with_tensors(module, {**runtime_state(self.skeleton), **self._hidden})
         for part in module.modules():  # its graph refers to it, which would keep the memory of version 1 alive
             own_parameters(part).clear()
             own_buffers(part).clear()
 
     def program(self, filled: nn.Module) -> Program:
-        return _program(self._module, {**runtime_state(filled), **_cloned(self._hidden)})
+        return _program(self._module, {**runtime_state(filled), **copy.deepcopy(self._hidden)})
 
 
 def _program(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Program:
     version = _with_tensors(module, tensors)
     return Program(version, version)
-
-
-def _cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns copies of tensors. Names of one tensor stay names of one tensor."""
-    copies = {id(tensor): tensor.clone() for tensor in tensors.values()}
-    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
 
 
 def _with_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> nn.Module:
