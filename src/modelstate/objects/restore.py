@@ -490,27 +490,15 @@ class _Restoring(msgspec.Struct, eq=False):
             if target.kind is Kind.OPTIMIZER:
                 try:
                     with object_code(path, "its state cannot be loaded; nothing has been changed"):
-<<<<<<< HEAD
-                        self._plans[path] = self._plan_optimizer(path, target.obj, planner.initialised.__contains__)
+                        self.plans[path] = self._plan_optimizer(path, target.obj, planner.initialised.__contains__)
                 except ModelStateError as error:
                     first_error = first_error or error
-        used = self._may_miss.used | self._may_exceed.used
+        used = self.may_miss.used | self.may_exceed.used
         idle = [problem for problem in planner.problems if problem.kind is ProblemKind.IDLE_PATTERN]
         if first_error is not None and len(idle) == len(planner.problems):
             raise first_error  # otherwise it may only follow from the other problems
         problems = [item for item in planner.problems if item not in idle or item.name not in used]
-        if problems or any(plan.problems for plan in self._plans.values()):
-=======
-                        self.plans[path] = self._plan_optimizer(path, target.obj, preparation.initialised.__contains__)
-                except ModelStateError as error:
-                    first_error = first_error or error
-        used = self.may_miss.used | self.may_exceed.used
-        idle = [problem for problem in preparation.problems if problem.kind is ProblemKind.IDLE_PATTERN]
-        if first_error is not None and len(idle) == len(preparation.problems):
-            raise first_error  # otherwise it may only follow from the other problems
-        problems = [item for item in preparation.problems if item not in idle or item.name not in used]
         if problems or any(plan.problems for plan in self.plans.values()):
->>>>>>> 8ef6e250 (Hold what a restore plans in one record, and count the calls of a restore)
             raise self._plan_error(problems)
         planner.problems.clear()
 
