@@ -408,7 +408,7 @@ def patterns_of_init_missing(_: Path) -> Scenario:
     return Scenario(call, {"init_missing": ["0.bias"]}, {"pattern": "0.bias"})
 
 
-@scenario("cli/store.py::_no_directory", "cli/store.py::_index")
+@scenario("cli/store.py::_index")
 def a_file_as_a_store(tmp_path: Path) -> Scenario:
     return Scenario(partial(command, "store", "ls", str(saved(tmp_path))))
 
@@ -584,7 +584,7 @@ LOADS: dict[str, tuple[tuple[str, ...], Callable[[], Scenario]]] = {
         lambda: loading({"module.wte.weight": torch.ones(3, 2), "module.head.weight": torch.zeros(3, 2)}, Tied),
     ),
     "buffer_conflict": ((), lambda: loading({"frequency": torch.zeros(2), "weight": torch.zeros(2)}, Rotary)),
-    "load_onto_meta": (("planning/options.py::_device",), lambda: loading(state(), device="meta")),
+    "load_onto_meta": (("planning/options.py::device_with_memory",), lambda: loading(state(), device="meta")),
     "load_onto_no_device": (("planning/options.py::device_of",), lambda: loading(state(), device="cuda:99")),
     "conversion_to_a_device": (
         ("conversion/convert.py::_check_is_no_device",),
@@ -716,7 +716,6 @@ _PROSE = "names an argument or a command in a sentence"
 NOT_FOLLOWED = {
     "background.py::BackgroundTask.start": "needs a limit of threads",
     "checkpoint/reduction.py::check_readable": _PLACEHOLDERS,
-    "cli/store.py::_no_store": _PROSE,
     "cli/store.py::restore": "needs a store whose steps are all damaged",
     "distributed/agreement.py::Agreement.check_equal": _RANKS,
     "formats/manifest.py::_allowed": "needs a package that is not imported",
