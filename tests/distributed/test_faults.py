@@ -351,7 +351,8 @@ def _raise_on_its_rank(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _load_something_else(folder: Path) -> dict[str, Result]:
+def _load_something_else(folder: Path) -> dict[str, tuple[str, Result]]:
+    """The error that each load should end with, and how it ends."""
     path = folder / "whole" / "model.safetensors"
     here = dist.get_rank() == FAULTY
     pair = dist.new_group([0, FAULTY])
@@ -362,34 +363,58 @@ def _load_something_else(folder: Path) -> dict[str, Result]:
         models.SHARD["fsdp"](other)
         return ms.load(other if here else net, path)
 
-    loads: dict[str, Callable[[Net], object]] = {
-        "file": lambda net: ms.load(net, folder / ("other" if here else "whole") / "model.safetensors"),
-        "another head": lambda net: ms.load(net, folder / ("fine-tuned" if here else "whole") / "model.safetensors"),
-        "no file": lambda net: ms.load(net, folder / ("none" if here else "whole") / "model.safetensors"),
-        "model": with_other_model,
-        "rules": lambda net: ms.load(net, path, rules=[ms.rules.Cast("*.bias", torch.float32)] if here else []),
-        "options": lambda net: ms.load(net, path, dtype=torch.bfloat16 if here else None),
-        "short": lambda net: ms.load(net, folder / "short.safetensors" if here else path),
-        "timeout": lambda net: ms.load(net, path, timeout_seconds="soon" if here else 20),  # type: ignore[arg-type]
-        "group": lambda net: ms.load(net, path, process_group=pair if here else None),
-        "no group": lambda net: ms.load(net, path, process_group=5 if here else None),  # type: ignore[arg-type]
-        "argument": lambda net: ms.load(net, path, max_memory_bytes=-1 if here else None),
-        "no model": lambda net: ms.load(5 if here else net, path, process_group=dist.group.WORLD),  # type: ignore[arg-type]
-        "order": lambda net: ms.load(*((path, net) if here else (net, path))),  # type: ignore[arg-type]
-        "keyword of torch": lambda net: ms.load(net, path, **({"strict": True} if here else {})),
-        "unknown keyword": lambda net: ms.load(net, path, **({"verfy": True} if here else {})),
-        "background": lambda net: ms.load(net, path, background=here),
-        "restore": lambda net: ms.restore({"model": net}, folder / ("none" if here else "run.safetensors")),
-        "objects": lambda net: ms.restore({"model": net, **({"a..b": 1} if here else {})}, folder / "run.safetensors"),
-        "restored names": lambda net: ms.restore({"model": net}, folder / "run.safetensors", allow_missing=here or ()),
-        "transform": lambda net: ms.load(net, path, transform=_raise_on_its_rank),
-        "unfit": lambda net: ms.load(net, {"embed.weight": torch.ones(3)}),
-        "surplus": lambda net: ms.load(net, {**state, "more": torch.ones(4)}),
-        "integers": lambda net: ms.load(net, {**state, "head.weight": torch.ones(20, 8, dtype=torch.int8)}),
+    loads: dict[str, tuple[str, Callable[[Net], object]]] = {
+        "file": (
+            "DistributedError",
+            lambda net: ms.load(net, folder / ("other" if here else "whole") / "model.safetensors"),
+        ),
+        "another head": (
+            "DistributedError",
+            lambda net: ms.load(net, folder / ("fine-tuned" if here else "whole") / "model.safetensors"),
+        ),
+        "no file": (
+            "SourceNotFoundError",
+            lambda net: ms.load(net, folder / ("none" if here else "whole") / "model.safetensors"),
+        ),
+        "model": ("PlanError", with_other_model),
+        "rules": (
+            "DistributedError",
+            lambda net: ms.load(net, path, rules=[ms.rules.Cast("*.bias", torch.float32)] if here else []),
+        ),
+        "options": ("DistributedError", lambda net: ms.load(net, path, dtype=torch.bfloat16 if here else None)),
+        "short": ("TruncatedFileError", lambda net: ms.load(net, folder / "short.safetensors" if here else path)),
+        "timeout": ("OptionError", lambda net: ms.load(net, path, timeout_seconds="soon" if here else 20)),  # type: ignore[arg-type]
+        "group": ("DistributedError", lambda net: ms.load(net, path, process_group=pair if here else None)),
+        "no group": ("DistributedError", lambda net: ms.load(net, path, process_group=5 if here else None)),  # type: ignore[arg-type]
+        "argument": ("OptionError", lambda net: ms.load(net, path, max_memory_bytes=-1 if here else None)),
+        "no model": ("OptionError", lambda net: ms.load(5 if here else net, path, process_group=dist.group.WORLD)),  # type: ignore[arg-type]
+        "order": ("OptionError", lambda net: ms.load(*((path, net) if here else (net, path)))),  # type: ignore[arg-type]
+        "keyword of torch": ("OptionError", lambda net: ms.load(net, path, **({"strict": True} if here else {}))),
+        "unknown keyword": ("OptionError", lambda net: ms.load(net, path, **({"verfy": True} if here else {}))),
+        "background": ("OptionError", lambda net: ms.load(net, path, background=here)),
+        "restore": (
+            "SourceNotFoundError",
+            lambda net: ms.restore({"model": net}, folder / ("none" if here else "run.safetensors")),
+        ),
+        "objects": (
+            "OptionError",
+            lambda net: ms.restore({"model": net, **({"a..b": 1} if here else {})}, folder / "run.safetensors"),
+        ),
+        "restored names": (
+            "OptionError",
+            lambda net: ms.restore({"model": net}, folder / "run.safetensors", allow_missing=here or ()),
+        ),
+        "transform": ("TransformError", lambda net: ms.load(net, path, transform=_raise_on_its_rank)),
+        "unfit": ("PlanError", lambda net: ms.load(net, {"embed.weight": torch.ones(3)})),
+        "surplus": ("PlanError", lambda net: ms.load(net, {**state, "more": torch.ones(4)})),
+        "integers": (
+            "PlanError",
+            lambda net: ms.load(net, {**state, "head.weight": torch.ones(20, 8, dtype=torch.int8)}),
+        ),
     }
     results = {}
-    for name, load in loads.items():
-        results[name] = _attempt(load, nullcontext)
+    for name, (error, load) in loads.items():
+        results[name] = error, _attempt(load, nullcontext)
         dist.barrier()
     return results
 
@@ -398,35 +423,10 @@ def _load_something_else(folder: Path) -> dict[str, Result]:
 def test_a_rank_that_loads_something_else(ranks: Ranks, tmp_path: Path) -> None:
     ranks.values(_write, tmp_path)
     by_rank = ranks.values(_load_something_else, tmp_path)
-    expected = {
-        "file": "DistributedError",
-        "another head": "DistributedError",
-        "no file": "SourceNotFoundError",
-        "model": "PlanError",
-        "rules": "DistributedError",
-        "options": "DistributedError",
-        "short": "TruncatedFileError",
-        "timeout": "OptionError",
-        "group": "DistributedError",
-        "no group": "DistributedError",
-        "argument": "OptionError",
-        "no model": "OptionError",
-        "order": "OptionError",
-        "keyword of torch": "OptionError",
-        "unknown keyword": "OptionError",
-        "background": "OptionError",
-        "restore": "SourceNotFoundError",
-        "objects": "OptionError",
-        "restored names": "OptionError",
-        "transform": "TransformError",
-        "unfit": "PlanError",
-        "surplus": "PlanError",
-        "integers": "PlanError",
-    }
     for results in by_rank:
-        assert {name: result.error for name, result in results.items()} == expected, results
-        assert not any(result.changed for result in results.values())
+        assert not {name: (error, result) for name, (error, result) in results.items() if result.error != error}
+        assert not any(result.changed for _, result in results.values())
     for name in ("file", "another head", "rules", "options"):
-        assert f"ranks {FAULTY}: " in by_rank[0][name].text, by_rank[0][name].text
+        assert f"ranks {FAULTY}: " in by_rank[0][name][1].text, by_rank[0][name][1].text
     for name in ("no file", "short", "timeout", "group", "objects"):
-        assert f"rank {FAULTY}: " in by_rank[0][name].text, by_rank[0][name].text
+        assert f"rank {FAULTY}: " in by_rank[0][name][1].text, by_rank[0][name][1].text

@@ -1,7 +1,6 @@
 """What `ms.save` writes for a sharded model is what it writes for the same model on one machine."""
 
 from contextlib import nullcontext
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,12 +10,11 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import modelstate as ms
 from modelstate.distributed import writing
-from modelstate.distributed.parts import Part, replicated
+from modelstate.distributed.shards import Part, replicated
 from tests.distributed import models
 from tests.distributed.ranks import Ranks
 
@@ -77,59 +75,6 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def in_every_layout() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns tensors of several ranks and dtypes in every combination of placements, and the same not sharded.
-
-    Called on all ranks.
-    """
-    torch.manual_seed(5)
-    meshes = [models.mesh(4), models.mesh(2, 2), models.mesh(2, 2)["inner"]]
-    choices = [Replicate(), Shard(0), Shard(1), Shard(2), Shard(-1)]
-    dtypes = [torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64, torch.float32]
-    state: dict[str, torch.Tensor] = {}
-    whole: dict[str, torch.Tensor] = {}
-    for shape in ((7,), (1, 9), (6, 5), (3, 4, 6), (0, 4)):
-        for mesh in meshes:
-            for placements in product(choices, repeat=mesh.ndim):
-                if all(placement.is_replicate() or placement.dim < len(shape) for placement in placements):
-                    name = str(len(state))
-                    whole[name] = torch.randint(0, 2, shape).to(dtypes[len(state) % len(dtypes)])
-                    state[name] = distribute_tensor(whole[name], mesh, placements, src_data_rank=None)
-    whole["transposed"] = torch.arange(24.0).view(6, 4)
-    column = whole["transposed"][:, dist.get_rank() :][:, :1]  # not contiguous
-    state["transposed"] = DTensor.from_local(column, models.mesh(4), [Shard(1)], run_check=False)
-    whole["scalar"] = torch.tensor(2.5)
-    state["scalar"] = distribute_tensor(whole["scalar"], models.mesh(4), [Replicate()], src_data_rank=None)
-    return state, whole
-
-
-def _save_in_every_layout(folder: Path) -> list[str]:
-    """Returns the tensors that differ in the file, where it is written in parts and rounds of several sizes."""
-    wrong = []
-    state, whole = in_every_layout()
-    for least_bytes, round_bytes in ((1, 16), (8, 1 << 20), (1 << 20, 16), (1 << 20, 1 << 20)):
-        with mock.patch.multiple(writing, PART_BYTES=least_bytes, ROUND_BYTES=round_bytes):
-            ms.save(state, folder / "all.safetensors")
-        with ms.open(folder / "all.safetensors") as checkpoint:
-            assert checkpoint.verify()
-            for name, tensor in whole.items():
-                read = checkpoint.tensor(name)
-                is_same = (read.shape, read.dtype) == (tensor.shape, tensor.dtype)
-                if not (is_same and torch.equal(_bits(read), _bits(tensor))):
-                    wrong.append(f"{name}: {state[name]}, {least_bytes}")
-        dist.barrier()
-    return wrong
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-@pytest.mark.slow
-def test_tensors_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.values(_save_in_every_layout, tmp_path) == [[]] * 4
-
-
 class Copies(TorchDispatchMode):
     """The sizes of the storages that operations return."""
 
@@ -148,7 +93,7 @@ def test_a_part_of_a_tensor_that_is_not_contiguous_is_copied_alone() -> None:
     tensor = torch.arange(1000.0).repeat(1000, 1).t()[:, :999]
     expected = tensor.reshape(-1)[5000:7000].clone()
     parts = replicated(tensor.numel(), 4, (0, 1))
-    piece = writing.Piece(tensor, 0, Part(5000, 7000, (0, 1), parts.regions[0]), 0, parts)
+    piece = writing.Piece(tensor, 0, Part(5000, 7000, (0, 1), parts.regions[0]), 0, parts, (0, 0))
     with Copies() as copies:
         elements = writing.elements_of(piece)
         assert not isinstance(elements, torch.Tensor)

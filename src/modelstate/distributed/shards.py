@@ -1,24 +1,34 @@
-"""`LocalShard`: the part of a tensor that one rank of a mesh holds.
+"""`LocalShard`: the part of a tensor that one rank of a mesh holds; and `Parts`, in which ranks write a tensor.
 
 Pure arithmetic, without a process group: what a rank of any mesh holds can be computed in any process.
+
+For a write, a region is a range of rows and columns of a tensor, seen as a matrix. Where it is a few long runs of the
+bytes of the tensor, the rank that holds it writes them where they belong. Short runs, as the columns of `Shard(1)` or a
+bias on many ranks, are exchanged first, a few megabytes at a time, so that one rank has whole rows. So a file is
+written in parts that are long and contiguous, each with digests of its own, and their number does not grow with the
+number of ranks. What is the same on several ranks is one region, and one of them writes it, or each of them a share.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from modelstate.errors import DistributedError
-from modelstate.rules.expression import Source, concatenated, region
+from modelstate.formats.manifest import BLOCK_BYTES
 from modelstate.spec import Box
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.sharding import DimensionSplit, is_split, local_tensor, split_indices
+
+if TYPE_CHECKING:
+    from modelstate.rules.expression import Source
 
 
 class LocalShard(msgspec.Struct, frozen=True):
@@ -67,6 +77,8 @@ class LocalShard(msgspec.Struct, frozen=True):
         return self._joined(source, ())
 
     def _joined(self, source: Source, slices: tuple[slice, ...]) -> Source:
+        from modelstate.rules.expression import concatenated, region  # a save needs no rules
+
         dim = len(slices)
         if dim == len(self.runs):
             return region(source, slices)
@@ -173,3 +185,158 @@ def shard_of(tensor: torch.Tensor) -> LocalShard | None:
             found=found,
         )
     return shard
+
+
+# The parts in which ranks write a tensor.
+
+Mesh = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shape of a mesh, and its ranks in the order of their coordinates."""
+
+
+class Region(msgspec.Struct, frozen=True):
+    """What some ranks hold of a tensor, which is seen as a matrix."""
+
+    ranks: tuple[int, ...]
+    rows: tuple[range, ...]
+    """In the order in which they lie in the local tensor; so are the columns."""
+    columns: tuple[range, ...]
+
+    @property
+    def width(self) -> int:
+        """The elements of a row of the local tensor."""
+        return sum(map(len, self.columns))
+
+    def runs(self, row_elements: int) -> Iterator[range]:
+        """Yields the ranges of elements of the whole tensor."""
+        if self.width == row_elements:
+            yield from (range(rows.start * row_elements, rows.stop * row_elements) for rows in self.rows)
+        else:
+            for row in (row for rows in self.rows for row in rows):
+                yield from (
+                    range(row * row_elements + own.start, row * row_elements + own.stop) for own in self.columns
+                )
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A range of elements of a tensor that one rank writes."""
+
+    start: int
+    end: int
+    ranks: tuple[int, ...]
+    """The ranks that hold it. Any of them may write it."""
+    region: Region | None
+    """The region that it is part of; None where it is exchanged: whole rows, or a range of columns of one row."""
+
+    def block(self, row_elements: int) -> tuple[range, range]:
+        """Returns its rows and columns, for a part that is exchanged."""
+        row, column = divmod(self.start, row_elements)
+        rows = range(row, -(-self.end // row_elements))
+        return rows, range(row_elements) if len(rows) > 1 else range(column, column + self.end - self.start)
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """The parts of a tensor, in the order of its bytes."""
+
+    row_elements: int
+    regions: tuple[Region, ...]
+    parts: tuple[Part, ...]
+    rows: tuple[tuple[range, int, Region], ...] = ()
+    """The rows of the regions by their starts, each with its first row in the local tensor."""
+    reach: tuple[int, ...] = ()
+    """The greatest end of these rows and those before them."""
+
+    def overlapping(self, first: int, end: int) -> Iterator[tuple[range, int, Region]]:
+        """Yields the rows that overlap with those from `first` to before `end`. Of many ranks, few hold such rows."""
+        for rows in self.rows[bisect_right(self.reach, first) : bisect_left(self.rows, end, key=_start)]:
+            if rows[0].stop > first:
+                yield rows
+
+
+@lru_cache(maxsize=4096)
+def parts_of(
+    shape: tuple[int, ...], placements: tuple[Any, ...], mesh: Mesh, itemsize: int, least: int, most_row: int
+) -> Parts:
+    """Returns the parts of a tensor over a mesh. The tensors of a model have few different layouts.
+
+    Runs of `least` bytes or more on average, and rows of more than `most_row` bytes, are not exchanged.
+    """
+    mesh_shape, ranks = mesh
+    holders: dict[Any, list[int]] = {}
+    for rank, coordinate in zip(ranks, product(*map(range, mesh_shape)), strict=True):
+        holders.setdefault(local_shard(shape, placements, mesh_shape, coordinate), []).append(rank)
+    split = [placement.dim % len(shape) for placement in placements if is_split(placement)]
+    # Rows are made of the dimensions before the last one that is split.
+    dim = max([*split, 1]) if shape else 0
+    row_elements, inner = math.prod(shape[dim:]), math.prod(shape[dim + 1 :])
+    regions = []
+    for shard, own in holders.items():
+        if shard.numel:
+            rows = [range(1)]
+            for size, runs in zip(shape[:dim], shard.runs[:dim], strict=True):
+                rows = _within(rows, size, runs)
+            columns = (
+                [range(run.start * inner, run.stop * inner) for run in shard.runs[dim]] if shard.runs[dim:] else []
+            )
+            regions.append(Region(tuple(own), tuple(rows), tuple(columns or [range(row_elements)])))
+    nbytes = math.prod(shape) * itemsize
+    if not nbytes:
+        return Parts(row_elements, (), ())
+    placed = [
+        (own, before, region)
+        for region in regions
+        for own, before in zip(region.rows, accumulate(map(len, region.rows), initial=0), strict=False)
+    ]
+    placed.sort(key=_start)
+    reach = tuple(accumulate((own.stop for own, _, _ in placed), max))
+    runs_of = [len(r.rows) if r.width == row_elements else sum(map(len, r.rows)) * len(r.columns) for r in regions]
+    if sum(runs_of) == 1 or nbytes // sum(runs_of) >= least or row_elements * itemsize > most_row:
+        parts = [
+            Part(start, min(start + step, run.stop), region.ranks, region)
+            for region in regions
+            for run in region.runs(row_elements)
+            for step in [_share(len(run), itemsize, len(region.ranks))]
+            for start in range(run.start, run.stop, step)
+        ]
+        parts.sort(key=lambda part: part.start)
+        return Parts(row_elements, tuple(regions), tuple(parts), tuple(placed), reach)
+    step = max(1, max(BLOCK_BYTES, least) // (row_elements * itemsize)) * row_elements
+    starts = range(0, math.prod(shape), step)
+    exchanged = (Part(start, min(start + step, math.prod(shape)), ranks, None) for start in starts)
+    return Parts(row_elements, tuple(regions), tuple(exchanged), tuple(placed), reach)
+
+
+def _start(rows: tuple[range, int, Region]) -> int:
+    return rows[0].start
+
+
+def common_range(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _within(rows: Sequence[range], size: int, runs: Sequence[range]) -> list[range]:
+    """Returns the indices of two dimensions as those of one, for indices of the first one and runs of the second."""
+    if sum(map(len, runs)) == size and len(runs) == 1:
+        return [range(own.start * size, own.stop * size) for own in rows]
+    found: list[range] = []
+    for row in (row for own in rows for row in own):
+        for run in runs:
+            start, stop = row * size + run.start, row * size + run.stop
+            if found and found[-1].stop == start:
+                found[-1] = range(found[-1].start, stop)
+            else:
+                found.append(range(start, stop))
+    return found
+
+
+def replicated(elements: int, itemsize: int, ranks: tuple[int, ...]) -> Parts:
+    """Returns the parts of a tensor that all ranks hold."""
+    region = Region(ranks, (range(elements),), (range(1),))
+    step = _share(elements, itemsize, len(ranks))
+    starts = range(0, elements, step) if elements else ()
+    return Parts(1, (region,), tuple(Part(start, min(start + step, elements), ranks, region) for start in starts))
+
+
+def _share(elements: int, itemsize: int, ranks: int) -> int:
+    """Returns the elements that each of several ranks writes of a run that all of them hold: whole blocks."""
+    unit = BLOCK_BYTES // itemsize
+    return elements if ranks == 1 else -(-elements // (ranks * unit)) * unit

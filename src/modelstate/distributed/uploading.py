@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from itertools import chain
 from math import ceil
 
 import torch
 import xxhash
 
 from modelstate.distributed.agreement import Agreement
-from modelstate.distributed.parts import Mesh, Part, replicated
+from modelstate.distributed.shards import Mesh, Part, replicated
 from modelstate.distributed.writing import (
     CREATING,
     FINISHING,
@@ -33,7 +32,7 @@ from modelstate.distributed.writing import (
 )
 from modelstate.errors import ModelStateError
 from modelstate.formats.block_writer import LazyTensor
-from modelstate.formats.manifest import BLOCK_BYTES, HEX
+from modelstate.formats.manifest import BLOCK_BYTES
 from modelstate.formats.safetensors import FileLayout, Written, finished_header
 from modelstate.formats.sharded import Kind, balanced
 from modelstate.io.atomic import write_errors
@@ -94,8 +93,8 @@ class CollectiveUploader(CollectiveWriter):
             uploads.discard()
             raise
         with agreement.phase(FINISHING, decides=True), write_errors(self._path):
-            with agreement.barrier():
-                hashes = self._collected(layouts, owned, uploads)
+            own = [(number, index, 0, text) for number, of in uploads.hashes.items() for index, text in enumerate(of)]
+            hashes = self._digests_of_all(layouts, own)
             return [finished_header(*of_object)[1] for of_object in zip(layouts, hashes, strict=False)]
 
     def _owned(self, sizes: Sequence[int]) -> dict[int, list[int]]:
@@ -181,24 +180,6 @@ class CollectiveUploader(CollectiveWriter):
                     start = at + block.start * tensor.itemsize
                     yield Piece(tensor, start, part, rank, parts, (number, index))
                 at += tensor.nbytes
-
-    def _collected(
-        self, layouts: Sequence[FileLayout], owned: Mapping[int, Sequence[int]], objects: _Objects
-    ) -> list[list[str]]:
-        """Returns on the first rank the digests of the tensors of each object; on the others nothing."""
-        sizes = [[HEX * ceil(tensor.nbytes / BLOCK_BYTES) for _, tensor in layout.tensors] for layout in layouts]
-        nbytes = {rank: sum(sum(sizes[number]) for number in numbers) for rank, numbers in owned.items()}
-        own = "".join(text for number in owned[self._agreement.rank] for text in objects.hashes[number])
-        text = self._on_first(own, nbytes)
-        if not self._agreement.is_first:
-            return []
-        at, of_objects = 0, dict[int, list[str]]()
-        for number in chain.from_iterable(owned.values()):
-            of_objects[number] = []
-            for length in sizes[number]:
-                of_objects[number].append(text[at : at + length])
-                at += length
-        return [of_objects[number] for number in range(len(layouts))]
 
 
 def _blocks(elements: int, row_elements: int, most: int) -> Iterator[range]:

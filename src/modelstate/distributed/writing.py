@@ -1,7 +1,7 @@
 """Writes a checkpoint with all ranks: each rank writes its regions of the tensors straight into the final files.
 
 Regions that are long runs of the bytes of a tensor are written by the ranks that hold them; rows of the others are
-exchanged first, a few megabytes at a time (`modelstate.distributed.parts`).
+exchanged first, a few megabytes at a time (`modelstate.distributed.shards`).
 
 All ranks plan the same parts, from the global shapes and placements. What is the same on several ranks (replicas, and
 tensors that are no DTensors) is written once; the ranks share that work. No tensor is gathered. The digests go to the
@@ -12,11 +12,12 @@ Invariant: between two collectives of a phase no rank raises, except where a ran
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import accumulate, starmap
+from itertools import starmap
 from typing import Any
 
 import msgspec
@@ -24,22 +25,20 @@ import torch
 
 from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.connections import number_of
-from modelstate.distributed.parts import Mesh, Part, Parts, common_range, parts_of, replicated
 from modelstate.distributed.reports import Digest
-from modelstate.distributed.shards import shard_of
+from modelstate.distributed.shards import Mesh, Part, Parts, common_range, parts_of, replicated, shard_of
 from modelstate.errors import DistributedError
 from modelstate.formats.block_writer import LazyTensor, Uncached, past_page_cache, write_blocks
-from modelstate.formats.manifest import BLOCK_BYTES, HEX
+from modelstate.formats.manifest import BLOCK_BYTES
 from modelstate.formats.safetensors import FileLayout, Written, write_header
 from modelstate.formats.writing import CheckpointWriter, Files, Outputs
 from modelstate.io import system
 from modelstate.io.atomic import Output, write_errors
-from modelstate.io.engine import memory_at
 from modelstate.io.files import Descriptor
 from modelstate.process import cached_attribute
 from modelstate.remote.location import is_remote
 from modelstate.text_format import count
-from modelstate.torch_compat.plain import byte_tensor, in_a_row, why_not_plain
+from modelstate.torch_compat.plain import in_a_row, why_not_plain
 from modelstate.torch_compat.private import storage_id
 from modelstate.torch_compat.sharding import local_tensor
 from modelstate.version import __version__
@@ -93,16 +92,16 @@ class Piece(msgspec.Struct, frozen=True):
     part: Part
     rank: int
     parts: Parts
-    place: tuple[int, int] = (-1, -1)
-    """The numbers of an object in a bucket, and of the tensor in it."""
+    place: tuple[int, int]
+    """The numbers of the file, and of the tensor in it."""
 
     @property
     def nbytes(self) -> int:
         return (self.part.end - self.part.start) * self.tensor.itemsize
 
-    @property
-    def digest_length(self) -> int:
-        return HEX * -(-self.nbytes // BLOCK_BYTES)
+
+Hashed = tuple[int, int, int, str]
+"""The number of a file, the number of a tensor in it, a place in the file, and the digest of the bytes there."""
 
 
 class CollectiveWriter(CheckpointWriter):
@@ -172,7 +171,7 @@ class CollectiveWriter(CheckpointWriter):
         with agreement.phase(WRITING), write_errors(self._path):
             hashes = self._write(layouts, paths, files)
         with agreement.phase(FINISHING, decides=True), write_errors(self._path):
-            return self._finish(layouts, paths, files, hashes)
+            return self._finish(layouts, paths, hashes)
 
     def commit(self, put: Callable[[], Files]) -> Files:
         """Returns on all ranks what `put` returns, which the first rank calls."""
@@ -282,10 +281,10 @@ class CollectiveWriter(CheckpointWriter):
         )
         most_bytes = min(BLOCK_BYTES, -(-sum(exchanged) // len(self._ranks)))
         turn = turn_bytes = 0
-        for planned in layouts:
+        for number, planned in enumerate(layouts):
             files.append([])
             start = planned.header_bytes
-            for _, tensor in planned.tensors:
+            for index, (_, tensor) in enumerate(planned.tensors):
                 if isinstance(tensor, ShardedTensor):
                     parts = tensor.parts_on(meshes[tensor.mesh])
                 else:
@@ -299,7 +298,7 @@ class CollectiveWriter(CheckpointWriter):
                         rank = part.ranks[turn % len(part.ranks)]
                     else:
                         rank = min(part.ranks, key=loads.__getitem__)
-                    piece = Piece(tensor, start + part.start * tensor.itemsize, part, rank, parts)
+                    piece = Piece(tensor, start + part.start * tensor.itemsize, part, rank, parts, (number, index))
                     loads[rank] += piece.nbytes
                     files[-1].append(piece)
                 start += tensor.nbytes
@@ -317,18 +316,18 @@ class CollectiveWriter(CheckpointWriter):
                 names.append(os.path.relpath(output.path, os.path.dirname(self._path)))
         return names
 
-    def _write(self, layouts: Sequence[FileLayout], paths: Sequence[str], files: list[list[Piece]]) -> list[str]:
+    def _write(self, layouts: Sequence[FileLayout], paths: Sequence[str], files: list[list[Piece]]) -> list[Hashed]:
         """Writes the pieces of this rank, and returns their digests.
 
         Takes part in all exchanges, also after an error.
         """
-        hashes: list[str] = []
+        hashes: list[Hashed] = []
         failed: BaseException | None = None
         with self._agreement.barrier():
             for planned, path, pieces in zip(layouts, paths, files, strict=True):
                 own = [piece for piece in pieces if piece.rank == self._agreement.rank]
                 file = _RankFile(path, planned.nbytes)
-                held = [(piece.at, elements_of(piece)) for piece in own if piece.part.region is not None]
+                held = [(piece, elements_of(piece)) for piece in own if piece.part.region is not None]
                 rounds = _rounds(pieces)
                 for number in range(len(rounds) + 1):
                     chunk = self._exchanged(rounds[number - 1]) if number else held
@@ -345,12 +344,12 @@ class CollectiveWriter(CheckpointWriter):
             raise failed
         return hashes
 
-    def _exchanged(self, pieces: Sequence[Piece]) -> list[tuple[int, torch.Tensor | LazyTensor]]:
+    def _exchanged(self, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor | LazyTensor]]:
         """Exchanges pieces, and returns the bytes of those that this rank writes, in their order."""
         sent: list[list[torch.Tensor]] = [[] for _ in self._ranks]
         blocks: list[list[tuple[torch.Tensor, range, list[range], int]]] = [[] for _ in self._ranks]
         position = {rank: index for index, rank in enumerate(self._ranks)}
-        result: list[tuple[int, torch.Tensor | LazyTensor]] = []
+        result: list[tuple[Piece, torch.Tensor | LazyTensor]] = []
         here = self._agreement.rank
         for number, piece in enumerate(pieces):
             tensor = piece.tensor
@@ -359,7 +358,7 @@ class CollectiveWriter(CheckpointWriter):
             target = torch.empty(0, device="cpu")
             if piece.rank == here:
                 target = torch.empty(len(rows), len(columns) * tensor.itemsize, dtype=torch.uint8, device="cpu")
-                result.append((piece.at, target.view(-1)))
+                result.append((piece, target.view(-1)))
             for own, before, region in piece.parts.overlapping(rows.start, rows.stop):
                 common = [both for own_columns in region.columns if (both := common_range(own_columns, columns))]
                 if not common:
@@ -390,52 +389,27 @@ class CollectiveWriter(CheckpointWriter):
         return result
 
     def _finish(
-        self, layouts: Sequence[FileLayout], paths: Sequence[str], files: list[list[Piece]], hashes: Sequence[str]
+        self, layouts: Sequence[FileLayout], paths: Sequence[str], hashes: Sequence[Hashed]
     ) -> Sequence[Written]:
         """Sends the digests to the first rank, which writes the headers."""
+        of_files = self._digests_of_all(layouts, hashes)
         written = []
-        with self._agreement.barrier():
-            of_files = self._gathered(layouts, files, hashes)
         for planned, path, of_tensors in zip(layouts, paths, of_files, strict=False):
             with _opened(path) as output:
                 written.append(write_header(output, planned, of_tensors))
                 output.sync()
         return written
 
-    def _gathered(
-        self, layouts: Sequence[FileLayout], files: list[list[Piece]], hashes: Sequence[str]
-    ) -> list[list[str]]:
+    def _digests_of_all(self, layouts: Sequence[FileLayout], hashes: Sequence[Hashed]) -> list[list[str]]:
         """Returns on the first rank the digests of the tensors of each file; on the others nothing."""
-        nbytes = dict.fromkeys(self._ranks, 0)
-        for piece in (piece for pieces in files for piece in pieces):
-            nbytes[piece.rank] += piece.digest_length
-        text = self._on_first("".join(hashes), nbytes)
+        with self._agreement.barrier():
+            texts = self._agreement.texts(FINISHING, json.dumps(hashes))
         if not self._agreement.is_first:
             return []
-        places = dict(zip(self._ranks, accumulate(nbytes.values(), initial=0), strict=False))
-        of_files = []
-        for planned, pieces in zip(layouts, files, strict=True):
-            digests: dict[int, str] = {}
-            for piece in sorted(pieces, key=lambda piece: piece.part.region is None):  # as `_write` has done
-                start = places[piece.rank]
-                places[piece.rank] = end = start + piece.digest_length
-                digests[piece.at] = text[start:end]
-            remaining, of_tensors = iter(pieces), []
-            for _, tensor in planned.tensors:
-                of_tensors.append("")
-                left = tensor.nbytes
-                while left:
-                    piece = next(remaining)
-                    of_tensors[-1] += digests[piece.at]
-                    left -= piece.nbytes
-            of_files.append(of_tensors)
+        of_files = [[""] * len(planned.tensors) for planned in layouts]
+        for file, tensor, _, hashed in sorted(item for text in texts for item in json.loads(text)):
+            of_files[file][tensor] += hashed
         return of_files
-
-    def _on_first(self, text: str, nbytes: Mapping[int, int]) -> str:
-        """Returns on the first rank the ASCII texts of all ranks, whose lengths it has; on the others nothing."""
-        counts = [nbytes[rank] if self._agreement.is_first else 0 for rank in self._ranks]
-        received = self._agreement.exchange([[byte_tensor(text.encode())], *([] for _ in self._ranks[1:])], counts)
-        return bytes(memory_at(received.data_ptr(), received.numel())).decode() if received.numel() else ""
 
 
 class _RankFile:
@@ -447,14 +421,15 @@ class _RankFile:
         self._output: Output | None = None
         self._file: Output | Uncached | None = None
 
-    def write(self, chunk: Sequence[tuple[int, torch.Tensor | LazyTensor]]) -> list[str]:
-        """Writes tensors, each at an offset. Returns their digests."""
+    def write(self, chunk: Sequence[tuple[Piece, torch.Tensor | LazyTensor]]) -> list[Hashed]:
+        """Writes the elements of pieces. Returns their digests."""
         if not chunk:
             return []
         if self._output is None:
             self._output = self._opened.enter_context(_opened(self._path))
             self._file = self._opened.enter_context(past_page_cache(self._output, self._nbytes))
-        return write_blocks(self._file, [at for at, _ in chunk], [tensor for _, tensor in chunk])
+        hashes = write_blocks(self._file, [piece.at for piece, _ in chunk], [elements for _, elements in chunk])
+        return [(*piece.place, piece.at, hashed) for (piece, _), hashed in zip(chunk, hashes, strict=True)]
 
     def close(self) -> None:
         """Flushes the file to the disk."""
