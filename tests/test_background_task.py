@@ -39,21 +39,6 @@ def test_a_result_and_an_error_come_back_each_time() -> None:
     assert not failed.has_unreported_error
 
 
-def test_an_error_that_cannot_be_copied_comes_back_itself() -> None:
-    class Odd(Exception):
-        def __init__(self, number: int, *, name: str) -> None:
-            super().__init__(f"{name} {number}")
-
-    def fail(_: object) -> None:
-        raise Odd(3, name="odd") from OSError("the cause")
-
-    task = started(fail)
-    for _ in range(2):
-        with pytest.raises(Odd, match="odd 3") as raised:
-            task.result(SOON)
-        assert isinstance(raised.value.__cause__, OSError)
-
-
 def test_a_task_that_was_not_started_has_no_result() -> None:
     task: BackgroundTask[int] = BackgroundTask(lambda _: 5, kind="load", where="a.pt", at_exit=AtExit.CANCEL)
     with pytest.raises(errors.BackgroundCancelledError):

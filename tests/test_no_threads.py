@@ -1,12 +1,9 @@
 """Processes for which the system starts few threads, or none: `ulimit -u`, or a limit of the container."""
 
-import errno
-import gc
 import itertools
 import subprocess
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +14,8 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.background import AtExit, BackgroundTask
-from modelstate.errors import BackgroundCancelledError, WriteFailedError
+from modelstate.errors import BackgroundCancelledError
 from modelstate.process import parallel_for
-from tests.faults import Request, faulty_writes
 
 
 @pytest.fixture
@@ -154,26 +150,6 @@ def test_models_and_checkpoints_are_saved_and_loaded(tmp_path: Path, limit_threa
     assert torch.equal(restored.weight, saved.weight)
     ms.convert_checkpoint(path, tmp_path / "model.pt", progress=True)
     ms.load(loaded, tmp_path / "model.pt")
-
-
-def test_a_failed_save_keeps_nothing_of_its_caller(tmp_path: Path, limit_threads: Callable[[int], None]) -> None:
-    limit_threads(0)
-    saved, store = model(5.0), ms.Store(tmp_path)
-    kept = weakref.ref(saved), weakref.ref(store)
-
-    def fail(request: Request) -> None:
-        if request.call == "pwritev":
-            raise OSError(errno.ENOSPC, "full")
-
-    store.check({"model": saved})
-    with faulty_writes(before=fail):
-        pending = store.save(1, {"model": saved}, background=True)
-    del saved, store
-    gc.collect()
-    assert [reference() for reference in kept] == [None, None]
-    with pytest.raises(WriteFailedError, match="full") as raised:
-        pending.result()
-    assert "saving.py" in "".join(raised.value.__notes__)
 
 
 def test_following_says_what_to_do(tmp_path: Path, limit_threads: Callable[[int], None]) -> None:

@@ -1,23 +1,25 @@
 """Background tasks: the thread behind `load(background=True)`, `Store.save(background=True)` and `follow`.
 
-A task is complete in this file: its start, its end, cancelling it, waiting for it with a time limit, a process that is
-forked while it runs, and the end of the program.
+A task is a `Future` of `concurrent.futures` with a thread of its own. This file adds what a pool lacks: cancelling a
+task that runs, a process that is forked meanwhile, and the end of the program.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextvars
-import copy
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from modelstate.arguments import seconds_of
@@ -74,14 +76,13 @@ class BackgroundTask(Generic[_Result]):
         self._kind, self.where, self._at_exit = kind, where, at_exit
         self._failure, self._discard = failure, discard
         self._work: Callable[[BackgroundTask[_Result]], _Result] | None = work
-        self._results: list[_Result] = []
+        self._future: Future[_Result] = Future()
+        self._future.cancel()  # until `start`
+        self._traceback: TracebackType | None = None
+        """That of the error, before `result` has raised it."""
         self._is_reported = False
         self._pid = os.getpid()
         self._running_thread: int | None = None
-        self._ended = threading.Event()
-        self._ended.set()  # until `start`
-        self._claim = threading.Lock()
-        """Acquired, and never released, by the thread, which then runs the function, or by an interrupted `start`."""
         self._wake = threading.Lock()
         """Released by `cancel`, to end a `sleep`: the garbage collector may call `cancel` within itself, which an
         `Event` does not allow."""
@@ -104,8 +105,7 @@ class BackgroundTask(Generic[_Result]):
         thread = self._thread
         assert thread is not None
         try:
-            # An interrupt within `clear` could leave its lock acquired, and `set` would wait for it below.
-            self._ended = threading.Event()
+            self._future = Future()
             _tasks.add(self)
             is_endless = self._at_exit is AtExit.CANCEL_LAST
             if is_endless or threading.main_thread().is_alive():  # else the end of the program waits for no new task
@@ -123,12 +123,11 @@ class BackgroundTask(Generic[_Result]):
             self._run()
             if self.error is not None and not isinstance(self.error, Exception):
                 self._is_reported = True
-                raise _copied(self.error)  # Ctrl-C, which has arrived in this thread
+                raise self.error  # Ctrl-C, which has arrived in this thread
         except BaseException:
-            if self._claim.acquire(blocking=False):
+            if self._future.cancel():
                 self._work = None
                 _tasks.discard(self)
-                self._ended.set()
             elif self._at_exit is not AtExit.FINISH:
                 self.cancel(wait=False)
             raise
@@ -136,7 +135,13 @@ class BackgroundTask(Generic[_Result]):
     @property
     def done(self) -> bool:
         """Whether the task has ended: with a result, with an error, or cancelled."""
-        return self._ended.is_set() or self._pid != os.getpid()
+        return self._pid != os.getpid() or self._future.done()
+
+    @property
+    def _has_result(self) -> bool:
+        return (
+            self.done and self._pid == os.getpid() and not self._future.cancelled() and self._future.exception() is None
+        )
 
     @property
     def is_current(self) -> bool:
@@ -157,7 +162,7 @@ class BackgroundTask(Generic[_Result]):
             most = threading.TIMEOUT_MAX
             timeout_seconds = seconds_of("timeout_seconds", timeout_seconds, most=most, accepts_none=True)
         if self._pid == os.getpid():
-            self._ended.wait(timeout_seconds)
+            wait_for_futures([self._future], timeout_seconds)
         return self.done
 
     def result(self, timeout_seconds: float | None = None) -> _Result:
@@ -182,13 +187,13 @@ class BackgroundTask(Generic[_Result]):
         if self.error is not None:
             self._is_reported = True
             _tasks.discard(self)
-            raise _copied(self.error)
-        if not self._results:
+            raise self.error.with_traceback(self._traceback)
+        if not self._has_result:
             is_own = self._pid == os.getpid()
             raise self.cancelled_error(
                 "it was cancelled" if is_own else "its thread is in the process that this one was forked from"
             )
-        return self._results[0]
+        return self._future.result()
 
     def cancelled_error(self, why: str) -> BackgroundCancelledError:
         """Returns the error for a task without a result."""
@@ -226,10 +231,10 @@ class BackgroundTask(Generic[_Result]):
         if not was_running:
             self._discard()
         elif wait and not self.is_current:
-            self._ended.wait()
+            self.wait()
             if self._thread is not None and self._thread.ident is not None:
                 self._thread.join()
-            return not self._results
+            return not self._has_result
         return was_running
 
     def check(self) -> None:
@@ -243,76 +248,43 @@ class BackgroundTask(Generic[_Result]):
             self._wake.acquire(timeout=seconds)
 
     def _run(self) -> None:
-        if not self._claim.acquire(blocking=False):
+        if not self._future.set_running_or_notify_cancel():
             return
         assert self._work is not None
         self._running_thread = threading.get_ident()
         try:
-            self._results.append(self._work(self))
+            result = self._work(self)
         except Stopped:
-            pass
+            self._end(partial(self._future.set_exception, Stopped()))  # without the frames of the function
         except BaseException as error:
-            self.error = error
-            _clear_frames(error, has_callers=self._thread is None)
-        finally:
-            self._work = None  # releases what the function refers to
-            if self.error is not None or self.is_cancelled:
-                self._discard()
-            if self.error is None or self._at_exit is not AtExit.FINISH:
-                _tasks.discard(self)
-            elif _is_ending:
-                self._report()
-            self._ended.set()
-            if self.is_cancelled:
-                self._discard()  # `cancel` may have come after the first test
-            self._running_thread = None
+            # The variables would keep alive what the function has worked with: its memory, and the lock of a store.
+            traceback.clear_frames(error.__traceback__)
+            self.error, self._traceback = error, error.__traceback__
+            self._end(partial(self._future.set_exception, error))
             del self  # the traceback of the error refers to this frame
+        else:
+            self._end(partial(self._future.set_result, result))
+
+    def _end(self, set_outcome: Callable[[], None]) -> None:
+        self._work = None  # releases what the function refers to
+        if self.error is not None or self.is_cancelled:
+            self._discard()
+        if self.error is None or self._at_exit is not AtExit.FINISH:
+            _tasks.discard(self)
+        elif _is_ending:
+            self._report()
+        set_outcome()
+        if self.is_cancelled:
+            self._discard()  # `cancel` may have come after the first test
+        self._running_thread = None
 
     def _report(self) -> None:
         """Prints that the task has failed, or has not ended, unless its error was raised."""
-        if not self._is_reported and not self._results and not self.is_cancelled:
+        if not self._is_reported and not self._has_result and not self.is_cancelled:
             self._is_reported = True
             reason = self.error or "the program ended before that"
             print(f"modelstate: {self._failure}: {reason}", file=sys.stderr, flush=True)
         _tasks.discard(self)
-
-
-def _copied(error: BaseException) -> BaseException:
-    """Returns a copy of an error with its traceback and its causes; the error itself where it cannot be copied.
-
-    The frames of the caller are added to the traceback of an error that is raised. They often have the task in a
-    variable, which has the error: a cycle, which keeps everything in these frames until a collection.
-    """
-    try:
-        copied = copy.copy(error)
-    except Exception:  # of the constructor of its class
-        return error
-    if type(copied) is not type(error):
-        return error
-    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
-    copied.__suppress_context__ = error.__suppress_context__
-    return copied.with_traceback(error.__traceback__)
-
-
-def _clear_frames(error: BaseException, has_callers: bool) -> None:
-    """Clears the local variables in the tracebacks of an error and of its causes; their lines stay.
-
-    A task keeps its error. The variables would keep alive what the function has worked with: the memory that it has
-    filled, and the lock of a store. With `has_callers` the function was called in a thread that goes on: each frame of
-    a traceback refers to its callers, whose variables cannot be cleared. So the lines become a note of the error.
-    """
-    waiting: list[BaseException | None] = [error]
-    cleared: set[int] = set()
-    while waiting:
-        cause = waiting.pop()
-        if cause is not None and id(cause) not in cleared:
-            cleared.add(id(cause))
-            if has_callers:
-                cause.add_note("".join(["raised at:\n", *traceback.format_tb(cause.__traceback__)]))
-                cause.__traceback__ = None
-            else:
-                traceback.clear_frames(cause.__traceback__)
-            waiting += (cause.__cause__, cause.__context__)
 
 
 _tasks: set[BackgroundTask[Any]] = set()
