@@ -417,7 +417,7 @@ def test_what_dead_saves_left_is_removed_when_it_is_old(
         save(store, 2)
         kept = set(names())
         # A save that ends without a word: nothing removes what it has written.
-        monkeypatch.setattr(buckets._NewObjects, "discard", lambda self: None)
+        monkeypatch.setattr(buckets.NewObjects, "discard", lambda self: None)
         proxy.fault = lambda request: Fault.UNAVAILABLE if "claim-" in request.target else None
         with pytest.raises(WriteFailedError):
             save(store, 3)
@@ -524,7 +524,7 @@ def test_a_lease_that_fails_does_not_show_the_step_of_a_killed_writer(
     """One writer ends before the claim of its step. The next one writes the claim of its lease, and then fails."""
     with ms.Store(url) as store:
         save(store, 1)
-        monkeypatch.setattr(buckets._NewObjects, "discard", lambda _: None)  # as after SIGKILL
+        monkeypatch.setattr(buckets.NewObjects, "discard", lambda _: None)  # as after SIGKILL
         with monkeypatch.context() as patch:
             patch.setattr(buckets.Bucket, "claim", mock.Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
@@ -243,7 +242,7 @@ def _upload(
         single = head(where) if old_index is not None or not overwrite or groups else None
         if not overwrite and (old_index is not None or single is not None):
             raise TargetExistsError("the target exists already", where=where.url)
-        unique = shard_names(path, [secrets.token_hex(16)] * len(groups))
+        unique = shard_names(path, [os.urandom(16).hex()] * len(groups))
         shards[:] = [locate(f"{directory}/{name}") for name in unique]
         return [shard.url for shard in shards]
 

@@ -18,7 +18,6 @@ import errno
 import fcntl
 import os
 import re
-import secrets
 import stat
 import threading
 import time
@@ -148,7 +147,7 @@ def unfinished_file(path: str, mode: int | None, lock_timeout_seconds: float) ->
         with locked_directory(os.path.dirname(path), lock_timeout_seconds):
             _remove_leftovers(path)
             directory, name = os.path.split(path)
-            unfinished = os.path.join(directory, f".{_beginning(name)}.{secrets.token_hex(6)}{SUFFIX}")
+            unfinished = os.path.join(directory, f".{_beginning(name)}.{os.urandom(6).hex()}{SUFFIX}")
             output = opened.enter_context(new_file(unfinished, mode))
             opened.callback(descriptors_to_close.discard, output.descriptor)
             descriptors_to_close.add(output.descriptor)

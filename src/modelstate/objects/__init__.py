@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.objects.restore import Restored
+    from modelstate.objects.objects import Restored
 else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "modelstate.objects.restore": ("Restored",),
+            "modelstate.objects.objects": ("Restored",),
         },
     )
 

@@ -1,4 +1,4 @@
-"""Captures the state of several named objects, and registers how to undo a restore of it.
+"""Captures the state of several named objects, and describes the result of a restore of it.
 
 An object is a module, an optimizer, a `torch.Generator`, anything with `state_dict` and `load_state_dict`, or a plain
 value. Its path is the keys that lead to it, joined with dots.
@@ -6,25 +6,22 @@ value. Its path is the keys that lead to it, joined with dots.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from modelstate.checkpoint.checkpoint import Checkpoint, join
+from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import KeyNotFoundError, ModelStateError, ObjectStateError, OptionError, code_errors
-from modelstate.formats.tree import deep_copy, is_container, items_of, same_value, subtree
-from modelstate.objects.optimizer_state import optimizer_state
-from modelstate.objects.optimizer_values import parameter_names
+from modelstate.formats.tree import deep_copy
+from modelstate.html.page import Page, Shown
 from modelstate.objects.parts import Kind, Part
-from modelstate.objects.stateful import load_state, own_generator, state_of
-from modelstate.objects.whole_optimizer import is_saved_whole, whole_state
-from modelstate.planning.recorder import ModuleContainer
+from modelstate.objects.stateful import rewind, state_of
+from modelstate.planning.options import LoadOptions
 from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.modules import (
     broadcast_buffers,
@@ -35,8 +32,12 @@ from modelstate.torch_compat.modules import (
 )
 from modelstate.torch_compat.modules import modules_of as modules_within
 from modelstate.torch_compat.sharding import reshard
-from modelstate.torch_compat.values import set_version_metadata
-from modelstate.transaction.transaction import Transaction
+
+if TYPE_CHECKING:
+    from modelstate.planning.plan import LoadReport
+    from modelstate.planning.recorder import ModuleContainer
+    from modelstate.rules.rule import Rule
+    from modelstate.rules.schema import Schema
 
 _MAX_DEPTH = 100
 _MAX_NAME_BYTES = 200
@@ -106,10 +107,10 @@ def _state_of(path: str, target: Target, modules: nn.Module | None) -> object:
                 check_loadable(path, target.obj, state)
                 return state
             case Kind.OPTIMIZER:
+                from modelstate.objects.optimizer_state import captured_optimizer  # imports all of loading
+
                 assert modules is not None
-                if is_saved_whole(target.obj):
-                    return whole_state(target.obj, parameter_names(modules, target.obj))
-                return optimizer_state(modules, target.obj)
+                return captured_optimizer(modules, target.obj)
             case Kind.GENERATOR:
                 return target.obj.get_state()
             case _:
@@ -171,6 +172,8 @@ def restore_order(targets: Mapping[str, Target]) -> list[tuple[str, Target]]:
 
 def modules_of(targets: Mapping[str, Target]) -> ModuleContainer:
     """Returns all modules among the targets as submodules of one container."""
+    from modelstate.planning.recorder import ModuleContainer  # a save without optimizers needs no recorder
+
     return ModuleContainer({path: target.obj for path, target in targets.items() if target.kind is Kind.MODULE})
 
 
@@ -281,72 +284,100 @@ def holds_objects(value: object, depth: int = 0) -> bool:
     return any(_kind(item) is not None or holds_objects(item, depth + 1) for item in value.values())
 
 
-def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
-    """Returns the checkpoints of modules as the checkpoint of their `ModuleContainer`.
+RulesOf: TypeAlias = "Rule | Iterable[Rule] | Schema | Mapping[str, Rule | Iterable[Rule] | Schema]"
 
-    Raises `ReadFailedError` where a file changed between the opening of two of the checkpoints.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Restored(Mapping[str, Any], Shown):
+    """The result of a restore: a mapping from the paths of the plain values that were asked for to their values.
+
+    Examples:
+        >>> restored = ms.restore({"model": model, "epoch": 0}, "run.safetensors")
+        >>> restored["epoch"]
+        3
     """
-    tree: OrderedDict[str, object] = OrderedDict()
-    versions: dict[str, object] = {}
-    for path, checkpoint in checkpoints.items():
-        flat = checkpoint.flat
-        whole: object = None
-        with suppress(KeyNotFoundError):  # the key ends within a name
-            whole = subtree(checkpoint.contents.tree, checkpoint.key, checkpoint.source)
-        items = items_of(whole) if is_container(whole) else (*flat.tensors.items(), *flat.values.items())
-        for name, node in items:
-            tree[f"{path}.{name}"] = node
-        for name, version in (checkpoint.versions or {}).items():
-            versions[f"{path}.{name}" if name else path] = version
-    set_version_metadata(tree, versions)
-    opened = list(checkpoints.values())
-    formats = {checkpoint.format for checkpoint in opened}
-    sources = {checkpoint.source: None for checkpoint in opened}
-    source = listed(sources, 3) if len(sources) > 1 else next(iter(sources), "mapping")
-    return join(opened, tree, source, format=formats.pop() if len(formats) == 1 else "mapping")
+
+    plain: Mapping[str, Any] = field(repr=False)
+    """The plain values by path, as this object maps them itself."""
+    report: LoadReport = field(repr=False)
+    """What happened to the tensors of all modules; their names begin with the paths of the modules."""
+    missing: tuple[str, ...] = ()
+    """Paths of objects that were not saved, as `allow_missing` allows. These objects are unchanged."""
+    unexpected: tuple[str, ...] = ()
+    """Paths that were saved and are not among the objects, as `allow_unexpected` allows."""
+    _drawn_from: tuple[tuple[str, Target, object], ...] = field(default=(), repr=False)
+    """Path, target and saved state of each random generator, and of each loader that has a generator of its own."""
+
+    def rewind_generators(self) -> None:
+        """Sets the random generators among the objects to their saved states once more.
+
+        Call it before the first step where random numbers are drawn between the restore and that step, as when a
+        validation pass is made or another model is initialised. `modelstate.resumable` does it by itself. Generators
+        are `torch.Generator`s, `RNG`s, objects whose class has `restored_last = True`, and the generators of loaders.
+
+        Raises:
+            ObjectStateError: An `RNG` or another generator does not take its state.
+
+        Examples:
+            >>> restored = store.restore({"model": model, "rng": ms.RNG()})
+            >>> validate(model)
+            >>> restored.rewind_generators()
+        """
+        for path, target, tree in self._drawn_from:
+            with object_code(path, "the generator does not take the state"):
+                if target.kind is Kind.GENERATOR:
+                    target.obj.set_state(tree)
+                elif target.is_restored_last:
+                    target.obj.load_state_dict(deep_copy(tree))
+                else:
+                    rewind(target.obj, tree)
+
+    def _page(self) -> Page:
+        return self.report._page()
+
+    def __bool__(self) -> bool:
+        """Always true, also where no plain values were asked for."""
+        return True
+
+    def __getitem__(self, path: str) -> Any:
+        try:
+            return self.plain[path]
+        except KeyError:
+            raise KeyNotFoundError(
+                "no plain value of this name was restored",
+                expected=", ".join(map(repr, self.plain)) or "no names: none was asked for",
+                found=short_repr(path),
+                remedy="restore changes models and other objects in place: use the objects that were passed to it",
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.plain)
+
+    def __len__(self) -> int:
+        return len(self.plain)
 
 
-Undo = Callable[[], None]
+class ModuleArguments(TypedDict, total=False):
+    """The keyword arguments of `restore` that are options of the load of the modules."""
+
+    allow_missing: Iterable[str]
+    allow_unexpected: Iterable[str]
+    device: torch.device | str | None
+    map: bool | None
+    in_place: Literal[False] | None
+    init_missing: bool
+    progress: bool | None
+    max_memory_bytes: int | None
 
 
-def register_undo(targets: list[tuple[str, Target]], transaction: Transaction) -> None:
-    """Registers with the transaction how to undo a restore of the targets, which come in the order of the restore.
+class RestoreArguments(ModuleArguments, total=False):
+    """The keyword arguments of `restore` and of `Store.restore`, but for `verify` and `cache`."""
 
-    The plan of an optimizer registers its own undo. Code of other objects may change optimizers, too.
-
-    Raises `ObjectStateError` for an object whose state cannot be copied.
-    """
-    transaction.others += [target.obj for _, target in targets if target.kind is Kind.OPTIMIZER]
-    transaction.register_undo(partial(torch.set_rng_state, torch.get_rng_state()))
-    with torch.random.fork_rng(devices=[]):  # an object may draw a seed when it is asked for its state
-        # Reversed: generators are captured before another object draws from them, and undone after it.
-        for path, target in reversed(targets):
-            if target.kind is Kind.STATEFUL:
-                transaction.register_undo(_undo_of_stateful(path, target.obj))
-            elif target.kind is Kind.GENERATOR:
-                transaction.register_undo(partial(target.obj.set_state, target.obj.get_state()))
+    rules: RulesOf
+    keep_options: Iterable[str]
 
 
-def _undo_of_stateful(path: str, obj: object) -> Undo:
-    generator = own_generator(obj)
-    random = None if generator is None else generator.get_state()
-    with object_code(
-        path, "its state cannot be copied, so that a restore could not be undone; nothing has been changed"
-    ):
-        before = deep_copy(state_of(obj))
-    attributes = getattr(obj, "__dict__", None)
-    bindings = dict(attributes) if isinstance(attributes, dict) else None
+class RestoreOptions(LoadOptions, frozen=True, kw_only=True):
+    """The options of a restore: those of a load, and those of optimizers."""
 
-    def undo() -> None:
-        if isinstance(attributes, dict) and bindings is not None:
-            attributes.clear()
-            attributes.update(bindings)
-        if generator is not None and random is not None:
-            generator.set_state(random)
-        with suppress(Exception):
-            if same_value(state_of(obj), before):
-                return  # unchanged, or restored with its attributes
-        with object_code(path, "its load_state_dict does not take what its own state_dict gave before"):
-            load_state(obj, before)
-
-    return undo
+    keep_options: tuple[str, ...] = ()

@@ -32,15 +32,11 @@ from modelstate.objects.optimizer_values import (
     Path,
     Recorded,
     Values,
-    class_name,
     expected_state,
     group_options,
-    imported_class,
     in_memory_orders,
     into_recorded_memory,
     is_number,
-    is_related,
-    is_same_class,
     is_torchs,
     memory_order,
     parameter_names,
@@ -53,7 +49,15 @@ from modelstate.objects.optimizer_values import (
     value_problems,
     why_not_restored,
 )
-from modelstate.objects.whole_optimizer import DTYPES, ORDERS, hidden_attributes, is_saved_whole, is_whole
+from modelstate.objects.parts import class_name, imported_class, is_related, is_same_class
+from modelstate.objects.whole_optimizer import (
+    DTYPES,
+    ORDERS,
+    hidden_attributes,
+    is_saved_whole,
+    is_whole,
+    whole_state,
+)
 from modelstate.planning.matching import Patterns, without_wrappers, wrapper_rule
 from modelstate.planning.options import check_model
 from modelstate.problems import OPTIMIZER_RULES, glob_patterns
@@ -126,6 +130,13 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     dtypes = {name: str(param.dtype) for param, name in names.items()}
     saved = {"state": state, _GROUPS: groups, CLASS: class_name(_computing_class(optimizer)), DTYPES: dtypes}
     return {**saved, **({_OTHER: other} if other else {}), **({ORDERS: orders} if orders else {})}
+
+
+def captured_optimizer(modules: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns the state of an optimizer of some modules, by names, or whole where its class has a layout of its own."""
+    if is_saved_whole(optimizer):
+        return whole_state(optimizer, parameter_names(modules, optimizer))
+    return optimizer_state(modules, optimizer)
 
 
 @checked_call("ms.load_optimizer_state", within=before_call("modelstate.load_optimizer_state"))

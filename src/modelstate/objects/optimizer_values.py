@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
@@ -31,31 +30,6 @@ Path = tuple[object, ...]
 """The keys and positions that lead to a value in it."""
 Recorded = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
 """Values of an optimizer, a name among them, the new tensor of this name, and the one that was there."""
-
-
-def class_name(cls: type) -> str:
-    """Returns the qualified name of a class; of torch's own the public one, which every version of torch has."""
-    if getattr(torch.optim, cls.__qualname__, None) is cls:
-        return f"torch.optim.{cls.__qualname__}"
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def is_same_class(saved: object, live: type) -> bool:
-    """Whether a saved `class_name` is that of a class, which may have moved to another module since."""
-    return isinstance(saved, str) and saved.rpartition(".")[2] == live.__name__
-
-
-def imported_class(saved: object) -> type | None:
-    """Returns the class of a saved `class_name`, where its module has been imported."""
-    module, _, attribute = saved.rpartition(".") if isinstance(saved, str) else ("", "", "")
-    imported = getattr(sys.modules.get(module), attribute, None) if attribute else None
-    return imported if isinstance(imported, type) else None
-
-
-def is_related(saved: object, live: type) -> bool:
-    """Whether one of two classes, a saved `class_name` and a live one, is derived from the other."""
-    imported = imported_class(saved)
-    return saved in [class_name(base) for base in live.__mro__] or (imported is not None and issubclass(imported, live))
 
 
 def group_options(group: Group) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from typing import Any, Final
 
@@ -32,3 +33,30 @@ class Part(msgspec.Struct, frozen=True):
     generator a tensor of bytes; of a plain value the value. Where it differs between ranks, a list of the states."""
     ranks: int = 0
     """The number of ranks whose states the tree lists; 0 where there is one state for all of them."""
+
+
+def class_name(cls: type) -> str:
+    """Returns the qualified name of a class; of torch's own the public one, which every version of torch has."""
+    import torch  # a record is read without
+
+    if getattr(torch.optim, cls.__qualname__, None) is cls:
+        return f"torch.optim.{cls.__qualname__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def is_same_class(saved: object, live: type) -> bool:
+    """Whether a saved `class_name` is that of a class, which may have moved to another module since."""
+    return isinstance(saved, str) and saved.rpartition(".")[2] == live.__name__
+
+
+def imported_class(saved: object) -> type | None:
+    """Returns the class of a saved `class_name`, where its module has been imported."""
+    module, _, attribute = saved.rpartition(".") if isinstance(saved, str) else ("", "", "")
+    imported = getattr(sys.modules.get(module), attribute, None) if attribute else None
+    return imported if isinstance(imported, type) else None
+
+
+def is_related(saved: object, live: type) -> bool:
+    """Whether one of two classes, a saved `class_name` and a live one, is derived from the other."""
+    imported = imported_class(saved)
+    return saved in [class_name(base) for base in live.__mro__] or (imported is not None and issubclass(imported, live))

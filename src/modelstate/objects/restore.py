@@ -8,20 +8,20 @@ transaction undoes all of it on any error.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from keyword import iskeyword
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import msgspec
 import torch
 from msgspec.structs import replace
 
 from modelstate.arguments import checked_call
-from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.open import patterns_of
 from modelstate.distributed.agreement import Agreement, agreement_of
@@ -33,15 +33,17 @@ from modelstate.errors import (
     PlanError,
     Remedy,
 )
-from modelstate.formats.tree import deep_copy
-from modelstate.html.page import Page, Shown
+from modelstate.formats.tree import deep_copy, is_container, items_of, same_value, subtree
 from modelstate.loading.collective import PLANNING
 from modelstate.loading.load import load_then
 from modelstate.objects.objects import (
+    ModuleArguments,
+    RestoreArguments,
+    Restored,
+    RestoreOptions,
+    RulesOf,
     Target,
-    combined_checkpoint,
     object_code,
-    register_undo,
     restore_order,
     targets_of,
     tensors_within,
@@ -55,120 +57,23 @@ from modelstate.objects.optimizer_state import (
 from modelstate.objects.optimizer_values import Recorded, into_recorded_memory, parameter_names
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.per_rank import of_this_rank
-from modelstate.objects.stateful import check_class, go_on_from_kept_rates, load_state, own_generator, rewind
+from modelstate.objects.stateful import check_class, go_on_from_kept_rates, load_state, own_generator, state_of
 from modelstate.objects.whole_optimizer import DTYPES, WholePlan, is_whole, plan_whole
 from modelstate.planning.matching import Patterns
-from modelstate.planning.options import LoadOptions, checked_options
-from modelstate.planning.plan import LoadReport
+from modelstate.planning.options import checked_options
 from modelstate.planning.planner import Planner
 from modelstate.planning.recorder import ModuleContainer
 from modelstate.problems import RULES_FROM_SUGGEST, Problem, ProblemKind, glob_patterns, plan_error
 from modelstate.rules.rule import Rule, Scoped
 from modelstate.rules.schema import Schema, check_rules
 from modelstate.text_format import listed, short_repr
+from modelstate.torch_compat.values import set_version_metadata
 from modelstate.transaction.transaction import Transaction, exclusive
 
 if TYPE_CHECKING:
     from modelstate.remote.cache import Cache
 
 Source = str | os.PathLike[str] | Mapping[str, object] | Checkpoint
-RulesOf = Rule | Iterable[Rule] | Schema | Mapping[str, Rule | Iterable[Rule] | Schema]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Restored(Mapping[str, Any], Shown):
-    """The result of a restore: a mapping from the paths of the plain values that were asked for to their values.
-
-    Examples:
-        >>> restored = ms.restore({"model": model, "epoch": 0}, "run.safetensors")
-        >>> restored["epoch"]
-        3
-    """
-
-    plain: Mapping[str, Any] = field(repr=False)
-    """The plain values by path, as this object maps them itself."""
-    report: LoadReport = field(repr=False)
-    """What happened to the tensors of all modules; their names begin with the paths of the modules."""
-    missing: tuple[str, ...] = ()
-    """Paths of objects that were not saved, as `allow_missing` allows. These objects are unchanged."""
-    unexpected: tuple[str, ...] = ()
-    """Paths that were saved and are not among the objects, as `allow_unexpected` allows."""
-    _drawn_from: tuple[tuple[str, Target, object], ...] = field(default=(), repr=False)
-    """Path, target and saved state of each random generator, and of each loader that has a generator of its own."""
-
-    def rewind_generators(self) -> None:
-        """Sets the random generators among the objects to their saved states once more.
-
-        Call it before the first step where random numbers are drawn between the restore and that step, as when a
-        validation pass is made or another model is initialised. `modelstate.resumable` does it by itself. Generators
-        are `torch.Generator`s, `RNG`s, objects whose class has `restored_last = True`, and the generators of loaders.
-
-        Raises:
-            ObjectStateError: An `RNG` or another generator does not take its state.
-
-        Examples:
-            >>> restored = store.restore({"model": model, "rng": ms.RNG()})
-            >>> validate(model)
-            >>> restored.rewind_generators()
-        """
-        for path, target, tree in self._drawn_from:
-            with object_code(path, "the generator does not take the state"):
-                if target.kind is Kind.GENERATOR:
-                    target.obj.set_state(tree)
-                elif target.is_restored_last:
-                    target.obj.load_state_dict(deep_copy(tree))
-                else:
-                    rewind(target.obj, tree)
-
-    def _page(self) -> Page:
-        return self.report._page()
-
-    def __bool__(self) -> bool:
-        """Always true, also where no plain values were asked for."""
-        return True
-
-    def __getitem__(self, path: str) -> Any:
-        try:
-            return self.plain[path]
-        except KeyError:
-            raise KeyNotFoundError(
-                "no plain value of this name was restored",
-                expected=", ".join(map(repr, self.plain)) or "no names: none was asked for",
-                found=short_repr(path),
-                remedy="restore changes models and other objects in place: use the objects that were passed to it",
-            ) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.plain)
-
-    def __len__(self) -> int:
-        return len(self.plain)
-
-
-class ModuleArguments(TypedDict, total=False):
-    """The keyword arguments of `restore` that are options of the load of the modules."""
-
-    allow_missing: Iterable[str]
-    allow_unexpected: Iterable[str]
-    device: torch.device | str | None
-    map: bool | None
-    in_place: Literal[False] | None
-    init_missing: bool
-    progress: bool | None
-    max_memory_bytes: int | None
-
-
-class RestoreArguments(ModuleArguments, total=False):
-    """The keyword arguments of `restore` and of `Store.restore`, but for `verify` and `cache`."""
-
-    rules: RulesOf
-    keep_options: Iterable[str]
-
-
-class RestoreOptions(LoadOptions, frozen=True, kw_only=True):
-    """The options of a restore: those of a load, and those of optimizers."""
-
-    keep_options: tuple[str, ...] = ()
 
 
 @checked_call("ms.restore", options=RestoreArguments, defaults=RestoreOptions())
@@ -619,3 +524,74 @@ def _suggest_code(path: str, checkpoint: Checkpoint, source_name: str) -> str:
     if checkpoint.format == "mapping":
         return f"ms.suggest({variable}, saved[{path!r}].tree)"
     return f"ms.suggest({variable}, {checkpoint.source!r}{f', key={checkpoint.key!r}' if checkpoint.key else ''})"
+
+
+def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
+    """Returns the checkpoints of modules as the checkpoint of their `ModuleContainer`.
+
+    Raises `ReadFailedError` where a file changed between the opening of two of the checkpoints.
+    """
+    tree: OrderedDict[str, object] = OrderedDict()
+    versions: dict[str, object] = {}
+    for path, checkpoint in checkpoints.items():
+        flat = checkpoint.flat
+        whole: object = None
+        with suppress(KeyNotFoundError):  # the key ends within a name
+            whole = subtree(checkpoint.contents.tree, checkpoint.key, checkpoint.source)
+        items = items_of(whole) if is_container(whole) else (*flat.tensors.items(), *flat.values.items())
+        for name, node in items:
+            tree[f"{path}.{name}"] = node
+        for name, version in (checkpoint.versions or {}).items():
+            versions[f"{path}.{name}" if name else path] = version
+    set_version_metadata(tree, versions)
+    opened = list(checkpoints.values())
+    formats = {checkpoint.format for checkpoint in opened}
+    sources = {checkpoint.source: None for checkpoint in opened}
+    source = listed(sources, 3) if len(sources) > 1 else next(iter(sources), "mapping")
+    return join(opened, tree, source, format=formats.pop() if len(formats) == 1 else "mapping")
+
+
+Undo = Callable[[], None]
+
+
+def register_undo(targets: list[tuple[str, Target]], transaction: Transaction) -> None:
+    """Registers with the transaction how to undo a restore of the targets, which come in the order of the restore.
+
+    The plan of an optimizer registers its own undo. Code of other objects may change optimizers, too.
+
+    Raises `ObjectStateError` for an object whose state cannot be copied.
+    """
+    transaction.others += [target.obj for _, target in targets if target.kind is Kind.OPTIMIZER]
+    transaction.register_undo(partial(torch.set_rng_state, torch.get_rng_state()))
+    with torch.random.fork_rng(devices=[]):  # an object may draw a seed when it is asked for its state
+        # Reversed: generators are captured before another object draws from them, and undone after it.
+        for path, target in reversed(targets):
+            if target.kind is Kind.STATEFUL:
+                transaction.register_undo(_undo_of_stateful(path, target.obj))
+            elif target.kind is Kind.GENERATOR:
+                transaction.register_undo(partial(target.obj.set_state, target.obj.get_state()))
+
+
+def _undo_of_stateful(path: str, obj: object) -> Undo:
+    generator = own_generator(obj)
+    random = None if generator is None else generator.get_state()
+    with object_code(
+        path, "its state cannot be copied, so that a restore could not be undone; nothing has been changed"
+    ):
+        before = deep_copy(state_of(obj))
+    attributes = getattr(obj, "__dict__", None)
+    bindings = dict(attributes) if isinstance(attributes, dict) else None
+
+    def undo() -> None:
+        if isinstance(attributes, dict) and bindings is not None:
+            attributes.clear()
+            attributes.update(bindings)
+        if generator is not None and random is not None:
+            generator.set_state(random)
+        with suppress(Exception):
+            if same_value(state_of(obj), before):
+                return  # unchanged, or restored with its attributes
+        with object_code(path, "its load_state_dict does not take what its own state_dict gave before"):
+            load_state(obj, before)
+
+    return undo

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from modelstate.errors import ObjectStateError, OptionError, ResumeWarning
-from modelstate.objects.optimizer_values import class_name, is_related, is_same_class
+from modelstate.objects.parts import class_name, is_related, is_same_class
 from modelstate.objects.rng import RNG
 
 GENERATOR_KEY = "modelstate.generator"

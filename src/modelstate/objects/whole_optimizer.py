@@ -19,12 +19,11 @@ from modelstate.formats.tree import deep_copy, leaf_paths, same_value
 from modelstate.objects.optimizer_values import (
     CLASS,
     Recorded,
-    class_name,
     group_options,
     in_memory_orders,
-    is_same_class,
     memory_orders,
 )
+from modelstate.objects.parts import class_name, is_same_class
 from modelstate.rules.optimizer import changed_values
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renaming

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 import msgspec
 import torch
@@ -12,9 +12,6 @@ from torch import nn
 from modelstate.arguments import TIMEOUT_SECONDS
 from modelstate.checkpoint.open import check_budget_option, patterns_of
 from modelstate.errors import OptionError, PlacementError
-from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
-from modelstate.rules.rule import Rule
-from modelstate.rules.schema import Schema, check_rules
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.modules import unwrapped
@@ -24,9 +21,12 @@ from modelstate.torch_compat.private import is_faking, is_transforming
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
 
+    from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
     from modelstate.remote.cache import Cache
+    from modelstate.rules.rule import Rule
+    from modelstate.rules.schema import Schema
 
-AnyTransform = Transform | ModuleTransform
+AnyTransform: TypeAlias = "Transform | ModuleTransform"
 _CPU = torch.device("cpu")
 
 
@@ -212,6 +212,12 @@ def _key(key: object) -> object:
     return key
 
 
+def _rules(rules: object) -> tuple[Rule, ...] | Schema:
+    from modelstate.rules.schema import Schema, check_rules  # the options of a restore are made without rules
+
+    return rules if isinstance(rules, Schema) else check_rules(rules)
+
+
 def device_with_memory(device: object) -> torch.device | None:
     """Returns the device that tensors are loaded to. Raises `OptionError` as `device_of`, and for meta."""
     target = device_of(device)
@@ -226,6 +232,8 @@ def _max_memory_bytes(nbytes: object) -> object:
 
 
 def _transform(given: Any) -> object:
+    from modelstate.planning.transforms import ModuleTransform
+
     is_mapping = isinstance(given, Mapping)
     for pattern, transform in given.items() if is_mapping else (("*", given),):
         cls = transform if isinstance(transform, type) else type(transform)
@@ -260,7 +268,7 @@ def _transform(given: Any) -> object:
 
 _CHECKS: dict[str, Callable[[object], object]] = {
     "key": _key,
-    "rules": lambda rules: rules if isinstance(rules, Schema) else check_rules(rules),
+    "rules": _rules,
     "allow_missing": lambda patterns: patterns_of("allow_missing", patterns),
     "allow_unexpected": lambda patterns: patterns_of("allow_unexpected", patterns),
     "dtype": floating_dtype,

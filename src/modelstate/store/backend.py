@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from modelstate.errors import WriteFailedError
 from modelstate.formats.manifest import digest
@@ -57,152 +56,25 @@ def name_of(step: int, revision: int) -> str:
 
 def unfinished_name(step: int) -> str:
     """Returns a new name for a directory that is being written or removed."""
-    return f".step-{step:09d}.{secrets.token_hex(6)}.unfinished"
+    return f".step-{step:09d}.{os.urandom(6).hex()}.unfinished"
 
 
-class Listed(Protocol):
-    """A checkpoint in the list of a store."""
+class LocalBackend:
+    """A directory of this machine, or of a network file system. `Bucket` has the same methods.
 
-    @property
-    def place(self) -> Place: ...
-
-    def file_names(self) -> set[str] | None:
-        """Returns the names of its files; None where its record cannot be read."""
-
-
-class NewFiles(Protocol):
-    """The files of a checkpoint that is being written, which no reader sees before `commit`."""
-
-    path: str
-    """The directory of the checkpoint while it is written."""
-
-    def write_tensors(self, key: str, planned: FileLayout) -> tuple[str, Written, FileRecord]:
-        """Writes a file of tensors of an object. Returns its name, which has a digest of its content."""
-
-    def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
-        """Writes a small file. Returns its name, which begins with the given one without its suffixes."""
-
-    def begin(self, keys: Sequence[str]) -> list[str]:
-        """Returns the paths of files that several ranks are about to write, for the object of each of them."""
-
-    def name_of(self, path: str, key: str, written: Written) -> str:
-        """Returns the name that such a file gets."""
-
-    def finish(self, path: str, name: str, header: bytes, nbytes: int) -> FileRecord:
-        """Gives such a file its name."""
-
-    def link(self, file: str) -> bool:
-        """Makes a file of an earlier checkpoint a file of this one; False where this is not possible."""
-        return True
-
-    def unlink(self, name: str) -> None:
-        """Undoes `link`."""
-
-    def commit(self, text: bytes, pinned: bool, check: Callable[[], object]) -> str:
-        """Makes the checkpoint visible and durable with its record. Returns its path.
-
-        `check` is called right before that, and may raise.
-        """
-
-    def discard(self) -> None:
-        """Removes what was written, unless the checkpoint has been committed."""
-
-
-class Lock(Protocol):
-    """The right of one writer to change a store. See `WriterLock`."""
-
-    @property
-    def held(self) -> bool: ...
-    def acquire(self) -> None: ...
-    def release(self) -> None: ...
-    def confirm(self) -> None: ...
-    def check_directory(self) -> None:
-        """Raises `StoreMovedError` where the directory is no longer at its path; a bucket cannot be moved."""
-
-
-class StoreBackend(Protocol):
-    """What a store does with the place of its checkpoints. Methods raise `OSError` where I/O fails.
-
-    The methods with a body are those of a place whose files do not change, and that cannot be moved.
+    Methods raise `OSError` where I/O fails. Those that read are for any process at any time; those that write are for
+    the holder of the lock.
     """
 
-    lock: Lock
-    is_lazy: bool
-    """Whether a checkpoint that is listed is complete, so that its record is read only where it is asked for."""
-
-    # Reading, by any process at any time.
-
-    def places(self) -> list[Place]:
-        """Returns every revision of every step, in order."""
-
-    def identity(self, path: str) -> object:
-        """Returns what changes where a checkpoint is replaced; None where there is no record at the path."""
-
-    def is_gone(self, path: str) -> bool:
-        """Whether there is no checkpoint at a path where one was listed."""
-
-    def is_of(self, source: str, path: str) -> bool:
-        """Whether an object that was opened is of the checkpoint at this path."""
-
-    def is_pinned(self, place: Place) -> bool:
-        """Whether a checkpoint stays, whatever the rules of the store say."""
-
-    def problem_of(self, place: Place, files: Mapping[str, FileRecord]) -> str:
-        """Returns which file is missing or has another size, as far as that is known without reading it.
-
-        Raises `OSError` where that cannot be found out.
-        """
-        return ""
-
-    def is_untouched(self, path: str, record: FileRecord) -> bool:
-        """Whether a file is as it was written, as far as that is known without reading it."""
-        return True
-
-    # Writing, by the holder of the lock.
-
-    def make(self) -> None:
-        """Creates the place of the store."""
-
-    def in_use(self) -> os.stat_result | None:
-        """Returns what identifies the place of the store; None where it cannot be replaced by another one."""
-        return None
-
-    def probe(self) -> None:
-        """Writes a little, as a save does, and removes it."""
-
-    def free_bytes(self) -> int | None:
-        """Returns the bytes that are free; None where there is no limit."""
-        return None
-
-    def write_name(self, text: bytes) -> None:
-        """Writes the file with the name of the store."""
-
-    def serial(self, last: int) -> int:
-        """Returns the number of the next save, where `last` is the highest one of the checkpoints."""
-
-    def new_step(self, name: str, step: int, serial: int, revisions: Sequence[Place]) -> NewFiles:
-        """Begins a checkpoint. `name` is an `unfinished_name`, `revisions` are the checkpoints of the same step."""
-
-    def set_pin(self, place: Place, pinned: bool) -> None:
-        """Pins a checkpoint, or undoes that. Does nothing where it is so already."""
-
-    def discard(self, removed: Sequence[Listed], kept: Callable[[], Iterable[Listed]]) -> None:
-        """Removes checkpoints, so that a reader never sees a part of one. `kept` returns all others."""
-
-    def clear(self, entries: Callable[[], Iterable[Listed]]) -> None:
-        """Removes what killed saves and prunes have left, and ignores errors. `entries` returns all checkpoints."""
-
-
-class LocalBackend(StoreBackend):
-    """A directory of this machine, or of a network file system."""
-
     is_lazy = False
+    """Whether a checkpoint that is listed is complete, so that its record is read only where it is asked for."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self.lock: Lock = WriterLock(directory)
+        self.lock = WriterLock(directory)
 
     def places(self) -> list[Place]:
+        """Returns every revision of every step, in order."""
         every = []
         for name in os.listdir(self._directory):
             if match := _STEP.fullmatch(name):
@@ -213,6 +85,7 @@ class LocalBackend(StoreBackend):
         return sorted(every)
 
     def identity(self, path: str) -> object:
+        """Returns what changes where a checkpoint is replaced; None where there is no record at the path."""
         try:
             status = os.stat(os.path.join(path, RECORD_FILE))
         except OSError:
@@ -220,12 +93,15 @@ class LocalBackend(StoreBackend):
         return status.st_ino, status.st_size, status.st_mtime_ns  # a new file may get the inode of a removed one
 
     def is_gone(self, path: str) -> bool:
+        """Whether there is no checkpoint at a path where one was listed."""
         return not os.path.lexists(path)  # what is not a directory stays, and is damaged
 
     def is_of(self, source: str, path: str) -> bool:
+        """Whether an object that was opened is of the checkpoint at this path."""
         return os.path.dirname(source) == path
 
     def is_pinned(self, place: Place) -> bool:
+        """Whether a checkpoint stays, whatever the rules of the store say."""
         try:
             os.lstat(os.path.join(place.path, PIN_FILE))
         except OSError as error:
@@ -233,6 +109,10 @@ class LocalBackend(StoreBackend):
         return True
 
     def problem_of(self, place: Place, files: Mapping[str, FileRecord]) -> str:
+        """Returns which file is missing or has another size, as far as that is known without reading it.
+
+        Raises `OSError` where that cannot be found out.
+        """
         for name, file in files.items():
             try:
                 status = os.stat(os.path.join(place.path, name))
@@ -247,18 +127,22 @@ class LocalBackend(StoreBackend):
         return ""
 
     def is_untouched(self, path: str, record: FileRecord) -> bool:
+        """Whether a file is as it was written, as far as that is known without reading it."""
         with suppress(OSError):
             status = os.stat(path, follow_symlinks=False)
             return (status.st_size, status.st_mtime_ns) == (record.nbytes, record.mtime_ns)
         return False
 
     def make(self) -> None:
+        """Creates the place of the store."""
         make_directory(self._directory)
 
     def in_use(self) -> os.stat_result | None:
+        """Returns what identifies the place of the store; None where it cannot be replaced by another one."""
         return os.stat(self._directory)
 
     def probe(self) -> None:
+        """Writes a little, as a save does, and removes it."""
         beside, renamed = (os.path.join(self._directory, unfinished_name(0)) for _ in range(2))
         try:
             system.mkdir(beside)
@@ -271,20 +155,25 @@ class LocalBackend(StoreBackend):
                 _remove(path)
 
     def free_bytes(self) -> int | None:
+        """Returns the bytes that are free; None where there is no limit."""
         space = os.statvfs(self._directory)
         return space.f_bavail * space.f_frsize
 
     def write_name(self, text: bytes) -> None:
+        """Writes the file with the name of the store."""
         with atomic_file(os.path.join(self._directory, STORE_FILE), overwrite=True) as output:
             output.append(text)
 
     def serial(self, last: int) -> int:
+        """Returns the number of the next save, where `last` is the highest one of the checkpoints."""
         return last + 1
 
-    def new_step(self, name: str, step: int, serial: int, revisions: Sequence[Place]) -> NewFiles:
-        return _NewDirectory(self._directory, name, step, revisions)
+    def new_step(self, name: str, step: int, serial: int, revisions: Sequence[Place]) -> NewDirectory:
+        """Begins a checkpoint. `name` is an `unfinished_name`, `revisions` are the checkpoints of the same step."""
+        return NewDirectory(self._directory, name, step, revisions)
 
     def set_pin(self, place: Place, pinned: bool) -> None:
+        """Pins a checkpoint, or undoes that. Does nothing where it is so already."""
         path = os.path.join(place.path, PIN_FILE)
         if pinned:
             with suppress(FileExistsError):
@@ -294,12 +183,19 @@ class LocalBackend(StoreBackend):
                 system.unlink(path)
         sync_directory(place.path)
 
-    def discard(self, removed: Sequence[Listed], kept: Callable[[], Iterable[Listed]]) -> None:
+    def discard(self, removed: Sequence[Place], names: Set[str], kept: Callable[[], Set[str] | None]) -> None:
+        """Removes checkpoints, so that a reader never sees a part of one.
+
+        Args:
+            removed: the checkpoints.
+            names: the names of their files.
+            kept: returns the names of the files of all others; None where a record cannot be read.
+        """
         renamed, first_error = [], None
-        for entry in removed:
-            beside = os.path.join(self._directory, unfinished_name(entry.place.step))
+        for place in removed:
+            beside = os.path.join(self._directory, unfinished_name(place.step))
             try:
-                system.replace(entry.place.path, beside)
+                system.replace(place.path, beside)
                 renamed.append(beside)
             except OSError as error:  # one that cannot be removed, such as a mount point, must not keep the others
                 first_error = first_error or error
@@ -313,15 +209,22 @@ class LocalBackend(StoreBackend):
             finally:
                 del first_error  # its traceback refers to this frame
 
-    def clear(self, entries: Callable[[], Iterable[Listed]]) -> None:
+    def clear(self, kept: Callable[[], Set[str] | None]) -> None:
+        """Removes what killed saves and prunes have left, and ignores errors.
+
+        `kept` returns the names of the files of all checkpoints; None where a record cannot be read.
+        """
         with suppress(OSError):
             for name in os.listdir(self._directory):
                 if _UNFINISHED.fullmatch(name):
                     _remove(os.path.join(self._directory, name))
 
 
-class _NewDirectory:
-    """A checkpoint that is written under a temporary name and renamed, so that it is complete where it is visible."""
+class NewDirectory:
+    """A checkpoint that is written under a temporary name and renamed, so that it is complete where it is visible.
+
+    `NewObjects` of a bucket has the same methods, and a `path`: the directory of the checkpoint while it is written.
+    """
 
     def __init__(self, directory: str, name: str, step: int, revisions: Sequence[Place]) -> None:
         replaced = max(revisions, default=None)
@@ -336,6 +239,7 @@ class _NewDirectory:
         system.mkdir(self.path, mode)
 
     def write_tensors(self, key: str, planned: FileLayout) -> tuple[str, Written, FileRecord]:
+        """Writes a file of tensors of an object. Returns its name, which has a digest of its content."""
         self._count += 1
         unnamed = os.path.join(self.path, f".{self._count}{SUFFIX}")  # no object has such a name
         with new_file(unnamed) as output:
@@ -344,23 +248,28 @@ class _NewDirectory:
         return name, written, self.finish(unnamed, name, written.header, planned.nbytes)
 
     def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
+        """Writes a small file. Returns its name, which begins with the given one without its suffixes."""
         path = os.path.join(self.path, name)
         write_new_file(path, text)
         self._names.add(name)
         return name, _record_of(path, text)
 
     def begin(self, keys: Sequence[str]) -> list[str]:
+        """Returns the paths of files that several ranks are about to write, for the object of each of them."""
         return [os.path.join(self.path, f".{number}{SUFFIX}") for number in range(len(keys))]
 
     def name_of(self, path: str, key: str, written: Written) -> str:
+        """Returns the name that such a file gets."""
         return f"{key}-{written.content[:16]}{SUFFIX}"
 
     def finish(self, path: str, name: str, header: bytes, nbytes: int) -> FileRecord:
+        """Gives such a file its name."""
         system.replace(path, os.path.join(self.path, name))
         self._names.add(name)
         return _record_of(os.path.join(self.path, name), header)
 
     def link(self, file: str) -> bool:
+        """Makes a file of an earlier checkpoint a file of this one. Returns False where this is not possible."""
         try:
             system.link(file, os.path.join(self.path, os.path.basename(file)))
         except OSError:
@@ -369,10 +278,15 @@ class _NewDirectory:
         return True
 
     def unlink(self, name: str) -> None:
+        """Undoes `link`."""
         system.unlink(os.path.join(self.path, name))
         self._names.discard(name)
 
     def commit(self, text: bytes, pinned: bool, check: Callable[[], object]) -> str:
+        """Makes the checkpoint visible and durable with its record. Returns its path.
+
+        `check` is called right before that, and may raise.
+        """
         for name, content in ((PIN_FILE, b""),) * pinned + ((RECORD_FILE, text),):
             write_new_file(os.path.join(self.path, name), content)
             self._names.add(name)
@@ -399,6 +313,7 @@ class _NewDirectory:
             )
 
     def discard(self) -> None:
+        """Removes what was written, unless the checkpoint has been committed."""
         _remove(self.path)
 
 

@@ -29,7 +29,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime, timedelta
 from typing import Any
@@ -44,7 +44,7 @@ from modelstate.process import try_start
 from modelstate.remote.location import Location, locate
 from modelstate.remote.requests import cleanup, pause
 from modelstate.remote.upload import ObjectWriter, get, head, list_all, listing, new_object, put, remove
-from modelstate.store.backend import DATA, STORE_FILE, Listed, Lock, NewFiles, Place, StoreBackend
+from modelstate.store.backend import DATA, STORE_FILE, Place
 from modelstate.store.record import RECORD_FILE, FileRecord
 from modelstate.text_format import printable
 
@@ -71,15 +71,17 @@ class _Listing(msgspec.Struct, frozen=True):
     pins: frozenset[int]
 
 
-class Bucket(StoreBackend):
-    """A prefix of a bucket. Objects do not change, and a checkpoint gets its claim when all of them are there."""
+class Bucket:
+    """A prefix of a bucket. Objects do not change, and a checkpoint gets its claim when all of them are there.
+
+    Its methods are those of `LocalBackend`.
+    """
 
     is_lazy = True
 
     def __init__(self, directory: str) -> None:
         self._root = locate(directory)
-        self._lease = _Lease(self)
-        self.lock: Lock = self._lease
+        self.lock = _Lease(self)
         self._names: dict[tuple[int, datetime], str] = {}
         """What has a serial number, where the listing leaves that open. Claims do not change."""
         self._last_serial = 0
@@ -156,6 +158,12 @@ class Bucket(StoreBackend):
     def is_pinned(self, place: Place) -> bool:
         return self.has_pin(place.revision)
 
+    def problem_of(self, place: Place, files: Mapping[str, FileRecord]) -> str:
+        return ""
+
+    def is_untouched(self, path: str, record: FileRecord) -> bool:
+        return True
+
     def has_pin(self, serial: int) -> bool:
         """Whether the last listing has a pin for a serial number."""
         return serial in self._listed.pins
@@ -168,6 +176,12 @@ class Bucket(StoreBackend):
     def probe(self) -> None:
         """Does nothing: the lease was written, and the server has shown that it keeps conditions."""
 
+    def in_use(self) -> None:
+        return None
+
+    def free_bytes(self) -> None:
+        return None
+
     def write_name(self, text: bytes) -> None:
         put(self.at(STORE_FILE), text, overwrite=True)
 
@@ -175,16 +189,16 @@ class Bucket(StoreBackend):
         # A listing may be old: the numbers that this process has claimed count in any case. A listing that shows the
         # lease of another writer gives no number: the next one would be free, and the claim would not fail.
         listed = self._listed
-        self._lease.check_listing(listed)
+        self.lock.check_listing(listed)
         self._last_serial = max(self._last_serial, *listed.claims, last)
         return self._last_serial + 1
 
-    def new_step(self, name: str, step: int, serial: int, revisions: Sequence[Place]) -> NewFiles:
-        return _NewObjects(self, self._lease, step, serial)
+    def new_step(self, name: str, step: int, serial: int, revisions: Sequence[Place]) -> NewObjects:
+        return NewObjects(self, self.lock, step, serial)
 
     def claim(self, serial: int, name: str) -> None:
         """Gives a serial number to a checkpoint or a lease. Raises `TargetExistsError` where another writer has it."""
-        content = json.dumps({"name": name, "lease": self._lease.name, "nonce": secrets.token_hex(8)}).encode()
+        content = json.dumps({"name": name, "lease": self.lock.name, "nonce": secrets.token_hex(8)}).encode()
         put(self.at(f"claim-{serial:012d}"), content, overwrite=False)
         self._last_serial = max(self._last_serial, serial)
 
@@ -195,28 +209,24 @@ class Bucket(StoreBackend):
         else:
             remove([pin])
 
-    def discard(self, removed: Sequence[Listed], kept: Callable[[], Iterable[Listed]]) -> None:
+    def discard(self, removed: Sequence[Place], names: Set[str], kept: Callable[[], Set[str] | None]) -> None:
         if not removed:
             return
-        self._lease.confirm()
-        places = [entry.place for entry in removed]
-        named = {name for entry in removed for name in entry.file_names() or ()}
-        remove([self.at(f"claim-{place.revision:012d}") for place in places])
-        remove([locate(f"{place.path}/{RECORD_FILE}") for place in places])
-        if pins := [self.at(f"pin-{place.revision:012d}") for place in places if self.is_pinned(place)]:
-            remove(pins)
-        paths = {place.path for place in places}
-        referenced = _referenced(entry for entry in kept() if entry.place.path not in paths)
-        if referenced is not None and (unreferenced := sorted(named - referenced)):
-            remove([self.at(f"{DATA}/{name}") for name in unreferenced])
+        self.lock.confirm()
+        remove([self.at(f"claim-{place.revision:012d}") for place in removed])
+        remove([locate(f"{place.path}/{RECORD_FILE}") for place in removed])
+        remove([self.at(f"pin-{place.revision:012d}") for place in removed if self.is_pinned(place)])
+        referenced = kept()
+        if referenced is not None:
+            remove([self.at(f"{DATA}/{name}") for name in sorted(names - referenced)])
 
-    def clear(self, entries: Callable[[], Iterable[Listed]]) -> None:
+    def clear(self, kept: Callable[[], Set[str] | None]) -> None:
         """Removes what is older than `LEFTOVER_SECONDS` and belongs to no checkpoint; once for each lease."""
-        if self._cleared_for == self._lease.name:
+        if self._cleared_for == self.lock.name:
             return
-        self._cleared_for = self._lease.name
+        self._cleared_for = self.lock.name
         with suppress(WriteFailedError, ReadFailedError):
-            lease = head(self.at(self._lease.name)) if self._lease.name else None
+            lease = head(self.at(self.lock.name)) if self.lock.name else None
             if lease is None:
                 return
             now, every = lease["last_modified"], list_all(self._root)  # by the clock of the server
@@ -226,25 +236,12 @@ class Bucket(StoreBackend):
             records = [name for name in old if name.endswith(f"/{RECORD_FILE}") and name.split("/")[0] not in committed]
             files = [name for name in old if name.startswith(f"{DATA}/") and not nonces & set(name.split("."))]
             if files:
-                referenced = _referenced(entries())
-                files = (
-                    [] if referenced is None else [name for name in files if name[len(DATA) + 1 :] not in referenced]
-                )
+                referenced = kept()
+                files = [name for name in files if referenced is not None and name[len(DATA) + 1 :] not in referenced]
             remove([self.at(name) for name in (*records, *files)])
 
 
-def _referenced(entries: Iterable[Listed]) -> set[str] | None:
-    """Returns the names of the files of checkpoints; None where a record cannot be read, which may name any file."""
-    names: set[str] = set()
-    for entry in entries:
-        of_entry = entry.file_names()
-        if of_entry is None:
-            return None
-        names |= of_entry
-    return names
-
-
-class _NewObjects(NewFiles):
+class NewObjects:
     """The objects of a checkpoint that is being written. Its record names those of earlier checkpoints, as links."""
 
     def __init__(self, bucket: Bucket, lease: _Lease, step: int, serial: int) -> None:
@@ -287,6 +284,9 @@ class _NewObjects(NewFiles):
     def finish(self, path: str, name: str, header: bytes, nbytes: int) -> FileRecord:
         return FileRecord(nbytes, 0, len(header), digest(header))
 
+    def link(self, file: str) -> bool:
+        return True
+
     def unlink(self, name: str) -> None:
         """Does nothing: the record does not name the file."""
 
@@ -312,7 +312,7 @@ class _NewObjects(NewFiles):
                 remove(self._written)
 
 
-class _Lease(Lock):
+class _Lease:
     """The right of one writer to change the store: the newest lease among the claims, which is written regularly."""
 
     def __init__(self, bucket: Bucket) -> None:

@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -35,7 +35,7 @@ from modelstate.io.files import read_failed, read_whole
 from modelstate.objects.parts import Kind, Part
 from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote
-from modelstate.store.backend import STORE_FILE, LocalBackend, Place, StoreBackend
+from modelstate.store.backend import STORE_FILE, LocalBackend, Place
 from modelstate.store.record import ALL, FileRecord, Record, damaged, read_record, unreadable
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 from modelstate.text_format import in_a_line, short_repr
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from modelstate.checkpoint.checkpoint import Checkpoint
     from modelstate.distributed.agreement import Agreement  # imports torch
     from modelstate.remote.cache import Cache
+    from modelstate.store.bucket import Bucket
 
 STORE_FORMAT = 1
 """The version of a store as a whole. A writer refuses a newer one."""
@@ -220,7 +221,7 @@ class StepIndex:
 
     def __init__(self, directory: str, cache: Cache | None = None) -> None:
         self.directory, self.cache = directory, cache
-        self.backend: StoreBackend
+        self.backend: LocalBackend | Bucket
         if is_remote(directory):
             from modelstate.store.bucket import Bucket  # a save in a directory needs no client
 
@@ -615,9 +616,30 @@ class StepIndex:
         if steps:
             revisions = self.all_revisions()
             own = (entry for entry in revisions if entry.is_whole or entry.is_damaged)
-            removed = [entry for entry in own if entry.place.step in steps]
-            self.backend.discard(removed, lambda: self.read_all(revisions))
+            self.discard([entry for entry in own if entry.place.step in steps], revisions)
         return tuple(steps)
+
+    def discard(self, removed: Sequence[StepEntry], revisions: Sequence[StepEntry] | None = None) -> None:
+        """Removes checkpoints, of a list of every revision or of a new one. Raises `OSError`."""
+        places = [entry.place for entry in removed]
+        names = {name for entry in removed for name in entry.file_names() or ()}
+        self.backend.discard(places, names, lambda: self.file_names({place.path for place in places}, revisions))
+
+    def file_names(
+        self, without: Set[str] = frozenset(), revisions: Sequence[StepEntry] | None = None
+    ) -> set[str] | None:
+        """Returns the names of the files of all checkpoints, but for those at some paths.
+
+        None stands for a record that cannot be read, which may name any file.
+        """
+        names: set[str] = set()
+        for entry in self.read_all(revisions):
+            if entry.place.path not in without:
+                of_entry = entry.file_names()
+                if of_entry is None:
+                    return None
+                names |= of_entry
+        return names
 
     def untouched_head(self, path: str, record: FileRecord) -> bytes | None:
         """Returns the head of a file that can be linked; None where it has changed, or a damaged checkpoint has it."""

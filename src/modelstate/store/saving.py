@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -44,14 +44,18 @@ from modelstate.objects.objects import Target, capture
 from modelstate.objects.parts import Kind
 from modelstate.objects.per_rank import gathered
 from modelstate.process import stopped_by, unstoppable
-from modelstate.store.backend import NewFiles, name_of
+from modelstate.store.backend import NewDirectory, name_of
 from modelstate.store.directory import StepEntry, StepIndex
 from modelstate.store.record import MAX_RECORD_BYTES, FileRecord, ObjectEntry, Record
 from modelstate.store.retention import Keep
 from modelstate.text_format import size
 from modelstate.torch_compat.sharding import reshard
 
+if TYPE_CHECKING:
+    from modelstate.store.bucket import NewObjects
+
 _logger = logging.getLogger(__name__)
+NewFiles: TypeAlias = "NewDirectory | NewObjects"
 
 
 class SavedStep(msgspec.Struct, frozen=True):
@@ -297,7 +301,7 @@ class WriteAccess:
                 # Before anything is removed: a store of a newer version is refused here.
                 store = index.ensure_name()
                 self._in_use = index.backend.in_use()
-                index.backend.clear(index.read_all)
+                index.backend.clear(index.file_names)
                 return store
             except BaseException:
                 self.lock.release()
@@ -438,7 +442,7 @@ class NewStep:
             pruned: tuple[int, ...] = ()
             try:
                 if replaced := [entry for entry in self._revisions if entry.is_whole or entry.is_damaged]:
-                    self._index.backend.discard(replaced, self._index.read_all)
+                    self._index.discard(replaced)
                 if keep is not None:
                     pruned = self._index.prune(keep)
             except OSError as error:  # the checkpoint is saved; the next save prunes again
@@ -485,7 +489,7 @@ class NewStep:
         with self._access.errors(self._final_name):
             check()
             backend, record = self._index.backend, self._record
-            backend.clear(self._index.read_all)
+            backend.clear(self._index.file_names)
             for entry in reversed(self._by_age):
                 if entry.is_whole and (last := entry.record) is not None:
                     self._before, self._files_before = last.entries, entry.place.files
@@ -495,8 +499,78 @@ class NewStep:
             for path, encoded in self._objects.items():
                 if not encoded.is_spread:
                     check()
-                    linkable = _linkable(self._before.get(path), self._files_before, self._index)
-                    self._written[path] = _write_object(new, path, encoded, linkable, self._shard_bytes)
+                    self._written[path] = self._write_object(new, path, encoded)
+
+    def _write_object(self, new: NewFiles, path: str, encoded: EncodedObject) -> tuple[ObjectEntry, _Files]:
+        """Writes an object where readers do not see it yet. Raises `OSError` and `UnsavableError`."""
+        state, kind, files = encoded.state, encoded.kind, _Files()
+        if not state.tensors and isinstance(state.tree, dict) and set(state.tree) == {"value"}:
+            return ObjectEntry(kind, value=state.tree["value"]), files
+        with size_errors(path):
+            if not state.tensors:
+                # An index without files is invalid, so the manifest goes into a file without tensors.
+                planned = layout({}, lambda digests: {**SHARD_METADATA, KEY: state.manifest(None, digests)})
+                name, _, record = new.write_tensors(path, planned)
+                files.written_bytes += planned.nbytes
+                return ObjectEntry(kind, name, {name: record}), files
+            unwritten: dict[str, torch.Tensor] = state.live
+            unchanged = self._link_unchanged(new, path, files, unwritten)
+            constant = encoded.frozen if unchanged is None else unchanged
+            for group in groups(unwritten, constant, splitter(self._shard_bytes)):
+                planned = layout(group, lambda _: SHARD_METADATA)
+                name, written, record = new.write_tensors(path, planned)
+                files.records[name] = record
+                files.tensors[name] = tuple(name for name, _ in planned.tensors)
+                files.digests |= written.digests
+                files.written_bytes += planned.nbytes
+        return _with_index(new, path, encoded, files), files
+
+    def _link_unchanged(
+        self, new: NewFiles, path: str, files: _Files, unwritten: dict[str, torch.Tensor]
+    ) -> set[str] | None:
+        """Links files of the last checkpoint whose tensors have not changed, and removes these from `unwritten`.
+
+        Returns the names of the other tensors that have not changed. They go into files of their own. None where the
+        last checkpoint lacks the object, or its files cannot be read: all files are written then.
+        """
+        entry = self._before.get(path)
+        if entry is None or not entry.index.endswith(INDEX_SUFFIX):
+            return None
+        names_of, layouts = dict[str, tuple[str, ...]](), dict[str, tuple[object, object]]()
+        digests_before: object = None
+        try:
+            for name, record in entry.files.items():
+                head = self._index.untouched_head(os.path.join(self._files_before, name), record)
+                if head is None:
+                    continue
+                if sum(map(head.count, (b"[", b"{", b","))) > MAX_PARTS:
+                    continue  # parsing it could need gigabytes
+                if name == entry.index:
+                    manifest = json.loads(head)["metadata"][KEY]
+                    check_size(manifest)
+                    digests_before = json.loads(manifest)["digests"]["tensors"]
+                else:
+                    entries = json.loads(head[8:]).items()
+                    tensors = {key: (of["dtype"], of["shape"]) for key, of in entries if key != METADATA_NAME}
+                    names_of[name] = tuple(tensors)
+                    layouts |= tensors
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return None
+        if not isinstance(digests_before, dict):
+            return None
+        comparable = {
+            name: tensor for name, tensor in unwritten.items() if layouts.get(name) == dtype_and_shape(tensor)
+        }
+        digests = dict(zip(comparable, write_blocks(None, 0, list(comparable.values())), strict=True))
+        unchanged = {name for name, digest in digests.items() if digests_before.get(name) == digest}
+        for file, names in names_of.items():
+            if unchanged.issuperset(names) and new.link(os.path.join(self._files_before, file)):
+                files.tensors[file], files.records[file] = names, entry.files[file]
+                files.linked_bytes += entry.files[file].nbytes
+                for name in names:
+                    files.digests[name] = digests[name]
+                    del unwritten[name]
+        return unchanged & unwritten.keys()
 
     @property
     def files(self) -> NewFiles:
@@ -547,7 +621,7 @@ class NewStep:
             of_object.tensors[file.name] = tuple(file.digests)
             of_object.digests |= file.digests
         for path, of_object in of_objects.items():
-            self._written[path] = _finish_object(new, path, self._objects[path], of_object), of_object
+            self._written[path] = _with_index(new, path, self._objects[path], of_object), of_object
 
 
 _Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | LazyTensor)
@@ -565,33 +639,14 @@ class _Files(msgspec.Struct):
     linked_bytes: int = 0
 
 
-def _write_object(
-    new: NewFiles, path: str, encoded: EncodedObject, linkable: Linkable | None, shard_bytes: int | None
-) -> tuple[ObjectEntry, _Files]:
-    """Writes an object where readers do not see it yet. Raises `OSError` and `UnsavableError`."""
-    state, kind, files = encoded.state, encoded.kind, _Files()
-    if not state.tensors and isinstance(state.tree, dict) and set(state.tree) == {"value"}:
-        return ObjectEntry(kind, value=state.tree["value"]), files
+def _with_index(new: NewFiles, path: str, encoded: EncodedObject, files: _Files) -> ObjectEntry:
+    """Writes the index of the files of an object. Returns the entry of the object."""
     with size_errors(path):
-        if not state.tensors:
-            # An index without files is invalid, so the manifest goes into a file without tensors.
-            planned = layout({}, lambda digests: {**SHARD_METADATA, KEY: state.manifest(None, digests)})
-            name, _, record = new.write_tensors(path, planned)
-            files.written_bytes += planned.nbytes
-            return ObjectEntry(kind, name, {name: record}), files
-        unwritten: dict[str, torch.Tensor] = state.live
-        constant = encoded.frozen
-        if linkable is not None:
-            # The tensors that have not changed since the checkpoint before go into files of their own.
-            constant = _link_unchanged(new, files, unwritten, linkable)
-        for group in groups(unwritten, constant, splitter(shard_bytes)):
-            planned = layout(group, lambda _: SHARD_METADATA)
-            name, written, record = new.write_tensors(path, planned)
-            files.records[name] = record
-            files.tensors[name] = tuple(name for name, _ in planned.tensors)
-            files.digests |= written.digests
-            files.written_bytes += planned.nbytes
-    return _finish_object(new, path, encoded, files), files
+        text = index_of(files.tensors, encoded.state.nbytes, encoded.state.manifest(None, files.digests))
+    index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
+    files.records[index] = record
+    files.written_bytes += len(text)
+    return ObjectEntry(encoded.kind, index, files.records)
 
 
 Split = Callable[[Mapping[str, _Tensor]], Iterable[Mapping[str, _Tensor]]]
@@ -610,84 +665,6 @@ def groups(
         group = {name: tensor for name, tensor in tensors.items() if (name in constant) == is_constant}
         if group:
             yield from split(group)
-
-
-def _finish_object(new: NewFiles, path: str, encoded: EncodedObject, files: _Files) -> ObjectEntry:
-    """Writes the index of the files of an object."""
-    with size_errors(path):
-        text = index_of(files.tensors, encoded.state.nbytes, encoded.state.manifest(None, files.digests))
-    index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
-    files.records[index] = record
-    files.written_bytes += len(text)
-    return ObjectEntry(encoded.kind, index, files.records)
-
-
-class Linkable(msgspec.Struct, frozen=True):
-    """The files of an object in the checkpoint before, which the new one may link to."""
-
-    files: Mapping[str, tuple[str, ...]]
-    """The names of the tensors in each file, by its path."""
-    records: Mapping[str, FileRecord]
-    """The record of each file, by its path."""
-    layouts: Mapping[str, tuple[object, object]]
-    """The dtype and the shape of each tensor, as they stand in the header of its file."""
-    digests: Mapping[str, str]
-    """The digest of each tensor."""
-
-
-def _linkable(entry: ObjectEntry | None, directory: str, index: StepIndex) -> Linkable | None:
-    """Returns the files of an object in the checkpoint before, which are in a directory.
-
-    None where it is not there, or cannot be read: all files are written then.
-    """
-    if entry is None or not entry.index.endswith(INDEX_SUFFIX):
-        return None
-    files, records, layouts = {}, {}, dict[str, tuple[object, object]]()
-    digests: object = None
-    try:
-        for name, record in entry.files.items():
-            path = os.path.join(directory, name)
-            head = index.untouched_head(path, record)
-            if head is None:
-                continue
-            if sum(map(head.count, (b"[", b"{", b","))) > MAX_PARTS:
-                continue  # parsing it could need gigabytes
-            if name == entry.index:
-                manifest = json.loads(head)["metadata"][KEY]
-                check_size(manifest)
-                digests = json.loads(manifest)["digests"]["tensors"]
-            else:
-                entries = json.loads(head[8:]).items()
-                tensors = {key: (of["dtype"], of["shape"]) for key, of in entries if key != METADATA_NAME}
-                files[path], records[path] = tuple(tensors), record
-                layouts |= tensors
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
-    return Linkable(files, records, layouts, digests) if isinstance(digests, dict) else None
-
-
-def _link_unchanged(new: NewFiles, files: _Files, unwritten: dict[str, torch.Tensor], before: Linkable) -> set[str]:
-    """Links files whose tensors have not changed, and removes their tensors from `unwritten`.
-
-    Returns the names of the other tensors that have not changed.
-    """
-    comparable = {
-        name: tensor for name, tensor in unwritten.items() if before.layouts.get(name) == dtype_and_shape(tensor)
-    }
-    digests = dict(zip(comparable, write_blocks(None, 0, list(comparable.values())), strict=True))
-    unchanged = {name for name, digest in digests.items() if before.digests.get(name) == digest}
-    for path, names in before.files.items():
-        if not unchanged.issuperset(names):
-            continue
-        if not new.link(path):
-            continue  # it is written
-        name = os.path.basename(path)
-        files.tensors[name], files.records[name] = names, before.records[path]
-        files.linked_bytes += before.records[path].nbytes
-        for tensor_name in names:
-            files.digests[tensor_name] = digests[tensor_name]
-            del unwritten[tensor_name]
-    return unchanged & set(unwritten)
 
 
 class Staging(StagingBuffer):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any
 
+import torch
 from msgspec.structs import replace
 
 from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.connections import number_of
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
-from modelstate.formats.block_writer import write_blocks
+from modelstate.formats.block_writer import LazyTensor, write_blocks
 from modelstate.formats.manifest import digest
 from modelstate.formats.safetensors import FileLayout, layout, parts_of
 from modelstate.formats.sharded import SHARD_METADATA
@@ -76,7 +76,7 @@ class SpreadWriter:
         layouts: list[FileLayout] = []
         files: list[SpreadFile] = []
         paths: list[str] = []
-        split: Split[Any] = splitter(shard_bytes)
+        split: Split[torch.Tensor | LazyTensor] = splitter(shard_bytes)
         if isinstance(writer, CollectiveUploader) and shard_bytes is None:
             split = writer.shards
 

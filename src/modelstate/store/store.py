@@ -27,8 +27,7 @@ from modelstate.errors import (
 from modelstate.html.page import Page, Shown
 from modelstate.io.atomic import write_errors
 from modelstate.io.files import local_path
-from modelstate.objects.objects import targets_of, tensors_within
-from modelstate.objects.restore import RestoreArguments, Restored, RestoreOptions, restore_objects
+from modelstate.objects.objects import RestoreArguments, Restored, RestoreOptions, targets_of, tensors_within
 from modelstate.objects.stateful import preserved_generators
 from modelstate.remote.location import is_remote, locate
 from modelstate.store.backend import STORE_FILE, unfinished_name
@@ -283,7 +282,13 @@ class Store(Shown):
                     return write()
                 nbytes, blocked_seconds = self._staging.nbytes, time.perf_counter() - begin_seconds
                 self._pending = pending = PendingSave(step, nbytes, partial(write, nbytes, blocked_seconds))
-                pending.start()
+                try:
+                    with agreement.phase("starting the thread"):
+                        pending.start()
+                except BaseException:
+                    if agreement.is_collective:  # the threads of the other ranks would wait for that of this one
+                        pending.cancel(wait=False)
+                    raise
                 return pending
 
     def check(self, objects: Mapping[str, object]) -> None:
@@ -417,6 +422,8 @@ class Store(Shown):
             >>> restored.step
             1000
         """
+        from modelstate.objects.restore import restore_objects  # a save needs no loading
+
         agreement = self._agreement((step, objects), "Store.restore")
 
         def attempt(entry: StepEntry) -> tuple[Record, Restored]:
@@ -625,7 +632,7 @@ class Store(Shown):
             self.wait()
             self._access.acquire()
             with write_errors(self.directory):
-                self._backend.clear(self.index.read_all)
+                self._backend.clear(self.index.file_names)
                 return self.index.prune(rules)
 
     def pin(self, step: int) -> None:
