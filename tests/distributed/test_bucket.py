@@ -100,7 +100,7 @@ def connect(urls: list[str], part_bytes: int = 1024) -> None:
     """Has this rank use its proxy, give up soon, and make small objects: each rank has some of a network."""
     os.environ.update(environment(urls[dist.get_rank()]))
     requests.RETRIES, requests.FIRST_WAIT = 1, timedelta(milliseconds=10)
-    upload.FIRST_WAIT_SECONDS, buckets.LEASE_SECONDS = 0.01, 4.0
+    buckets.LEASE_SECONDS = 4.0
     uploading.PART_BYTES = part_bytes
 
 

@@ -18,7 +18,6 @@ from tests.remote.servers import file_server, missing, object_store
 def _small_and_fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Parts of 5 MiB, the least that S3 takes, and clients that give up soon."""
     monkeypatch.setattr(upload, "PART_BYTES", 5 << 20)
-    monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(requests, "RETRIES", 2)
     monkeypatch.setattr(requests, "FIRST_WAIT", timedelta(milliseconds=2))
     client._store.cache_clear()

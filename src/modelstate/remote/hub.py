@@ -136,16 +136,8 @@ def _repeated(request: Callable[[], _Result]) -> _Result:
     Not where there is no connection, since the cache is read then.
     """
     httpx = _client()
-    for tries in range(requests.RETRIES):
-        try:
-            return request()
-        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
-            pass
-        except httpx.HTTPError as error:
-            if _status_of(error) not in _REPEATED:
-                raise
-        requests.wait_to_retry(tries)
-    return request()
+    passing = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+    return requests.repeated(request, lambda error: isinstance(error, passing) or _status_of(error) in _REPEATED)
 
 
 def _status_of(error: BaseException) -> int:

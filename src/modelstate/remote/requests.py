@@ -113,6 +113,20 @@ def wait_to_retry(tries: int) -> None:
     pause(min(FIRST_WAIT * 2.0**tries, LONGEST_WAIT).total_seconds() * random.uniform(0.5, 1))
 
 
+def repeated(
+    request: Callable[[], _Result], is_passing: Callable[[Exception], bool], times: int | None = None
+) -> _Result:
+    """Calls a function; again, at most `RETRIES` times or so many, after an error that may not come again."""
+    for tries in range(RETRIES if times is None else times):
+        try:
+            return request()
+        except Exception as error:
+            if not is_passing(error):
+                raise
+        wait_to_retry(tries)
+    return request()
+
+
 def pause(seconds: float) -> None:
     """Waits. Raises `Stopped` where the work of this thread is to end."""
     wait_for(threading.Event(), time.monotonic() + seconds)

@@ -24,7 +24,7 @@ import msgspec
 from modelstate.errors import ReadFailedError, TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.remote.client import Cause, ObjectInfo, failure_of, listed_below, store_of
 from modelstate.remote.location import Location
-from modelstate.remote.requests import call, cleanup, pause
+from modelstate.remote.requests import call, cleanup, pause, repeated
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -42,10 +42,7 @@ _NONCE = "modelstatenonce"
 """The name of the nonce in the metadata of an object; Azure takes letters and digits."""
 _MOST_SECONDS = 300.0
 """How long an upload waits for the next part to be sent; the client gives a request up before that."""
-_PUT_TRIES = 4
 _POLL_SECONDS = 0.002
-FIRST_WAIT_SECONDS = 0.2
-"""The wait before the second try; each further one is twice as long."""
 SUFFIX = ".unfinished"
 _DEFINITE = (
     *(Cause.NO_BUCKET, Cause.NO_CREDENTIALS, Cause.REFUSED, Cause.EXPIRED, Cause.CLOCK, Cause.REDIRECTED),
@@ -89,18 +86,22 @@ def get(location: Location) -> bytes | None:
 
 
 def _found(location: Location, read: Callable[[], _Result]) -> _Result | None:
-    """Returns what a function reads; None where there is no such object. Reads again where a reply is cut short."""
-    for is_last in (False, True):
-        try:
-            with client_errors(location, "the bucket cannot be read"):
-                return read()
-        except FileNotFoundError:
-            return None
-        except WriteFailedError as error:
-            if is_last or failure_of(error.__cause__ or error, location).cause is not Cause.CUT:
-                raise  # the client has repeated the request after any other error
-        pause(FIRST_WAIT_SECONDS)
+    """Returns what a function reads; None where there is no such object. Reads again where a reply is cut short.
+
+    The client itself repeats the request after any other error.
+    """
+
+    def request() -> _Result:
+        with client_errors(location, "the bucket cannot be read"):
+            return read()
+
+    with suppress(FileNotFoundError):
+        return repeated(request, lambda error: _cause_of(error, location) is Cause.CUT)
     return None
+
+
+def _cause_of(error: BaseException, location: Location) -> Cause:
+    return failure_of(error.__cause__ or error, location).cause
 
 
 def listing(location: Location) -> tuple[list[str], list[ObjectInfo]]:
@@ -130,23 +131,20 @@ def remove(locations: Sequence[Location], is_same: Callable[[], bool] | None = N
     """
     import obstore
 
-    for tries_left in reversed(range(_PUT_TRIES if locations else 0)):  # the client does not repeat this request
-        if is_same is not None and not is_same():
+    def request() -> None:
+        if not locations or (is_same is not None and not is_same()):
             return
+        store, _ = store_of(locations[0], repeats=is_same is None)
         try:
-            store, _ = store_of(locations[0], repeats=is_same is None)
-            try:
-                with client_errors(locations[0]):
-                    call(obstore.delete_async, store, [location.key for location in locations])
-            except FileNotFoundError:
-                # Google and Azure remove one object a request, and the client stops at the first one that is not there.
-                for location in locations if len(locations) > 1 else ():
-                    with client_errors(location), suppress(FileNotFoundError):
-                        call(obstore.delete_async, store, location.key)
-            return
-        except WriteFailedError:
-            if not tries_left:
-                raise
+            with client_errors(locations[0]):
+                call(obstore.delete_async, store, [location.key for location in locations])
+        except FileNotFoundError:
+            # Google and Azure remove one object a request, and the client stops at the first one that is not there.
+            for location in locations if len(locations) > 1 else ():
+                with client_errors(location), suppress(FileNotFoundError):
+                    call(obstore.delete_async, store, location.key)
+
+    repeated(request, lambda error: isinstance(error, WriteFailedError))  # the client does not repeat this request
 
 
 def put(location: Location, data: bytes, *, overwrite: bool) -> None:
@@ -174,30 +172,31 @@ def put(location: Location, data: bytes, *, overwrite: bool) -> None:
 
 
 def _sent(
-    location: Location, send: Callable[[], object], has_arrived: Callable[[], bool], tries: int = _PUT_TRIES
+    location: Location, send: Callable[[], object], has_arrived: Callable[[], bool], times: int | None = None
 ) -> None:
     """Calls a function that writes an object; again after a failure where the object has not arrived."""
     from obstore.exceptions import BaseError
 
-    for number in range(1, tries + 1):
+    def request() -> None:
         try:
             send()
-            return
         except (BaseError, OSError) as error:
-            cause = failure_of(error, location).cause
             with suppress(WriteFailedError, FileNotFoundError):
                 if has_arrived():
                     return
-            if cause in (Cause.EXISTS, Cause.CHANGED):
+            if _cause_of(error, location) in (Cause.EXISTS, Cause.CHANGED):
                 raise TargetExistsError("the target exists already", where=location.url) from error
-            if cause in _DEFINITE or number == tries:
-                raise _failed(location, error) from error
-        pause(FIRST_WAIT_SECONDS * 2 ** (number - 1))
+            raise _failed(location, error) from error
+
+    def is_passing(error: Exception) -> bool:
+        return isinstance(error, WriteFailedError) and _cause_of(error, location) not in _DEFINITE
+
+    repeated(request, is_passing, times)
 
 
 def is_absent(location: Location, error: BaseException) -> bool:
     """Whether an upload with this error has left no object: the server has refused it, and says so when asked."""
-    if error.__cause__ is None or failure_of(error.__cause__, location).cause not in _DEFINITE:
+    if error.__cause__ is None or _cause_of(error, location) not in _DEFINITE:
         return False
     try:
         return head(location) is None
@@ -339,7 +338,7 @@ def new_object(location: Location, nbytes: int, *, overwrite: bool) -> Iterator[
             call(writer.__aexit__, type(error), error, error.__traceback__)  # aborts the upload
         raise
     try:
-        _sent(target, lambda: call(entered.close), lambda: _has_nonce(target, nonce), tries=1)
+        _sent(target, lambda: call(entered.close), lambda: _has_nonce(target, nonce), times=0)
         if not overwrite:
             copy = lambda: call(obstore.copy_async, store, key, location.key, overwrite=False)  # noqa: E731
             _sent(location, copy, lambda: _is_copy(target, location))
