@@ -25,24 +25,6 @@ from tests.distributed.ranks import Ranks
 pytestmark = pytest.mark.slow
 
 
-def reports(kind: str, path: str) -> tuple[int, int, int, str]:
-    """The bytes of the model; the bytes that all ranks read, and those read more than once; the printed report."""
-    report = ms.load(models.sharded(kind), path)
-    assert [rank.rank for rank in report.ranks] == [0, 1, 2, 3]
-    whole = sum(param.numel() * param.itemsize for param in models.plain(kind).state_dict().values())
-    assert all(rank.reading_seconds > 0 for rank in report.ranks)
-    return whole, sum(rank.read_bytes for rank in report.ranks), report.reread_bytes, str(report)
-
-
-@pytest.mark.parametrize(("kind", "replicas"), [("fsdp", 1), ("uneven", 1), ("hsdp", 2), ("replicated", 4)])
-def test_the_report_says_what_each_rank_has_read(ranks: Ranks, kind: str, replicas: int, tmp_path: Path) -> None:
-    ms.save(models.plain(kind, seed=5), tmp_path / "x.safetensors")
-    for whole, read, reread, text in ranks.values(reports, kind, str(tmp_path / "x.safetensors")):
-        assert read == replicas * (whole - 8) + 4 * 8  # every rank has the buffer, which is one number
-        assert reread == read - whole
-        assert "4 ranks: " in text
-
-
 def in_use(path: str) -> list[str]:
     net = models.sharded("fsdp")
     net(torch.arange(5)).sum().backward()

@@ -58,12 +58,11 @@ def report_of(error: BaseException | None, digests: Sequence[Digest] = ()) -> Re
         text = " ".join(": ".join(filter(None, (type(error).__name__, str(error)))).split())
         blank = dict.fromkeys(("where", *_FIELDS), "")
         return {"error": "DistributedError", "what": text, **blank, "names": [], "problems": []}
-    own = error
     return {
         "error": type(error).__name__,
-        **{name: getattr(own, name) for name in ("what", "where", *_FIELDS)},
-        "names": list(own.names),
-        "problems": to_builtins(own.problems),
+        **{name: getattr(error, name) for name in ("what", "where", *_FIELDS)},
+        "names": list(error.names),
+        "problems": to_builtins(error.problems),
     }
 
 

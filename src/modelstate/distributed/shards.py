@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import torch
@@ -28,6 +28,9 @@ from modelstate.text_format import short_repr
 from modelstate.torch_compat.sharding import DimensionSplit, is_split, local_tensor, split_indices
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
     from modelstate.rules.expression import Source
 
 
@@ -96,7 +99,7 @@ def _boxes(runs: tuple[tuple[range, ...], ...]) -> tuple[tuple[Box, Box], ...]:
 
 
 def local_shard(
-    shape: Sequence[int], placements: Sequence[object], mesh_shape: Sequence[int], coordinate: Sequence[int]
+    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> LocalShard:
     """Returns the part of a tensor that one rank of a mesh holds.
 
@@ -122,7 +125,7 @@ def local_shard(
 
 @lru_cache(maxsize=4096)  # the tensors of a model have few different shapes
 def _local_shard(
-    shape: tuple[int, ...], placements: tuple[Any, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> LocalShard:
     splits: dict[int, list[DimensionSplit]] = {}
     for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True):
@@ -153,7 +156,7 @@ def _runs(size: int, splits: tuple[DimensionSplit, ...]) -> tuple[range, ...]:
 
 
 @lru_cache(maxsize=64)
-def _is_ascending(mesh: Any) -> bool:
+def _is_ascending(mesh: DeviceMesh) -> bool:
     """Whether the ranks of a mesh have ascending numbers along each of its dimensions."""
     return all(bool((mesh.mesh.diff(dim=dim) > 0).all()) for dim in range(mesh.mesh.dim()))
 
@@ -165,7 +168,7 @@ def shard_of(tensor: torch.Tensor) -> LocalShard | None:
         DistributedError: A placement is `Partial` or unknown, the local tensor has another shape than its placements
             say, or the ranks of the mesh are not in ascending order.
     """
-    held: Any = tensor
+    held = cast("DTensor", tensor)
     mesh = held.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -254,14 +257,14 @@ class Parts(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=4096)
 def parts_of(
-    shape: tuple[int, ...], placements: tuple[Any, ...], mesh: Mesh, itemsize: int, least: int, most_row: int
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: Mesh, itemsize: int, least: int, most_row: int
 ) -> Parts:
     """Returns the parts of a tensor over a mesh. The tensors of a model have few different layouts.
 
     Runs of `least` bytes or more on average, and rows of more than `most_row` bytes, are not exchanged.
     """
     mesh_shape, ranks = mesh
-    holders: dict[Any, list[int]] = {}
+    holders: dict[LocalShard, list[int]] = {}
     for rank, coordinate in zip(ranks, product(*map(range, mesh_shape)), strict=True):
         holders.setdefault(local_shard(shape, placements, mesh_shape, coordinate), []).append(rank)
     split = [placement.dim % len(shape) for placement in placements if is_split(placement)]

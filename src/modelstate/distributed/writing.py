@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import starmap
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import torch
@@ -42,6 +42,9 @@ from modelstate.torch_compat.plain import in_a_row, why_not_plain
 from modelstate.torch_compat.private import storage_id
 from modelstate.torch_compat.sharding import local_tensor
 from modelstate.version import __version__
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 PART_BYTES = 1 << 20
 """A tensor whose runs are shorter than that on average is exchanged."""
@@ -67,7 +70,7 @@ class ShardedTensor(LazyTensor):
 
     local: torch.Tensor
     """The local tensor."""
-    placements: tuple[Any, ...]
+    placements: tuple[Placement, ...]
     mesh: Mesh
     writer: CollectiveWriter
 
@@ -135,7 +138,7 @@ class CollectiveWriter(CheckpointWriter):
             DistributedError: A placement is `Partial` or unknown.
         """
         shard_of(tensor)
-        held: Any = tensor
+        held = cast("DTensor", tensor)
         local = local_tensor(tensor).detach().resolve_conj().resolve_neg()
         if problem := why_not_plain(local):
             return f"a DTensor whose local tensor is {problem}"
@@ -483,16 +486,15 @@ def elements_of(piece: Piece) -> torch.Tensor | LazyTensor:
     assert region is not None
     count = part.end - part.start
     if not isinstance(tensor, ShardedTensor):
-        source: Any = tensor
-        start = part.start
+        assert isinstance(tensor, torch.Tensor)
+        source, start = tensor, part.start
     else:
         source = tensor.local
         row, column = divmod(part.start, piece.parts.row_elements)
         start = _index(region.rows, row) * region.width + _index(region.columns, column)
     if source.is_contiguous():
         with torch.inference_mode(False), torch.no_grad():
-            flat: torch.Tensor = source.detach().view(-1)[start : start + count]
-            return flat
+            return source.detach().view(-1)[start : start + count]
 
     def make(first: int, end: int) -> torch.Tensor:
         return in_a_row(source, start + first, start + end)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import torch
 
@@ -38,7 +38,7 @@ class DimensionSplit(NamedTuple):
     """The position of the rank along the mesh dimension."""
 
 
-def is_split(placement: object) -> bool:
+def is_split(placement: object) -> TypeGuard[Shard]:
     """Whether a placement splits a dimension of a tensor."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
