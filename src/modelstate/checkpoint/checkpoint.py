@@ -18,6 +18,7 @@ from modelstate.errors import (
     OptionError,
     ReadFailedError,
     UnsupportedTensorError,
+    code_errors,
 )
 from modelstate.formats.tree import (
     Contents,
@@ -463,17 +464,12 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         rows = [] if start is None else [slice(start, stop)]
         region = stored.region(rows) if isinstance(stored, StoredTensor | StoredComposite) else None
         values = self.read(stored if region is None else region)
-        try:
-            with torch.no_grad():
-                out.copy_(values[start:stop] if rows and region is None else values)
-        except RuntimeError as error:
-            raise OptionError(
-                "torch cannot copy this tensor, or these rows of it, to this memory",
-                where=where,
-                expected=f"memory that a {spec.kind} tensor can be copied to",
-                found=error,
-                remedy=f"take it with tensor({name!r}) and convert it",
-            ) from error
+        what, remedy = (
+            "torch cannot copy this tensor, or these rows of it, to this memory",
+            f"take it with tensor({name!r}) and convert it",
+        )
+        with torch.no_grad(), code_errors(OptionError, what, where=where, remedy=remedy):
+            out.copy_(values[start:stop] if rows and region is None else values)
 
     def read(self, stored: Stored) -> torch.Tensor:
         """Reads the values of a tensor into memory of their own; returns a live tensor as a detached alias.
@@ -688,10 +684,7 @@ def _below(flat: FlatTree, key: str, where: str, decode: Callable[[object], obje
         [path[cut:] for path in flat.containers if path == key or path.startswith(prefix)],
         {path[cut:]: versions for path, versions in flat.versions.items() if path == key or path.startswith(prefix)},
     )
-    above = key
-    while above not in flat.containers and "." in above:
-        above = above.rpartition(".")[0]
-    above = above if above in flat.containers else ""
+    above = max((path for path in flat.containers if not path or f"{key}.".startswith(f"{path}.")), key=len, default="")
     if above != key and above in flat.versions:  # the key ends within names that contain dots
         module = key[len(above) + 1 :] if above else key
         part.versions[""] = {

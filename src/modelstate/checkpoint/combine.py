@@ -120,14 +120,12 @@ def _by_function(function: CombineFunction, name: str, parts: tuple[Stored, ...]
         for part in parts
     ]
     meta_function = getattr(function, "meta", None) or function
-    with code_errors(
-        CombineError,
-        "the combining function raised when it was asked for shape and dtype",
-        where=name,
-        expected="a function that can be called with tensors on the meta device",
-        remedy="where it has to look at values, give it an attribute `meta`: a function of the same arguments that "
-        "returns a meta tensor of the shape and dtype of its result",
-    ):
+    remedy = (
+        "it must take tensors on the meta device; where it has to look at values, give it an attribute `meta`: a "
+        "function of the same arguments that returns a meta tensor of the shape and dtype of its result"
+    )
+    what = "the combining function raised when it was asked for shape and dtype"
+    with code_errors(CombineError, what, where=name, remedy=remedy):
         result = meta_function(name, tensors_like)
     _check_result(name, result, None)
 
@@ -137,8 +135,7 @@ def _by_function(function: CombineFunction, name: str, parts: tuple[Stored, ...]
             tensor.clone() if isinstance(part, torch.Tensor) else tensor
             for tensor, part in zip(tensors, parts, strict=True)
         ]
-        remedy = "see the traceback of the cause; it is called with a name and a list of tensors, also on meta"
-        with code_errors(CombineError, "the combining function raised", where=name, remedy=remedy):
+        with code_errors(CombineError, "the combining function raised", where=name):
             combined = function(name, own)
         _check_result(name, combined, result)
         return combined.detach()

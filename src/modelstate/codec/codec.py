@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from modelstate.codec.walk import FIELD, REGISTER, Decoder, Encoder, Leaf, Tree, ValueKind, Walk
-from modelstate.errors import CodecError, ModelStateError, OptionError, UnknownClassError
+from modelstate.errors import CodecError, OptionError, UnknownClassError, code_errors
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.plain import byte_tensor
 from modelstate.torch_compat.values import set_version_metadata
@@ -416,7 +416,8 @@ def _codec_of(cls: type) -> Codec | None:
 def _encode_object(value: object, encoder: Encoder) -> Tree:
     codec = _codec_of(type(value))
     assert codec is not None
-    encoded = _called(codec.encode, value, f"encodes {codec.name}", encoder)
+    with code_errors(CodecError, f"the function that encodes {codec.name} raised", where=encoder.place):
+        encoded = codec.encode(value)
     return {"codec": codec.name, "value": encoder.child(encoded, (FIELD, "encoded"))}
 
 
@@ -430,7 +431,8 @@ def _decode_object(tree: Tree, decoder: Decoder) -> object:
             remedy="import what calls ms.register_codec for it, and read it again",
         )
     value = decoder.child(inner, (FIELD, "encoded"))
-    result = _called(codec.decode, value, f"decodes {codec.name}", decoder)
+    with code_errors(CodecError, f"the function that decodes {codec.name} raised", where=decoder.place):
+        result = codec.decode(value)
     if not isinstance(result, codec.cls):
         raise decoder.fail(
             f"the function that decodes {codec.name} returned something else",
@@ -438,15 +440,6 @@ def _decode_object(tree: Tree, decoder: Decoder) -> object:
             found=type(result).__qualname__,
         )
     return result
-
-
-def _called(function: Callable[[Any], object], value: object, what: str, walk: Walk) -> object:
-    try:
-        return function(value)
-    except ModelStateError:
-        raise
-    except Exception as error:
-        raise walk.fail(f"the function that {what} raised {type(error).__name__}", found=error) from error
 
 
 # The kinds.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 
-from modelstate.errors import DamagedFileError, ForbiddenGlobalError, ModelStateError, OpenError, UnsupportedTensorError
+from modelstate.errors import DamagedFileError, ForbiddenGlobalError, OpenError, UnsupportedTensorError, code_errors
 from modelstate.formats.torch_globals import TorchGlobals, is_never, set_state, unsupported
 from modelstate.formats.unpickle import (
     Allowed,
@@ -360,18 +361,15 @@ class _Constructor:
         if flags & TENSOR and self.tree is None:
             return unsupported(f"an object of {node.name} with tensors in it", "save the tensors beside it")
         try:
-            args, kwargs = self.make(node.args, path), self.make(node.kwargs, path)
-            if refused := _with_refused(node, (args, kwargs)):
-                return refused
-            target = self.values[id(node)] = _created(node, args, kwargs)
-            pieces = [self.make(piece, path) for piece in (node.states, node.appended, node.inserted)]
-            return _with_refused(node, pieces) or _filled(target, *pieces)
+            with self.errors_of(node.name, path):  # an allowed class may raise anything for damaged values
+                args, kwargs = self.make(node.args, path), self.make(node.kwargs, path)
+                if refused := _with_refused(node, (args, kwargs)):
+                    return refused
+                target = self.values[id(node)] = _created(node, args, kwargs)
+                pieces = [self.make(piece, path) for piece in (node.states, node.appended, node.inserted)]
+                return _with_refused(node, pieces) or _filled(target, *pieces)
         except UnsupportedTensorError as error:
             return invalid(error)
-        except ModelStateError:
-            raise
-        except Exception as error:  # an allowed class may raise anything for damaged values
-            raise self.failed(node.name, path, error) from error
 
     def mapping(self, node: Any, path: Path) -> Any:
         mapping = type(node)()
@@ -411,17 +409,15 @@ class _Constructor:
         if any(isinstance(item, np.generic) for item in items):  # they have the hashes of Python's numbers
             plain = tuple(item.item() if isinstance(item, np.generic) else item for item in items)
             self.keys.check(plain if type(value) is tuple else plain[0])
-        try:
+        with self.errors_of(type(value).__name__, path):
             hash(value)
-        except Exception as error:
-            raise self.failed(type(value).__name__, path, error) from error
         return value
 
-    def failed(self, name: str, path: Path, error: Exception) -> DamagedFileError:
-        return DamagedFileError(
+    def errors_of(self, name: str, path: Path) -> AbstractContextManager[None]:
+        return code_errors(
+            DamagedFileError,
             f"an object of {name} cannot be created from the values in the pickle",
             where=f"{self.path}: {dotted(path)}",
-            found=f"{type(error).__name__}: {str(error)[:200]}",
             remedy="use the version of the library that wrote it, or leave it out of what is allowed",
         )
 
@@ -444,19 +440,17 @@ class _Constructor:
         place, kind = f"{self.path}: {dotted(path)}", recipe.kind
 
         def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+            what, remedy = (
+                f"a tensor of kind {kind} cannot be made of its parts",
+                "use the version of the library that wrote it",
+            )
             try:
-                inner = _Constructor(self.audit, self.path, self, dict(zip(parts, tensors, strict=True)))
-                return recipe.make(inner.make(recipe.parts, path))
+                with code_errors(DamagedFileError, what, where=place, remedy=remedy):
+                    inner = _Constructor(self.audit, self.path, self, dict(zip(parts, tensors, strict=True)))
+                    return recipe.make(inner.make(recipe.parts, path))
             except OpenError as error:
                 error.where = error.where or place
                 raise
-            except Exception as error:
-                raise DamagedFileError(
-                    f"a tensor of kind {kind} cannot be made of its parts",
-                    where=place,
-                    found=f"{type(error).__name__}: {str(error)[:200]}",
-                    remedy="use the version of the library that wrote it",
-                ) from error
 
         part_names = tuple(names[part] for part in parts if part in names)
         return StoredComposite(

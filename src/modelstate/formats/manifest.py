@@ -40,6 +40,7 @@ from modelstate.errors import (
     ForbiddenGlobalError,
     NewerManifestError,
     UnknownClassError,
+    code_errors,
 )
 from modelstate.formats.tree import Checksums, Contents
 from modelstate.spec import (
@@ -432,12 +433,15 @@ def _composite(
         built = {}
         for attribute, part, (first, last) in zip(parts, inner, pairwise(ends), strict=True):
             built[attribute] = part.build(tensors[first:last]) if isinstance(part, StoredComposite) else tensors[first]
-        try:
+        what = f"a tensor of the class {class_name} cannot be created from its stored parts"
+        remedy = (
+            "the version of the package that defines the class may be another one; the safetensors library reads the "
+            "parts alone"
+        )
+        with code_errors(DamagedFileError, what, where=f"{where}: {name}", remedy=remedy):
             tensor: torch.Tensor = cls.__tensor_unflatten__(built, context, torch.Size(shape), stride)
-        except Exception as error:
-            raise _not_made(class_name, f"{where}: {name}", f"{type(error).__name__}: {error}") from error
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            raise _not_made(class_name, f"{where}: {name}", f"{tensor.dtype} of shape {tuple(tensor.shape)}")
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                raise ValueError(f"it became a tensor of {tensor.dtype} of shape {tuple(tensor.shape)}")
         return tensor
 
     every = tuple(part for group in stored for part in group if isinstance(part, StoredTensor))
@@ -448,16 +452,6 @@ def _composite(
     ]
     own_parts = [part for attribute, part in parts.items() if part == f"{name}.{attribute}"]
     return StoredComposite(class_name, dtype, shape, every, build, part_names=tuple(names)), own_parts
-
-
-def _not_made(cls: str, where: str, found: str) -> DamagedFileError:
-    return DamagedFileError(
-        f"a tensor of the class {cls} cannot be created from its stored parts",
-        where=where,
-        found=found[:500],
-        remedy="the version of the package that defines the class may be another one; the safetensors library reads "
-        "the parts alone",
-    )
 
 
 def _allowed(cls: str, allow: Sequence[object], where: str, name: str) -> Any:

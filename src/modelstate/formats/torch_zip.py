@@ -301,17 +301,11 @@ def _save(state: Mapping[str, object], output: Output, path: str) -> None:
         loaded = (dict, OrderedDict, list, tuple, torch.Tensor, torch.nn.Parameter)
         others = ((name, value) for name, value in nodes_of(state) if type(value) not in loaded)
         refused = {name: type(value) for name, value in others if _load_error(pickled(value)) is not None}
-        if not refused and isinstance(failure, OSError | RuntimeError):
-            raise UnsavableError(
-                "torch.load cannot read the file that was written",
-                where=path,
-                found=f"{type(failure).__name__}: {failure}",
-            ) from failure
         raise UnsavableError(
-            "torch.load(weights_only=True) does not read values of these classes",
+            "torch.load(weights_only=True) does not read this",
             where=path,
             found=listed_problems({name: f"{cls.__module__}.{cls.__qualname__}" for name, cls in refused.items()})
-            or failure,
+            or f"{type(failure).__name__}: {failure}",
             remedy="save to a path that ends in .safetensors, which keeps every value that has an encoding, or leave "
             "these out",
         ) from failure
