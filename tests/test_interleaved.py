@@ -14,7 +14,6 @@ from modelstate import forks
 from modelstate.checkpoint.mapped import Maps
 from modelstate.io import system
 from modelstate.process import cached_attribute
-from modelstate.spec import ByteRange
 from modelstate.store.directory import StepIndex
 from tests.io.test_forks import in_child
 
@@ -35,11 +34,11 @@ def test_a_file_that_two_threads_map_is_mapped_once(tied: Path, monkeypatch: pyt
 
     def mmap(*args: Any) -> Any:
         monkeypatch.setattr(system, "mmap", original)
-        others.append(maps._map(ByteRange(str(tied), 0, 8)))
+        others.append(maps._map(str(tied)))
         return original(*args)
 
     monkeypatch.setattr(system, "mmap", mmap)
-    assert maps._map(ByteRange(str(tied), 0, 8)) is others[0]
+    assert maps._map(str(tied)) is others[0]
 
 
 def test_tied_tensors_that_two_threads_read_share_memory(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,12 +128,12 @@ def test_what_the_functions_raise_is_the_cause(again: Callable[[Any], Any]) -> N
 
     ms.register_codec(Failing, fail, lambda value: Failing())
     with pytest.raises(
-        CodecError, match=r"(?s)\[0\]: the function that encodes .*Failing raised KeyError.*gone"
+        CodecError, match=r"(?s)\[0\]: the function that encodes .*Failing raised.*KeyError.*gone"
     ) as caught:
         again([Failing()])
     assert isinstance(caught.value.__cause__, KeyError)
     ms.register_codec(Failing, lambda value: 1, fail)
-    with pytest.raises(CodecError, match=r"(?s)\[0\]: the function that decodes .*Failing raised KeyError") as found:
+    with pytest.raises(CodecError, match=r"(?s)\[0\]: the function that decodes .*Failing raised.*KeyError") as found:
         again([Failing()])
     assert isinstance(found.value.__cause__, KeyError)
 

@@ -464,11 +464,9 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         rows = [] if start is None else [slice(start, stop)]
         region = stored.region(rows) if isinstance(stored, StoredTensor | StoredComposite) else None
         values = self.read(stored if region is None else region)
-        what, remedy = (
-            "torch cannot copy this tensor, or these rows of it, to this memory",
-            f"take it with tensor({name!r}) and convert it",
-        )
-        with torch.no_grad(), code_errors(OptionError, what, where=where, remedy=remedy):
+        what, expected = "torch cannot copy this tensor, or these rows of it, to this memory", "memory of its kind"
+        remedy = f"take it with tensor({name!r}) and convert it"
+        with torch.no_grad(), code_errors(OptionError, what, where=where, expected=expected, remedy=remedy):
             out.copy_(values[start:stop] if rows and region is None else values)
 
     def read(self, stored: Stored) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from modelstate.errors import OPEN_AGAIN, ReadFailedError, SourceTypeError
+from modelstate.errors import ReadFailedError, SourceTypeError
 from modelstate.forks import fork_safe_lock
 from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
@@ -57,7 +57,7 @@ class Maps:
         """The tensor as a view of its file; a tensor that is in memory already as a detached alias.
 
         Bytes are copied only where the file stores numbers at an address that is not a multiple of their size. Raises
-        `ReadFailedError` where the file cannot be mapped, or has been truncated.
+        `ReadFailedError` where the file cannot be mapped, or has changed.
         """
         import torch
 
@@ -82,9 +82,7 @@ class Maps:
         if view is None or view.data_ptr() != address or view.untyped_storage().nbytes() != region.nbytes:
             # Its storage is no larger than these bytes, even if the stored storage is.
             path, start, nbytes = region
-            file = self._maps.get(path)
-            if file is None or start + nbytes > len(file):
-                file = self._map(region)
+            file = self._map(path)
             if start % dtype.itemsize == 0:
                 view = torch.frombuffer(file, dtype=dtype, count=nbytes // dtype.itemsize, offset=start)
             else:  # torch's vectorised code may assume that a number lies at a multiple of its size
@@ -101,17 +99,14 @@ class Maps:
     def tensors(self, columns: TensorColumns) -> list[torch.Tensor]:
         """Contiguous tensors as views of their files. They have bytes, at multiples of their size, and share none.
 
-        Raises `ReadFailedError` where a file cannot be mapped, or has been truncated.
+        Raises `ReadFailedError` where a file cannot be mapped, or has changed.
         """
         import torch
 
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.tensors(columns)
-        ends = dict.fromkeys(columns.paths, 0)
-        for path, start, nbytes in zip(columns.paths, columns.starts, columns.nbytes, strict=True):
-            ends[path] = max(ends[path], start + nbytes)
-        files = {path: self._map(ByteRange(path, 0, end)) for path, end in ends.items()}
+        files = {path: self._map(path) for path in {*columns.paths}}
         views: list[torch.Tensor] = []
         for dtype, shape, path, start, nbytes in columns.rows():
             tensor = torch.frombuffer(files[path], dtype=dtype, count=nbytes // dtype.itemsize, offset=start)
@@ -186,7 +181,7 @@ class Maps:
             known = not self.is_remote(path)
             try:
                 if known:
-                    self._map(ByteRange(path, 0, 0))
+                    self._map(path)
             except ReadFailedError as error:
                 if getattr(error.__cause__, "errno", None) not in _NO_MAPS:
                     raise
@@ -215,7 +210,7 @@ class Maps:
                 self.note("read into memory, not mapped: its file system has no maps, or the system refuses them", path)
                 return False
             if extent.nbytes:
-                self._map(extent)
+                self._map(path)
             elif path not in self._maps:
                 return True  # only tensors without bytes were requested
             known = self._can_map[path, option] = self._protect(path, option)
@@ -270,26 +265,18 @@ class Maps:
             for what, names in self._notes.items()
         ]
 
-    def _map(self, region: ByteRange) -> mmap.mmap:
-        """The map of a file that has these bytes. Raises `ReadFailedError`."""
-        mapped = self._maps.get(region.path)
+    def _map(self, path: str) -> mmap.mmap:
+        """The map of a file, which is as long as when it was opened. Raises `ReadFailedError`."""
+        mapped = self._maps.get(path)
         if mapped is None:
-            descriptor = open_unchanged(region.path, self._fingerprints.get(region.path))
+            descriptor = open_unchanged(path, self._fingerprints.get(path))
             try:
                 mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
             except (OSError, ValueError) as error:
-                raise read_failed("the file cannot be mapped", region.path, error) from error
+                raise read_failed("the file cannot be mapped", path, error) from error
             finally:
                 descriptor.close()
-            mapped = self._maps.setdefault(region.path, mapped)  # another thread may have mapped it meanwhile
-        if region.start + region.nbytes > len(mapped):
-            raise ReadFailedError(
-                "the file has become shorter since it was opened",
-                where=region.path,
-                expected=f"at least {region.start + region.nbytes} bytes",
-                found=f"{len(mapped)} bytes",
-                remedy=OPEN_AGAIN,
-            )
+            mapped = self._maps.setdefault(path, mapped)  # another thread may have mapped it meanwhile
         return mapped
 
 

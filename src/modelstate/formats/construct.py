@@ -29,6 +29,7 @@ from modelstate.torch_compat.dtypes import QUANTIZED
 from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 MAX_DEPTH = 100
+_SAME_VERSION = "use the version of the library that wrote it"
 
 TENSOR, INERT, UNFINISHED = 1, 2, 4
 """What a value contains: tensors, refused parts, parts that have still to be created."""
@@ -418,7 +419,7 @@ class _Constructor:
             DamagedFileError,
             f"an object of {name} cannot be created from the values in the pickle",
             where=f"{self.path}: {dotted(path)}",
-            remedy="use the version of the library that wrote it, or leave it out of what is allowed",
+            remedy=f"{_SAME_VERSION}, or leave it out of what is allowed",
         )
 
     def composite(self, recipe: DeferredTensor, path: Path) -> StoredComposite:
@@ -440,12 +441,9 @@ class _Constructor:
         place, kind = f"{self.path}: {dotted(path)}", recipe.kind
 
         def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-            what, remedy = (
-                f"a tensor of kind {kind} cannot be made of its parts",
-                "use the version of the library that wrote it",
-            )
+            what = f"a tensor of kind {kind} cannot be made of its parts"
             try:
-                with code_errors(DamagedFileError, what, where=place, remedy=remedy):
+                with code_errors(DamagedFileError, what, where=place, remedy=_SAME_VERSION):
                     inner = _Constructor(self.audit, self.path, self, dict(zip(parts, tensors, strict=True)))
                     return recipe.make(inner.make(recipe.parts, path))
             except OpenError as error:

@@ -232,8 +232,6 @@ def _check_cover(shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
         saved = sum(math.prod(map(len, box)) for box in boxes)
         what = "the chunks of a tensor overlap, or leave holes"
         raise _not_covered(what, shape, f"{saved} of {math.prod(shape)} elements in chunks")
-    if len(set(map(_starts, boxes))) < len(boxes):
-        raise _not_covered("two chunks of a tensor are at one place", shape, f"{len(boxes)} chunks")
 
 
 def _not_covered(what: str, shape: tuple[int, ...], found: str) -> DamagedFileError:
@@ -254,8 +252,6 @@ def _places(table: dict[object, object], items: Items) -> dict[Index, ByteRange]
         name, offset = typed(index.get("fqn"), str, "the name of a place is missing"), index.get("offset")
         at = name, None if offset is None else dims(offset)
         keys.check(at[1])
-        if at in written:
-            raise damaged("two places of one item", name)
         place = ByteRange(
             typed(info.get("relative_path"), str, "the file of an item is missing"),
             typed(info.get("offset"), int, "the place of an item is missing"),

@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import json
 from collections import ChainMap, Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,9 +36,9 @@ import xxhash
 from modelstate.errors import (
     CUT_SHORT,
     ChecksumError,
-    CodecError,
     DamagedFileError,
     ForbiddenGlobalError,
+    ModelStateError,
     NewerManifestError,
     UnknownClassError,
     code_errors,
@@ -112,14 +113,32 @@ def apply(contents: Contents, text: str, path: str, place: str, allow: Sequence[
         ForbiddenGlobalError: A tensor class is not allowed.
         UnknownClassError: A tensor class does not exist.
     """
-    if not isinstance(contents.tree, StoredTensors):
-        found: Any = contents.tree
-        others = (name for name, value in found.items() if not isinstance(value, StoredTensor))
-        what = quote(next(others, contents.format))
-        raise damaged(path, f"the shards hold {what}, which is not a plain tensor of safetensors")
-    tensors = contents.tree
     where = f"{path}: {place}[{KEY!r}]"
-    manifest = _parse(text, where)
+    with _damage(where):
+        return _applied(contents, _parse(text, where), path, where, allow)
+
+
+@contextmanager
+def _damage(where: str) -> Iterator[None]:
+    """Turns errors into that of a damaged manifest, which is not as the code expects it."""
+    try:
+        yield
+    except (DamagedFileError, NewerManifestError, ForbiddenGlobalError, UnknownClassError, MemoryError):
+        raise
+    except Exception as error:
+        is_own = isinstance(error, JsonError | ModelStateError)
+        found = error.what if is_own else f"{type(error).__name__}: {error}"
+        raise damaged(where, found) from error
+
+
+def _applied(
+    contents: Contents, manifest: Mapping[str, Any], path: str, where: str, allow: Sequence[object]
+) -> Contents:
+    tensors: Any = contents.tree
+    if not isinstance(tensors, StoredTensors):
+        others = (name for name, value in tensors.items() if not isinstance(value, StoredTensor))
+        what = quote(next(others, contents.format))
+        raise damaged(where, f"the shards hold {what}, which is not a plain tensor of safetensors")
     metadata = {**contents.metadata} | ({"schema": manifest["schema"]} if "schema" in manifest else {})
     checksums = _checksums(manifest["digests"], tensors, where) if manifest.get("digests") else dict
     if not contents.is_sealed:
@@ -133,14 +152,8 @@ def apply(contents: Contents, text: str, path: str, place: str, allow: Sequence[
     known = ChainMap[str, Stored](composites, cast("Any", tensors))
     parts: set[str] = set()
     for name, description in manifest.get("subclasses", {}).items():
-        if name in known:
-            raise damaged(where, f"{quote(name)} is a tensor and one that is made of others")
-        try:
+        with _damage(f"{where}: {name}"):
             composites[name], used = _composite(name, description, known, allow, where)
-        except (ForbiddenGlobalError, UnknownClassError):
-            raise
-        except ValueError as error:
-            raise damaged(where, f"{quote(name)}: {error}") from error
         parts.update(used)
     aliases, owners = manifest.get("aliases", {}), list[str]()
     if aliases:
@@ -164,7 +177,7 @@ def apply(contents: Contents, text: str, path: str, place: str, allow: Sequence[
             raise damaged(where, f"{quote(name)} is both a tensor and another value")
         state[name] = Encoded(tree, hidden, f"{path}: {name}")
     if "versions" in manifest:
-        versions = _versions(manifest["versions"], where)
+        versions = _versions(manifest["versions"])
         if isinstance(state, StoredTensors):
             state.versions = versions
         else:
@@ -184,36 +197,23 @@ class _Tree:
         """Restores a node; `at` is its path in the state."""
         if type(tree) is str:
             return self._known[_names([tree], self._known, self._where)[0]]
-        kinds = [kind for kind in ("dict", "tensors", "list", "tuple", "value") if type(tree) is dict and kind in tree]
-        is_dict = kinds in (["dict"], ["tensors"])
-        extra = set(tree) - {"ordered", "versions"} if is_dict else set(tree if kinds else ())
-        if len(kinds) != 1 or extra != set(kinds) or depth > _MAX_DEPTH:
-            raise damaged(self._where, f"no node of a tree: {str(tree)[:80]}")
-        (kind,) = kinds
+        kind = next(kind for kind in ("dict", "tensors", "list", "tuple", "value") if kind in tree)
+        if depth > _MAX_DEPTH:
+            raise ValueError("a tree that is nested too deeply")
         if kind == "value":
             plain = tree["value"]
-            return (
-                plain if type(plain) in (str, int, float, bool) else Encoded(plain, self._known, f"{self._path}: {at}")
-            )
-        if type(tree[kind]) is not list:
-            raise damaged(self._where, f"a {kind} whose content is not a list")
-        if not is_dict:
+            is_plain = type(plain) in (str, int, float, bool)
+            return plain if is_plain else Encoded(plain, self._known, f"{self._path}: {at}")
+        if kind in ("list", "tuple"):
             items = [self.node(item, self._below(at, i, depth), depth + 1) for i, item in enumerate(tree[kind])]
             return items if kind == "list" else tuple(items)
-        return self._dict(tree, kind, at, depth)
-
-    def _dict(self, tree: Mapping[str, Any], kind: str, at: str, depth: int) -> dict[object, object]:
         mapping: dict[object, object] = OrderedDict() if tree.get("ordered") or "versions" in tree else {}
-        items = tree[kind]
-        for item in items:
-            if type(item) not in (str, int) if kind == "tensors" else type(item) is not list or len(item) != 2:
-                what = "key of a tensor" if kind == "tensors" else "pair of key and node"
-                raise damaged(self._where, f"no {what}: {str(item)[:80]}")
-        for item, key in zip(items, self._keys(items if kind == "tensors" else [key for key, _ in items]), strict=True):
+        items = tree[kind] if kind == "dict" else [(key, None) for key in tree[kind]]
+        for key, (_, item) in zip(self._keys([key for key, _ in items]), items, strict=True):
             below = self._below(at, key, depth)
-            mapping[key] = self.node(below if kind == "tensors" else item[1], below, depth + 1)
+            mapping[key] = self.node(below if kind == "tensors" else item, below, depth + 1)
         if "versions" in tree:
-            set_version_metadata(mapping, _versions(tree["versions"], self._where))
+            set_version_metadata(mapping, _versions(tree["versions"]))
         return mapping
 
     def _below(self, at: str, key: object, depth: int) -> str:
@@ -230,38 +230,19 @@ class _Tree:
             return trees
         from modelstate.codec.codec import decode
 
-        try:
-            return [*decode({"$dict": [[tree, None] for tree in trees]})]
-        except CodecError as error:
-            raise damaged(self._where, f"the keys of a dict: {error}") from error
+        return [*decode({"$dict": [[tree, None] for tree in trees]})]
 
 
-def _checksums(fields: Mapping[str, object], tensors: StoredTensors, where: str) -> Checksums:
-    digests, parts = fields.get("tensors"), fields.get("parts", {})
-    is_known = fields.get("algorithm") == ALGORITHM and fields.get("block_bytes") == BLOCK_BYTES
-    if not is_known or type(digests) is not dict or type(parts) is not dict:
+def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) -> Checksums:
+    digests, parts = fields["tensors"], fields.get("parts", {})
+    if (fields["algorithm"], fields["block_bytes"]) != (ALGORITHM, BLOCK_BYTES):
         raise damaged(where, f"digests of another kind: {str(fields)[:80]}")
     if not digests.keys() <= tensors.rows.keys():
         _names(list(digests), tensors, where)
-    sizes = [tensors.columns.nbytes[tensors.rows[name]] for name in digests]
-    values = list(digests.values())
-    lengths = [-(-nbytes // BLOCK_BYTES) * HEX for nbytes in sizes]
-    if parts:
-        rows = {name: row for row, name in enumerate(digests)}
-        for name, own in parts.items():
-            if (
-                name not in rows
-                or type(own) is not list
-                or not all(type(nbytes) is int and nbytes > 0 for nbytes in own)
-                or sum(own) != sizes[rows[name]]
-            ):
-                raise damaged(where, f"{quote(name)}: no parts of a tensor: {str(own)[:60]}")
-            lengths[rows[name]] = HEX * sum(-(-nbytes // BLOCK_BYTES) for nbytes in own)
-    is_text = {str}.issuperset(map(type, values))
-    if not is_text or list(map(len, values)) != lengths or "".join(values).strip(_HEX_DIGITS):
-        for name, value, length, nbytes in zip(digests, values, lengths, sizes, strict=True):
-            if type(value) is not str or len(value) != length or value.strip(_HEX_DIGITS):
-                raise damaged(where, f"{quote(name)}: no digest of {nbytes:,} bytes: {str(value)[:60]}")
+    for name, own in parts.items():
+        is_valid = all(type(nbytes) is int and nbytes > 0 for nbytes in own)
+        if not is_valid or sum(own) != tensors.columns.nbytes[tensors.rows[name]]:
+            raise damaged(where, f"{quote(name)}: no parts of a tensor: {str(own)[:60]}")
     return lambda: {
         tensors.extent(name): Checksum(ALGORITHM, BLOCK_BYTES, digest_of_blocks, tuple(parts.get(name, ())))
         for name, digest_of_blocks in digests.items()
@@ -281,27 +262,21 @@ def are_usual_versions(versions: Mapping[str, object]) -> bool:
     )
 
 
-def _versions(tree: object, where: str) -> OrderedDict[str, object]:
+def _versions(tree: object) -> OrderedDict[str, object]:
     if type(tree) is dict and are_usual_versions(tree):
         return OrderedDict(tree)
     from modelstate.codec.codec import decode
 
-    try:
-        versions = decode(tree)
-    except CodecError as error:
-        raise damaged(where, f"the versions of modules: {error.what}") from error
+    versions = decode(tree)
     if not isinstance(versions, dict) or not all(isinstance(entry, dict) for entry in versions.values()):
-        raise damaged(where, "the versions of modules are not a dict of dicts")
+        raise ValueError("the versions of modules are not a dict of dicts")
     return OrderedDict(versions)
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
-    try:
-        if len(text) > MAX_PARTS:  # otherwise it has no more parts than that
-            check_size(text)
-        manifest = parse_json(text.encode())
-    except ValueError as error:
-        raise damaged(where, str(error)) from error
+    if len(text) > MAX_PARTS:  # otherwise it has no more parts than that
+        check_size(text)
+    manifest = parse_json(text.encode())
     if type(manifest.get("format")) is not int:
         raise damaged(where, "no format version")
     if manifest["format"] > FORMAT:
@@ -382,11 +357,8 @@ def damaged(where: str, found: str) -> DamagedFileError:
     )
 
 
-_SUBCLASS_FIELDS = ("class", "parts", "context", "shape", "stride", "dtype")
-
-
 def _composite(
-    name: str, description: object, known: Mapping[str, Stored], allow: Sequence[object], where: str
+    name: str, description: Mapping[str, Any], known: Mapping[str, Stored], allow: Sequence[object], where: str
 ) -> tuple[StoredComposite, list[str]]:
     """Creates the stored tensor of a subclass that a manifest describes.
 
@@ -408,19 +380,12 @@ def _composite(
     import torch
 
     from modelstate.codec.codec import decode
-    from modelstate.formats.torch_globals import dims
+    from modelstate.formats.torch_globals import dims, shape_of
 
-    if type(description) is not dict or set(description) != set(_SUBCLASS_FIELDS):
-        raise ValueError(f"not described by {', '.join(_SUBCLASS_FIELDS)}")
     parts, dtype, class_name = description["parts"], decode(description["dtype"]), description["class"]
-    if type(class_name) is not str or type(parts) is not dict or not isinstance(dtype, torch.dtype):
-        raise ValueError("its class, parts or dtype are damaged")
-    missing = [part for part in parts.values() if type(part) is not str or part not in known]
-    if missing or not parts:
-        raise ValueError(f"made of {str(missing)[:80]}, which is not there")
-    shape, stride = dims(description["shape"]), dims(description["stride"])
-    if min((*shape, *stride, 0)) < 0 or len(shape) != len(stride):
-        raise ValueError(f"shape {shape}, stride {stride}")
+    shape, stride = shape_of(description["shape"]), dims(description["stride"])
+    if not isinstance(dtype, torch.dtype) or not parts or len(shape) != len(stride):
+        raise ValueError(f"shape {shape}, stride {stride}, {dtype}, made of {len(parts)} tensors")
     cls = _allowed(class_name, allow, where, name)
     context = decode(description["context"], f"{where}: {name}")
     inner = [known[part] for part in parts.values()]

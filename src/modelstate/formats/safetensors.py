@@ -34,7 +34,6 @@ import msgspec
 from modelstate.errors import (
     CUT_SHORT,
     DamagedFileError,
-    OpenError,
     TruncatedFileError,
     UnsupportedTensorError,
     WriteFailedError,
@@ -192,20 +191,31 @@ def _parse_header(header: bytes, path: str, begin: int, file_bytes: int) -> tupl
     be, the entries are checked one by one, so that the error names the tensor.
     """
     if len(header) > manifest.MAX_PARTS:  # otherwise it has no more parts than that
-        _check_parts(header, path)
+        _check_parts(header)
     names, (kinds, shapes, firsts, lasts), metadata = _usual_header(header) or _any_header(header)
-    if "F4" in kinds:
+    if "F4" in kinds or not _WITHOUT_DTYPE.isdisjoint(kinds):
+        _check_supported(names, kinds, shapes, path)
         shapes = [
-            _shape_of_pairs(name, shape, path) if kind == "F4" else shape
-            for name, kind, shape in zip(names, kinds, shapes, strict=True)
+            (*shape[:-1], shape[-1] // 2) if kind == "F4" else shape for kind, shape in zip(kinds, shapes, strict=True)
         ]
-    nbytes = _sizes(names, kinds, shapes, firsts, lasts, path)
+    nbytes = _sizes(names, kinds, shapes, firsts, lasts)
     rows = dict(zip(names, range(len(names)), strict=True))
     if firsts != (0, *lasts)[: len(firsts)]:
         rows = dict(sorted(rows.items(), key=lambda item: (firsts[item[1]], nbytes[item[1]])))
-        _check_order(rows, firsts, lasts, path)
-    if begin + max(lasts, default=0) != file_bytes:
-        raise _wrong_end(lasts, begin, file_bytes, path)
+        _check_order(rows, firsts, lasts)
+    end = begin + max(lasts, default=0)
+    if end > file_bytes:
+        missing = sum(begin + last > file_bytes for last in lasts)
+        raise TruncatedFileError(
+            f"the file is cut short: {missing} of its {len(lasts)} tensors are not there, or not in full",
+            where=path,
+            expected=f"{end:,} bytes",
+            found=f"{file_bytes:,} bytes",
+        )
+    if end < file_bytes:
+        remedy = f"something was appended to the file, or a tensor is missing in its header: {CUT_SHORT}"
+        what = "the file goes on behind its last tensor"
+        raise JsonError(what, f"{file_bytes:,} bytes", f"{end:,} bytes", remedy=remedy)
     dtype_names = [*map(_TORCH_NAMES.__getitem__, kinds)]
     columns = TensorColumns(dtype_names, shapes, [path] * len(rows), [begin + first for first in firsts], nbytes)
     return StoredTensors(rows, columns), metadata
@@ -292,37 +302,27 @@ def _fields_of(name: str, fields: Any) -> tuple[str, tuple[int, ...], int, int]:
     )
 
 
-def _check_parts(header: bytes, path: str) -> None:
+def _check_parts(header: bytes) -> None:
     """Limits the objects that the parser creates to those that the tensors, and a manifest, need."""
     count = header.count(b'"data_offsets"')
     if count > MAX_ENTRIES:
-        raise DamagedFileError(
-            "the header has more tensors than any model",
-            where=path,
-            expected=f"at most {MAX_ENTRIES:,}",
-            found=f"{count:,}",
-            remedy="split the file into shards",
-        )
+        remedy = "split the file into shards"
+        raise JsonError("it has more tensors than any model", f"{count:,}", f"at most {MAX_ENTRIES:,}", remedy=remedy)
     brackets, commas = header.count(b"[") + header.count(b"{"), header.count(b",")
     if brackets > manifest.MAX_PARTS + 3 * count:
         raise JsonError("it has far more lists and objects than tensors", f"{brackets:,} for {count:,} tensors")
     if commas > manifest.MAX_PARTS + 16 * count:
-        raise DamagedFileError(
-            "the header has more numbers than the shapes of its tensors",
-            where=path,
-            expected=f"at most {manifest.MAX_PARTS:,}, and 16 for each tensor",
-            found=f"{commas:,} for {count:,} tensors",
-        )
+        expected = f"at most {manifest.MAX_PARTS:,}, and 16 for each tensor"
+        raise JsonError("it has more numbers than the shapes of its tensors", f"{commas:,} for {count:,}", expected)
 
 
-def _sizes(
-    names: Sequence[str], kinds: _Texts, shapes: _Shapes, firsts: _Numbers, lasts: _Numbers, path: str
-) -> list[int]:
-    """The numbers of bytes of the tensors, which are those of their ranges."""
-    distinct = set(kinds)
-    if unknown := distinct - DTYPES.keys():
+def _sizes(names: Sequence[str], kinds: _Texts, shapes: _Shapes, firsts: _Numbers, lasts: _Numbers) -> list[int]:
+    """The numbers of bytes of the tensors, which are those of their ranges. Raises `JsonError`."""
+    if unknown := set(kinds) - DTYPES.keys():
         row = min(map(kinds.index, unknown))
-        raise _unknown_dtype(names[row], kinds[row], path)
+        remedy = f"a newer version of modelstate may know it; or {CUT_SHORT}"
+        expected = f"one of {', '.join(sorted(DTYPES))}"
+        raise JsonError(f"the dtype of {quote(names[row])} is unknown", short_repr(kinds[row]), expected, remedy=remedy)
     if max(map(len, shapes), default=0) <= MAX_DIMENSIONS:  # the product of a million numbers would take minutes
         nbytes = list(map(mul, map(prod, shapes), [_ITEMSIZES[kind] for kind in kinds]))
         # The library multiplies all sizes, even those of an empty tensor.
@@ -333,98 +333,58 @@ def _sizes(
             and min(chain.from_iterable(shapes), default=0) >= 0
         ):
             return nbytes
-    return [_size(*entry, path) for entry in zip(names, kinds, shapes, firsts, lasts, strict=True)]
+    return [_size(*entry) for entry in zip(names, kinds, shapes, firsts, lasts, strict=True)]
 
 
-def _size(name: str, kind: str, shape: tuple[int, ...], first: int, last: int, path: str) -> int:
-    """The number of bytes of a tensor. Raises `JsonError` and `DamagedFileError`."""
+def _size(name: str, kind: str, shape: tuple[int, ...], first: int, last: int) -> int:
+    """The number of bytes of a tensor. Raises `JsonError`."""
     torch_name, itemsize = DTYPES[kind]
     if min(shape, default=0) < 0:
         raise JsonError(f"the shape of {quote(name)} has a negative size", str([*shape])[:60], "whole numbers from 0")
     # The library multiplies all sizes, even those of an empty tensor.
     span = itemsize * prod(max(size, 1) for size in shape) if len(shape) <= MAX_DIMENSIONS else 2**63
     if span >= 2**63:
-        raise DamagedFileError(
-            f"{quote(name)} has a shape that no tensor can have",
-            where=path,
-            expected=f"at most {MAX_DIMENSIONS} dimensions and fewer than 2**63 bytes",
-            found=f"{len(shape)} dimensions: {kind} of shape {str([*shape[:8]])[:60]}",
-        )
+        found = f"{len(shape)} dimensions: {kind} of shape {str([*shape[:8]])[:60]}"
+        expected = f"at most {MAX_DIMENSIONS} dimensions and fewer than 2**63 bytes"
+        raise JsonError(f"{quote(name)} has a shape that no tensor can have", found, expected)
     nbytes = 0 if 0 in shape else span
     if last - first != nbytes:
-        raise DamagedFileError(
-            f"the bytes of {quote(name)} are not as many as its shape and dtype need",
-            where=path,
-            expected=f"{nbytes:,} bytes for torch.{torch_name} of shape {shape}",
-            found=f"{last - first:,} bytes, from {first} to {last}",
-        )
+        what = f"the bytes of {quote(name)} are not as many as its shape and dtype need"
+        expected = f"{nbytes:,} bytes for torch.{torch_name} of shape {shape}"
+        raise JsonError(what, f"{last - first:,} bytes, from {first} to {last}", expected)
     return nbytes
 
 
-def _unknown_dtype(name: str, kind: str, path: str) -> OpenError:
-    if kind in _WITHOUT_DTYPE:
-        return UnsupportedTensorError(
-            f"{quote(name)} is stored as {kind}, for which PyTorch has no dtype",
-            where=path,
-            remedy="convert the file to a dtype that PyTorch has, with the tool that wrote it",
-        )
-    return DamagedFileError(
-        f"the dtype of {quote(name)} is unknown",
-        where=path,
-        expected=f"one of {', '.join(sorted(DTYPES))}",
-        found=short_repr(kind),
-        remedy=f"a newer version of modelstate may know it; or {CUT_SHORT}",
-    )
+def _check_supported(names: Sequence[str], kinds: _Texts, shapes: _Shapes, path: str) -> None:
+    """Raises `UnsupportedTensorError` for 6-bit floats, and for 4-bit floats whose last dimension is odd."""
+    for name, kind, shape in zip(names, kinds, shapes, strict=True):
+        if kind in _WITHOUT_DTYPE:
+            raise UnsupportedTensorError(
+                f"{quote(name)} is stored as {kind}, for which PyTorch has no dtype",
+                where=path,
+                remedy="convert the file to a dtype that PyTorch has, with the tool that wrote it",
+            )
+        if kind == "F4" and (not shape or shape[-1] % 2):
+            raise UnsupportedTensorError(
+                f"{quote(name)} is stored as F4 and has no even last dimension; PyTorch has such floats in pairs only",
+                where=path,
+                expected="an even last dimension",
+                found=f"shape {shape}",
+                remedy="pad the last dimension, with the tool that wrote the file",
+            )
 
 
-def _shape_of_pairs(name: str, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
-    """The shape of a tensor of `F4` in elements of `float4_e2m1fn_x2`. An element holds two numbers."""
-    if not shape or shape[-1] % 2:
-        raise UnsupportedTensorError(
-            f"{quote(name)} is stored as F4 and has no even last dimension; PyTorch has such floats in pairs only",
-            where=path,
-            expected="an even last dimension",
-            found=f"shape {shape}",
-            remedy="pad the last dimension, with the tool that wrote the file",
-        )
-    return (*shape[:-1], shape[-1] // 2)
-
-
-def _check_order(rows: Mapping[str, int], firsts: _Numbers, lasts: _Numbers, path: str) -> None:
-    """Checks that the tensors, in this order, follow each other without gaps."""
+def _check_order(rows: Mapping[str, int], firsts: _Numbers, lasts: _Numbers) -> None:
+    """Checks that the tensors, in this order, follow each other without gaps. Raises `JsonError`."""
     before: str | None = None
     end = 0
     for name, row in rows.items():
         first = firsts[row]
         if first != end:
             kind = "overlap those of" if first < end else "leave a hole behind"
-            raise DamagedFileError(
-                f"the bytes of {quote(name)} {kind} {quote(before) if before is not None else 'the header'}",
-                where=path,
-                expected=f"a begin at {end}",
-                found=f"a begin at {first}",
-            )
+            what = f"the bytes of {quote(name)} {kind} {quote(before) if before is not None else 'the header'}"
+            raise JsonError(what, f"a begin at {first}", f"a begin at {end}")
         end, before = lasts[row], name
-
-
-def _wrong_end(lasts: _Numbers, begin: int, file_bytes: int, path: str) -> OpenError:
-    """The error for a last tensor that does not end with the file."""
-    end = begin + max(lasts, default=0)
-    if end > file_bytes:
-        missing = sum(begin + last > file_bytes for last in lasts)
-        return TruncatedFileError(
-            f"the file is cut short: {missing} of its {len(lasts)} tensors are not there, or not in full",
-            where=path,
-            expected=f"{end:,} bytes",
-            found=f"{file_bytes:,} bytes",
-        )
-    return DamagedFileError(
-        "the file goes on behind its last tensor",
-        where=path,
-        expected=f"{end:,} bytes",
-        found=f"{file_bytes:,} bytes",
-        remedy=f"something was appended to the file, or a tensor is missing in its header: {CUT_SHORT}",
-    )
 
 
 NAMES = {f"torch.{torch_name}": name for name, torch_name in _TORCH_NAMES.items()}

@@ -14,7 +14,7 @@ import enum
 import math
 import pkgutil
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -178,9 +178,7 @@ def _named(entry: object) -> tuple[str, object] | None:
 # Functions that create plain values. Each copies at most its arguments.
 
 
-def _items(values: object) -> list[object]:
-    if not isinstance(values, list | tuple | set | frozenset):
-        raise damaged("items that are not a list", type(values).__name__)
+def _items(values: Iterable[object]) -> list[object]:
     items, keys = list(values), Keys()
     for item in items:
         keys.check(item)
@@ -188,10 +186,6 @@ def _items(values: object) -> list[object]:
 
 
 def _ordered_dict(pairs: Any = ()) -> OrderedDict[object, object]:
-    if type(pairs) is dict:
-        return OrderedDict(pairs)
-    if type(pairs) not in (list, tuple) or not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
-        raise damaged("a dict from items that are not pairs", type(pairs).__name__)
     return OrderedDict(zip(_items([key for key, _ in pairs]), [value for _, value in pairs], strict=True))
 
 
@@ -299,8 +293,6 @@ def _tensor_v2(
                 "save it where its memory is there, as in the hooks of the code that frees it",
             )
         grad = typed(requires_grad, bool, "requires_grad is neither True nor False")
-        if grad and not (dtype.is_floating_point or dtype.is_complex):
-            raise DamagedFileError("a tensor of integers that requires a gradient", found=str(dtype))
         stored = StoredTensor.view(dtype, shape, steps, storage.region, storage.offset + first, grad)
     except OpenError as error:
         return invalid(error)
@@ -343,8 +335,6 @@ def _parameter(data: object, requires_grad: object = True, hooks: object = None,
         return data
     grad = typed(requires_grad, bool, "requires_grad is neither True nor False")
     if type(data) is StoredTensor:
-        if grad and not (data.dtype.is_floating_point or data.dtype.is_complex):
-            return invalid(DamagedFileError("a parameter of integers that requires a gradient", found=str(data.dtype)))
         return _with_attributes(replace(data, requires_grad=grad, is_parameter=True), state)
     if type(data) is DeferredTensor:
         return replace(data, requires_grad=grad, is_parameter=True)
@@ -369,10 +359,6 @@ def _sparse(layout: object, data: object) -> Rebuilt:
     for part in parts:
         if isinstance(part, Refused):
             return part
-        if type(part) is not StoredTensor and type(part) is not DeferredTensor:
-            raise damaged("a part of a sparse tensor is not a tensor", type(part).__name__)
-    if not 1 <= len(rest) <= 2 or len(parts) != count:
-        raise damaged("a sparse tensor of too many or too few parts")
     try:
         size = shape_of(rest[0])
     except OpenError as error:
@@ -427,8 +413,6 @@ def _wrapper_subclass(cls: object, args: tuple[object, ...], state: object) -> R
     _, dtype, size, stride, offset, layout, _, _ = args
     try:
         shape, steps, first = shape_of(size), dims(stride), dims((offset,))[0]
-        if min((*steps, first)) < 0:
-            raise DamagedFileError("a tensor has an impossible layout", found=f"shape {shape}, stride {steps}")
     except OpenError as error:
         return invalid(error)
     dtype, layout = _dtype(dtype), typed(layout, torch.layout, "a value that is not a layout")

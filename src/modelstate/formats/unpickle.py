@@ -443,10 +443,6 @@ class _Machine:
         if type(cls) is not Allowed:
             self.push(self.call(cls, (*args, kwargs) if kwargs else args))
             return
-        if type(args) is not tuple or type(kwargs) is not dict or not isinstance(cls.real, type):
-            raise damaged("an object that cannot be created", cls.name)
-        if not all(type(key) is str for key in kwargs):
-            raise damaged("keywords that are not text", cls.name)
         self.push(DeferredCall(cls.name, cls.real, args, kwargs, new=True))
 
     def insert(self, items: list[object]) -> None:
