@@ -126,9 +126,8 @@ def _damage(where: str) -> Iterator[None]:
     except (DamagedFileError, NewerManifestError, ForbiddenGlobalError, UnknownClassError, MemoryError):
         raise
     except Exception as error:
-        is_own = isinstance(error, JsonError | ModelStateError)
-        found = error.what if is_own else f"{type(error).__name__}: {error}"
-        raise damaged(where, found) from error
+        what = error.what if isinstance(error, JsonError | ModelStateError) else f"{type(error).__name__}: {error}"
+        raise damaged(where, what) from error
 
 
 def _applied(

@@ -138,22 +138,21 @@ def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], a
 
 def read_index(index_path: str) -> Index:
     """Reads an index. Raises `OpenError` and `ChecksumError`."""
-    with SourceFile(index_path) as file:
-        if file.nbytes > MAX_INDEX_BYTES:
-            raise DamagedFileError(
-                "the index is larger than that of any model",
-                where=index_path,
-                expected=f"at most {MAX_INDEX_BYTES:,} bytes",
-                found=f"{file.nbytes:,} bytes",
-            )
-        text, fingerprint = file.read(0, file.nbytes, "the index"), file.fingerprint
     try:
+        with SourceFile(index_path) as file:
+            if file.nbytes > MAX_INDEX_BYTES:
+                what = "it is larger than that of any model"
+                raise JsonError(what, f"{file.nbytes:,} bytes", f"at most {MAX_INDEX_BYTES:,} bytes")
+            text, fingerprint = file.read(0, file.nbytes, "the index"), file.fingerprint
         if sum(map(text.count, (b"[", b"{", b","))) > _MOST_PARTS:
             raise JsonError(f"it has more than {_MOST_PARTS:,} parts")
         fields = parse_json(text)
         weight_map = strings_of(fields.get(WEIGHT_MAP, {}), MAX_NAMES, MAX_SHARDS)
         is_own = f'"{SEAL}"'.encode() in text
         metadata = strings_of(fields.get("metadata", {}), _MOST_METADATA) if is_own else {}
+        if not weight_map:
+            what = "it has no weight_map, which says what is in which shard, or an empty one"
+            raise JsonError(what, remedy="open the file that holds the tensors, or its directory")
     except JsonError as error:
         raise DamagedFileError(
             f"the index cannot be read: {error.what}",
@@ -162,13 +161,6 @@ def read_index(index_path: str) -> Index:
             found=error.found,
             remedy=error.remedy or "download or copy the index again",
         ) from error
-    if not weight_map:
-        raise DamagedFileError(
-            "the index has no weight_map, which says what is in which shard, or an empty one",
-            where=index_path,
-            expected='{"weight_map": {"name of a tensor": "file", ...}}',
-            remedy="open the file that holds the tensors, or its directory",
-        )
     if SEAL in metadata:
         check_seal(text, metadata[SEAL], index_path)
     return Index(weight_map, metadata, fingerprint)
