@@ -382,12 +382,7 @@ def if_finite(measure: float) -> float | None:
     return measure if math.isfinite(measure) else None
 
 
-class _Scratch(threading.local):
-    def __init__(self) -> None:
-        self.kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-
-
-_scratch = _Scratch()
+_scratch = threading.local()
 
 
 def scratch(slot: str, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -398,10 +393,11 @@ def scratch(slot: str, count: int, dtype: torch.dtype) -> torch.Tensor:
         count: The number of elements.
         dtype: Their dtype.
     """
-    kept, key = _scratch.kept, (slot, dtype)
-    if key not in kept or len(kept[key]) < count:
-        kept[key] = torch.empty(count, dtype=dtype, device="cpu")
-    return kept[key][:count]
+    memory: dict[tuple[str, torch.dtype], torch.Tensor] = vars(_scratch)
+    key = slot, dtype
+    if key not in memory or len(memory[key]) < count:
+        memory[key] = torch.empty(count, dtype=dtype, device="cpu")
+    return memory[key][:count]
 
 
 def _is_convertible(dtype: torch.dtype) -> bool:

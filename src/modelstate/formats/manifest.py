@@ -161,7 +161,7 @@ def _applied(
         if alias in tensors or owner in hidden:
             raise damaged(where, f"{quote(alias)} is another name of {quote(owner)}, and one of them means more")
     if "tree" in manifest:
-        tree = _Tree(known, path, where).node(manifest["tree"], "")
+        tree = _restored(manifest["tree"], known, path, where)
         return msgspec.structs.replace(contents, tree=tree, metadata=metadata, checksums=checksums)
     state: Any = tensors
     if hidden or composites or aliases:
@@ -184,52 +184,51 @@ def _applied(
     return msgspec.structs.replace(contents, tree=state, metadata=metadata, checksums=checksums)
 
 
-class _Tree:
+def _restored(root: object, known: Mapping[str, Any], path: str, where: str) -> Any:
     """Restores the containers of a `tree`."""
+    characters = 0  # the length of all paths so far
 
-    def __init__(self, known: Mapping[str, Any], path: str, where: str) -> None:
-        self._known, self._path, self._where = known, path, where
-        self._characters = 0
-        """The length of all paths so far."""
+    def below(at: str, key: object, depth: int) -> str:
+        """The path of a value in the container at `at`, as the writer names tensors by it."""
+        nonlocal characters
+        step = f".{key}" if depth else str(key)
+        characters += len(at) + len(step)
+        if characters > MAX_PATH_CHARACTERS:
+            raise damaged(where, "its keys stand for paths that are longer than any memory")
+        return at + step
 
-    def node(self, tree: Any, at: str, depth: int = 0) -> Any:
+    def node(tree: Any, at: str, depth: int) -> Any:
         """Restores a node; `at` is its path in the state."""
         if type(tree) is str:
-            return self._known[_names([tree], self._known, self._where)[0]]
+            return known[_names([tree], known, where)[0]]
         kind = next(kind for kind in ("dict", "tensors", "list", "tuple", "value") if kind in tree)
         if depth > _MAX_DEPTH:
             raise ValueError("a tree that is nested too deeply")
         if kind == "value":
             plain = tree["value"]
-            is_plain = type(plain) in (str, int, float, bool)
-            return plain if is_plain else Encoded(plain, self._known, f"{self._path}: {at}")
+            return plain if type(plain) in (str, int, float, bool) else Encoded(plain, known, f"{path}: {at}")
         if kind in ("list", "tuple"):
-            items = [self.node(item, self._below(at, i, depth), depth + 1) for i, item in enumerate(tree[kind])]
+            items = [node(item, below(at, i, depth), depth + 1) for i, item in enumerate(tree[kind])]
             return items if kind == "list" else tuple(items)
         mapping: dict[object, object] = OrderedDict() if tree.get("ordered") or "versions" in tree else {}
         items = tree[kind] if kind == "dict" else [(key, None) for key in tree[kind]]
-        for key, (_, item) in zip(self._keys([key for key, _ in items]), items, strict=True):
-            below = self._below(at, key, depth)
-            mapping[key] = self.node(below if kind == "tensors" else item, below, depth + 1)
+        for key, (_, item) in zip(_keys([key for key, _ in items]), items, strict=True):
+            name = below(at, key, depth)
+            mapping[key] = node(name if kind == "tensors" else item, name, depth + 1)
         if "versions" in tree:
             set_version_metadata(mapping, _versions(tree["versions"]))
         return mapping
 
-    def _below(self, at: str, key: object, depth: int) -> str:
-        """The path of a value in the container at `at`, as the writer names tensors by it."""
-        step = f".{key}" if depth else str(key)
-        self._characters += len(at) + len(step)
-        if self._characters > MAX_PATH_CHARACTERS:
-            raise damaged(self._where, "its keys stand for paths that are longer than any memory")
-        return at + step
+    return node(root, "", 0)
 
-    def _keys(self, trees: list[object]) -> list[object]:
-        """Decodes the keys of a dict, which differ."""
-        if {str}.issuperset(map(type, trees)) and len(set(trees)) == len(trees):
-            return trees
-        from modelstate.codec.codec import decode
 
-        return [*decode({"$dict": [[tree, None] for tree in trees]})]
+def _keys(trees: list[object]) -> list[object]:
+    """Decodes the keys of a dict, which differ."""
+    if {str}.issuperset(map(type, trees)) and len(set(trees)) == len(trees):
+        return trees
+    from modelstate.codec.codec import decode
+
+    return [*decode({"$dict": [[tree, None] for tree in trees]})]
 
 
 def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) -> Checksums:

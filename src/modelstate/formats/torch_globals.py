@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from msgspec.structs import replace
 
@@ -78,14 +79,11 @@ NEVER = frozenset({"os", "posix", "nt", "sys", "subprocess", "builtins.eval", "b
 """Modules and functions that are refused even if the caller allows them: to allow them is to run the file."""
 
 
-class StorageType:
+class StorageType(msgspec.Struct, frozen=True):
     """Represents a storage class."""
 
-    __slots__ = ("dtype", "name")
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name = name
-        self.dtype = dtype
+    name: str
+    dtype: torch.dtype
 
 
 class TorchGlobals:

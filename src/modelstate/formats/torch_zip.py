@@ -118,9 +118,38 @@ def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
     _check_byteorder(directory, prefix)
     data = directory.read(f"{prefix}data.pkl")
     check_protocol(data)
-    storages = _ZipStorages(directory, prefix)
-    value, _ = unpickle(data, 0, storages.find, names.find)
-    return Archive(value, len(data), lambda: directory.checksums(storages.records))
+    storages: dict[tuple[object, ...], Storage] = {}
+    records: list[str] = []
+
+    def find(key: tuple[object, ...]) -> object:
+        """Returns the storage that a persistent id names."""
+        if len(key) != 5 or key[0] not in ("storage", b"storage"):
+            raise damaged("a persistent id that is not a storage", len(key))
+        _, kind, name, _, numel = key
+        if type(kind) is Refused:
+            return kind
+        if type(kind) is not StorageType or type(name) is not str or type(numel) is not int or len(name) > 100:
+            raise damaged("the description of a storage is not valid")
+        short = (kind.dtype, name, numel)
+        storage = storages.get(short)
+        if storage is None:
+            region = directory.region(record := f"{prefix}data/{name}")
+            nbytes = numel * kind.dtype.itemsize
+            if not 0 <= nbytes <= region.nbytes:
+                return invalid(
+                    DamagedFileError(
+                        "a storage is shorter in the archive than in the pickle",
+                        expected=f"{numel} elements of {kind.dtype}",
+                        found=f"{region.nbytes} bytes in data/{name}",
+                    )
+                )
+            records.append(record)
+            region = region if nbytes == region.nbytes else region._replace(nbytes=nbytes)
+            storage = storages[short] = Storage(kind.dtype, region, 0, numel)
+        return storage
+
+    value, _ = unpickle(data, 0, find, names.find)
+    return Archive(value, len(data), lambda: directory.checksums(records))
 
 
 def _prefix(directory: ZipDirectory) -> str:
@@ -189,45 +218,6 @@ def _check_byteorder(directory: ZipDirectory, prefix: str) -> None:
         )
     if order != b"little":
         raise damaged("the byte order is unknown", excerpt(order[:20]))
-
-
-class _ZipStorages:
-    """Finds the place of a storage that the pickle refers to."""
-
-    def __init__(self, directory: ZipDirectory, prefix: str) -> None:
-        self.directory = directory
-        self.prefix = prefix
-        self.storages: dict[tuple[object, ...], Storage] = {}
-        self.records: list[str] = []
-        """The names of the records."""
-
-    def find(self, key: tuple[object, ...]) -> object:
-        """The storage that a persistent id names."""
-        if len(key) != 5 or key[0] not in ("storage", b"storage"):
-            raise damaged("a persistent id that is not a storage", len(key))
-        _, kind, name, _, numel = key
-        if type(kind) is Refused:
-            return kind
-        if type(kind) is not StorageType or type(name) is not str or type(numel) is not int or len(name) > 100:
-            raise damaged("the description of a storage is not valid")
-        short = (kind.dtype, name, numel)
-        storage = self.storages.get(short)
-        if storage is None:
-            record = f"{self.prefix}data/{name}"
-            region = self.directory.region(record)
-            nbytes = numel * kind.dtype.itemsize
-            if not 0 <= nbytes <= region.nbytes:
-                return invalid(
-                    DamagedFileError(
-                        "a storage is shorter in the archive than in the pickle",
-                        expected=f"{numel} elements of {kind.dtype}",
-                        found=f"{region.nbytes} bytes in data/{name}",
-                    )
-                )
-            self.records.append(record)
-            region = region if nbytes == region.nbytes else region._replace(nbytes=nbytes)
-            storage = self.storages[short] = Storage(kind.dtype, region, 0, numel)
-        return storage
 
 
 # Writing.
