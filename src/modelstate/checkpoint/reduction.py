@@ -393,8 +393,8 @@ def scratch(slot: str, count: int, dtype: torch.dtype) -> torch.Tensor:
         count: The number of elements.
         dtype: Their dtype.
     """
-    memory: dict[tuple[str, torch.dtype], torch.Tensor] = vars(_scratch)
-    key = slot, dtype
+    memory: dict[str, torch.Tensor] = vars(_scratch)
+    key = f"{slot} {dtype}"
     if key not in memory or len(memory[key]) < count:
         memory[key] = torch.empty(count, dtype=dtype, device="cpu")
     return memory[key][:count]
