@@ -1,6 +1,5 @@
 """Directories of torch.distributed.checkpoint, with torch's own reader as the oracle."""
 
-import inspect
 import os
 import pickle
 import pickletools
@@ -622,14 +621,3 @@ def test_a_save_that_was_not_finished(tmp_path: Path) -> None:
     (directory / ".metadata").unlink()
     with pytest.raises(errors.UnknownFormatError, match=r"without \.metadata"):
         ms.open(directory)
-
-
-@pytest.mark.parametrize("options", [{}, {"save_distributed": True, "enable_consolidation": True}])
-def test_the_writer_of_hugging_face_files(tmp_path: Path, options: dict[str, Any]) -> None:
-    state = {"a.b": torch.randn(2, 3), "c": torch.zeros(4)}
-    if not inspect.signature(dcp.HuggingFaceStorageWriter).parameters.keys() >= options.keys():
-        pytest.skip("the writer of this torch has no such options")
-    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "x"), **options))
-    checkpoint = ms.open(tmp_path / "x")
-    assert checkpoint.format == "safetensors"
-    assert_same({name: checkpoint.tensor(name) for name in checkpoint}, state)

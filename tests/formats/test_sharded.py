@@ -135,20 +135,6 @@ def test_the_cache_of_hugging_face(index_is_a_link: bool, tmp_path: Path) -> Non
     assert opened(place).keys() == STATE.keys()
 
 
-@pytest.mark.parametrize("cache", ["outside", "model/.git/annex"])
-def test_links_to_a_cache(cache: str, tmp_path: Path) -> None:
-    """As DVC, git-annex and the caches of clusters lay out a directory: each file is a link."""
-    index = write(tmp_path / "model")
-    (tmp_path / cache).mkdir(parents=True)
-    for number, name in enumerate((index.name, *SHARDS)):
-        link(index.parent / name, (index.parent / name).rename(tmp_path / cache / f"{number:032x}"))
-    for source in (index, index.parent):
-        assert ms.open(source).keys() == STATE.keys()
-    ms.convert_checkpoint(index.parent, tmp_path / "copy.safetensors")
-    copied = ms.open(tmp_path / "copy.safetensors")
-    assert all(torch.equal(copied.tensor(name), value) for name, value in STATE.items())
-
-
 # Indexes that lie.
 
 

@@ -140,8 +140,6 @@ class ZipDirectory:
             raise self._damaged("it has no 64-bit directory, and needs one")
         if start + nbytes != end:
             raise self._damaged("its directory is not where it says", f"{start} + {nbytes} bytes, end at {end}")
-        if count * _ENTRY.size > nbytes:
-            raise self._damaged("its directory is too short", f"{nbytes} bytes for {count} entries")
         return count, start, nbytes
 
     def _entries(self, data: bytes, count: int) -> list[ZipRecord]:
