@@ -719,7 +719,7 @@ NOT_FOLLOWED = {
     "cli/store.py::restore": "needs a store whose steps are all damaged",
     "distributed/agreement.py::Agreement.check_equal": _RANKS,
     "formats/manifest.py::_allowed": "needs a package that is not imported",
-    "formats/numpy_values.py::_plain": "the text of a placeholder for the value; the file opens",
+    "formats/torch_globals.py::_plain_dtype": "the text of a placeholder for the value; the file opens",
     "formats/unpickle.py::check_protocol": _OTHER,
     "integrations/dcp_reader.py::Reader.prepare_global_plan": _RANKS,
     "integrations/dcp.py::Writer.prepare_global_plan": _RANKS,

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from msgspec.structs import replace
 
@@ -27,7 +28,6 @@ from modelstate.errors import (
     SourceTypeError,
     UnsupportedTensorError,
 )
-from modelstate.formats.numpy_values import NUMPY
 from modelstate.formats.unpickle import (
     MAX_ARGUMENTS,
     Allowed,
@@ -222,6 +222,111 @@ _VALUES: dict[str, tuple[Callable[..., object], object]] = {
     "torch.device": (lambda kind, *index: torch.device(kind, *index), torch.device),
     "torch.serialization._get_layout": (_layout, None),
 }
+
+
+# NumPy: its scalars, arrays and dtypes are plain data, and need no `allow=`. The functions have the arguments of those
+# of NumPy, and call none of these: NumPy's own take objects, and trust the sizes and flags of a state. An array is a
+# read-only view of the bytes in the pickle. `rebuild` copies it.
+
+_NUMPY_KINDS = "biufcSUMm"
+_RECONSTRUCT = "numpy._core.multiarray._reconstruct"
+
+
+def _numpy_dtype(
+    text: object, _align: object = False, _copy: object = True, state: object = None
+) -> np.dtype[np.generic]:
+    """`numpy.dtype`, with the state that follows it: byte order, size of text, unit of time."""
+    if type(text) is not str or len(text) > 100:
+        raise damaged("a dtype of NumPy without a name")
+    dtype = np.dtype(text)
+    if state is None:
+        return dtype
+    if type(state) is not tuple or len(state) not in (8, 9) or state[1] not in ("<", ">", "|", "="):
+        raise damaged("the state of a dtype of NumPy is not valid")
+    _, order, *structure, nbytes, _, _ = state[:8]
+    if dtype.kind in "SU" and type(nbytes) is int and 0 <= nbytes < 2**31:
+        dtype = np.dtype((dtype.type, nbytes // (4 if dtype.kind == "U" else 1)))
+    elif dtype.kind in "Mm":
+        (unit, count, *_) = state[8][1] if len(state) == 9 else ("generic", 1)
+        unit = unit.decode("ascii") if isinstance(unit, bytes) else unit
+        if unit != "generic":
+            dtype = np.dtype(f"{dtype.kind}8[{int(count)}{unit}]")
+    elif dtype.kind not in "biufcO" or any(part is not None for part in structure):
+        raise UnsupportedTensorError(
+            f"a structured dtype of NumPy ({text}) is not supported",
+            remedy="save an array of a plain dtype for each field",
+        )
+    return dtype.newbyteorder(order) if order in "<>" else dtype
+
+
+def _numpy_scalar(dtype: object, data: object = b"") -> object:
+    """`numpy._core.multiarray.scalar`."""
+    kind, raw = _plain_dtype(dtype), _numpy_bytes(data)
+    if len(raw) != kind.itemsize:
+        raise damaged("a scalar of NumPy is not as large as its dtype", len(raw))
+    return np.frombuffer(raw, kind)[0] if raw else kind.type()
+
+
+def _numpy_array(cls: object, _shape: object, _code: object, state: object = None) -> object:
+    """`numpy._core.multiarray._reconstruct`, with the state that follows it."""
+    if cls is not np.ndarray or type(state) is not tuple or len(state) != 5:
+        raise damaged("the state of an array of NumPy is not valid")
+    _, shape, dtype, is_fortran, data = state
+    return _numpy_view(data, dtype, shape, "F" if is_fortran else "C")
+
+
+def _numpy_view(data: object, dtype: object, shape: object, order: object, _axes: object = None) -> object:
+    """`numpy._core.numeric._frombuffer`, as which protocol 5 writes an array."""
+    kind = _plain_dtype(dtype)
+    if type(shape) is not tuple or len(shape) > 64 or not all(type(size) is int and size >= 0 for size in shape):
+        raise damaged("the shape of an array of NumPy is not valid")
+    if order not in ("C", "F") or _axes is not None:
+        raise damaged("the order of an array of NumPy is neither C nor F")
+    raw = _numpy_bytes(data)
+    if not kind.itemsize or math.prod(shape) * kind.itemsize != len(raw):
+        raise damaged("an array of NumPy has more or fewer bytes than its shape needs", f"{len(raw)} for {shape}")
+    return np.ndarray(shape, kind, raw or None, order=order)
+
+
+def _plain_dtype(dtype: object) -> np.dtype[np.generic]:
+    if not isinstance(dtype, np.dtype):
+        raise damaged("a dtype of NumPy that is not one", type(dtype).__name__)
+    if dtype.kind == "O":
+        raise UnsupportedTensorError(
+            "an array of NumPy with objects in it is not supported",
+            remedy=f'save its tolist(); or, if you trust the file: allow=["{_RECONSTRUCT}"]',
+        )
+    if dtype.kind not in _NUMPY_KINDS:
+        raise damaged("a dtype of NumPy that is not plain", str(dtype)[:80])
+    return dtype
+
+
+def _numpy_bytes(data: object) -> bytes | bytearray:
+    if isinstance(data, str):
+        return data.encode("utf-8")  # a string of Python 2 that happened to be UTF-8
+    if not isinstance(data, bytes | bytearray):
+        raise damaged("the values of NumPy are not bytes", type(data).__name__)
+    return data
+
+
+def _numpy_names(name: str, make: Callable[..., object], takes_state: bool = False) -> dict[str, SafeGlobal]:
+    """The function under its names in NumPy 1 and 2."""
+
+    def call(*args: object) -> DeferredCall:
+        return DeferredCall(name, make, args, takes_state=takes_state)
+
+    names = {f"numpy.{name}", f"numpy.{name}".replace("_core.", "core.")}
+    return {name: SafeGlobal(name, call, copies=True) for name in names}
+
+
+NUMPY: dict[str, SafeGlobal] = {
+    **_numpy_names("dtype", _numpy_dtype, takes_state=True),
+    **_numpy_names("_core.multiarray.scalar", _numpy_scalar),
+    **_numpy_names("_core.multiarray._reconstruct", _numpy_array, takes_state=True),
+    **_numpy_names("_core.numeric._frombuffer", _numpy_view),
+    "numpy.ndarray": SafeGlobal("numpy.ndarray", real=np.ndarray),
+}
+"""By the names in a pickle."""
 
 
 # Functions that describe tensors.
