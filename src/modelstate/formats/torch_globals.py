@@ -313,7 +313,7 @@ def _numpy_names(name: str, make: Callable[..., object], takes_state: bool = Fal
     """The function under its names in NumPy 1 and 2."""
 
     def call(*args: object) -> DeferredCall:
-        return DeferredCall(name, make, args, takes_state=takes_state)
+        return DeferredCall(f"numpy.{name}", make, args, takes_state=takes_state)
 
     names = {f"numpy.{name}", f"numpy.{name}".replace("_core.", "core.")}
     return {name: SafeGlobal(name, call, copies=True) for name in names}
