@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -297,30 +296,6 @@ def test_the_budget_is_the_peak(spec: Spec, data: st.DataObject) -> None:
 
 
 # Failures.
-
-
-@pytest.mark.slow
-@given(specs)
-@settings(max_examples=25, deadline=None)
-def test_a_function_that_raises_on_each_of_its_calls_in_turn(spec: Spec) -> None:
-    calls = [0]
-
-    def transform(name: str, tensor: torch.Tensor, at: int = -1) -> torch.Tensor:
-        calls[0] += 1
-        if calls[0] == at:
-            raise LookupError("injected")
-        return to_double(name, tensor)
-
-    Tree(spec).convert(transform=transform)
-    tree, number = Tree(spec), calls[0]
-    before, who = tree.everything(), tree.identity()
-    for at in range(1, number + 1):
-        calls[0] = 0
-        with pytest.raises((ms.errors.TransformError, ms.errors.ModelCodeError)):
-            tree.convert(transform=partial(transform, at=at))
-        assert calls[0] == at
-        assert tree.everything() == before
-        assert who == tree.identity()
 
 
 TARGETS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,5 @@
 """Adapters of fused experts (`target_parameters` of peft), merged into small models of transformers."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import CombineError
 from tests.formats.files import same
+from tests.merge.test_lora import by_peft
 
 SMALL = {
     "hidden_size": 12,
@@ -32,6 +32,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+EXPERTS = {"r": 2, "target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
 def model_of(family: str, **sizes: Any) -> nn.Module:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SMALL | MODELS[family][1] | sizes)
@@ -41,17 +44,6 @@ def model_of(family: str, **sizes: Any) -> nn.Module:
     return model
 
 
-def by_peft(base: nn.Module, directory: Path, **config: Any) -> dict[str, torch.Tensor]:
-    """Returns what peft merges; the adapter, with random matrices, is left in the directory."""
-    peft: Any = pytest.importorskip("peft", reason="peft is not installed: its own results are not compared")
-    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**config))
-    for name, parameter in model.named_parameters():
-        if "lora" in name:
-            nn.init.normal_(parameter)
-    model.save_pretrained(directory)
-    return dict(peft.PeftModel.from_pretrained(copy.deepcopy(base), directory).merge_and_unload().state_dict())
-
-
 @pytest.mark.slow_except(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("family", MODELS)
@@ -59,17 +51,16 @@ def test_the_result_is_that_of_peft(family: str, dtype: torch.dtype, tmp_path: P
     experts = MODELS[family][0]
     base = model_of(family).to(dtype)
     save_file({name: value.clone() for name, value in base.state_dict().items()}, tmp_path / "base.safetensors")
-    expected = by_peft(
-        base,
-        tmp_path / "adapter",
-        r=2,
-        lora_alpha=5,
-        target_modules=["q_proj"],
-        target_parameters=[f"{experts}.gate_up_proj", f"{experts}.down_proj", "k_proj.weight"],
-        rank_pattern={"0.self_attn.k_proj.weight": 3},
-        alpha_pattern={f"{experts}.down_proj": 7},
-    )
-    checkpoint = ms.open([tmp_path / "base.safetensors", tmp_path / "adapter"], combine=ms.merge.LoRA())
+    config = {
+        "r": 2,
+        "lora_alpha": 5,
+        "target_modules": ["q_proj"],
+        "target_parameters": [f"{experts}.gate_up_proj", f"{experts}.down_proj", "k_proj.weight"],
+        "rank_pattern": {"0.self_attn.k_proj.weight": 3},
+        "alpha_pattern": {f"{experts}.down_proj": 7},
+    }
+    expected = by_peft(base, [config], tmp_path)
+    checkpoint = ms.open([tmp_path / "base.safetensors", tmp_path / "0"], combine=ms.merge.LoRA())
     changed = [name for name, value in base.state_dict().items() if not same(value, expected[name])]
     assert len(changed) == 8
     assert [name for name in expected if not same(checkpoint.tensor(name), expected[name])] == []
@@ -82,14 +73,14 @@ def test_the_result_is_that_of_peft(family: str, dtype: torch.dtype, tmp_path: P
 def test_square_experts(tmp_path: Path) -> None:
     """GptOss has the inputs first. Its down projection is square here; the other one tells."""
     base = model_of("GptOss", intermediate_size=12)
-    parameters = ["experts.gate_up_proj", "experts.down_proj"]
-    expected = by_peft(base, tmp_path / "both", r=2, target_modules=[], target_parameters=parameters)
-    checkpoint = ms.open([base.state_dict(), tmp_path / "both"], combine=ms.merge.LoRA())
+    expected = by_peft(base, [EXPERTS], tmp_path / "both")
+    checkpoint = ms.open([base.state_dict(), tmp_path / "both" / "0"], combine=ms.merge.LoRA())
     assert [name for name in expected if not same(checkpoint.tensor(name), expected[name])] == []
-    expected = by_peft(base, tmp_path / "one", r=2, target_modules=[], target_parameters=parameters[1:])
+    expected = by_peft(base, [EXPERTS | {"target_parameters": ["experts.down_proj"]}], tmp_path / "one")
+    sources = [base.state_dict(), tmp_path / "one" / "0"]
     with pytest.raises(CombineError, match="fan_in_fan_out"):
-        ms.open([base.state_dict(), tmp_path / "one"], combine=ms.merge.LoRA())
-    checkpoint = ms.open([base.state_dict(), tmp_path / "one"], combine=ms.merge.LoRA(fan_in_fan_out=True))
+        ms.open(sources, combine=ms.merge.LoRA())
+    checkpoint = ms.open(sources, combine=ms.merge.LoRA(fan_in_fan_out=True))
     assert [name for name in expected if not same(checkpoint.tensor(name), expected[name])] == []
 
 
@@ -125,13 +116,12 @@ def test_matrices_whose_parameter_is_not_clear(tensors: dict[str, torch.Tensor],
 def test_experts_that_the_base_has_one_by_one(tmp_path: Path) -> None:
     """transformers writes the experts of Mixtral as separate weights, and fuses them when it reads these."""
     base: Any = model_of("Mixtral")
-    parameters = ["experts.gate_up_proj", "experts.down_proj"]
-    expected = by_peft(base, tmp_path / "adapter", r=2, target_modules=[], target_parameters=parameters)
+    expected = by_peft(base, [EXPERTS], tmp_path)
     base.save_pretrained(tmp_path / "base")
     with pytest.raises(CombineError, match=r"down_proj', which the base lacks") as caught:
-        ms.open([tmp_path / "base", tmp_path / "adapter"], combine=ms.merge.LoRA())
+        ms.open([tmp_path / "base", tmp_path / "0"], combine=ms.merge.LoRA())
     assert "ms.convert_checkpoint(base, path, rules=ms.rules.from_transformers(model))" in caught.value.remedy
     fused = tmp_path / "fused.safetensors"
     ms.convert_checkpoint(tmp_path / "base", fused, rules=ms.rules.from_transformers(base))
-    checkpoint = ms.open([fused, tmp_path / "adapter"], combine=ms.merge.LoRA())
+    checkpoint = ms.open([fused, tmp_path / "0"], combine=ms.merge.LoRA())
     assert [name for name in expected if not same(checkpoint.tensor(name), expected[name])] == []

@@ -1,7 +1,6 @@
 """The suggestion as a whole: what it claims is true, and what it cannot know it leaves open."""
 
 import json
-import keyword
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -236,32 +235,6 @@ def test_nothing_in_common(state: dict[str, object]) -> None:
 
 # Laws, on trees of random names.
 
-_WORD = st.text("abcdefgh", min_size=2, max_size=5).filter(lambda word: not keyword.iskeyword(word))
-
-
-@st.composite
-def renamed(draw: st.DrawFn, distinct: bool) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Shapes by names, with lists of layers, and what each name becomes when every word becomes another."""
-    paths: set[str] = set()
-    for _ in range(draw(st.integers(1, 8))):
-        words = draw(st.lists(_WORD, min_size=1, max_size=3))
-        layers = draw(st.integers(0, 3))
-        at = draw(st.integers(1, len(words)))
-        for layer in range(layers or 1):
-            path = [*words[:at], *([str(layer)] if layers else []), *words[at:]]
-            paths.add(".".join([*path, draw(st.sampled_from(["weight", "bias"]))]))
-    names = sorted(name for name in paths if not any(other.startswith(f"{name}.") for other in paths))
-    sizes: dict[str, tuple[int, ...]] = {}
-    for name in names:
-        # All layers are alike; with `distinct`, nothing else is.
-        kind = ".".join("#" if part.isdecimal() else part for part in name.split("."))
-        sizes.setdefault(kind, (len(sizes) + 2,) if distinct else (3,))
-        sizes[name] = sizes[kind]
-    shapes = {name: sizes[name] for name in names}
-    words = sorted({part for name in names for part in name.split(".")[:-1] if not part.isdecimal()})
-    others = {word: f"z{word[::-1]}" for word in words}
-    return shapes, {name: ".".join(others.get(part, part) for part in name.split(".")) for name in names}
-
 
 def loads_right(
     model: nn.Module, state: Mapping[str, torch.Tensor], new: Mapping[str, str], found: ms.suggestion.Suggestion
@@ -272,32 +245,6 @@ def loads_right(
     for name, _ in model.named_parameters():
         if name in applied:
             assert torch.equal(applied[name], wanted[name]), name
-
-
-@pytest.mark.slow
-@settings(max_examples=30)
-@given(renamed(distinct=True))
-def test_distinct_shapes_are_enough(given_names: tuple[dict[str, tuple[int, ...]], dict[str, str]]) -> None:
-    shapes, new = given_names
-    model, state = tree({new[name]: shape for name, shape in shapes.items()}), values(shapes)
-    found = ms.suggest(model, state)
-    assert found.complete, str(found)
-    assert ms.plan(model, state, rules=found).ok
-    loads_right(model, state, new, found)
-
-
-@pytest.mark.slow
-@settings(max_examples=50)
-@given(renamed(distinct=False))
-def test_it_never_guesses_wrong(given_names: tuple[dict[str, tuple[int, ...]], dict[str, str]]) -> None:
-    shapes, new = given_names
-    model, state = tree({new[name]: shape for name, shape in shapes.items()}), values(shapes)
-    found = ms.suggest(model, state)
-    loads_right(model, state, new, found)
-    opened = {*found.missing, *(name for group in found.ambiguous for name in group.names)}
-    applied = ms.rules.Rules(found.accept_guesses()).apply(state)
-    assert opened.isdisjoint(applied)
-    assert found.explained == len(shapes) - len(opened)
 
 
 _SAID = {

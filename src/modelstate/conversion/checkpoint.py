@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +39,7 @@ from modelstate.rules.expression import Source as DerivedSource
 from modelstate.rules.rule import Entry, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import Refused
+from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.modules import unwrapped
@@ -145,7 +145,7 @@ def _changed_by_rules(
     applied.check("the rules cannot be applied; nothing has been written", where=checkpoint.source)
     if dtype is not None:
         tensors = {name: entry.tensor for name, entry in applied.entries.items() if entry.tensor is not None}
-        _check_scales(tensors, checkpoint.source, has_rules=True)
+        _check_scales(tensors, checkpoint.source, has_rules=True)  # type: ignore[arg-type]
     builder = LazyStateBuilder(checkpoint, dtype)
     written = ((name, _to_write(builder, checkpoint, name, entry)) for name, entry in applied.entries.items())
     state = OrderedDict((name, value) for name, value in written if not isinstance(value, Refused))
@@ -154,7 +154,7 @@ def _changed_by_rules(
     return around(checkpoint, state, builder)
 
 
-def _check_scales(tensors: Mapping[str, Any], where: str, *, has_rules: bool) -> None:
+def _check_scales(tensors: Mapping[str, TensorSpec], where: str, *, has_rules: bool) -> None:
     """Raises `OptionError` where a cast would change float8 numbers that have scales, so that no tool reads them."""
     if not any(tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 for tensor in tensors.values()):
         return

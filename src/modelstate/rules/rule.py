@@ -247,12 +247,7 @@ def apply_rule(rule: Rule, context: RuleContext) -> None:
     """Applies a rule by its method `apply` if it has one; otherwise changes names by `rename`."""
     if hasattr(rule, "apply"):
         rule.apply(context)
-    else:
-        rename_all(rule, context)
-
-
-def rename_all(rule: Rule, context: RuleContext) -> None:
-    """Applies a rule that only changes names. Raises as `new_name`."""
+        return
     for name, entry in context.entries.items():
         renamed = new_name(rule, name)
         if renamed is None:
@@ -275,10 +270,7 @@ class Scoped(msgspec.Struct, frozen=True):
         return None if renamed is None else self.prefix + renamed
 
     def apply(self, context: RuleContext) -> None:
-        if hasattr(self.rule, "apply"):
-            context.run_below(self.prefix, self.rule)
-        else:
-            rename_all(self, context)
+        context.run_below(self.prefix, self.rule)
 
     def reverse(self) -> Scoped:
         if not hasattr(self.rule, "reverse"):

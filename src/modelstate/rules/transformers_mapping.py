@@ -275,8 +275,8 @@ class _Conversion(msgspec.Struct, frozen=True):
         if first is None:
             raise ValueError(f"no pattern of {', '.join(state)} is in the name {whole}")
         before, _, after = whole.partition(first)
-        for pattern, tensors in state.items():
-            yield before + pattern + after, _only(tensors)
+        for pattern, (tensor,) in state.items():
+            yield before + pattern + after, tensor
 
     def chunk(self, operation: Operation, state: State) -> State:
         tensor, targets = _single(state), list(self.targets)
@@ -298,16 +298,17 @@ class _Conversion(msgspec.Struct, frozen=True):
         return result
 
     def concatenate(self, operation: Operation, state: State) -> State:
+        (target,) = self.targets
         parts = [tensor for pattern in self.sources for tensor in state.get(pattern, ())]
-        return {_single_name(self.targets): [_joined(parts, operation.dim, stacks=False)]}
+        return {target: [_joined(parts, operation.dim, stacks=False)]}
 
     def merge(self, operation: Operation, state: State) -> State:
         result = {pattern: [_joined(tensors, operation.dim, stacks=True)] for pattern, tensors in state.items()}
-        return result if len(result) > 1 else {_single_name(self.targets): [_single(result)]}
+        return result if len(result) > 1 else dict(zip(self.targets, result.values(), strict=True))
 
     def transpose(self, operation: Operation, state: State) -> State:
         tensor = _single(state)
-        target = _single_name(self.targets if len(self.targets) == 1 else self.sources)
+        (target,) = self.targets if len(self.targets) == 1 else self.sources
         if operation.check_dims and tuple(tensor.shape) == self.mapping.shapes[self.target]:
             return {target: [tensor]}
         return {target: [transposed(tensor, operation.dim0, operation.dim1)]}
@@ -321,20 +322,21 @@ class _Conversion(msgspec.Struct, frozen=True):
         for pattern, tensors in state.items():
             permutes = names is None or any(name in pattern for name in names)
             target = pattern if len(self.targets) + len(self.sources) > 2 else self.targets[0]
-            result[target] = [_interleaved(_only(tensors), 0, heads, operation.inverse)] if permutes else tensors
+            if permutes:
+                tensors = [_interleaved(tensor, 0, heads, operation.inverse) for tensor in tensors]
+            result[target] = tensors
         return result
 
     def interleave(self, operation: Operation, state: State) -> State:
         return {self.targets[0]: [_interleaved(_single(state), operation.dim, 1, operation.inverse)]}
 
     def flatten(self, operation: Operation, state: State) -> State:
-        tensor = _single(state)
-        return {_single_name(self.targets): [reshaped(tensor, (tensor.shape[0], math.prod(tensor.shape[1:])))]}
+        (target,), tensor = self.targets, _single(state)
+        return {target: [reshaped(tensor, (tensor.shape[0], math.prod(tensor.shape[1:])))]}
 
     def unflatten(self, operation: Operation, state: State) -> State:
-        tensor = _single(state)
-        shape = (tensor.shape[0], operation.in_channels, *operation.kernel_size)
-        return {_single_name(self.targets): [reshaped(tensor, shape)]}
+        (target,), tensor = self.targets, _single(state)
+        return {target: [reshaped(tensor, (tensor.shape[0], operation.in_channels, *operation.kernel_size))]}
 
     def fuse_experts(self, operation: Operation, state: State) -> State:
         """Cuts each list of experts into one group a target, stacks each group, and joins it over the sources."""
@@ -363,24 +365,10 @@ _OPERATIONS: dict[str, Callable[[_Conversion, Operation, State], State]] = {
 """By the names of the classes in transformers."""
 
 
-def _single_name(patterns: Sequence[str]) -> str:
-    if len(patterns) != 1:
-        raise ValueError(f"expected one name, not {', '.join(patterns)}")
-    return patterns[0]
-
-
-def _only(tensors: Sequence[Source]) -> Source:
-    if len(tensors) != 1:
-        raise ValueError(f"{len(tensors)} tensors have one name")
-    return tensors[0]
-
-
 def _single(state: State) -> Source:
     """Returns the single tensor of a state."""
-    if len(state) != 1:
-        raise ValueError(f"expected one tensor, not those of {', '.join(state)}")
-    (tensors,) = state.values()
-    return _only(tensors)
+    ((tensor,),) = state.values()
+    return tensor
 
 
 def _rows(tensor: Source, dim: int, start: int, size: int) -> Source:
