@@ -320,10 +320,8 @@ def parse_format(text: str | None, target: str) -> str:
         return format_of(target, text)
 
 
-def parse_device(name: str | None) -> torch.device | None:
+def parse_device(name: str) -> torch.device | None:
     """Returns the device with this name. Raises `click.BadParameter` if this machine does not have it."""
-    if name is None:
-        return None
     from modelstate.planning.options import device_with_memory
 
     with usage_errors():

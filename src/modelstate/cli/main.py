@@ -106,27 +106,25 @@ def inspect(
         raise click.exceptions.Exit(PROBLEMS)
 
 
-class Loading:
-    """The parsed options of `plan`, `load` and `suggest`.
+def _with_model(
+    function: Callable[..., _Result], model: str, source: str, no_skeleton: bool, given: dict[str, Any]
+) -> _Result:
+    """Opens the source, builds the model, and calls a function of modelstate with both and the given options.
 
-    The model is named before a file is opened, so that a wrong command line fails first.
+    The model is found before a file is opened, so that a wrong command line fails first.
     """
-
-    def __init__(self, model: str, skeleton: bool, loading: dict[str, Any]) -> None:
-        self.model, self.skeleton, self.options = model, skeleton, loading
-        self.factory = model_factory(model)
-
-    def run(self, function: Callable[..., _Result], source: str, opening: dict[str, Any]) -> _Result:
-        """Opens the source, builds the model, and calls a function of modelstate with both."""
-        with _open(source, **opening) as checkpoint:
-            model = build_model(self.model, self.factory, skeleton=self.skeleton)
-            try:
-                with user_code():
-                    return function(model, checkpoint, **self.options)
-            except ms.errors.ModelCodeError as error:
-                if any(param.is_meta for param in model.parameters()):
-                    error.options += f"; if the code reads values, {WITH_VALUES}"
-                raise
+    opening = {name: given.pop(name) for name in ("allow", "skip_forbidden", "cache")}
+    # Names that the file may lack keep the values of the model, which a skeleton does not have.
+    skeleton, factory = not (no_skeleton or given.get("allow_missing")), model_factory(model)
+    with _open(source, **opening) as checkpoint:
+        instance = build_model(model, factory, skeleton=skeleton)
+        try:
+            with user_code():
+                return function(instance, checkpoint, **given)
+        except ms.errors.ModelCodeError as error:
+            if any(param.is_meta for param in instance.parameters()):
+                error.options += f"; if the code reads values, {WITH_VALUES}"
+            raise
 
 
 _loading = options.together(
@@ -152,20 +150,14 @@ _loading = options.together(
         help="Have the model initialise what the file lacks, as its constructor does.",
     ),
     options.dtype,
-    click.option("--device", metavar="DEVICE", help="Device of the loaded tensors, such as cpu or cuda:0."),
+    click.option(
+        "--device", metavar="DEVICE", type=parse_device, help="Device of the loaded tensors, such as cpu or cuda:0."
+    ),
     options.opening,
     options.no_skeleton,
     options.html,
 )
 """The options of `plan` and `load`."""
-
-
-def _parsed(model: str, no_skeleton: bool, given: dict[str, Any]) -> tuple[Loading, dict[str, Any]]:
-    """Returns the options of a load, and those of `modelstate.open`."""
-    opening = {name: given.pop(name) for name in ("allow", "skip_forbidden", "cache")}
-    given["device"] = parse_device(given["device"])
-    # Names that the file may lack keep the values of the model, which a skeleton does not have.
-    return Loading(model, not (given["allow_missing"] or no_skeleton), given), opening
 
 
 @app.command(cls=Command)
@@ -192,8 +184,7 @@ def plan(
             rules = f"{suggestion}\n\n"
         return ms.plan(model, source, **options)
 
-    loading, opening = _parsed(model, no_skeleton, given)
-    result = loading.run(planned, source, opening)
+    result = _with_model(planned, model, source, no_skeleton, given)
     show(result, as_json, html, printable_lines(f"{rules}{result.text(command_line=True)}"))
     if result.problems:
         raise click.exceptions.Exit(PROBLEMS)
@@ -207,8 +198,7 @@ def load(model: str, source: str, no_skeleton: bool, as_json: bool, html: str | 
 
     The report says what happened; --json lists every tensor. The loaded model is not kept.
     """
-    loading, opening = _parsed(model, no_skeleton, given)
-    show(loading.run(ms.load, source, opening), as_json, html)
+    show(_with_model(ms.load, model, source, no_skeleton, given), as_json, html)
 
 
 @app.command(cls=Command)
@@ -217,12 +207,12 @@ def load(model: str, source: str, no_skeleton: bool, as_json: bool, html: str | 
 @options.key
 @options.opening
 @options.no_skeleton
-def suggest(model: str, source: str, key: str | None, no_skeleton: bool, as_json: bool, **opening: Any) -> None:
+def suggest(model: str, source: str, no_skeleton: bool, as_json: bool, **given: Any) -> None:
     """Work out rules by which a checkpoint fits a model.
 
     They are printed as Python; nothing is loaded.
     """
-    suggestion = Loading(model, not no_skeleton, {"key": key}).run(ms.suggest, source, opening)
+    suggestion = _with_model(ms.suggest, model, source, no_skeleton, given)
     show(suggestion, as_json)
     if not suggestion.complete:
         raise click.exceptions.Exit(PROBLEMS)
