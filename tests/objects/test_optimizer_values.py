@@ -80,14 +80,6 @@ def same_states(first: Any, second: Any) -> bool:
     return all(map(same, first["optimizer"].state.values(), second["optimizer"].state.values()))
 
 
-def through_store(path: Path, saved: Any, into: Any, **options: Any) -> None:
-    restored_from("store", path, saved)(into, **options)
-
-
-def through_file(path: Path, saved: Any, into: Any, **options: Any) -> None:
-    restored_from("file", path, saved)(into, **options)
-
-
 def through_state(path: Path, saved: Any, into: Any, rules: Any = (), **options: Any) -> None:
     into["model"].load_state_dict(saved["model"].state_dict(), strict=not rules)
     ms.load_optimizer_state(
@@ -99,7 +91,11 @@ def through_state(path: Path, saved: Any, into: Any, rules: Any = (), **options:
     )
 
 
-WAYS = {"store": through_store, "file": through_file, "state": through_state}
+WAYS: dict[str, Any] = {
+    "store": lambda path, saved, into, **options: restored_from("store", path, saved)(into, **options),
+    "file": lambda path, saved, into, **options: restored_from("file", path, saved)(into, **options),
+    "state": through_state,
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -170,7 +166,7 @@ def test_views_of_one_memory_are_refused_where_they_overlap(tmp_path: Path) -> N
 
     with pytest.raises(OptimizerStateError, match=r"views\.0 shares memory with fc\.weight\.flat"):
         through_state(tmp_path, step(built(keeps=overlapping)), built())
-    through_store(tmp_path, step(built(keeps=apart)), built())
+    WAYS["store"](tmp_path, step(built(keeps=apart)), built())
 
 
 def test_a_state_that_is_given_to_several_parameters_is_copied_for_each() -> None:
@@ -316,7 +312,7 @@ def test_what_the_class_of_the_optimizer_added_comes_back(tmp_path: Path) -> Non
     saved, of = step(built(adam, amsgrad=True)), step(built(adam))
     for param in saved["model"].parameters():
         saved["optimizer"].state[param]["average"] = param.detach().clone()
-    through_store(tmp_path, saved, of)
+    WAYS["store"](tmp_path, saved, of)
     assert same_states(of, saved)
 
 
@@ -349,7 +345,7 @@ def test_the_remedy_for_options_that_do_not_fit_keeps_the_own_ones(tmp_path: Pat
     of = built(torch.optim.Adam)
     saved["optimizer"].param_groups[0]["unknown"] = 3
     with pytest.raises(PlanError, match="does not have the saved option unknown") as caught:
-        through_store(tmp_path, saved, of)
+        WAYS["store"](tmp_path, saved, of)
     assert "keep_options=['optimizer']" in str(caught.value)
     ms.Store(tmp_path).restore(of, keep_options=["optimizer"])
     state = ms.optimizer_state(saved["model"], saved["optimizer"])

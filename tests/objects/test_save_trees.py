@@ -143,16 +143,3 @@ def test_extra(tmp_path: Path) -> None:
         assert checkpoint.metadata["schema"] == "3"
         assert set(checkpoint) == {"weight", "bias"}
         ms.load(nn.Linear(2, 2), checkpoint, verify=True)
-
-
-def test_the_torch_format(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    report = ms.save({"m": model, "o": optimizer.state_dict(), "step": 3}, tmp_path / "x.pt", format="torch")
-    found = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert same(found["o"], optimizer.state_dict())
-    assert report.tensors == len(ms.open(tmp_path / "x.pt"))
-    assert report.bytes == (tmp_path / "x.pt").stat().st_size
-    with pytest.raises(ms.errors.UnsavableError, match=r"torch\.save cannot"):
-        ms.save({"a": lambda: 1}, tmp_path / "x.pt", format="torch")
-    assert torch.load(tmp_path / "x.pt", weights_only=True)["step"] == 3
-    assert len(list(tmp_path.iterdir())) == 1

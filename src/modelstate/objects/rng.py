@@ -32,8 +32,6 @@ class _Generator(NamedTuple):
 
 _POSITIONS = {"MT19937": ("state", "pos", 624), "Philox": ("", "buffer_pos", 4)}
 """Where the state of a generator of NumPy contains an index into itself, and the largest value of that."""
-_Settings = list[tuple[str, _Generator, object]]
-"""Generators with their names in messages, and the states that they get."""
 
 
 class RNG:
@@ -114,18 +112,26 @@ class RNG:
         version = state_dict["version"]
         if type(version) is not int or version != _VERSION:
             raise _refused([], "a state of a version that is not known here", found=short_repr(version))
-        problems: list[str] = []
-        settings = [
-            *_matched(self._global, {name: state_dict[name] for name in _GLOBAL}, "", problems),
-            *self._of_cuda(state_dict["cuda"], problems),
-            *_matched(self._own, state_dict["generators"], "generators: ", problems),
+        of_cuda, of_own = state_dict["cuda"] if self._cuda else None, state_dict["generators"]
+        if not isinstance(of_cuda, list | tuple | None) or not isinstance(of_own, Mapping):
+            name, wrong = ("generators", of_own) if isinstance(of_cuda, list | tuple | None) else ("cuda", of_cuda)
+            raise _refused([], message, found=f"{name}: a {type(wrong).__qualname__}")
+        generators = self._generators()
+        states = {name: state_dict[name] for name in _GLOBAL}
+        states |= {f"cuda: {index}": state for index, state in enumerate(of_cuda or ())}
+        states |= {f"generators: {printable(str(name))}": state for name, state in of_own.items()}
+        problems = [
+            f"{name}: nothing was saved for it"
+            for name in generators
+            if name not in states and not name.startswith("cuda: ")
         ]
+        problems += [f"{name}: there is no such generator" for name in states if name not in generators]
         before: list[tuple[_Generator, object]] = []
         try:
-            for name, generator, state in settings:
-                before.append((generator, generator.get()))
+            for name in filter(states.__contains__, generators):
+                before.append((generators[name], generators[name].get()))
                 try:
-                    generator.set(state)
+                    generators[name].set(states[name])
                 except Exception as error:
                     problems.append(f"{name}: {_first_line(error)}")
             if problems:
@@ -135,29 +141,11 @@ class RNG:
                 generator.set(state)
             raise
 
-    def _of_cuda(self, states: object, problems: list[str]) -> _Settings:
-        if not self._cuda or states is None:
-            return []
-        if not isinstance(states, list | tuple):
-            problems.append(f"cuda: a {type(states).__qualname__}, where a list of states should be")
-            return []
-        generators = _cuda_generators()
-        if len(states) > len(generators):
-            devices = f"the state is of {len(states)} devices, and there are {len(generators)}"
-            problems.append(f"cuda: {devices}; RNG(cuda=False) leaves CUDA out")
-            return []
-        return [(f"cuda: {index}", generators[index], state) for index, state in enumerate(states)]
-
-
-def _matched(generators: Mapping[str, _Generator], states: object, prefix: str, problems: list[str]) -> _Settings:
-    """Returns the generators with their states; adds to the problems."""
-    if not isinstance(states, Mapping):
-        problems.append(f"{prefix}a {type(states).__qualname__}, where states by names should be")
-        return []
-    problems += [f"{prefix}{name}: nothing was saved for it" for name in generators if name not in states]
-    unknown = [printable(str(name)) for name in states if name not in generators]
-    problems += [f"{prefix}{name}: there is no such generator" for name in unknown]
-    return [(f"{prefix}{name}", generator, states[name]) for name, generator in generators.items() if name in states]
+    def _generators(self) -> dict[str, _Generator]:
+        """Returns all generators by their names in messages."""
+        cuda = {f"cuda: {index}": generator for index, generator in enumerate(_cuda_generators() if self._cuda else ())}
+        own = {f"generators: {name}": generator for name, generator in self._own.items()}
+        return {**self._global, **cuda, **own}
 
 
 def _first_line(error: Exception) -> str:
@@ -169,6 +157,7 @@ def _refused(problems: list[str], message: str, found: str = "") -> ObjectStateE
         message,
         expected="what RNG.state_dict() returned, of the same generators",
         found=found or "\n    ".join(problems),
+        remedy="RNG(cuda=False) leaves CUDA out" if any(text.startswith("cuda: ") for text in problems) else "",
     )
 
 
