@@ -9,7 +9,6 @@ changed and no large copy is allocated.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -253,14 +252,9 @@ def _initialises_children(module: nn.Module) -> bool:
 
 
 def _can_be_called(method: object, *arguments: object) -> bool:
-    if not callable(method):
-        return False
-    handled = sys.exc_info()[1]
     try:
-        inspect.signature(method).bind(*arguments)
+        inspect.signature(method).bind(*arguments)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         keep_interrupt(error)
-        if error.__context__ is not None and error.__context__ is not handled:
-            keep_interrupt(error.__context__)  # `inspect` raises a `ValueError` of its own in place of one
         return False
     return True
