@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.mapped import Maps
+from modelstate.errors import CodecError, ForbiddenGlobalError, UnsupportedTensorError
 from modelstate.formats.tree import is_container, nodes_of
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import same_bytes
@@ -19,7 +20,7 @@ from modelstate.planning.recorder import own_state
 from modelstate.rules.expression import Derived, Source, Unchanged, values_of
 from modelstate.rules.rule import Entry, Value
 from modelstate.spec import Assemble, StoredComposite, StoredTensor
-from modelstate.torch_compat.modules import has_own_load
+from modelstate.torch_compat.modules import has_own_load, load_pre_hooks, overrides_loading
 from modelstate.torch_compat.plain import is_quantized, same_place, same_values
 from modelstate.torch_compat.private import storage_id
 from modelstate.transaction.transaction import Transaction, Write
@@ -101,7 +102,7 @@ class MappedState(Mapping[str, object]):
         return len(self.entries)
 
     def nested_values(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[object, list[str]]]:
-        """Returns the values with tensors in them, such as a list of tensors, that modules have in their state dicts.
+        """Returns the values with tensors in them, such as a list of tensors, that code of modules may take.
 
         Each has its name in the model, a copy of the value, and the names of what is in it. A value that a rule has
         changed in more than its name is left out.
@@ -113,7 +114,8 @@ class MappedState(Mapping[str, object]):
         tree, above = part.contents.tree, f"{part.key}." if part.key else ""
         of_tree = (path for path, node in nodes_of(tree) if path and is_container(node))
         names_in = {path[len(above) :]: list[str]() for path in of_tree if path.startswith(above)}
-        if not names_in:
+        coded = tuple(prefix for prefix, module in modules.items() if names_in and _has_code(module))
+        if not coded:
             return {}
         for name in (*part.flat.tensors, *part.flat.values):
             for prefix in prefixes(name):
@@ -126,8 +128,11 @@ class MappedState(Mapping[str, object]):
             own = {name.removesuffix(old[len(path) :]) for name, old in zip(new, names, strict=True)}
             if len(own) == 1 and not own.intersection(("", *new)):
                 name = own.pop()
-                if _is_value(name, modules):
-                    value = part.value(path)
+                if name.startswith(coded) and _is_value(name, modules):
+                    try:
+                        value = part.value(path)
+                    except (CodecError, ForbiddenGlobalError, UnsupportedTensorError):
+                        continue  # matters where code takes what is in it
                     is_shared = part.format == "mapping"  # else it has been read just now
                     nested[name] = deepcopy(value) if is_shared else value, new
         return nested
@@ -227,6 +232,11 @@ class MappedState(Mapping[str, object]):
             return False
         is_aligned = not content.is_contiguous or content.extent.start % content.dtype.itemsize == 0
         return not is_aligned or not self.maps.is_mappable(content.extent.path)
+
+
+def _has_code(module: nn.Module) -> bool:
+    """Whether code of a module, or of a user, gets the state dict of the module while it is loaded."""
+    return overrides_loading(module) or has_own_load(module) or bool(load_pre_hooks(module))
 
 
 def _is_value(name: str, modules: Mapping[str, nn.Module]) -> bool:
