@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import modelstate as ms
 from modelstate import errors
 from modelstate.errors import PlanError
 from modelstate.problems import CHANGES_KIND, LOSES_VALUES, Problem, ProblemKind, explain, one_line, plan_error
+from tests.faults import faulty_reads
 
 SAMPLES = {
     kind: Problem(kind, "a.w", why="the reason", rules=("ms.rules.Ignore('a.w')",), others=("b.w",))
@@ -168,6 +170,16 @@ def test_a_plan_and_a_load_report_the_same_problems_at_once() -> None:
     with pytest.raises(PlanError, match="cannot load mapping into ModuleDict") as caught:
         ms.load(model, state, allow_missing=["z*"])
     assert caught.value.problems == plan.problems
+
+
+def test_names_are_refused_without_a_look_at_their_tensors(tmp_path: Path) -> None:
+    ms.save({f"extra.{number}": torch.ones(1) for number in range(50)}, tmp_path / "x.safetensors")
+    checkpoint = ms.open(tmp_path / "x.safetensors")
+    with faulty_reads() as faults, pytest.raises(PlanError) as caught:
+        ms.load(nn.Linear(2, 2), checkpoint)
+    assert not faults.requests
+    unexpected = [problem for problem in caught.value.problems if problem.kind is ProblemKind.UNEXPECTED]
+    assert [problem.found for problem in unexpected] == [(1,)] * 50
 
 
 class OfTheModel(errors.ExtraStateError):

@@ -28,9 +28,14 @@ from modelstate.loading.collective import (
     READING,
     SHARING,
     before_call,
+    broadcast,
+    connect,
     digests_of,
+    notes_on_shared,
     rank_reports,
     shared_generator,
+    shared_reads,
+    to_read_here,
 )
 from modelstate.loading.commit import (
     commit_values,
@@ -39,7 +44,6 @@ from modelstate.loading.commit import (
     place_fallible,
 )
 from modelstate.loading.place import Place
-from modelstate.loading.replicas import broadcast, connect, notes_on_shared, shared_reads, to_read_here
 from modelstate.loading.stage import reads_into_slots, stage
 from modelstate.loading.staging import Staging, limit_memory, prefetch_range
 from modelstate.planning.matching import ModelSchemaView, match
@@ -376,7 +380,7 @@ def _execute(
         with phase(COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, key, value) for state, key, value in new_state]
             commit_values(transaction, waiting, transfers, reads, last)
-        ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(planner, staging, agreement)
+        ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(planner, staging.shared, agreement)
     target, source_name = planner.names
     return LoadReport(
         target=target,

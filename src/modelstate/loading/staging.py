@@ -16,7 +16,7 @@ from modelstate.io.engine import OpenFiles, ReadStrategy, read_ranges
 from modelstate.io.memory import MemoryTracker
 from modelstate.io.prefetch import LEAST_BYTES, read_ahead
 from modelstate.io.tensors import read_tensor
-from modelstate.loading.replicas import SharedRead
+from modelstate.loading.collective import SharedRead
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.transfer import Transfers, peak_bytes
 from modelstate.process import cached_attribute
