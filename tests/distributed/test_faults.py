@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import modelstate as ms
 from modelstate.distributed import connections
+from modelstate.loading import collective
 from modelstate.loading import load as loading
-from modelstate.loading import replicas
 from modelstate.torch_compat.sharding import default_store
 from modelstate.transaction.transaction import Transaction
 from tests.distributed import models, sources
@@ -315,7 +315,7 @@ def _fail_while_others_wait(folder: Path, what: str) -> tuple[Result, Result]:
     def fault() -> AbstractContextManager[object]:
         if what == "damage":
             return nullcontext()
-        return mock.patch.object(replicas, "fresh_tensors", side_effect=MemoryError("as asked"))
+        return mock.patch.object(collective, "fresh_tensors", side_effect=MemoryError("as asked"))
 
     data = bytearray(whole.read_bytes())
     data[-5] ^= 1
