@@ -251,10 +251,14 @@ def _transform(given: Any) -> object:
                 remedy=f"transform=ms.loading.Quantize({cls.__name__}()), with the arguments of the config",
             )
         if isinstance(transform, type) and issubclass(transform, ModuleTransform):
+            is_quantize = cls.__name__ == "Quantize"
             raise OptionError(
                 "transform= takes an instance, not a class",
-                expected=f"an instance: {cls.__name__}({'config' if cls.__name__ == 'Quantize' else '...'})",
+                expected=f"an instance: {cls.__name__}({'config' if is_quantize else '...'})",
                 found=f"the class {cls.__qualname__}",
+                remedy="transform=ms.loading.Quantize(torchao.quantization.Int8WeightOnlyConfig()), for example"
+                if is_quantize
+                else "",
             )
         if transform is not None and not callable(transform):
             raise OptionError(
