@@ -1,5 +1,6 @@
 """A rate that a restore keeps stays in effect when a scheduler is restored with the optimizer."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim.swa_utils import SWALR
 
 import modelstate as ms
 from modelstate.errors import ObjectStateError, OptionError
+from tests.objects.nets import restored_from
 
 Build = Callable[[Any], Any]
 BUILDERS: dict[str, Build] = {
@@ -127,6 +129,22 @@ def test_the_state_of_another_class_is_refused(builder: str, tmp_path: Path) -> 
         assert str(names["allow_missing"]) in str(caught.value.remedy)
         of["scheduler_new"] = of.pop("scheduler")
         ms.restore(of, tmp_path / "run.safetensors", **names)
+
+
+@pytest.mark.parametrize("place", ["file", "store"])
+def test_the_state_of_another_class_is_loaded_as_the_error_says(place: str, tmp_path: Path) -> None:
+    restore = restored_from(place, tmp_path, built(BUILDERS["StepLR"]))
+    of = built(BUILDERS["MultiStepLR"])
+    with pytest.raises(ObjectStateError) as caught:
+        restore(of)
+    names = {"file": tmp_path / "model.safetensors", "store": ms.Store(tmp_path), "ms": ms}
+    codes = re.findall(r"(?:ms|store)\.open\(.*?\)\.value\(.*?\)", str(caught.value.remedy))
+    (code,) = [code for code in codes if code.startswith("store") == (place == "store")]
+    scheduler = of.pop("scheduler")
+    restore(of, allow_unexpected=["scheduler"])
+    scheduler.load_state_dict(eval(code, names))
+    assert scheduler.step_size == 2
+    assert restored_from("store", tmp_path / "again", {"scheduler": scheduler, "model": of["model"]})
 
 
 def classes(scheduler: Any) -> Any:

@@ -224,8 +224,8 @@ def check_class(path: str, obj: object, state: object, start_anew: str) -> None:
             expected=", ".join(map(class_name, live)),
             found=", ".join(map(str, saved)),
             remedy=f"build the scheduler that was saved; to begin with a new one: {start_anew}; or to load this state "
-            f"all the same, leave the scheduler out of the objects, with allow_unexpected=[{path!r}], and pass the "
-            "saved state to its own load_state_dict",
+            f"all the same, leave the scheduler out of the objects, with allow_unexpected=[{path!r}], and call its own "
+            f"load_state_dict with ms.open(file).value({path!r}), or with store.open({path!r}).value()",
         )
 
 
