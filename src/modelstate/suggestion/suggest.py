@@ -227,8 +227,7 @@ def suggest(
     ]
     matches = match(leaves, targets, {name: slot.names for slot in wanted for name in slot.names})
     shapes = {leaf.name: leaf.shape for leaf in targets}
-    rules, applied = _verified(matches, entries, shapes)
-    return _reported(matches, rules, applied, _right(matches, applied, shapes), checkpoint, slots)
+    return _reported(matches, *_verified(matches, entries, shapes), checkpoint, slots)
 
 
 def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
@@ -269,13 +268,23 @@ def _unread(stored: Stored) -> torch.Tensor:
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
-def _verified(matches: Matches, entries: Entries, shapes: _Shapes) -> tuple[list[Rule], Applied]:
-    """Returns rules, and their result on names and shapes. Rules that lead to wrong results are left out."""
+def _verified(matches: Matches, entries: Entries, shapes: _Shapes) -> tuple[list[Rule], Applied, set[str]]:
+    """Returns rules, their result on names and shapes, and the names of the model with the right result.
+
+    Rules that lead to wrong results are left out.
+    """
     rules = _rules(matches, entries, shapes)
     while True:
         applied = apply_rules(rules, entries, _unread)
-        right = _right(matches, applied, shapes)
-        bad = {*applied.idle, *(getattr(problem, "rule", "") for problem in applied.problems)}
+        right = {
+            name
+            for name, sources in matches.expected.items()
+            if (entry := applied.entries.get(name)) is not None
+            and entry.tensor is not None
+            and entry.sources == sources
+            and tuple(entry.tensor.shape) == shapes[name]
+        }
+        bad = {*applied.idle, *(str(problem.found) for problem in applied.problems)}
         for name, shape in shapes.items():
             entry = applied.entries.get(name)
             if entry is None or name in right or entry.tensor is None:
@@ -284,20 +293,8 @@ def _verified(matches: Matches, entries: Entries, shapes: _Shapes) -> tuple[list
                 bad.update(entry.rules)  # the name has got something else than its match
         kept = [rule for rule in rules if repr(rule) not in bad]
         if len(kept) == len(rules):
-            return rules, applied
+            return rules, applied, right
         rules = kept
-
-
-def _right(matches: Matches, applied: Applied, shapes: _Shapes) -> set[str]:
-    """Returns names of the model that are made of the expected names, in the right shape."""
-    return {
-        name
-        for name, sources in matches.expected.items()
-        if (entry := applied.entries.get(name)) is not None
-        and entry.tensor is not None
-        and entry.sources == sources
-        and tuple(entry.tensor.shape) == shapes[name]
-    }
 
 
 def _rules(matches: Matches, entries: Entries, shapes: _Shapes) -> list[Rule]:
