@@ -377,8 +377,6 @@ class Kind(msgspec.Struct):
     """The indices of those that vary."""
     constant: tuple[str, ...]
     """The constant numbers within words: norm1 alone is not ln_2 alone."""
-    places: dict[str, tuple[int, ...]]
-    """For each tensor, the ranks of the numbers that have others in their places."""
 
     @property
     def sample(self) -> Leaf:
@@ -473,11 +471,7 @@ def _kind(text: str, members: Sequence[_Name], ranks: Mapping[tuple[str, str], t
         # Of two norms in a layer, the first belongs to attention and the second to the MLP.
         means.add("second" if ordinals[-1][1] else "first")
     leaves = {tuple(ranks[name.taken[at]][0] for at in varied): name.leaf for name in members}
-    places = {
-        name.leaf.name: tuple(rank for rank, count in map(ranks.__getitem__, name.taken) if count > 1)
-        for name in members
-    }
-    return Kind(text, leaves, role, owner, frozenset(means), len(columns), varied, constant, places)
+    return Kind(text, leaves, role, owner, frozenset(means), len(columns), varied, constant)
 
 
 def by_signature(kinds: Iterable[Kind], settled: Collection[str] = ()) -> dict[tuple[object, ...], list[Kind]]:
@@ -722,7 +716,7 @@ class _Side:
                 segments = [leaf.words(at) - GENERIC for at in range(kind.owner.count(".") + 1)]
                 self.own[leaf.name] = next((segment for segment in reversed(segments) if segment), frozenset())
                 self.words[leaf.name] = frozenset(word for word in words if not word.startswith("#"))
-                self.ranks[leaf.name] = kind.places[leaf.name]
+                self.ranks[leaf.name] = ranks
 
     def settle(self, names: Iterable[str]) -> None:
         """Records that names have a sure match, so that no other match can be with them."""
