@@ -269,7 +269,7 @@ class Maps:
         """The map of a file, which is as long as when it was opened. Raises `ReadFailedError`."""
         mapped = self._maps.get(path)
         if mapped is None:
-            descriptor = open_unchanged(path, self._fingerprints.get(path))
+            descriptor, _ = open_unchanged(path, self._fingerprints.get(path))
             try:
                 mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
             except (OSError, ValueError) as error:

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from modelstate.errors import OPEN_AGAIN, ReadFailedError
 from modelstate.io import lease, system
-from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged, read_failed
+from modelstate.io.files import FileFingerprint, Opened, check_unchanged, open_unchanged, read_failed
 from modelstate.io.memory import aligned
 from modelstate.process import parallel_for
 from modelstate.remote.location import CACHE_BLOCK_BYTES, CONNECTIONS
@@ -172,25 +172,27 @@ class LocalFile:
     Args:
         path: The file.
         fingerprint: What the file must be.
+        opened: The open file; by default it is opened.
     """
 
     _leased_at: float | None = None
     """When the read lease was taken; None without one."""
 
-    def __init__(self, path: str, fingerprint: FileFingerprint | None) -> None:
+    def __init__(self, path: str, fingerprint: FileFingerprint | None, opened: Opened | None = None) -> None:
         self.path, self._fingerprint = path, fingerprint
-        self.descriptor = open_unchanged(path, fingerprint)
+        self.descriptor, status = open_unchanged(path, fingerprint, opened)
+        self._has_name = status.st_nlink > 0
 
     def lease(self) -> str:
-        """Takes a read lease. Returns an empty string, or the reason why there is none.
+        """Takes a read lease. Returns an empty string, or the reason why there is none."""
+        refusal = lease.hold_for_now(self.descriptor) if self._has_name else lease.NAMELESS
+        if not refusal:
+            self._leased_at = time.monotonic()
+        return refusal
 
-        Raises `ReadFailedError` where the file has changed.
-        """
-        if refusal := lease.hold_for_now(self.descriptor):
-            return refusal
-        self._leased_at = time.monotonic()
+    def compare(self) -> None:
+        """Raises `ReadFailedError` where the file is not what its fingerprint says."""
         check_unchanged(self.descriptor, self.path, self._fingerprint)
-        return ""
 
     def mapped(self) -> torch.Tensor | None:
         """The bytes of a leased file as a private map; None where it has no lease, or there is no room for a map."""
@@ -223,7 +225,7 @@ class LocalFile:
     def check_unchanged(self) -> None:
         """As `RangeFile.check_unchanged`. A leased file has not changed before a writer has waited for too long."""
         if self._leased_at is None:
-            check_unchanged(self.descriptor, self.path, self._fingerprint)
+            self.compare()
             return
         seconds = lease.safe_seconds()
         if not lease.is_intact(self.descriptor) and time.monotonic() - self._leased_at > seconds:
@@ -247,10 +249,11 @@ class OpenFiles:
 
     Args:
         fingerprints: What each file must be, by path.
+        opened: Files that are open already, by path, which this object is to close.
     """
 
-    def __init__(self, fingerprints: Mapping[str, FileFingerprint]) -> None:
-        self.fingerprints = fingerprints
+    def __init__(self, fingerprints: Mapping[str, FileFingerprint], opened: Mapping[str, Opened] | None = None) -> None:
+        self.fingerprints, self._opened = fingerprints, dict(opened or {})
         self._files: dict[str, RangeFile] = {}
         self._lock = threading.Lock()
 
@@ -265,7 +268,7 @@ class OpenFiles:
 
                     file = RemoteFile(path, ObjectVersion(known.nbytes, known.modified_ns, known.tag), known.cache)
                 else:
-                    file = LocalFile(path, known)
+                    file = LocalFile(path, known, self._opened.pop(path, None))
                 self._files[path] = file
             return file
 
@@ -276,6 +279,8 @@ class OpenFiles:
 
     def close(self) -> None:
         """Closes the files. The next use of a file opens it again."""
+        while self._opened:
+            self._opened.popitem()[1][0].close()
         while self._files:
             self._files.popitem()[1].close()
 

@@ -11,8 +11,8 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ from modelstate.errors import (
     keep_interrupt,
 )
 from modelstate.io import system
+from modelstate.process import ThreadValue
 from modelstate.remote.location import is_remote, redacted_url
 from modelstate.text_format import given_directories, note_given
 
@@ -337,20 +338,20 @@ def read_failed(
     return ReadFailedError(what, where=where, found=found, remedy=limit or remedy)
 
 
-def open_unchanged(path: str, expected: FileFingerprint | None, flags: int = 0) -> Descriptor:
-    """Opens the file for reading, with additional `flags`, and returns the descriptor.
+def open_unchanged(path: str, expected: FileFingerprint | None, opened: Opened | None = None) -> Opened:
+    """Opens the file for reading, unless it is `opened`, and returns the descriptor and the status of the file.
 
     Raises `ReadFailedError` where the file does not match the expected fingerprint.
     """
     try:
-        descriptor, status = open_regular(path, flags)
+        descriptor, status = opened or open_regular(path)
     except (OSError, SourceTypeError) as error:
         raise read_failed("the file can no longer be opened", path, error, "open the checkpoint again") from error
     found = _fingerprint(status)
     if expected is not None and found != expected:
         descriptor.close()
         raise _changed(path, expected, found, "the file has changed since it was opened")
-    return descriptor
+    return descriptor, status
 
 
 def check_unchanged(descriptor: int, path: str, expected: FileFingerprint | None) -> None:
@@ -409,6 +410,20 @@ def _remote_fingerprint(file: RemoteFile) -> FileFingerprint:
     return FileFingerprint(nbytes, modified_ns, 0, 0, tag, file.cache, True)
 
 
+Opened = tuple[Descriptor, os.stat_result]
+_kept = ThreadValue[dict[str, Opened] | None](None)
+_MOST_KEPT = 256
+"""A process may usually have 1024 files open."""
+
+
+@contextmanager
+def kept_open() -> Iterator[dict[str, Opened]]:
+    """Within the block, a `SourceFile` of this thread leaves its file open; yields these files by their paths."""
+    opened = dict[str, Opened]()
+    with _kept.replaced(opened):
+        yield opened
+
+
 HEAD_BYTES = 4096
 """The bytes of the beginning of a file by which its format is found."""
 MAX_STRUCTURE_BYTES = 2**31
@@ -448,8 +463,8 @@ class SourceFile(AbstractContextManager["SourceFile"]):
             self.fingerprint = _remote_fingerprint(self._remote)
         else:
             try:
-                self._descriptor, status = open_regular(path)
-                self.fingerprint = _fingerprint(status)
+                self._descriptor, self._status = open_regular(path)
+                self.fingerprint = _fingerprint(self._status)
             except PermissionError as error:
                 raise no_access(path, error) from error
             except OSError as error:
@@ -471,8 +486,13 @@ class SourceFile(AbstractContextManager["SourceFile"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._remote is None:
+        if self._remote is not None:
+            return
+        kept = _kept.value
+        if kept is None or self.path in kept or len(kept) == _MOST_KEPT:
             self._descriptor.close()
+        else:
+            kept[self.path] = self._descriptor, self._status
 
     def read(self, start: int, nbytes: int, what: str, most_bytes: int = MAX_STRUCTURE_BYTES) -> bytes:
         """Reads exactly `nbytes` bytes; `what` names them in errors.

@@ -139,8 +139,6 @@ def hold_for_now(descriptor: int) -> str:
         return "this system has no file leases"
     if filesystem_type(descriptor) not in _FILE_SYSTEMS:
         return "other machines may write to its file system"
-    if refusal := _without_name(descriptor):
-        return refusal
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, _SIGNAL)  # the default, SIGIO, would end the process
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
@@ -162,12 +160,12 @@ def _without_name(descriptor: int) -> str:
     descriptor that made it as open for writing.
     """
     try:
-        return "" if system.fstat(descriptor).st_nlink else _NAMELESS
+        return "" if system.fstat(descriptor).st_nlink else NAMELESS
     except OSError as error:
         return _reason(error.errno or errno.EIO)
 
 
-_NAMELESS = "it has no name, as memory of memfd_create, whose writers do not wait for a lease"
+NAMELESS = "it has no name, as memory of memfd_create, whose writers do not wait for a lease"
 
 
 def _reason(failed: int) -> str:

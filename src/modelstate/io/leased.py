@@ -41,9 +41,9 @@ _READ_BYTES = 1 << 20
 def why_no_lease(extents: Sequence[ByteRange], files: OpenFiles) -> str:
     """Why files cannot be leased; empty where they can be. Takes the leases, and releases them at once.
 
-    Raises `ReadFailedError` where a file has changed.
+    Raises `ReadFailedError` where a file does not match its fingerprint.
     """
-    with _leased(extents, files) as refusal:
+    with _leased(extents, files) as (_, refusal):
         return refusal
 
 
@@ -67,13 +67,15 @@ def leased_files(
     if not bring_into_cache(extents, files, on_read):
         yield "the page cache has not all of it"
         return
-    with _leased(extents, files) as refusal:
+    with _leased(extents, files) as (leased, refusal):
+        for file in leased:
+            file.compare()
         yield refusal
 
 
 @contextmanager
-def _leased(extents: Sequence[ByteRange], files: OpenFiles) -> Iterator[str]:
-    """Leases the file of each range. Yields an empty string, or why none is leased."""
+def _leased(extents: Sequence[ByteRange], files: OpenFiles) -> Iterator[tuple[list[LocalFile], str]]:
+    """Leases the file of each range. Yields the leased files, and why there is none; an empty string if there is."""
     nbytes, leased, refusal = sum(extent.nbytes for extent in extents), list[LocalFile](), ""
     try:
         if lease.safe_seconds() < max(_LEAST_SECONDS, 2 * nbytes / _BYTES_PER_SECOND):
@@ -88,7 +90,7 @@ def _leased(extents: Sequence[ByteRange], files: OpenFiles) -> Iterator[str]:
                 break
         if refusal:
             _release_all(leased)
-        yield refusal
+        yield leased, refusal
     finally:
         _release_all(leased)
 

@@ -84,7 +84,8 @@ def _read_ahead(spans: Sequence[ByteRange], total: int, fingerprints: Mapping[st
     with suppress(OSError, ReadFailedError):  # the read itself reports what is wrong
         for path, first, nbytes in spans:
             end = first + min(nbytes, total)
-            with open_unchanged(path, fingerprints.get(path)) as descriptor:
+            descriptor, _ = open_unchanged(path, fingerprints.get(path))
+            with descriptor:
                 for start in range(first, end, _STEP_BYTES):
                     linux.will_need(descriptor, start, min(_STEP_BYTES, end - start))
             total -= end - first

@@ -20,6 +20,7 @@ from modelstate.checkpoint.open import NO_PICKLE, open_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import OptionError
+from modelstate.io.files import Opened, kept_open
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
 from modelstate.loading.collective import (
     COMMIT,
@@ -368,11 +369,11 @@ def _execute(
                 waiting = []
             if then is not None:
                 then()
-            if not staging.options.in_place:  # reads in place have checked, and their error names what they leave
-                staging.files.check_unchanged()
             waiting = [item for item in waiting if item.way is Way.INTO]  # `then` may have used others
             if waiting:
                 held.enter_context(leased_for_commit(staging, waiting, transfers, advance))
+            if not staging.options.in_place:  # reads in place have checked, and their error names what they leave
+                staging.files.check_unchanged()
             waiting = [item for item in waiting if item.way is Way.INTO]
             reads = reads_into_slots(staging, waiting, lambda _: None) if waiting else []
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
@@ -416,16 +417,16 @@ def prepare(
     """
     if "torch.distributed.fsdp" in sys.modules:
         reshard(transaction.root)
-    view = ModelSchemaView(transaction.root, slots_of(transaction.root))
+    view, opened = ModelSchemaView(transaction.root, slots_of(transaction.root)), dict[str, Opened]()
     if not isinstance(source, LoadPlan):
         # A load with a transform has not paused the garbage collector.
-        with nullcontext() if options.transform is None else gc_paused():
+        with nullcontext() if options.transform is None else gc_paused(), kept_open() as opened:
             checkpoint = open_source(source)
         matched = match(checkpoint, options, view)
     else:
         matched = source.binding.matched
     # Of values that are staged, the memory of the model is looked up again.
-    staging = Staging(matched.part, options, transaction.root) if staged is None else replace(staged.staging)
+    staging = replace(staged.staging) if staged else Staging(matched.part, options, transaction.root, opened)
     planner = Planner(
         *(transaction, view, matched, partial(Place, staging)),
         call_extra_state=call_extra_state,

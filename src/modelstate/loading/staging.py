@@ -13,6 +13,7 @@ from torch import nn
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import MemoryBudgetError
 from modelstate.io.engine import OpenFiles, ReadStrategy, read_ranges
+from modelstate.io.files import Opened
 from modelstate.io.memory import MemoryTracker
 from modelstate.io.prefetch import LEAST_BYTES, read_ahead
 from modelstate.io.tensors import read_tensor
@@ -33,6 +34,8 @@ class Staging(msgspec.Struct, eq=False, dict=True):
     checkpoint: Checkpoint
     options: LoadOptions
     model: nn.Module
+    opened: dict[str, Opened] = msgspec.field(default_factory=dict)
+    """Files that are open since the checkpoint was opened."""
     strategy: ReadStrategy = msgspec.field(default_factory=ReadStrategy.fastest)
     """The threads, buffers and files of the reads."""
     overflows: Overflows = msgspec.field(default_factory=Overflows)
@@ -44,7 +47,7 @@ class Staging(msgspec.Struct, eq=False, dict=True):
     @cached_attribute
     def files(self) -> OpenFiles:
         """The files, which are opened once, and compared with their fingerprints when all has been read."""
-        return OpenFiles(self.checkpoint.fingerprints)
+        return OpenFiles(self.checkpoint.fingerprints, self.opened)
 
     def read(self, stored: Stored) -> torch.Tensor:
         """Reads the values of a stored tensor into memory of their own."""
