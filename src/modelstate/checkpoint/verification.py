@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import xxhash
@@ -51,26 +51,20 @@ class DigestCheck(msgspec.Struct, frozen=True):
         runs = _runs(self.names_of, chunk_bytes)[share]
         computed: dict[ByteRange, str] = {}
 
-        @contextmanager
-        def worker() -> Iterator[Callable[[list[ByteRange]], None]]:
-            buffer = memoryview(bytearray(chunk_bytes))
-
-            def compute(run: list[ByteRange]) -> None:
-                path, start, nbytes = run[0]
-                nbytes = run[-1].start + run[-1].nbytes - start
-                is_read = nbytes <= chunk_bytes
-                if is_read:
-                    read_fully(files[path], [buffer[:nbytes]], start, nbytes)
-                for storage in run:
-                    checksum, values = self.checksums[storage], []
-                    for first, end in checksum.blocks(storage.nbytes):
-                        begin, stop = storage.start + first, storage.start + end
-                        part = [buffer[begin - start : stop - start]]
-                        chunks = part if is_read else _chunks(files[path], begin, stop, buffer)
-                        values.append(_checksum(chunks, checksum.algorithm))
-                    computed[storage] = "".join(values)
-
-            yield compute
+        def compute(buffer: memoryview, run: list[ByteRange]) -> None:
+            path, start, nbytes = run[0]
+            nbytes = run[-1].start + run[-1].nbytes - start
+            is_read = nbytes <= chunk_bytes
+            if is_read:
+                read_fully(files[path], [buffer[:nbytes]], start, nbytes)
+            for storage in run:
+                checksum, values = self.checksums[storage], []
+                for first, end in checksum.blocks(storage.nbytes):
+                    begin, stop = storage.start + first, storage.start + end
+                    part = [buffer[begin - start : stop - start]]
+                    chunks = part if is_read else _chunks(files[path], begin, stop, buffer)
+                    values.append(_checksum(chunks, checksum.algorithm))
+                computed[storage] = "".join(values)
 
         def on_done(run: list[ByteRange], _: float) -> None:
             for storage in run:
@@ -78,7 +72,8 @@ class DigestCheck(msgspec.Struct, frozen=True):
                     on_read(storage.nbytes)
 
         with open_files({run[0].path for run in runs}, self.fingerprints) as files:
-            for_each(runs, worker, min(threads_for(is_remote), len(runs)), on_done)
+            threads = min(threads_for(is_remote), len(runs))
+            for_each(runs, [partial(compute, memoryview(bytearray(chunk_bytes))) for _ in range(threads)], on_done)
         damaged = [
             name
             for storage, names in self.names_of.items()

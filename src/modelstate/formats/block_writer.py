@@ -345,34 +345,28 @@ def write_blocks(
     digests: list[list[str]] = [[""] * -(-nbytes // BLOCK_BYTES) for nbytes in sizes]
     most_bytes = min(sum(sizes), BLOCK_BYTES)
 
-    @contextmanager
-    def worker() -> Iterator[Callable[[_Job], None]]:
-        buffer = None if output is None else Buffer(most_bytes + _ALIGN_BYTES)
-
-        def write(job: _Job) -> None:
-            start, filled = job.start, 0
-            for (number, block, first, end), values in zip(job.pieces, _values(job, tensors), strict=True):
-                itemsize = values.itemsize
-                address = values.data_ptr() + (first * itemsize if job.group is _IN_MEMORY else 0)
-                nbytes = (end - first) * itemsize
-                for offset in range(0, nbytes, BLOCK_BYTES):
-                    count = min(BLOCK_BYTES, nbytes - offset)
-                    data = memory_at(address + offset, count)
-                    if output is not None and buffer is not None:
-                        if filled + count > BLOCK_BYTES:
-                            output.write_at(start, buffer.view[start % _ALIGN_BYTES :][:filled])
-                            start, filled = start + filled, 0
-                        # Pages of memory are pages of the file. Other code may change a tensor while it is written: the
-                        # digest and the file are of the same copy.
-                        at = start % _ALIGN_BYTES + filled
-                        ctypes.memmove(buffer.address + at, address + offset, count)
-                        data = buffer.view[at : at + count]
-                    digests[number][block + offset // BLOCK_BYTES] = xxhash.xxh3_128_hexdigest(data)
-                    filled += count
-            if output is not None and buffer is not None:
-                output.write_at(start, buffer.view[start % _ALIGN_BYTES :][:filled])
-
-        yield write
+    def write(buffer: Buffer | None, job: _Job) -> None:
+        start, filled = job.start, 0
+        for (number, block, first, end), values in zip(job.pieces, _values(job, tensors), strict=True):
+            itemsize = values.itemsize
+            address = values.data_ptr() + (first * itemsize if job.group is _IN_MEMORY else 0)
+            nbytes = (end - first) * itemsize
+            for offset in range(0, nbytes, BLOCK_BYTES):
+                count = min(BLOCK_BYTES, nbytes - offset)
+                data = memory_at(address + offset, count)
+                if output is not None and buffer is not None:
+                    if filled + count > BLOCK_BYTES:
+                        output.write_at(start, buffer.view[start % _ALIGN_BYTES :][:filled])
+                        start, filled = start + filled, 0
+                    # Pages of memory are pages of the file. Other code may change a tensor while it is written: the
+                    # digest and the file are of the same copy.
+                    at = start % _ALIGN_BYTES + filled
+                    ctypes.memmove(buffer.address + at, address + offset, count)
+                    data = buffer.view[at : at + count]
+                digests[number][block + offset // BLOCK_BYTES] = xxhash.xxh3_128_hexdigest(data)
+                filled += count
+        if output is not None and buffer is not None:
+            output.write_at(start, buffer.view[start % _ALIGN_BYTES :][:filled])
 
     starts = [*accumulate(sizes, initial=start)][:-1] if isinstance(start, int) else start
     jobs = _jobs(starts, tensors)
@@ -380,7 +374,9 @@ def write_blocks(
     def on_done(job: _Job, _: float) -> None:
         on_written(job.nbytes)
 
-    for_each(jobs, worker, min(threads or read_threads(), len(jobs)), on_done, with_torch=True)
+    threads = min(threads or read_threads(), len(jobs))
+    buffers = [None if output is None else Buffer(most_bytes + _ALIGN_BYTES) for _ in range(threads)]
+    for_each(jobs, [partial(write, buffer) for buffer in buffers], on_done, with_torch=True)
     return ["".join(blocks) for blocks in digests]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -103,37 +103,37 @@ def stream(
         paths = {entry.source.path for entry in wanted}
         fingerprints = files.fingerprints if isinstance(files, OpenFiles) else files
         blocks = in_blocks(wanted, strategy.block_bytes, common_align_bytes(paths, fingerprints))
-    free = block_buffers(blocks, strategy.threads) if buffers is None else buffers
+    if buffers is None:
+        buffers = block_buffers(blocks, strategy.threads)
+    waits: list[Wait | None] = [None] * len(buffers)
 
-    @contextmanager
-    def worker() -> Iterator[Callable[[Block], None]]:
-        wait: Wait | None = None
-        buffer = free.pop()  # one call: threads do this at the same time
-        with torch.inference_mode(False), torch.no_grad():
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def wait_for(number: int) -> None:
+        wait, waits[number] = waits[number], None
+        if wait is not None:
+            wait()
 
-            def process(block: Block) -> None:
-                nonlocal wait
-                before, wait = wait, None
-                if before is not None:
-                    before()
-                requests = []
-                for part in block.parts:
-                    source = wanted[part.which].source
-                    extent = ByteRange(source.path, source.start + part.first, part.nbytes)
-                    requests.append(Request(extent, buffer.data_ptr() + part.at))
-                for batch in coalesce(requests, batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
-                    read_batch(opened[batch.path], batch)
-                wait = consume(block, buffer)
-
-            try:
-                yield process
-            finally:
-                if wait is not None:
-                    wait()
-                free.append(buffer)
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def process(number: int, buffer: torch.Tensor, block: Block) -> None:
+        wait_for(number)
+        requests = []
+        for part in block.parts:
+            source = wanted[part.which].source
+            extent = ByteRange(source.path, source.start + part.first, part.nbytes)
+            requests.append(Request(extent, buffer.data_ptr() + part.at))
+        for batch in coalesce(requests, batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
+            read_batch(opened[batch.path], batch)
+        waits[number] = consume(block, buffer)
 
     with open_files((entry.source.path for entry in wanted), files) as opened:
-        for_each(blocks, worker, min(strategy.threads, len(blocks)), on_block, with_torch=True)
+        try:
+            workers = [partial(process, number, buffer) for number, buffer in enumerate(buffers)]
+            for_each(blocks, workers, on_block, with_torch=True)
+        finally:
+            for number in range(len(waits)):
+                wait_for(number)
 
 
 def in_blocks(wanted: Sequence[Wanted], block_bytes: int, align_bytes: int = 1) -> list[Block]:

@@ -15,7 +15,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -310,8 +311,7 @@ def open_files(paths: Iterable[str], files: OpenFiles | Mapping[str, FileFingerp
 
 def for_each(
     items: Iterable[_Item],
-    worker: Callable[[], AbstractContextManager[Callable[[_Item], object]]],
-    threads: int,
+    workers: Sequence[Callable[[_Item], object]],
     on_done: Callable[[_Item, float], object] | None = None,
     *,
     with_torch: bool = False,
@@ -321,32 +321,30 @@ def for_each(
 
     Args:
         items: The items. A thread takes the next one when it has processed the one before.
-        worker: Called by each thread; yields the function that processes an item. The context ends normally when no
-            item is left.
-        threads: The largest number of threads. A single one is the caller's own.
+        workers: The function that processes an item, for each thread. A single thread is the caller's own.
         on_done: Called with each processed item and the seconds that it took, by one thread at a time.
         with_torch: See `parallel_for`.
         takes_part: See `parallel_for`.
     """
-    waiting, lock = iter(items), threading.Lock()
+    waiting, free, lock = iter(items), [*workers], threading.Lock()
 
     def work(stop: threading.Event) -> None:
-        with worker() as process:
-            while not stop.is_set():
+        process = free.pop()  # one call: threads do this at the same time
+        while not stop.is_set():
+            with lock:
+                item = next(waiting, None)
+            if item is None:
+                return
+            started = time.perf_counter()
+            process(item)
+            if on_done is not None:
                 with lock:
-                    item = next(waiting, None)
-                if item is None:
-                    return
-                started = time.perf_counter()
-                process(item)
-                if on_done is not None:
-                    with lock:
-                        on_done(item, time.perf_counter() - started)
+                    on_done(item, time.perf_counter() - started)
 
-    if threads <= 1:
+    if len(free) > 1:
+        parallel_for(work, len(free), with_torch=with_torch, takes_part=takes_part)
+    elif free:
         work(threading.Event())
-    else:
-        parallel_for(work, threads, with_torch=with_torch, takes_part=takes_part)
 
 
 # Reading ranges to addresses.
@@ -461,28 +459,23 @@ def read_ranges(
     batches = coalesce(single, batch_bytes=batch_bytes, gap_bytes=gap_bytes, align_bytes=align_bytes)
     items: list[Batch | Rows] = [*batches, *rows]
     threads = min(threads, len(items))
+
+    def process(buffer: memoryview, item: Batch | Rows) -> None:
+        if isinstance(item, Batch):
+            read_batch(opened[item.path], item)
+        else:
+            _read_rows(opened[item.source.path], item, buffer if item.has_small_gaps(gap_bytes) else None)
+
     # The buffers are there before memory is written to that must not be left half written.
     span = max((entry.count * entry.file_step for entry in rows if entry.has_small_gaps(gap_bytes)), default=0)
-    buffers = [memoryview(bytearray(span)) for _ in range(threads)] if span else []
-
-    @contextmanager
-    def worker() -> Iterator[Callable[[Batch | Rows], None]]:
-        buffer = buffers.pop() if buffers else None
-
-        def process(item: Batch | Rows) -> None:
-            if isinstance(item, Batch):
-                read_batch(opened[item.path], item)
-            else:
-                _read_rows(opened[item.source.path], item, buffer if item.has_small_gaps(gap_bytes) else None)
-
-        yield process
+    workers = [partial(process, memoryview(bytearray(span))) for _ in range(threads)]
 
     def on_done(item: Batch | Rows, _: float) -> None:
         if on_read is not None:
             on_read(item.wanted_bytes)
 
     with open_files(paths, files) as opened:
-        for_each(items, worker, threads, on_done, with_torch=bool(span), takes_part=not remote)
+        for_each(items, workers, on_done, with_torch=bool(span), takes_part=not remote)
 
 
 def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int, align_bytes: int = 1) -> list[Batch]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from modelstate.io import lease, linux
 from modelstate.io.engine import LocalFile, OpenFiles, for_each, read_fully, read_threads
@@ -137,16 +138,11 @@ def bring_into_cache(
         for at in range(start, start + nbytes, _READ_BYTES)
     ]
 
-    @contextmanager
-    def worker() -> Iterator[Callable[[ByteRange], None]]:
-        buffer = memoryview(bytearray(_READ_BYTES))
+    def read(buffer: memoryview, piece: ByteRange) -> None:
+        read_fully(files[piece.path], [buffer[: piece.nbytes]], piece.start, 1)
 
-        def read(piece: ByteRange) -> None:
-            read_fully(files[piece.path], [buffer[: piece.nbytes]], piece.start, 1)
-
-        yield read
-
-    for_each(pieces, worker, min(read_threads(), len(pieces)), lambda piece, _: on_read(piece.nbytes))
+    workers = [partial(read, memoryview(bytearray(_READ_BYTES))) for _ in range(min(read_threads(), len(pieces)))]
+    for_each(pieces, workers, lambda piece, _: on_read(piece.nbytes))
     return True
 
 

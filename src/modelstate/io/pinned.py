@@ -11,8 +11,8 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -73,12 +73,11 @@ def _registered(size: int, device: torch.device) -> _Mapping | None:
     for advice in (linux.Advice.HUGEPAGE, linux.Advice.WIPEONFORK):
         linux.madvise(first, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, advice)
 
-    @contextmanager
-    def worker() -> Iterator[Callable[[int], object]]:
-        yield lambda at: linux.madvise(first + at, min(_PIECE_BYTES, nbytes - at), linux.Advice.POPULATE_WRITE)
+    def populate(at: int) -> None:
+        linux.madvise(first + at, min(_PIECE_BYTES, nbytes - at), linux.Advice.POPULATE_WRITE)
 
     pieces = range(0, nbytes, _PIECE_BYTES)
-    for_each(pieces, worker, min(read_threads(), len(pieces)))
+    for_each(pieces, [populate] * min(read_threads(), len(pieces)))
     cuda, process = torch.cuda.cudart(), os.getpid()  # type: ignore[no-untyped-call]
     on_device = partial(torch.cuda.device, device)  # a call on another device would take memory of it
 

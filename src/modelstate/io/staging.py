@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -73,14 +72,11 @@ def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -
             jobs[-1].append(pair)
             total += pair[1].nbytes
 
-    @contextmanager
-    def worker() -> Iterator[Callable[[list[tuple[torch.Tensor, torch.Tensor]]], None]]:
-        def copy(job: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-            for source, target in job:
-                target.copy_(source, non_blocking=source.device.type == "cuda")
-
-        with torch.inference_mode(False), torch.no_grad():
-            yield copy
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def copy_job(job: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for source, target in job:
+            target.copy_(source, non_blocking=source.device.type == "cuda")
 
     def wait() -> None:
         for device in devices:
@@ -88,7 +84,7 @@ def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -
 
     wait()  # for what has been queued on all streams: the copies are on one of them
     try:
-        for_each(jobs, worker, min(read_threads(), len(jobs)), with_torch=True)
+        for_each(jobs, [copy_job] * min(read_threads(), len(jobs)), with_torch=True)
     finally:
         wait()  # after an error too: the copies use memory that may be released then
 

@@ -7,8 +7,7 @@ meanwhile is then an error, and does not end the process with SIGBUS at the firs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Protocol
@@ -152,12 +151,8 @@ def compute(
         return
     threads = min(read_threads(), len(blocks))
     nbytes = max(stored.thread_bytes for stored, _ in targets)
-    # Memory that is written to must not be left half written: the buffers are there before.
-    buffers = [empty_cpu((nbytes,), torch.uint8) for _ in range(threads)]
 
-    @contextmanager
-    def worker() -> Iterator[Callable[[tuple[int, int]], None]]:
-        buffer = buffers.pop()
+    def worker(buffer: torch.Tensor) -> Callable[[tuple[int, int]], None]:
         current = -1
         compute_block: Callable[[int], None]
 
@@ -172,7 +167,10 @@ def compute(
                 current = index
             compute_block(first)
 
-        yield process
+        return process
+
+    # Memory that is written to must not be left half written: the buffers are there before.
+    workers = [worker(empty_cpu((nbytes,), torch.uint8)) for _ in range(threads)]
 
     def report(item: tuple[int, int], _: float) -> None:
         index, first = item
@@ -180,7 +178,7 @@ def compute(
             tensor = computed[index]
             on_done(min(tensor.step, tensor.out.numel() - first) * tensor.out.itemsize)
 
-    for_each(blocks, worker, threads, report, with_torch=True)
+    for_each(blocks, workers, report, with_torch=True)
 
 
 class _Scratch:

@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -292,7 +292,7 @@ def _from_maps(staging: Staging, transfers: Sequence[Transfers], progress: Progr
 
     def run() -> None:
         started = time.perf_counter()
-        for_each(jobs, lambda: nullcontext(copy), min(staging.strategy.threads, len(jobs)), with_torch=True)
+        for_each(jobs, [copy] * min(staging.strategy.threads, len(jobs)), with_torch=True)
         seconds, total = time.perf_counter() - started, sum(item.nbytes for item in transfers)
         for item in transfers:
             item.finals, item.seconds = item.params, item.seconds + seconds * item.nbytes / total

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -268,7 +268,7 @@ class StepIndex:
     def read_all(self, entries: Iterable[StepEntry] | None = None) -> list[StepEntry]:
         """Returns checkpoints, or else every revision, with their records read; those of a bucket several at a time."""
         listed = self.all_revisions() if entries is None else list(entries)
-        for_each(listed, lambda: nullcontext(StepEntry.read), min(_READS_AT_ONCE, len(listed)))
+        for_each(listed, [StepEntry.read] * min(_READS_AT_ONCE, len(listed)))
         return listed
 
     def steps(self, revisions: Iterable[StepEntry] | None = None) -> list[StepEntry]:
