@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from modelstate.errors import ReadFailedError
-from modelstate.io import lease, leased, linux
+from modelstate.io import lease, linux, page_cache
 from modelstate.io.engine import LocalFile, OpenFiles, Request, read_ranges
 from modelstate.io.files import current_fingerprints
-from modelstate.io.leased import leased_files
+from modelstate.io.page_cache import leased_files
 from modelstate.spec import ByteRange
 from tests.faults import faulty_reads
 from tests.formats.files import evict
@@ -77,7 +77,7 @@ TOO_SHORT = "the kernel lets a writer wait for a shorter time than the read may 
             (lease, "safe_seconds", lambda: 1.0),
             "the kernel lets a writer wait for a shorter time than the read may take",
         ),
-        ((leased, "_BYTES_PER_SECOND", 1.0), TOO_SHORT),
+        ((page_cache, "_BYTES_PER_SECOND", 1.0), TOO_SHORT),
         ((linux, "_mincore", None), "the page cache has not all of it"),
     ],
 )

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelstate.io.blocks import Block, Wait, Wanted, in_blocks, stream
-from modelstate.io.engine import ReadStrategy
+from modelstate.io.engine import Block, ReadStrategy, Wait, Wanted, in_blocks, stream
 from modelstate.io.files import current_fingerprints
 from modelstate.process import parallel_for
 from modelstate.spec import ByteRange

@@ -29,11 +29,10 @@ import torch
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ComparisonError, UnsupportedTensorError
 from modelstate.formats.block_writer import check_expanded
-from modelstate.io.blocks import Block, Part, Wanted, stream
-from modelstate.io.engine import ReadStrategy, read_ranges, read_threads
+from modelstate.io.engine import Block, Part, ReadStrategy, Wanted, read_ranges, read_threads, stream
 from modelstate.io.files import FileFingerprint
 from modelstate.io.memory import aligned
-from modelstate.io.prefetch import read_ahead
+from modelstate.io.page_cache import read_ahead
 from modelstate.io.tensors import read_tensor
 from modelstate.process import progress_bar
 from modelstate.spec import (

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError
-from modelstate.io.leased import leased_files
+from modelstate.io.page_cache import leased_files
 from modelstate.loading.place import Place
 from modelstate.loading.stage import reads_into_slots, stage
 from modelstate.loading.staging import Staging, limit_memory

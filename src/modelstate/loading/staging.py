@@ -15,7 +15,7 @@ from modelstate.errors import MemoryBudgetError
 from modelstate.io.engine import OpenFiles, ReadStrategy, read_ranges
 from modelstate.io.files import Opened
 from modelstate.io.memory import MemoryTracker
-from modelstate.io.prefetch import LEAST_BYTES, read_ahead
+from modelstate.io.page_cache import read_ahead
 from modelstate.io.tensors import read_tensor
 from modelstate.loading.collective import SharedRead
 from modelstate.planning.options import LoadOptions
@@ -88,8 +88,6 @@ def prefetch_range(staging: Staging, transfers: Sequence[Transfers]) -> list[str
     if any(file.is_remote for file in fingerprints.values()):
         if staging.options.max_memory_bytes is None:
             staging.strategy = replace(staging.strategy, threads=CONNECTIONS)
-        return []
-    if sum(file.nbytes for file in fingerprints.values()) < LEAST_BYTES:
         return []
     nbytes = read_ahead([extent for item in transfers for extent in item.extents], staging.files)
     return [f"the file was not in the page cache: {size(nbytes)} of it are read ahead"] if nbytes else []

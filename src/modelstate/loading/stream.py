@@ -13,8 +13,19 @@ from typing import NamedTuple
 
 import torch
 
-from modelstate.io.blocks import Block, Part, Wait, Wanted, block_buffers, in_blocks, stream
-from modelstate.io.engine import BATCH_BYTES, LocalFile, common_align_bytes, for_each
+from modelstate.io.engine import (
+    BATCH_BYTES,
+    Block,
+    LocalFile,
+    Part,
+    Wait,
+    Wanted,
+    block_buffers,
+    common_align_bytes,
+    for_each,
+    in_blocks,
+    stream,
+)
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.pinned import pinned_memory
 from modelstate.loading.staging import Staging

@@ -22,8 +22,8 @@ import torch
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
 from modelstate.io.engine import ROWS_BYTES, OpenFiles, ReadStrategy, Request, Rows, read_threads
-from modelstate.io.leased import why_no_lease
 from modelstate.io.memory import Layout, aligned
+from modelstate.io.page_cache import why_no_lease
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.sharded import ShardedSlot
 from modelstate.planning.transforms import BlockFunction, Bound, Transform

@@ -1,4 +1,7 @@
-"""Files that are read within a commit, into memory whose old values are not kept.
+"""The page cache: what of files is in it, reads ahead, and reads of files that are leased within a commit.
+
+Reads ahead: a few threads that read a cold file keep a few requests in flight. The kernel can keep many in flight,
+which a disk needs to be fast.
 
 A load that reads straight into the memory of a live module is all or nothing only if no read fails. So all that can
 make a read fail comes before the first byte is written:
@@ -20,15 +23,24 @@ SIGBUS. Values that are cast on the CPU come from a map: through a buffer they t
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
+from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux
-from modelstate.io.engine import LocalFile, OpenFiles, for_each, read_fully, read_threads
-from modelstate.io.prefetch import merged, most_to_read
+from modelstate.io.engine import LocalFile, OpenFiles, for_each, open_files, read_fully, read_threads
+from modelstate.io.files import FileFingerprint, open_unchanged
+from modelstate.process import run_detached
 from modelstate.spec import ByteRange
 
+_LEAST_BYTES = 16 << 20
+"""A smaller range is read before a thread has been started."""
+_JOINED_BYTES = 1 << 20
+_STEP_BYTES = 128 << 10
+"""The length of one read-ahead request. The kernel silently cuts a larger one to the read-ahead of its block device."""
+_LOOKS, _SAMPLE_BYTES = 32, 1 << 20
+_MOST_OF_MEMORY = 0.5
 _LEAST_SECONDS = 5.0
 """With a shorter break time there are no leases."""
 _BYTES_PER_SECOND = 2e9
@@ -37,6 +49,77 @@ _LOOK_BYTES = 1 << 30
 """What the kernel is asked about at once. Between two calls, an interrupt ends the load."""
 _READ_BYTES = 1 << 20
 """What a thread reads at once of a range that the page cache lacks."""
+
+
+# Reads ahead.
+
+
+def read_ahead(ranges: Iterable[ByteRange], files: OpenFiles | Mapping[str, FileFingerprint]) -> int:
+    """Makes the kernel start to read those of the ranges that are not in the page cache, without waiting for them.
+
+    Returns the number of bytes that the kernel is asked for, at most half of the available memory. It is 0 where the
+    ranges are cached already, where the kernel does not say whether they are, and where they are too small to matter.
+    """
+    spans = merged(ranges)
+    if sum(span.nbytes for span in spans) < _LEAST_BYTES:
+        return 0
+    try:
+        with open_files((span.path for span in spans), files) as opened:
+            cold = [span for span in spans if is_cold(span, opened)]
+    except ReadFailedError:
+        return 0  # the read itself reports it
+    total = min(sum(span.nbytes for span in cold), most_to_read())
+    if total:
+        run_detached(partial(_read_ahead, cold, total, opened.fingerprints))
+    return total
+
+
+def merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
+    """The ranges in the order of their files; ranges with small gaps between them become one."""
+    spans: list[ByteRange] = []
+    for path, start, nbytes in sorted(span for span in ranges if span.nbytes):
+        last = spans[-1] if spans else None
+        if last is not None and last.path == path and start - last.start - last.nbytes <= _JOINED_BYTES:
+            spans[-1] = last._replace(nbytes=max(last.nbytes, start + nbytes - last.start))
+        else:
+            spans.append(ByteRange(path, start, nbytes))
+    return spans
+
+
+def most_to_read() -> int:
+    """The most bytes to bring into the page cache before they are used: half of the available memory."""
+    return int(linux.available_bytes() * _MOST_OF_MEMORY)
+
+
+def is_cold(span: ByteRange, files: OpenFiles) -> bool:
+    """Returns whether less than half of a range seems to be in the page cache; False where the kernel does not say.
+
+    It looks at pieces of the range, since a look at each page of a large file takes milliseconds.
+    """
+    file = files[span.path]
+    if not isinstance(file, LocalFile):
+        return False
+    step = max(span.nbytes // _LOOKS, _SAMPLE_BYTES)
+    shares = [
+        linux.cached_share(file.descriptor, at, min(_SAMPLE_BYTES, span.start + span.nbytes - at))
+        for at in range(span.start, span.start + span.nbytes, step)
+    ]
+    known = [share for share in shares if share is not None]
+    return bool(known) and sum(known) < len(known) / 2
+
+
+def _read_ahead(spans: Sequence[ByteRange], total: int, fingerprints: Mapping[str, FileFingerprint]) -> None:
+    with suppress(OSError, ReadFailedError):  # the read itself reports what is wrong
+        for path, first, nbytes in spans:
+            end = first + min(nbytes, total)
+            descriptor, _ = open_unchanged(path, fingerprints.get(path))
+            with descriptor:
+                for start in range(first, end, _STEP_BYTES):
+                    linux.will_need(descriptor, start, min(_STEP_BYTES, end - start))
+            total -= end - first
+
+
+# Leases for a commit.
 
 
 def why_no_lease(extents: Sequence[ByteRange], files: OpenFiles) -> str:
