@@ -250,11 +250,11 @@ class OpenFiles:
 
     Args:
         fingerprints: What each file must be, by path.
-        opened: Files that are open already, by path, which this object is to close.
+        opened: Files that are open already, by path. They are taken out of it.
     """
 
-    def __init__(self, fingerprints: Mapping[str, FileFingerprint], opened: Mapping[str, Opened] | None = None) -> None:
-        self.fingerprints, self._opened = fingerprints, dict(opened or {})
+    def __init__(self, fingerprints: Mapping[str, FileFingerprint], opened: dict[str, Opened] | None = None) -> None:
+        self.fingerprints, self._opened = fingerprints, {} if opened is None else opened
         self._files: dict[str, RangeFile] = {}
         self._lock = threading.Lock()
 

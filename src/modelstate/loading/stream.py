@@ -270,7 +270,7 @@ def _from_maps(staging: Staging, transfers: Sequence[Transfers], progress: Progr
     None unless each file is leased, which keeps it as long as it is, and each value is aligned and stays on the CPU.
     """
     jobs, job, job_bytes, maps = list[list[_Cast]](), list[_Cast](), 0, dict[str, torch.Tensor]()
-    if any(item.way is not Way.INTO or item.device.type != "cpu" for item in transfers):
+    if any(item.way is not Way.INTO or item.device.type in _QUEUED_DEVICES for item in transfers):
         return None
     for item in transfers:
         dtype = item.stored_dtype
