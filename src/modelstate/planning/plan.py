@@ -154,6 +154,9 @@ class LoadSummary(Shown, msgspec.Struct, frozen=True, kw_only=True, dict=True, e
         """The fraction of the model's slots that is filled, from 0 to 1."""
         return len(self.steps) / self.slots if self.slots else 1.0
 
+    def _first_line(self) -> str:
+        return f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled"
+
     def _json(self, own: Mapping[str, object], step_dict: Callable[[Step], dict[str, object]]) -> str:
         return json.dumps(
             {
@@ -216,8 +219,7 @@ class LoadPlan(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
     def __repr__(self) -> str:
         """A summary in one line."""
         problems = count(len(self.problems), "problem") if self.problems else "ok"
-        filled = f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled"
-        return f"<{type(self).__name__}: {filled}, {size(self.bytes)} to read, {problems}>"
+        return f"<{type(self).__name__}: {self._first_line()}, {size(self.bytes)} to read, {problems}>"
 
     def __str__(self) -> str:
         return self.text()
@@ -225,7 +227,7 @@ class LoadPlan(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
     def text(self, *, command_line: bool = False) -> str:
         """Returns the plan as text, with remedies for Python or for the command line."""
         lines = [
-            f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled",
+            self._first_line(),
             f"  {size(self.bytes)} to read, {size(self.peak_memory_bytes)} of memory beyond the final tensors",
             *(f"  {line}" for line in ways(self.steps)),
             *(f"  note: {printable(note)}" for note in self.notes),
@@ -305,13 +307,18 @@ class LoadReport(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
 
     def __repr__(self) -> str:
         """A summary in one line."""
-        first, *_ = self._conversion() if self.action else self._load()
         notes = f", {count(len(self.notes), 'note')}" if self.notes else ""
         lost = f", {len(self.references_lost)} references lost" if self.references_lost else ""
-        return f"<{type(self).__name__}: {first}, {size(self.bytes)} in {self.seconds:.3f} s{notes}{lost}>"
+        return f"<{type(self).__name__}: {self._first_line()}, {size(self.bytes)} in {self.seconds:.3f} s{notes}{lost}>"
 
     def __str__(self) -> str:
-        lines = self._conversion() if self.action else self._load()
+        mapped = sum(step.nbytes for step in self.steps if step.mapped)
+        what = size(self.bytes) if self.action else f"{size(self.bytes - mapped)} read, {size(mapped)} mapped"
+        beyond = f"of memory beyond {'what the module had' if self.action else 'the final tensors'}"
+        lines = [
+            self._first_line(),
+            f"  {what} in {self.seconds:.3f} s, at most {size(self.peak_memory_bytes)} {beyond}",
+        ]
         lines += [f"  {line}" for line in ways(self.steps)]
         lines += [f"  {line}" for line in self._of_ranks()]
         lines += [f"  note: {printable(note)}" for note in self.notes]
@@ -325,12 +332,10 @@ class LoadReport(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
             lines.append(f"  left behind: {listed(self.left_behind, 8, '; ')}; pass them with optimizers=[...]")
         return "\n".join(lines)
 
-    def _conversion(self) -> list[str]:
-        return [
-            f"{self.target} {self.action}: {len(self.steps)} of {self.slots} tensors changed",
-            f"  {size(self.bytes)} in {self.seconds:.3f} s, "
-            f"at most {size(self.peak_memory_bytes)} of memory beyond what the module had",
-        ]
+    def _first_line(self) -> str:
+        if not self.action:
+            return super()._first_line()
+        return f"{self.target} {self.action}: {len(self.steps)} of {self.slots} tensors changed"
 
     def _of_ranks(self) -> list[str]:
         if not self.ranks:
@@ -344,15 +349,6 @@ class LoadReport(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
             f"{len(self.ranks)} ranks: {size(sum(read))} read, {size(min(read))} to {size(max(read))} each, "
             f"{size(self.reread_bytes)} more than once",
             f"slowest rank of each phase: {', '.join(slowest)}",
-        ]
-
-    def _load(self) -> list[str]:
-        mapped = sum(step.nbytes for step in self.steps if step.mapped)
-        read = self.bytes - mapped
-        return [
-            f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled",
-            f"  {size(read)} read, {size(mapped)} mapped in {self.seconds:.3f} s, "
-            f"at most {size(self.peak_memory_bytes)} of memory beyond the final tensors",
         ]
 
     def _page(self) -> Page:
