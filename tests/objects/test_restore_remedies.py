@@ -164,10 +164,8 @@ def test_the_rules_that_an_error_proposes_to_work_out_restore_everything(tmp_pat
     assert all(map(torch.equal, old_moments, new_moments))
 
 
-@pytest.mark.parametrize("restore", ["file", "store"])
-def test_a_model_with_new_parameters_gets_their_first_values_and_no_optimizer_state(
-    tmp_path: Path, restore: str
-) -> None:
+@pytest.mark.parametrize("place", ["file", "store"])
+def test_a_model_with_new_parameters_gets_their_first_values_and_no_optimizer_state(tmp_path: Path, place: str) -> None:
     class Model(nn.Module):
         def __init__(self, *heads: str) -> None:
             super().__init__()
@@ -182,23 +180,17 @@ def test_a_model_with_new_parameters_gets_their_first_values_and_no_optimizer_st
         of["optimizer"].step()
         return of
 
-    def into(of: dict[str, Any], **options: Any) -> object:
-        if restore == "file":
-            return ms.restore(of, tmp_path / "x.safetensors", **options)
-        return ms.Store(tmp_path).restore(of, **options)
-
     saved, of = built("first"), built("first", "second")
-    ms.save(saved, tmp_path / "x.safetensors")
-    ms.Store(tmp_path).save(1, saved)
+    restore = restored_from(place, tmp_path, saved)
     following = torch.rand(3)  # saved with the objects
     with torch.no_grad():
         for param in of["model"].parameters():
             param.fill_(7)
     before = everything(of)
     with pytest.raises(PlanError, match=r"model\.second\.weight"):
-        into(of)
+        restore(of)
     assert everything(of) == before
-    into(of, init_missing=True)
+    restore(of, init_missing=True)
     assert torch.equal(torch.rand(3), following)
     assert torch.equal(of["model"].first.weight, saved["model"].first.weight)
     assert of["model"].second.weight.abs().max() <= 0.5  # by nn.Linear.reset_parameters

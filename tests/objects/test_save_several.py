@@ -16,6 +16,7 @@ from modelstate.errors import (
     OptimizerStateError,
     PlanError,
 )
+from tests.objects.nets import restored_from
 
 
 def objects(seed: int = 0) -> dict[str, Any]:
@@ -90,14 +91,8 @@ WITHOUT_TENSORS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", ["file", "store"])
 def test_modules_that_have_nothing_to_save(tmp_path: Path, what: str, kind: str) -> None:
     saved, fresh = WITHOUT_TENSORS[what](), WITHOUT_TENSORS[what]()
-    if kind == "file":
-        ms.save(saved, tmp_path / "training.safetensors")
-        restored = ms.restore(fresh, tmp_path / "training.safetensors", verify=True)
-        assert restored.missing == restored.unexpected == ()
-    else:
-        with ms.Store(tmp_path / "store") as store:
-            store.save(1, saved)
-            assert store.restore(fresh).step == 1
+    restored = restored_from(kind, tmp_path, saved)(fresh)
+    assert restored.missing == restored.unexpected == ()
     if "model" in fresh:
         assert all(map(torch.equal, saved["model"].parameters(), fresh["model"].parameters()))
 
