@@ -308,25 +308,9 @@ class Planner:
         dtype, is_meta = param.dtype, param.is_meta
         if self.changes_dtypes and param.is_floating_point() and value.is_floating_point():
             dtype = options.dtype or (value.dtype if is_meta else dtype)
-        # The argument of a transform is read: a mapped file must not be truncated while the transform uses it.
-        # FSDP2 gathers shards at every step, and pads them: they get memory of their own unless a map is asked for.
-        has_own_memory = sharded is not None or options.read_once
-        can_map = is_meta and not transformed and (options.map is True if has_own_memory else options.map is not False)
-        if can_map and isinstance(stored, StoredTensor) and stored.is_contiguous:
-            # Two slots that are not tied must not map the same bytes.
-            can_map = stored.storage not in self._mapped_storages
-            if stored.nbytes and stored.extent.start % stored.dtype.itemsize:
-                can_map = False
-                self.incoming.maps.note(UNALIGNED, stored.extent.path)
-        else:
-            can_map = False
+        is_transformed = transformed or last is not None
+        can_map = not is_transformed and self._can_map(param, value, stored, dtype, device, sharded is not None)
         is_plain_slot = is_plain(param, value)
-        can_map = can_map and is_plain(value) and dtype == value.dtype and last is None
-        if is_plain_slot:
-            can_map = can_map and device.type == "cpu" and value.stride() == param.stride()
-        if can_map and isinstance(stored, StoredTensor):
-            can_map = self.incoming.maps.can_map(stored.extent, options.map)
-            self._mapped_storages.update([stored.storage] if stored.nbytes else [])
         if last is not None:
             way, why = Way.NEW, f"made by {last.transform}"
         elif is_plain_slot:
@@ -356,6 +340,33 @@ class Planner:
             transform_bytes=transform_bytes,
             sharded=sharded,
         )
+
+    def _can_map(
+        self,
+        param: torch.Tensor,
+        value: torch.Tensor,
+        stored: Source | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_shard: bool,
+    ) -> bool:
+        """Whether a tensor on meta becomes a map of its file. Two slots that are not tied do not map the same bytes."""
+        requested = self.options.map
+        # FSDP2 gathers shards at every step, and pads them: they get memory of their own unless a map is asked for.
+        is_wanted = requested is True if is_shard or self.options.read_once else requested is not False
+        if not (is_wanted and param.is_meta and isinstance(stored, StoredTensor) and stored.is_contiguous):
+            return False
+        if stored.nbytes and stored.extent.start % stored.dtype.itemsize:
+            self.incoming.maps.note(UNALIGNED, stored.extent.path)
+            return False
+        if stored.storage in self._mapped_storages or not is_plain(value) or dtype != value.dtype:
+            return False
+        if is_plain(param) and (device.type != "cpu" or value.stride() != param.stride()):
+            return False
+        if not self.incoming.maps.can_map(stored.extent, requested):
+            return False
+        self._mapped_storages.update([stored.storage] if stored.nbytes else [])
+        return True
 
     def _equals(self, first: Transfer, value: torch.Tensor, stored: Source | None) -> bool:
         """Whether another value for the slot of an item is the same. Each rank compares its part of a DTensor."""

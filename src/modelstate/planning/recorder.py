@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from copy import copy
 from typing import Any, Protocol
 
@@ -95,7 +95,10 @@ def walk(
     if versions is not None:
         set_version_metadata(ordered, versions)
     has_code = any(map(overrides_loading, modules)) or (calls_own and any(map(has_own_load, modules)))
-    with _patched(recording) if has_code else nullcontext():
+    with ExitStack() as patched:
+        if has_code:  # calls of the base class method are redirected to the recording, in this thread
+            patched.enter_context(_recording.replaced(recording))
+            patched.enter_context(_overrides.used())
         _visit(recording, root, ordered, "", versions, assign, is_root=True)
 
 
@@ -407,13 +410,6 @@ def recording_of(module: nn.Module) -> _Recording | None:
 
 _recording = ThreadValue[_Recording | None](None)
 """The recording that has the calls of the base class method in a thread."""
-
-
-@contextmanager
-def _patched(recording: _Recording) -> Iterator[None]:
-    """Redirects calls of the base class method to the recording, in this thread, while the context lasts."""
-    with _recording.replaced(recording), _overrides.used():
-        yield
 
 
 def _load_from_state_dict(
