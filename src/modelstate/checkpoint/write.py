@@ -417,7 +417,7 @@ def format_of(path: str, format: object) -> str:
             "format= and the suffix of the path contradict each other",
             where=path,
             expected=f"{by_suffix!r} for a path that ends in {suffix}",
-            found=f"format={format!r}",
+            found=repr(format),
             remedy="leave format= out, or give a path with another suffix",
             names=("format",),
         )
