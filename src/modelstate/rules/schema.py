@@ -174,9 +174,7 @@ def apply_rules(
 
 def check_rules(rules: object) -> tuple[Rule, ...]:
     """Returns a rule, or nested lists of rules, as a flat tuple. Raises `OptionError` for anything else."""
-    if not isinstance(rules, Iterable) or isinstance(rules, str | Mapping):
-        rules = (rules,)
-    return tuple(_flat(rules))
+    return tuple(_flat([rules]))
 
 
 def _flat(rules: Iterable[object]) -> Iterator[Rule]:
