@@ -102,7 +102,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 types: setup
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 # Bytecode is written whatever the environment says: the processes that tests start would compile everything again.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest

@@ -164,7 +164,10 @@ def _cached(wanted: HubFile, revision: str) -> str | None:
 
     with _hub_errors(wanted):
         try:
-            return huggingface_hub.snapshot_download(wanted.name, revision=_unquoted(revision), local_files_only=True)
+            path: str = huggingface_hub.snapshot_download(
+                wanted.name, revision=_unquoted(revision), local_files_only=True
+            )
+            return path
         except FileNotFoundError:
             return None
 
