@@ -72,7 +72,7 @@ class Trained:
 
     def __init__(self, compiled: bool = False) -> None:
         self.model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
-        self.run = torch.compile(self.model) if compiled else self.model
+        self.run = torch.compile(self.model, backend="aot_eager") if compiled else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, 200)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)

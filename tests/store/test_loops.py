@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.serve.packages import needs_a_compiler
 from tests.store.killed import start
 from tests.store.loops import LOOPS, run
 from tests.sweeps import EXHAUSTIVE
@@ -25,8 +24,6 @@ KILLS = 2 if EXHAUSTIVE else 1
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(tmp_path: Path, name: str) -> None:
-    if name == "compiled":
-        needs_a_compiler()
     *losses, end = messages(*start(run, None, name))
     assert end == "end"
     expected = dict(losses)
