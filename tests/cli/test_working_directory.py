@@ -13,23 +13,39 @@ import torch
 from safetensors.torch import save_file
 
 import modelstate as ms
+from tests.commands import run_command
 
 pytestmark = pytest.mark.slow
 
 HOSTILE = "import os\nos.write(os.open(os.environ['RAN'], os.O_CREAT | os.O_WRONLY | os.O_APPEND), b'{} ')\n"
 LOADED = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
-COMMANDS = [
-    "inspect net.safetensors",
-    "inspect net.safetensors --stats --html out/page.html",
-    "diff net.pt net.safetensors --json",
-    "convert net.pt out/other.safetensors --dtype bfloat16",
-    "store restore run out/restored.safetensors",
-    "explain PlanError",
-    "plan mine_in_folder:build net.safetensors --html out/plan.html",
-    "load mine_in_folder:build net.pt --rules mine_in_folder:rules --json",
-    "suggest mine_in_folder:build net.safetensors",
-    "inspect settings.pt --allow mine_in_folder.Settings",
+STARTS: list[tuple[str, dict[str, str], list[str]]] = [
+    (
+        "script",
+        {},
+        [
+            "inspect net.safetensors",
+            "inspect net.safetensors --stats --html out/page.html",
+            "diff net.pt net.safetensors --json",
+            "convert net.pt out/other.safetensors --dtype bfloat16",
+            "store restore run out/restored.safetensors",
+            "explain PlanError",
+            "plan mine_in_folder:build net.safetensors --html out/plan.html",
+        ],
+    ),
+    (
+        "script",
+        {"PYTHONPATH": os.pathsep + "/nowhere"},
+        [
+            "plan torch.nn:Identity net.pt",  # an installed package comes before the working directory
+            "load mine_in_folder:build net.pt --rules mine_in_folder:rules --json",
+            "suggest mine_in_folder:build net.safetensors",
+            "inspect settings.pt --allow mine_in_folder.Settings",
+        ],
+    ),
+    ("module", {}, ["plan mine_in_folder:build net.safetensors --html out/plan.html"]),
 ]
+"""How the command is started, its environment, and the commands that one process runs."""
 
 
 @pytest.fixture(scope="module")
@@ -60,43 +76,47 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def installed_command(directory: Path) -> list[str]:
-    """The command as an installer writes it, from the entry point in `pyproject.toml`."""
+    """The command as an installer writes it, from the entry point in `pyproject.toml`, for several commands."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     module, _, function = project["project"]["scripts"]["modelstate"].partition(":")
-    (directory / "bin").mkdir(exist_ok=True)
-    script = directory / "bin" / "modelstate"
-    script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    script = directory / "modelstate"
+    script.write_text(
+        f"import sys\nfrom {module} import {function}\n"
+        "for command in sys.argv[1:]:\n"
+        "    sys.argv[1:] = command.split()\n"
+        "    try:\n"
+        f"        {function}()\n"
+        "    except SystemExit as ended:\n"
+        "        assert ended.code in (None, 0, 1), (command, ended.code)\n"
+    )
     return [sys.executable, str(script)]
 
 
 def modules_run(
-    folder: Path, program: Sequence[str], command: str, environment: Mapping[str, str], log: Path
+    folder: Path, program: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> tuple[list[str], str]:
-    """Runs a command in the folder. Returns the hostile modules that ran, and the output."""
+    """Runs a program in the folder. Returns the hostile modules that ran, and the output."""
     for path in (folder / "out").iterdir():
         path.unlink()
-    log.unlink(missing_ok=True)
     given = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
     ended = subprocess.run(
-        [*program, *command.split()],
-        cwd=folder,
-        env={**given, "RAN": str(log), **environment},
-        capture_output=True,
-        text=True,
+        program, cwd=folder, env={**given, "RAN": str(log), **environment}, capture_output=True, text=True
     )
     assert ended.returncode in (0, 1), ended.stderr
     assert "Traceback" not in ended.stderr
     return log.read_text().split() if log.exists() else [], ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize(("number", "command"), [*enumerate(COMMANDS)])
-def test_nothing_of_the_working_directory_runs(folder: Path, tmp_path: Path, number: int, command: str) -> None:
-    module, script = [sys.executable, "-m", "modelstate"], installed_command(tmp_path)
-    starts = [(script, {}), (script, {"PYTHONPATH": os.pathsep + "/nowhere"}), (module, {})]
-    program, environment = starts[number % 3]
-    ran, output = modules_run(folder, program, command, environment, tmp_path / "ran")
+@pytest.mark.parametrize(("start", "environment", "commands"), STARTS)
+def test_nothing_of_the_working_directory_runs(
+    folder: Path, tmp_path: Path, start: str, environment: dict[str, str], commands: list[str]
+) -> None:
+    module = [sys.executable, "-m", "modelstate", *commands[0].split()]
+    program = module if start == "module" else [*installed_command(tmp_path), *commands]
+    ran, output = modules_run(folder, program, environment, tmp_path / "ran")
     assert ran == []
     assert "No module named" not in output
+    assert "weight" in output
 
 
 @pytest.mark.parametrize("environment", [{"PYTHONSAFEPATH": "1"}, {"PYTHONPATH": "."}])
@@ -104,17 +124,9 @@ def test_a_module_that_an_argument_names_is_found_there(
     folder: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     command = "plan mine_in_folder:build settings.pt --allow mine_in_folder.Settings --rules mine_in_folder:rules"
-    _, output = modules_run(folder, installed_command(tmp_path), command, environment, tmp_path / "ran")
+    _, output = modules_run(folder, [*installed_command(tmp_path), command], environment, tmp_path / "ran")
     assert "settings.pt into Linear" in output
     assert "error" not in output
-
-
-def test_an_installed_package_comes_before_the_working_directory(folder: Path, tmp_path: Path) -> None:
-    ran, output = modules_run(
-        folder, installed_command(tmp_path), "plan torch.nn:Identity net.pt", {}, tmp_path / "ran"
-    )
-    assert ran == []
-    assert "weight" in output
 
 
 def test_the_working_directory_may_be_that_of_modelstate(tmp_path: Path) -> None:
@@ -125,10 +137,10 @@ def test_the_working_directory_may_be_that_of_modelstate(tmp_path: Path) -> None
     assert ended.stdout.startswith("modelstate "), ended.stderr
 
 
-def test_the_module_is_named_whose_attribute_is_missing(tmp_path: Path) -> None:
+def test_the_module_is_named_whose_attribute_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "json.py").write_text("def build(): ...\n")
-    command = [*installed_command(tmp_path), "plan", "json:build", "x.pt"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == 2
+    monkeypatch.chdir(tmp_path)
+    ended = run_command("plan", "json:build", "x.pt")
+    assert ended.exit_code == 2
     assert "'json'" in ended.stderr
     assert os.path.join("json", "__init__.py") in ended.stderr
