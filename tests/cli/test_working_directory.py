@@ -43,7 +43,7 @@ STARTS: list[tuple[str, dict[str, str], list[str]]] = [
             "inspect settings.pt --allow mine_in_folder.Settings",
         ],
     ),
-    ("module", {}, ["plan mine_in_folder:build net.safetensors --html out/plan.html"]),
+    ("module", {}, ["inspect net.safetensors --stats --html out/page.html"]),
 ]
 """How the command is started, its environment, and the commands that one process runs."""
 
