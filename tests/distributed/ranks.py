@@ -13,8 +13,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from modelstate.errors import ModelStateError
+from modelstate.torch_compat.sharding import default_store
 from tests.programs import CONTEXT, as_process_of_its_own
 
 WORLD_SIZE = 4
@@ -65,6 +66,32 @@ def error_of(call: Callable[[], object]) -> tuple[str, str]:
     except ModelStateError as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def survivors(outcomes: Sequence[Outcome]) -> list[Any]:
+    """Returns what the ranks returned that have not died. None of them has failed."""
+    assert not any(outcome.failure for outcome in outcomes), [outcome.failure for outcome in outcomes]
+    return [outcome.value for outcome in outcomes if not outcome.died]
+
+
+def die(*_: object) -> None:
+    """Kills this rank."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def late(rank: int, what: str) -> Iterator[Callable[..., None]]:
+    """Yields a function that one rank calls within the block, to wait until the others have ended it."""
+    store, key = default_store(), f"without the rank that is late: {what}"
+
+    def wait_for_others(*_: object) -> None:
+        while store.add(key, 0) < dist.get_world_size() - 1:
+            time.sleep(0.02)
+
+    yield wait_for_others
+    if dist.get_rank() != rank:
+        store.add(key, 1)
+    dist.barrier()
 
 
 class Ranks:

@@ -82,12 +82,6 @@ def raising(ranks: Sequence[int], kind: str) -> str:
     return phases(do)
 
 
-def differing(part: int) -> str:
-    digests = [1, 2, 3]
-    digests[part] += 10 * (dist.get_rank() == 3)
-    return phases(digests=digests)
-
-
 def failures(outcomes: Sequence[Outcome], kind: type[Exception]) -> list[str]:
     assert all(outcome.failure is not None and kind.__name__ == outcome.failure.classes[0] for outcome in outcomes), (
         outcomes
@@ -152,57 +146,6 @@ def test_ranks_in_different_calls(ranks: Ranks, kind: str, other: str) -> None:
     phase_names = {"load": "planning", "restore": "planning", "loop": "stopping", "choice": "choosing"}
     found = f"ranks 0-2: {kind} ({phase_names[kind]}); ranks 3: {other} ({phase_names[other]})"
     assert ranks.values(other_calls, kind, other, timeout=30) == [f"{found}, committed"] * 4
-
-
-@pytest.mark.parametrize(("part", "name"), [(0, "the model"), (1, "the source"), (2, "the rules")])
-def test_ranks_that_load_different_things(ranks: Ranks, part: int, name: str) -> None:
-    for text in failures(ranks.run(differing, part), errors.DistributedError):
-        assert f"{name} differ" in text
-        assert "ranks 0-2: " in text
-        assert f"ranks 3: {name} 1" in text
-
-
-def late(seconds: float) -> list[str]:
-    """What two loads end with, where one rank is late for the first."""
-    results = []
-    for first in (True, False):
-        try:
-            with agreement(timeout_seconds=1).phase("reading", decides=True):
-                time.sleep(seconds * (first and dist.get_rank() == 1))
-            results.append("committed")
-        except errors.RankLostError as error:
-            results.append(type(error).__name__)
-        dist.barrier()  # the group of the program is as before
-    return results
-
-
-def test_a_rank_that_is_late_and_the_next_load(ranks: Ranks) -> None:
-    assert ranks.values(late, 2.5) == [["RankLostError", "committed"]] * 4
-
-
-def killed(phase: str) -> str:
-    ranks = agreement()
-    with ranks.phase("planning"):
-        if phase == "planning" and dist.get_rank() == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-    with ranks.phase("reading", decides=True):
-        if phase == "reading" and dist.get_rank() == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if phase == "reading" and dist.get_rank() == 3:
-            raise errors.ReadFailedError("a bad sector")
-    return "committed"
-
-
-@pytest.mark.parametrize("phase", ["planning", "reading"])
-def test_a_rank_that_is_killed(ranks: Ranks, phase: str) -> None:
-    outcomes = ranks.run(killed, phase)
-    assert outcomes[2].died
-    texts = failures(outcomes[:2], errors.RankLostError)
-    assert all(f"did not end {phase}" in text for text in texts)
-    last = outcomes[3].failure
-    assert last is not None
-    assert last.classes[0] == ("ReadFailedError" if phase == "reading" else "RankLostError")
-    assert f"a rank did not end {phase}" in last.traceback  # a note of its own error
 
 
 def killed_after_the_commit() -> list[str]:

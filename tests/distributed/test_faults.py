@@ -4,9 +4,7 @@
 """
 
 import errno
-import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,11 +20,10 @@ import modelstate as ms
 from modelstate.distributed import connections
 from modelstate.loading import collective
 from modelstate.loading import load as loading
-from modelstate.torch_compat.sharding import default_store
 from modelstate.transaction.transaction import Transaction
 from tests.distributed import models, sources
 from tests.distributed.models import Net
-from tests.distributed.ranks import Outcome, Ranks
+from tests.distributed.ranks import Ranks, die, late, survivors
 from tests.faults import Request, faulty_reads
 
 FAULTY = 1
@@ -110,12 +107,6 @@ def _attempt(
     return Result(type(error).__name__ if error else "", text, isinstance(error, ms.ModelStateError), changed)
 
 
-def _results(outcomes: list[Outcome]) -> list[Any]:
-    """What the ranks returned that are left."""
-    assert not any(outcome.failure for outcome in outcomes), [outcome.failure for outcome in outcomes]
-    return [outcome.value for outcome in outcomes if not outcome.died]
-
-
 # Errors of reads.
 
 
@@ -190,10 +181,6 @@ def _before_call(owner: Any, name: str, number: int, stop: Callable[[], object])
         yield
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _attempt_with_stop(folder: Path, place: str, stop: Callable[[], object]) -> Result:
     path = folder / "whole" / "model.safetensors"
     ms.load(models.sharded("fsdp"), path)  # connections are made by the first load
@@ -208,9 +195,9 @@ BEFORE_THE_DECISION = ("request 1", "request 5", "vote 1", "request 12", "vote 2
 @pytest.mark.parametrize("place", BEFORE_THE_DECISION)
 def test_a_rank_that_is_killed_before_the_decision(place: str, ranks: Ranks, tmp_path: Path) -> None:
     ranks.values(_write, tmp_path)
-    outcomes = ranks.run(_attempt_with_stop, tmp_path, place, _die)
+    outcomes = ranks.run(_attempt_with_stop, tmp_path, place, die)
     assert [outcome.died for outcome in outcomes] == [rank == FAULTY for rank in range(4)]
-    for result in _results(outcomes):
+    for result in survivors(outcomes):
         assert result.error == "RankLostError", result
         assert not result.changed, result
 
@@ -218,7 +205,7 @@ def test_a_rank_that_is_killed_before_the_decision(place: str, ranks: Ranks, tmp
 @pytest.mark.slow
 def test_a_rank_that_is_killed_in_the_commit_does_not_keep_the_others_from_theirs(ranks: Ranks, tmp_path: Path) -> None:
     ranks.values(_write, tmp_path)
-    results = _results(ranks.run(_attempt_with_stop, tmp_path, "commit", _die))
+    results = survivors(ranks.run(_attempt_with_stop, tmp_path, "commit", die))
     assert len(results) == 3, results[FAULTY]
     assert len({(result.error, result.changed) for result in results}) == 1
     assert all(result.changed for result in results)
@@ -251,16 +238,8 @@ def test_an_interrupt_behind_the_decision_waits_for_the_commit(ranks: Ranks, tmp
 
 def _late(folder: Path, place: str) -> tuple[Result, Result]:
     """One rank stops until all others have ended a load. Returns what it was, and another load."""
-    store, key = default_store(), f"without the rank that is late at {place}"
-
-    def wait_for_others() -> None:
-        while store.add(key, 0) < dist.get_world_size() - 1:
-            time.sleep(0.02)
-
-    first = _attempt_with_stop(folder, place, wait_for_others)
-    if dist.get_rank() != FAULTY:
-        store.add(key, 1)
-    dist.barrier()
+    with late(FAULTY, place) as wait_for_others:
+        first = _attempt_with_stop(folder, place, wait_for_others)
     return first, _attempt(lambda net: ms.load(net, folder / "whole" / "model.safetensors"), nullcontext)
 
 
@@ -268,9 +247,9 @@ def _late(folder: Path, place: str) -> tuple[Result, Result]:
 @pytest.mark.parametrize("place", ["request 1", "request 12", "vote 3"])
 def test_a_rank_that_comes_too_late(place: str, ranks: Ranks, tmp_path: Path) -> None:
     ranks.values(_write, tmp_path)
-    for rank, (late, next_load) in enumerate(ranks.values(_late, tmp_path, place)):
-        assert late.error == "RankLostError", (rank, late)
-        assert not late.changed
+    for rank, (first, next_load) in enumerate(ranks.values(_late, tmp_path, place)):
+        assert first.error == "RankLostError", (rank, first)
+        assert not first.changed
         assert next_load.error == ""
         assert next_load.changed
 

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import signal
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,9 +18,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import modelstate as ms
 from modelstate.distributed import writing
 from modelstate.distributed.agreement import Agreement
-from modelstate.torch_compat.sharding import default_store
 from tests.distributed import models
-from tests.distributed.ranks import Outcome, Ranks
+from tests.distributed.ranks import Ranks, die, late, survivors
 from tests.faults import Request, faulty_writes
 from tests.sweeps import sample
 
@@ -156,10 +153,6 @@ def test_a_lack_of_memory_where_other_ranks_wait_within_a_phase(ranks: Ranks, tm
 # Ranks that die, or come too late.
 
 
-def _die(_: Request) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _at(call: str, number: int, do: Callable[[Request], object]) -> Callable[[], Fault]:
     """Calls a function before a system call of a kind is made the given time."""
     seen = 0
@@ -192,19 +185,14 @@ KILLED = {
 }
 
 
-def _survivors(outcomes: list[Outcome]) -> list[Result]:
-    assert not any(outcome.failure for outcome in outcomes), [outcome.failure for outcome in outcomes]
-    return [outcome.value for outcome in outcomes if not outcome.died]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("when", KILLED)
 def test_a_rank_that_is_killed(when: str, ranks: Ranks, tmp_path: Path) -> None:
     rank, call, number, seed = KILLED[when]
     folder = tmp_path / "run"
-    outcomes = ranks.run(_attempt_with_stop, folder, rank, call, number, _die)
+    outcomes = ranks.run(_attempt_with_stop, folder, rank, call, number, die)
     assert [outcome.died for outcome in outcomes] == [other == rank for other in range(4)]
-    for result in _survivors(outcomes):
+    for result in survivors(outcomes):
         assert result.error == "RankLostError"
         # Only the first rank knows whether it has begun to commit.
         assert ("nothing has been changed" in result.text) is (call not in ("replace", "unlink")), result.text
@@ -220,7 +208,7 @@ def _save_steps(folder: Path) -> str:
     with ms.Store(folder, keep=1, timeout_seconds=TIMEOUT_SECONDS) as store:
         store.save(1, {"model": net})
         dist.barrier()
-        with _at("rmdir", 1, _die)() if dist.get_rank() == 0 else nullcontext():
+        with _at("rmdir", 1, die)() if dist.get_rank() == 0 else nullcontext():
             try:
                 store.save(2, {"model": net})
             except ms.errors.RankLostError as error:
@@ -239,23 +227,15 @@ def test_an_error_does_not_deny_a_step_that_the_first_rank_has_committed(ranks: 
 
 def _late(folder: Path, rank: int) -> tuple[Result, Result]:
     """One rank stops until all others have ended a save. Returns what it was, and another save."""
-    store, key = default_store(), "without the rank that is late"
-
-    def wait_for_others(_: Request) -> None:
-        while store.add(key, 0) < dist.get_world_size() - 1:
-            time.sleep(0.02)
-
-    first = _attempt_with_stop(folder, rank, "pwritev", 1, wait_for_others)
-    if dist.get_rank() != rank:
-        store.add(key, 1)
-    dist.barrier()
+    with late(rank, "a save") as wait_for_others:
+        first = _attempt_with_stop(folder, rank, "pwritev", 1, wait_for_others)
     return first, _attempt(folder, lambda net: ms.save(net, folder / NAME), nullcontext, rank)
 
 
 @pytest.mark.slow
 def test_a_first_rank_that_comes_too_late(ranks: Ranks, tmp_path: Path) -> None:
-    for late, after in ranks.values(_late, tmp_path / "run", 0):
-        assert late.error == "RankLostError", late
+    for first, after in ranks.values(_late, tmp_path / "run", 0):
+        assert first.error == "RankLostError", first
         assert after.error == "", after
         assert after.files == (NAME,)
         assert after.seed == NEW

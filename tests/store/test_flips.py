@@ -8,7 +8,6 @@ import pytest
 
 import modelstate as ms
 from modelstate import errors
-from tests.commands import run_command
 from tests.store.killed import Job
 
 FLIPS = 60
@@ -52,20 +51,3 @@ def test_every_flip_is_found(tmp_path: Path) -> None:
         found[path] += 1
     assert min(found.values()) > 1
     assert ms.Store(tmp_path).verify() == {1: ""}
-
-
-def test_a_damaged_store_file_is_named_and_mended_by_the_next_save(tmp_path: Path) -> None:
-    with ms.Store(tmp_path) as store:
-        store.save(1, {"epoch": 3})
-    flipped(tmp_path / "store.json", 30, 2)
-    problems = ms.Store(tmp_path).verify()
-    assert "damaged" in problems["store.json"]
-    assert problems[1] == ""
-    assert ms.Store(tmp_path).verify(1) == {1: ""}
-    done = run_command("store", "verify", tmp_path)
-    assert done.exit_code == 1
-    assert done.stdout.startswith("store.json: ")
-    assert "step 1: " in done.stdout
-    with ms.Store(tmp_path) as store:
-        store.save(2, {"epoch": 4})
-    assert ms.Store(tmp_path).verify() == {1: "", 2: ""}

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from modelstate import errors
 from modelstate.formats import manifest, sharded
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, sealed
 from modelstate.io import lock
+from tests.commands import run_command
 from tests.store.common import Held, Training, contents, flip, litter, network, state
 
 
@@ -293,14 +295,24 @@ def test_a_store_that_is_copied_or_moved_stays_whole(tmp_path: Path) -> None:
     store.save(3, {"model": model})
 
 
-@pytest.mark.parametrize("harm", [Path.unlink, flip, lambda path: path.write_text("{}")], ids=["lost", "bit", "other"])
-def test_the_name_of_a_store_is_known_from_its_checkpoints(tmp_path: Path, harm: Any) -> None:
-    store = ms.Store(tmp_path)
-    for step in (1, 2):
-        store.save(step, {"value": step})
+CONTENTS = (b"{}", b"[]", b'"x"', b"3", b"null", b'{"store": 3}', b"[" * 5000)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, flip, *(methodcaller("write_bytes", content) for content in CONTENTS)])
+def test_the_name_of_a_store_is_known_from_its_checkpoints(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+    with ms.Store(tmp_path) as store:
+        for step in (1, 2):
+            store.save(step, {"value": step})
     was = (tmp_path / "store.json").read_bytes()
     harm(tmp_path / "store.json")
     assert store.steps() == (1, 2)
+    assert store.restore({"value": None})["value"] == 2
+    problems = store.verify()
+    assert ("damaged" in problems.pop("store.json", "")) == (harm is not Path.unlink)
+    assert problems == {1: "", 2: ""}
+    done = run_command("store", "verify", tmp_path)
+    assert done.exit_code == (harm is not Path.unlink)
+    assert done.stdout.startswith("store.json: ") == (harm is not Path.unlink)
     store.save(3, {"value": 3})
     assert (tmp_path / "store.json").read_bytes() == was
     assert store.verify() == {1: "", 2: "", 3: ""}
@@ -373,15 +385,6 @@ def test_a_store_file_with_another_format(version: object, tmp_path: Path) -> No
     assert ms.Store(tmp_path).restore({"epoch": None})["epoch"] == 3
     with pytest.raises(errors.NewerManifestError), ms.Store(tmp_path) as store:
         store.save(2, {"epoch": 4})
-
-
-@pytest.mark.parametrize("content", [b"[]", b'"x"', b"3", b"null", b'{"store": 3}', b"[" * 5000])
-def test_a_store_file_of_another_shape(content: bytes, tmp_path: Path) -> None:
-    with ms.Store(tmp_path) as store:
-        store.save(1, {"epoch": 3})
-    (tmp_path / "store.json").write_bytes(content)
-    assert ms.Store(tmp_path).restore({"epoch": None})["epoch"] == 3
-    assert "damaged" in ms.Store(tmp_path).verify()["store.json"]
 
 
 @pytest.mark.parametrize("kind", ["file", "link to nothing", "link to itself", "empty directory"])
