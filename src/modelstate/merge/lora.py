@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -22,7 +22,7 @@ from modelstate.arguments import check_flag
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.combine import Combination, label, versions_of
 from modelstate.checkpoint.reduction import kind_of
-from modelstate.errors import CombineError, OptionError, SourceNotFoundError
+from modelstate.errors import CombineError, OptionError
 from modelstate.formats.tree import FlatTree
 from modelstate.io.files import read_whole
 from modelstate.merge.delta import CONVOLUTIONS, Delta, Layout, cast, merged
@@ -506,7 +506,7 @@ def _configs_of(adapter: Checkpoint, where: str) -> dict[str, _AdapterConfig]:
     """
     if adapter.files:
         path = os.path.join(os.path.dirname(adapter.files[0]), "adapter_config.json")
-        with suppress(SourceNotFoundError):
+        if os.path.lexists(path):  # a link to nothing is an error: without its settings, other values are merged
             configs = _decoded(read_whole(path, _MAX_BYTES, "the adapter's configuration"), path)
             return {"": configs.get("", _AdapterConfig())}
     text = adapter.metadata.get(_METADATA)
