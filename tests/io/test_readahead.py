@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
+from modelstate.io import linux
 from tests.formats.files import cached_share, evict
 
 
@@ -55,6 +56,14 @@ def test_what_is_loaded_is_read_ahead(options: dict[str, Any], cold: Path) -> No
     while (cached_share(cold) or 0) < 0.99 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert (cached_share(cold) or 0) > 0.99
+    assert module[5].weight[3, 3] == 5
+
+
+def test_at_most_half_of_the_available_memory_is_read_ahead(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linux, "available_bytes", lambda: 40_000_000)
+    module = model()
+    report = ms.load(module, cold)
+    assert "20.0 MB of it are read ahead" in " ".join(report.notes)
     assert module[5].weight[3, 3] == 5
 
 

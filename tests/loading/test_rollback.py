@@ -13,6 +13,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.transaction import object_snapshot
 from tests.loading.fingerprint import holding, whole
 
 
@@ -361,3 +362,29 @@ def test_objects_that_cannot_be_looked_into(held: Any) -> None:
     assert module[1].weight.tolist() == [1, 1]
     ms.load(module, {name: value + 1 for name, value in module.state_dict().items()})
     assert module[1].weight.tolist() == [2, 2]
+
+
+class WithVocabulary(nn.Module):
+    """Has more objects than a rollback records, before a tensor that its code changes in a load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = [[word] for word in range(1000)]
+        self.kept = {"table": torch.ones(2)}
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def get_extra_state(self) -> Any:
+        return {"words": 1000}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept["table"].requires_grad_()
+        raise ValueError("other words")
+
+
+def test_tensors_come_before_a_vocabulary_that_is_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_snapshot, "_MAX_OBJECTS", 100)
+    model = WithVocabulary()
+    with pytest.raises(ms.ModelStateError, match="other words"):
+        ms.load(model, {"weight": torch.zeros(2), "_extra_state": {"words": 1000}})
+    assert not model.kept["table"].requires_grad
+    assert model.weight.eq(1).all()
