@@ -20,6 +20,7 @@ from torch import nn
 
 import modelstate as ms
 from tests.conftest import Log
+from tests.programs import run_program
 
 SIZE = 1024
 
@@ -192,12 +193,18 @@ if os.fork():
     os.kill(os.getpid(), 9)
 while os.path.getsize(sys.argv[1]) > 100:
     time.sleep(0.02)
-print(model.weight.numpy(force=True).min())
+with open(sys.argv[2] + ".new", "w") as file:
+    print(model.weight.numpy(force=True).min(), file=file)
+os.rename(file.name, sys.argv[2])
 """
-    child = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True)
-    assert child.wait(60) == -signal.SIGKILL
+    said = folder / "said"
+    assert run_program(code, path, said).returncode == -signal.SIGKILL
     shorten(path)
-    assert child.communicate(timeout=40)[0] == "1.0\n"
+    until = time.monotonic() + 40
+    while not said.exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert said.read_text() == "1.0\n"
 
 
 @pytest.mark.slow
