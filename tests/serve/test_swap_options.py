@@ -10,7 +10,6 @@ import modelstate as ms
 from modelstate.errors import OptionError, PlanError
 from tests.serve.models import linear
 from tests.serve.packages import linear_package
-from tests.serve.stores import save
 from tests.serve.targets import KINDS, module_of, target_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -122,17 +121,6 @@ def test_first_weights_cannot_be_kept() -> None:
     with pytest.raises(PlanError) as caught:
         live.swap({"weight": torch.ones(4, 4)})
     assert "allow_missing" not in str(caught.value)
-
-
-def test_follow_takes_the_options_of_a_swap(tmp_path: Path) -> None:
-    live, store = ms.Live(nn.ModuleDict({"a": linear(1), "b": linear(1)}), training=True), ms.Store(tmp_path)
-    following = ms.follow(
-        live, store, rules=ms.rules.Rename("*", "a.*"), allow_missing=["b.*"], on_error=print, background=False
-    )
-    save(store, 7)
-    assert [event.action for event in following.poll()] == ["swapped"]
-    state = {name: float(value.flatten()[0]) for name, value in module_of(live).state_dict().items()}
-    assert state == {"a.weight": 7, "a.bias": 7, "b.weight": 1, "b.bias": 1}
 
 
 @pytest.mark.slow
