@@ -14,7 +14,6 @@ from bench.__main__ import RESULTS, main
 from bench.measure import MeasurementError, Stage
 from bench.measured import Measured, Part
 from bench.models import QUICK, with_memory
-from bench.other import Others
 from bench.pages import PARTS
 from bench.run import Runner, different_weights
 from bench.sections import Load
@@ -49,18 +48,6 @@ def test_a_run_prints_ratios_and_leaves_nothing_behind(
     assert not list((tmp_path / "files").iterdir())
     main(["--from", str(keep), "--out", str(twice)])
     assert again.read_text() == (once / "benchmarks.md").read_text()
-
-
-@pytest.mark.slow
-def test_merges_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "run", run_forked)
-    without_peft = {name: work for name, work in merging.LORA.items() if "peft" not in name}  # its import takes long
-    monkeypatch.setattr(merging, "LORA", without_peft)
-    lora, average = Others(Runner(tmp_path, 1, quick=True)).merge()
-    assert set(average.rows) == set(merging.AVERAGE)
-    assert set(lora.rows) == set(without_peft)
-    assert not lora.absent
-    assert not list(tmp_path.iterdir())
 
 
 def test_merges_end_with_the_same_weights(tmp_path: Path) -> None:
