@@ -128,18 +128,18 @@ def test_every_answer_is_that_of_the_version_it_names_while_weights_are_swapped(
 ) -> None:
     requests, swaps = (counted(client, f"modelstate_{name}_total") for name in ("requests", "swaps"))
     taken = counted(client, "modelstate_swap_seconds_count")
-    done = load(server.port, 300, 10, readers=3)
+    done = load(server.port, 120, 6, readers=3)
     assert done.failed == []
-    assert len(done.answers) == 300
+    assert len(done.answers) == 120
     assert done.wrong(expected) == []
     assert all(order == sorted(order) for order in done.orders)
     seen = Counter(str(version) for _, version, _ in done.answers)
-    assert len(seen) > 1  # about eight of ten on a machine with nothing else to do
+    assert len(seen) > 1
 
     after = counted(client, "modelstate_requests_total")
     assert {label: value - requests.get(label, 0) for label, value in after.items() if label in seen} == seen
-    assert counted(client, "modelstate_swaps_total")["swapped"] == swaps.get("swapped", 0) + 10
-    assert counted(client, "modelstate_swap_seconds_count")[""] == taken[""] + 10
+    assert counted(client, "modelstate_swaps_total")["swapped"] == swaps.get("swapped", 0) + 6
+    assert counted(client, "modelstate_swap_seconds_count")[""] == taken[""] + 6
     assert counted(client, "modelstate_version") == {"": max(done.weights)}
     assert client.version()["version"] == max(done.weights)
 
