@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ from typing import NamedTuple
 import torch
 
 from modelstate.io.engine import (
-    BATCH_BYTES,
     Block,
     LocalFile,
     Part,
@@ -32,7 +30,7 @@ from modelstate.loading.staging import Staging
 from modelstate.planning.transfer import BY_SUBCLASS, Transfer, Transfers, Way, choose_way
 from modelstate.planning.transforms import BlockFunction, transform_errors
 from modelstate.spec import ByteRange
-from modelstate.torch_compat.dtypes import UNCHECKED, Overflows, can_overflow, extremes, is_range_within, is_within
+from modelstate.torch_compat.dtypes import UNCHECKED, Overflows, can_overflow, extremes, is_range_within
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import copy_each
 
@@ -41,65 +39,47 @@ _QUEUED_DEVICES = ("cuda",)
 """The types of devices to which copies are queued."""
 _MOST_DIRECT = 4
 """So many parts of a block are copied to a device one by one."""
-_FEW = 16
-"""So many tensors of a block are checked one by one, whether a cast has made values infinite."""
 
 
-class Run(NamedTuple):
-    """Values of one dtype, or pieces of values, that lie behind each other in a buffer, and where they go."""
+class Piece(NamedTuple):
+    """A value, or a part of one, in a buffer, and where it goes."""
 
+    name: str
     at: int
     """Bytes from the beginning of the buffer."""
-    numel: int
     dtype: torch.dtype
-    names: list[str]
-    """The names of the values."""
-    firsts: list[int]
-    """Where each value begins: elements from the beginning of the run."""
-    targets: list[torch.Tensor]
-    """The memory for each value, flat, of the dtype that it is cast to."""
-
-    @property
-    def narrow(self) -> set[torch.dtype]:
-        """The dtypes that values are cast to and in which they may become infinite."""
-        return {dtype for dtype in {target.dtype for target in self.targets} if can_overflow(self.dtype, dtype)}
-
-    def elements(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The elements in a buffer."""
-        return buffer[self.at : self.at + self.numel * self.dtype.itemsize].view(self.dtype)
-
-    def sources(self, elements: torch.Tensor) -> list[torch.Tensor]:
-        """The values, as views of the elements."""
-        if len(self.targets) == 1 and self.targets[0].numel() == self.numel:
-            return [elements]
-        rows = zip(self.firsts, self.targets, strict=True)
-        return [elements[first : first + target.numel()] for first, target in rows]
+    target: torch.Tensor
+    """The memory for it, flat, of the dtype that it is cast to."""
 
 
-def copy_runs(runs: Sequence[Run], buffer: torch.Tensor, overflows: Overflows) -> None:
+def _values(pieces: Sequence[Piece], buffer: torch.Tensor) -> list[torch.Tensor]:
+    """The values of pieces, as views of the buffer."""
+    typed = {
+        dtype: buffer[: len(buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
+        for dtype in {piece.dtype for piece in pieces}
+    }
+    return [typed[dtype].narrow(0, at // dtype.itemsize, target.numel()) for _, at, dtype, target in pieces]
+
+
+def copy_pieces(pieces: Sequence[Piece], buffer: torch.Tensor, overflows: Overflows) -> None:
     """Copies and casts what is in a buffer to where it belongs."""
-    shown = [run.elements(buffer) for run in runs]
-    sources = [run.sources(elements) for run, elements in zip(runs, shown, strict=True)]
-    copy_each([target for run in runs for target in run.targets], [one for some in sources for one in some])
-    found = Overflows()
-    for run, elements, values in zip(runs, shown, sources, strict=True):
-        # The sum of a result takes less time than the limits of what was read, but a call for each tensor.
-        if narrow := run.narrow:
-            if len(values) > _FEW and all(is_within(elements, dtype) for dtype in narrow):
-                continue
-            _count_overflows(run, values, run.targets, found)
-    overflows.add(found.counts)
+    sources, targets = _values(pieces, buffer), [piece.target for piece in pieces]
+    copy_each(targets, sources)
+    _count_overflows(pieces, sources, targets, overflows)
 
 
 def _count_overflows(
-    run: Run, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor | torch.dtype], overflows: Overflows
+    pieces: Sequence[Piece],
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor | torch.dtype],
+    overflows: Overflows,
 ) -> None:
-    """Counts the values of a run that a cast has made infinite. They are in place: a load does not fail for a count."""
-    for name, source, target in zip(run.names, sources, targets, strict=True):
+    """Counts the values that a cast has made infinite. They are in place: a load does not fail for a count."""
+    for piece, source, target in zip(pieces, sources, targets, strict=True):
         try:
-            overflows.check(name, source, target)
+            overflows.check(piece.name, source, target)
         except (MemoryError, RuntimeError):
-            overflows.add({(UNCHECKED, name): source.numel()})
+            overflows.add({(UNCHECKED, piece.name): source.numel()})
 
 
 class CudaQueue:
@@ -124,54 +104,56 @@ class CudaQueue:
         """Waits until the device has done all that was queued, also by a call of `run` that was interrupted."""
         self._own.synchronize()
 
-    def run(self, buffer: torch.Tensor, nbytes: int, runs: Sequence[Run], overflows: Overflows) -> Wait:
+    def run(self, buffer: torch.Tensor, nbytes: int, pieces: Sequence[Piece], overflows: Overflows) -> Wait:
         """Queues the copies of what is in a buffer to where it belongs.
 
         Returns a function that waits until the device has done that, and then counts the values that a cast has made
         infinite: until then, nothing must overwrite the buffer.
         """
-        is_direct = goes_straight(runs)
+        is_direct = goes_straight(pieces)
         here, there = (buffer, buffer) if is_direct else (buffer[:nbytes], self._there[:nbytes])
-        shown = [run.elements(there) for run in runs]
-        sources = [one for run, elements in zip(runs, shown, strict=True) for one in run.sources(elements)]
-        targets = [target for run in runs for target in run.targets]
-        narrow = [(run, elements) for run, elements in zip(runs, shown, strict=True) if run.narrow]
+        sources, targets = _values(pieces, there), [piece.target for piece in pieces]
+        narrow = [
+            (piece, source)
+            for piece, source in zip(pieces, sources, strict=True)
+            if can_overflow(piece.dtype, piece.target.dtype)
+        ]
         with self._lock, torch.cuda.stream(self._own):
             if not is_direct:
                 there.copy_(here, non_blocking=True)
             copy_each(targets, sources, non_blocking=True)
-            limits = _queued_limits(narrow)
+            limits = _queued_limits([source for _, source in narrow])
             event = self._own.record_event()
 
         def wait() -> None:
             event.synchronize()
             if not narrow:
                 return
-            found = Overflows()
             with torch.cuda.stream(self._own):
                 known = limits.tolist()
-            for (run, _), (least, greatest) in zip(narrow, known, strict=True):
-                if not all(is_range_within(least, greatest, dtype) for dtype in run.narrow):
-                    dtypes = [target.dtype for target in run.targets]
-                    _count_overflows(run, run.sources(run.elements(buffer)), dtypes, found)
-            overflows.add(found.counts)
+            suspects = [
+                piece
+                for (piece, _), (least, greatest) in zip(narrow, known, strict=True)
+                if not is_range_within(least, greatest, piece.target.dtype)
+            ]
+            dtypes = [piece.target.dtype for piece in suspects]
+            _count_overflows(suspects, _values(suspects, buffer), dtypes, overflows)
 
         return wait
 
 
-def _queued_limits(runs: Sequence[tuple[Run, torch.Tensor]]) -> torch.Tensor:
-    """The least and the greatest value of each run; NaN where they cannot be known without looking at each value."""
-    found = [extremes(elements) for _, elements in runs]
-    if runs and None not in found:
+def _queued_limits(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The least and the greatest of each value; NaN where they cannot be known without looking at each element."""
+    found = [extremes(value) for value in values]
+    if values and None not in found:
         with suppress(torch.OutOfMemoryError):
             return torch.stack([limit for pair in found if pair for limit in pair]).view(-1, 2)
-    return torch.full((len(runs), 2), math.nan, device="cpu")
+    return torch.full((len(values), 2), math.nan, device="cpu")
 
 
-def goes_straight(runs: Sequence[Run]) -> bool:
+def goes_straight(pieces: Sequence[Piece]) -> bool:
     """Whether the values of a block are copied from the buffer to where they belong, and not by the block."""
-    count = sum(len(run.targets) for run in runs)
-    return count <= _MOST_DIRECT and all(target.dtype is run.dtype for run in runs for target in run.targets)
+    return len(pieces) <= _MOST_DIRECT and all(piece.target.dtype is piece.dtype for piece in pieces)
 
 
 @torch.inference_mode(False)  # tensors of that mode could not be written to outside of it
@@ -188,12 +170,11 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
     """Returns a function that reads the final values of transfers that pass through blocks.
 
     It reads into the slots where that is the way. Values that adjoin in a file are read as one range, and the bytes of
-    a value that has several names once. All buffers have been allocated when this returns.
+    a value that has several names once. All buffers have been allocated when this returns. Values of leased files that
+    are cast on the CPU are cast out of maps of the files: that takes less time than through a buffer.
 
     It raises `ReadFailedError` and `TransformError`; memory that is read into is then partly overwritten.
     """
-    if run_from_maps := _from_maps(staging, transfers, progress):
-        return run_from_maps
     strategy = staging.strategy
     wanted, owners = list[Wanted](), list[tuple[_Rows | _Transformed, ByteRange]]()
     for item in transfers:
@@ -210,30 +191,40 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
         strategy = strategy.for_devices(sum(aligned(entry.source.nbytes) for entry in wanted))
     align_bytes = common_align_bytes({entry.source.path for entry in wanted}, staging.checkpoint.fingerprints)
     blocks = in_blocks(wanted, strategy.block_bytes, align_bytes)
+    maps = _maps_of(staging, transfers)
     block_bytes = max((block.nbytes for block in blocks), default=0)
     queues = {device: CudaQueue(device, block_bytes) for device in devices}
     if devices and blocks:
         buffers = _pinned_buffers(blocks, strategy.threads, devices[0])
     else:
-        buffers = block_buffers(blocks, strategy.threads)
+        buffers = [] if maps else block_buffers(blocks, strategy.threads)
     taken = (len(buffers) + len(queues)) * block_bytes
     staging.memory.reserve(taken)
 
     def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
-        runs = defaultdict[torch.device, list[Run]](list)
+        pieces = defaultdict[torch.device, list[Piece]](list)
         for part in block.parts:
             owner, extent = owners[part.which]
             if isinstance(owner, _Transformed):
                 owner.write(part, buffer)
             else:
-                runs[owner.transfers.device].append(owner.run_of(part, extent))
+                pieces[owner.transfers.device] += owner.pieces(part, extent, part.at)
         waits = list[Wait]()
-        for device, of_device in runs.items():
+        for device, of_device in pieces.items():
             if device in queues:
                 waits.append(queues[device].run(buffer, block.nbytes, of_device, staging.overflows))
             else:
-                copy_runs(of_device, buffer, staging.overflows)
+                copy_pieces(of_device, buffer, staging.overflows)
         return (lambda: [wait() for wait in waits]) if waits else None
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def cast_from_maps(block: Block) -> None:
+        staging.files.check_unchanged()  # a file that has become shorter would end the process
+        for part in block.parts:
+            owner, extent = owners[part.which]
+            assert isinstance(owner, _Rows)
+            copy_pieces(owner.pieces(part, extent, extent.start + part.first), maps[extent.path], staging.overflows)
 
     def on_block(block: Block, seconds: float) -> None:
         for part in block.parts:
@@ -242,14 +233,17 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
 
     def run() -> None:
         try:
-            stream(
-                *(wanted, consume),
-                strategy=strategy,
-                files=staging.files,
-                on_block=on_block,
-                blocks=blocks,
-                buffers=buffers,
-            )
+            if maps:
+                for_each(blocks, [cast_from_maps] * min(strategy.threads, len(blocks)), on_block, with_torch=True)
+            else:
+                stream(
+                    *(wanted, consume),
+                    strategy=strategy,
+                    files=staging.files,
+                    on_block=on_block,
+                    blocks=blocks,
+                    buffers=buffers,
+                )
         finally:
             # A block that has failed may have left copies behind: they use memory that is freed after an error.
             for queue in queues.values():
@@ -264,60 +258,22 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
     return run
 
 
-def _from_maps(staging: Staging, transfers: Sequence[Transfers], progress: Progress) -> Callable[[], None] | None:
-    """As `streamed_read`, with the values cast out of maps of leased files: that takes half the time of a buffer.
-
-    None unless each file is leased, which keeps it as long as it is, and each value is aligned and stays on the CPU.
-    """
-    jobs, job, job_bytes, maps = list[list[_Cast]](), list[_Cast](), 0, dict[str, torch.Tensor]()
-    if any(item.way is not Way.INTO or item.device.type in _QUEUED_DEVICES for item in transfers):
-        return None
+def _maps_of(staging: Staging, transfers: Sequence[Transfers]) -> dict[str, torch.Tensor]:
+    """The bytes of leased files, as maps; empty unless all files are leased, and all values aligned and on the CPU."""
+    maps = dict[str, torch.Tensor]()
     for item in transfers:
-        dtype = item.stored_dtype
-        for name, (path, start, nbytes), param in zip(item.names, item.sources, item.params, strict=True):
+        if item.way is not Way.INTO or item.device.type in _QUEUED_DEVICES:
+            return {}
+        for path, start, _ in item.sources:
             if path not in maps:
                 file = staging.files[path]
                 memory = file.mapped() if isinstance(file, LocalFile) else None
                 if memory is None:
-                    return None
+                    return {}
                 maps[path] = memory
-            if start % dtype.itemsize:
-                return None
-            source, target = maps[path][start : start + nbytes].view(dtype), param.detach().view(-1)
-            for at in range(0, len(source), step := BATCH_BYTES // dtype.itemsize):
-                cast = _Cast(name, source[at : at + step], target[at : at + step])
-                if job_bytes + cast.source.nbytes > BATCH_BYTES:
-                    jobs.append(job)
-                    job, job_bytes = [], 0
-                job.append(cast)
-                job_bytes += cast.source.nbytes
-    jobs.append(job)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def copy(job: Sequence[_Cast]) -> None:
-        staging.files.check_unchanged()  # a file that has become shorter would end the process
-        copy_each([cast.target for cast in job], [cast.source for cast in job])
-        for cast in job:
-            staging.overflows.check(*cast)
-
-    def run() -> None:
-        started = time.perf_counter()
-        for_each(jobs, [copy] * min(staging.strategy.threads, len(jobs)), with_torch=True)
-        seconds, total = time.perf_counter() - started, sum(item.nbytes for item in transfers)
-        for item in transfers:
-            item.finals, item.seconds = item.params, item.seconds + seconds * item.nbytes / total
-        progress(total)
-
-    return run
-
-
-class _Cast(NamedTuple):
-    """A piece of a value of at most `BATCH_BYTES`, and where it goes."""
-
-    name: str
-    source: torch.Tensor
-    target: torch.Tensor
+            if start % item.stored_dtype.itemsize:
+                return {}
+    return maps
 
 
 class _Rows:
@@ -330,24 +286,22 @@ class _Rows:
         self._begins = [(path, start) for path, start, _ in ordered]
         self._ends = [(path, start + nbytes) for path, start, nbytes in ordered]
 
-    def run_of(self, part: Part, extent: ByteRange) -> Run:
-        """Returns the values of a part of a range."""
-        dtype, first = self.transfers.stored_dtype, extent.start + part.first
-        run, end = Run(part.at, part.nbytes // dtype.itemsize, dtype, [], [], []), first + part.nbytes
+    def pieces(self, part: Part, extent: ByteRange, at: int) -> list[Piece]:
+        """Returns the values of a part of a range, which begins at a byte of a buffer."""
+        dtype, first, found = self.transfers.stored_dtype, extent.start + part.first, list[Piece]()
+        end, itemsize = first + part.nbytes, dtype.itemsize
         from_row = bisect_right(self._ends, (extent.path, first))
         for row in self._order[from_row : bisect_left(self._begins, (extent.path, end))]:
             _, start, nbytes = self._sources[row]
             begin, until = max(start, first), min(start + nbytes, end)
             target = self._targets[row]
             if until - begin < nbytes:
-                at = target.storage_offset() + (begin - start) // dtype.itemsize
-                target = target.as_strided(((until - begin) // dtype.itemsize,), (1,), at)
+                offset = target.storage_offset() + (begin - start) // itemsize
+                target = target.as_strided(((until - begin) // itemsize,), (1,), offset)
             elif target.dim() != 1:
                 target = target.view(-1)
-            run.names.append(self.transfers.names[row])
-            run.firsts.append((begin - first) // dtype.itemsize)
-            run.targets.append(target)
-        return run
+            found.append(Piece(self.transfers.names[row], at + begin - first, dtype, target))
+        return found
 
     def end(self) -> None:
         """Sets the final values."""
