@@ -250,14 +250,14 @@ def test_in_a_pipe_that_closes_early(models: Path) -> None:
         ("diff tiny.safetensors tiny.safetensors >/dev/full", 2, "", "error: standard output: the output cannot be"),
         ("store --help >/dev/full", 1, "", "error: standard output: the output cannot be written"),
         ("inspect tiny.safetensors >&-", 2, "", "error: standard output is closed"),
-        ("load MODELS:tiny $'caf\\xe9.safetensors'", 0, r"caf\udce9.safetensors into Sequential", ""),
+        ("inspect $'caf\\xe9.safetensors'", 0, "caf\\udce9.safetensors\n", ""),
     ],
 )
 def test_streams_that_do_not_take_all_text(models: Path, command: str, code: int, out: str, err: str) -> None:
     save_file(tiny().state_dict(), models / "named.safetensors")
     os.rename("named.safetensors", os.fsdecode(b"caf\xe9.safetensors"))
     done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m modelstate {command.replace('MODELS', os.environ['MODELS'])}"],
+        ["bash", "-c", f"{sys.executable} -m modelstate {command}"],
         capture_output=True,
         text=True,
         check=False,
