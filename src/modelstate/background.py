@@ -14,8 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_futures
+from concurrent.futures import Future, wait as wait_for_futures
 from contextlib import suppress
 from enum import Enum
 from functools import partial

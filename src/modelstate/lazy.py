@@ -6,17 +6,18 @@ from modelstate import forks as forks  # before another thread makes its first c
 
 TYPE_CHECKING = False  # as in `modelstate/__init__.py`
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 
 def attach(
-    package: str, names: "Mapping[str, tuple[str, ...]]"
-) -> "tuple[Callable[[str], object], Callable[[], list[str]]]":
-    """Returns `__getattr__` and `__dir__` for a package.
+    package: str, names: "Mapping[str, tuple[str, ...]]", unlisted: "Collection[str]" = ()
+) -> "tuple[Callable[[str], object], Callable[[], list[str]], list[str]]":
+    """Returns `__getattr__`, `__dir__` and `__all__` for a package.
 
     Args:
         package: The name of the package, `__name__` in its `__init__.py`.
         names: The public names by the modules that define them; modules by the packages that they are in.
+        unlisted: Those that `__all__` leaves out.
     """
     modules = {name: module for module, of_module in names.items() for name in of_module}
 
@@ -38,4 +39,4 @@ def attach(
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[package]), *modules})
 
-    return __getattr__, __dir__
+    return __getattr__, __dir__, sorted(modules.keys() - {*unlisted})

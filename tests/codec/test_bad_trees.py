@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from modelstate.codec.codec import TAGS, decode, encode
 from modelstate.errors import CodecError, UnknownClassError

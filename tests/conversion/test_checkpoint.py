@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -24,8 +23,7 @@ from modelstate.errors import (
     RuleError,
     TargetExistsError,
 )
-from tests.formats.dcp_files import halves
-from tests.formats.dcp_files import write as write_dcp
+from tests.formats.dcp_files import halves, write as write_dcp
 from tests.formats.files import same
 from tests.programs import run_program
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 import uvicorn
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 import modelstate as ms
 from examples.serve.app import Service

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import modelstate as ms
 from modelstate.errors import AmbiguousCheckpointError, KeyNotFoundError, SourceTypeError

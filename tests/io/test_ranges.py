@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import system
 from modelstate.io.engine import Batch, Request, coalesce, read_ranges
 from modelstate.io.files import current_fingerprints
 from modelstate.spec import ByteRange
-from tests.faults import Request as SystemCall
-from tests.faults import faulty_reads
+from tests.faults import Request as SystemCall, faulty_reads
 
 FILE_BYTES = 96
 ranges = st.builds(

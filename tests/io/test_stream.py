@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from modelstate.io.engine import Block, ReadStrategy, Wait, Wanted, in_blocks, stream
 from modelstate.io.files import current_fingerprints

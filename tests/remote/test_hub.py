@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.remote import client, requests
-from modelstate.remote import hub as hub_files
+from modelstate.remote import client, hub as hub_files, requests
 from tests.remote.servers import FileServer, http_server
 
 pytest.importorskip("obstore")

@@ -13,9 +13,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from tests.faults import faulty_reads
-from tests.serve.models import X_OF_TIED as X
-from tests.serve.models import Tied
-from tests.serve.models import tied_state as state
+from tests.serve.models import X_OF_TIED as X, Tied, tied_state as state
 from tests.serve.targets import KINDS, module_of, target_of
 
 

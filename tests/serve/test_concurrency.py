@@ -11,8 +11,7 @@ import torch
 
 import modelstate as ms
 from modelstate.errors import SwapBusyError
-from tests.serve.models import X_OF_TIED as X
-from tests.serve.models import Tied, weights_of
+from tests.serve.models import X_OF_TIED as X, Tied, weights_of
 from tests.serve.targets import KINDS, target_of
 
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -13,9 +13,7 @@ import torch
 
 import modelstate as ms
 from tests.faults import faulty_reads
-from tests.serve.models import X_OF_TIED as X
-from tests.serve.models import Tied
-from tests.serve.models import tied_state as state
+from tests.serve.models import X_OF_TIED as X, Tied, tied_state as state
 from tests.serve.targets import KINDS, target_of
 from tests.sweeps import EXHAUSTIVE
 

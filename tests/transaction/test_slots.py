@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, overlapping, sharing, slots_of

@@ -15,8 +15,7 @@ import msgspec
 
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import Source
-from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.checkpoint.open import Source, open as open_checkpoint
 from modelstate.errors import CodecError
 from modelstate.formats.tree import decoded, leaves
 from modelstate.html.page import Page, Shown

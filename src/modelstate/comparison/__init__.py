@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.comparison.difference import Difference
-    from modelstate.comparison.result import Diff, Status, TensorDiff, ValueDiff
+    from modelstate.comparison.difference import Difference as Difference
+    from modelstate.comparison.result import (
+        Diff as Diff,
+        Status as Status,
+        TensorDiff as TensorDiff,
+        ValueDiff as ValueDiff,
+    )
 else:
-    __getattr__, __dir__ = attach(
+    __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "modelstate.comparison.difference": ("Difference",),
             "modelstate.comparison.result": ("Diff", "Status", "TensorDiff", "ValueDiff"),
         },
     )
-
-__all__ = ["Diff", "Difference", "Status", "TensorDiff", "ValueDiff"]

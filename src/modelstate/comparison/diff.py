@@ -19,8 +19,7 @@ from torch import nn
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint, merged_fingerprints
 from modelstate.checkpoint.inspect import plain_value
-from modelstate.checkpoint.open import Source, is_selected, nothing_selected, patterns_of
-from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.checkpoint.open import Source, is_selected, nothing_selected, open as open_checkpoint, patterns_of
 from modelstate.checkpoint.reduction import (
     Operand,
     Region,
@@ -40,8 +39,7 @@ from modelstate.formats.tree import same_value
 from modelstate.planning.matching import entries_of, matching_part
 from modelstate.process import gc_paused
 from modelstate.remote.cache import Cache
-from modelstate.rules.expression import Derived, leaves, memory_bytes, region, values_of
-from modelstate.rules.expression import Source as TensorSource
+from modelstate.rules.expression import Derived, Source as TensorSource, leaves, memory_bytes, region, values_of
 from modelstate.rules.rule import Entries, Entry, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import StoredTensor, bytes_key, dtype_name

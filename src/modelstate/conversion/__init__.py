@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.conversion.tensors import UNCHANGED
+    from modelstate.conversion.tensors import UNCHANGED as UNCHANGED
 else:
-    __getattr__, __dir__ = attach(
+    __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "modelstate.conversion.tensors": ("UNCHANGED",),
         },
     )
-
-__all__ = [
-    "UNCHANGED",
-]

@@ -13,8 +13,7 @@ from torch import nn
 
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import Source, check_budget_option
-from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.checkpoint.open import Source, check_budget_option, open as open_checkpoint
 from modelstate.checkpoint.write import (
     LazyStateBuilder,
     SaveOptions,
@@ -34,8 +33,7 @@ from modelstate.planning.matching import ModelSchemaView, entries_of, renamed_ve
 from modelstate.planning.options import check_model
 from modelstate.problems import ProblemKind, join_remedies, remedies_for
 from modelstate.remote.cache import Cache
-from modelstate.rules.expression import Derived, leaves, values_of
-from modelstate.rules.expression import Source as DerivedSource
+from modelstate.rules.expression import Derived, Source as DerivedSource, leaves, values_of
 from modelstate.rules.rule import Entry, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import Refused

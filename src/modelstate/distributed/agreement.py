@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from modelstate.arguments import TIMEOUT_SECONDS as TIMEOUT_SECONDS
-from modelstate.arguments import seconds_of
+from modelstate.arguments import TIMEOUT_SECONDS as TIMEOUT_SECONDS, seconds_of
 from modelstate.distributed.connections import (
     AbandonedError,
     Connections,

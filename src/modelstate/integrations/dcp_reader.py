@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import Source
-from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.checkpoint.open import Source, open as open_checkpoint
 from modelstate.distributed.reports import Digest
 from modelstate.errors import CodecError, DistributedError
 from modelstate.formats.construct import refusal
@@ -32,8 +31,7 @@ from modelstate.loading.collective import digest_of_source
 from modelstate.planning.matching import Patterns, entries_of
 from modelstate.planning.quantized import QuantizedCandidate, quantized_weights
 from modelstate.problems import CHANGES_KIND, LOSES_VALUES, Problem, ProblemKind, plan_error
-from modelstate.rules.expression import Source as TensorSource
-from modelstate.rules.expression import is_dequantized, region, values_of
+from modelstate.rules.expression import Source as TensorSource, is_dequantized, region, values_of
 from modelstate.rules.joining import SCALABLE
 from modelstate.rules.rule import Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules

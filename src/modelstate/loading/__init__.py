@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.loading.background import LoadHandle
-    from modelstate.loading.quantize import Quantize
-    from modelstate.planning.options import LoadOptions
-    from modelstate.planning.plan import RankReport
-    from modelstate.planning.transfer import Way
-    from modelstate.planning.transforms import ModuleTransform
+    from modelstate.loading.background import LoadHandle as LoadHandle
+    from modelstate.loading.quantize import Quantize as Quantize
+    from modelstate.planning.options import LoadOptions as LoadOptions
+    from modelstate.planning.plan import RankReport as RankReport
+    from modelstate.planning.transfer import Way as Way
+    from modelstate.planning.transforms import ModuleTransform as ModuleTransform
 else:
-    __getattr__, __dir__ = attach(
+    __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "modelstate.loading.background": ("LoadHandle",),
@@ -25,12 +25,3 @@ else:
             "modelstate.planning.transforms": ("ModuleTransform",),
         },
     )
-
-__all__ = [
-    "LoadHandle",
-    "LoadOptions",
-    "ModuleTransform",
-    "Quantize",
-    "RankReport",
-    "Way",
-]

@@ -16,8 +16,7 @@ from torch import nn
 
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import NO_PICKLE, open_source
-from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.checkpoint.open import NO_PICKLE, open as open_checkpoint, open_source
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import OptionError
 from modelstate.io.files import Opened, kept_open

@@ -18,8 +18,7 @@ from modelstate.planning.options import check_model
 from modelstate.planning.recorder import IncompatibleKeys, walk
 from modelstate.planning.transfer import copy_cannot_fail
 from modelstate.process import gc_paused
-from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
-from modelstate.torch_compat.modules import needs_protocol
+from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys, needs_protocol
 from modelstate.torch_compat.plain import has_its_memory, is_plain, is_sharded, same_place
 from modelstate.torch_compat.private import has_registration_hooks, use_count
 from modelstate.torch_compat.sharding import refresh_shards, reshard

@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.objects.objects import Restored
+    from modelstate.objects.objects import Restored as Restored
 else:
-    __getattr__, __dir__ = attach(
+    __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "modelstate.objects.objects": ("Restored",),
         },
     )
-
-__all__ = [
-    "Restored",
-]

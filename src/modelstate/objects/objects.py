@@ -26,11 +26,11 @@ from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.modules import (
     broadcast_buffers,
     has_own_state_dict,
+    modules_of as modules_within,
     names_not_loaded,
     tensors_of,
     unwrapped,
 )
-from modelstate.torch_compat.modules import modules_of as modules_within
 from modelstate.torch_compat.sharding import reshard
 
 if TYPE_CHECKING:

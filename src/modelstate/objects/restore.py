@@ -22,8 +22,7 @@ from msgspec.structs import replace
 
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint, join
-from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.checkpoint.open import patterns_of
+from modelstate.checkpoint.open import open as open_checkpoint, patterns_of
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.errors import (
     KeyNotFoundError,

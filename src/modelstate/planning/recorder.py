@@ -24,8 +24,8 @@ from torch import nn
 
 from modelstate.formats.tree import EXTRA_STATE, leaves
 from modelstate.process import ThreadValue
-from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.modules import (
+    IncompatibleKeys as ReturnedKeys,
     MethodOverride,
     Overrides,
     has_own_load,

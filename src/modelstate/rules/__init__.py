@@ -7,15 +7,28 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.rules import known
-    from modelstate.rules.joining import Concat, Dequantize, Multiply, Split, WeightNorm
-    from modelstate.rules.names import Copy, Fill, Ignore, Prefix, Rename, Same
-    from modelstate.rules.rule import Guess, Rule
-    from modelstate.rules.schema import Migration, Rules, Schema
-    from modelstate.rules.tensors import Apply, Cast, Reshape, Transpose
-    from modelstate.rules.transformers_mapping import from_transformers
+    from modelstate.rules import known as known
+    from modelstate.rules.joining import (
+        Concat as Concat,
+        Dequantize as Dequantize,
+        Multiply as Multiply,
+        Split as Split,
+        WeightNorm as WeightNorm,
+    )
+    from modelstate.rules.names import (
+        Copy as Copy,
+        Fill as Fill,
+        Ignore as Ignore,
+        Prefix as Prefix,
+        Rename as Rename,
+        Same as Same,
+    )
+    from modelstate.rules.rule import Guess as Guess, Rule as Rule
+    from modelstate.rules.schema import Migration as Migration, Rules as Rules, Schema as Schema
+    from modelstate.rules.tensors import Apply as Apply, Cast as Cast, Reshape as Reshape, Transpose as Transpose
+    from modelstate.rules.transformers_mapping import from_transformers as from_transformers
 else:
-    __getattr__, __dir__ = attach(
+    __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "modelstate.rules": ("known",),
@@ -27,28 +40,3 @@ else:
             "modelstate.rules.transformers_mapping": ("from_transformers",),
         },
     )
-
-__all__ = [
-    "Apply",
-    "Cast",
-    "Concat",
-    "Copy",
-    "Dequantize",
-    "Fill",
-    "Guess",
-    "Ignore",
-    "Migration",
-    "Multiply",
-    "Prefix",
-    "Rename",
-    "Reshape",
-    "Rule",
-    "Rules",
-    "Same",
-    "Schema",
-    "Split",
-    "Transpose",
-    "WeightNorm",
-    "from_transformers",
-    "known",
-]

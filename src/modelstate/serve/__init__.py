@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.serve.follow import Following
-    from modelstate.serve.meta_clone import runtime_state
-    from modelstate.serve.program_file import Manifest
-    from modelstate.serve.state_names import NameMap
-    from modelstate.serve.swap import SwapReport
-    from modelstate.torch_compat.modules import without_state_dict_hooks
+    from modelstate.serve.follow import Following as Following
+    from modelstate.serve.meta_clone import runtime_state as runtime_state
+    from modelstate.serve.program_file import Manifest as Manifest
+    from modelstate.serve.state_names import NameMap as NameMap
+    from modelstate.serve.swap import SwapReport as SwapReport
+    from modelstate.torch_compat.modules import without_state_dict_hooks as without_state_dict_hooks
 else:
-    __getattr__, __dir__ = attach(
+    __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "modelstate.serve.follow": ("Following",),
@@ -25,12 +25,3 @@ else:
             "modelstate.torch_compat.modules": ("without_state_dict_hooks",),
         },
     )
-
-__all__ = [
-    "Following",
-    "Manifest",
-    "NameMap",
-    "SwapReport",
-    "runtime_state",
-    "without_state_dict_hooks",
-]

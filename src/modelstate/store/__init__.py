@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.store.resumable import Resumable
-    from modelstate.store.retention import CheckpointInfo
-    from modelstate.store.saving import PendingSave, SavedStep
-    from modelstate.store.store import RestoredStep
+    from modelstate.store.resumable import Resumable as Resumable
+    from modelstate.store.retention import CheckpointInfo as CheckpointInfo
+    from modelstate.store.saving import PendingSave as PendingSave, SavedStep as SavedStep
+    from modelstate.store.store import RestoredStep as RestoredStep
 else:
-    __getattr__, __dir__ = attach(
+    __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "modelstate.store.resumable": ("Resumable",),
@@ -21,11 +21,3 @@ else:
             "modelstate.store.store": ("RestoredStep",),
         },
     )
-
-__all__ = [
-    "CheckpointInfo",
-    "PendingSave",
-    "RestoredStep",
-    "Resumable",
-    "SavedStep",
-]

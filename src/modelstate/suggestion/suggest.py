@@ -34,8 +34,7 @@ from modelstate.rules.tensors import Transpose
 from modelstate.spec import Stored
 from modelstate.suggestion.match import LONGEST_NAME, Leaf, Matches, by_signature, dtype_kind, kinds_of, match
 from modelstate.suggestion.words import contradict, of_path
-from modelstate.text_format import count as text_count
-from modelstate.text_format import folded, folded_label, listed, printable, without_numbers
+from modelstate.text_format import count as text_count, folded, folded_label, listed, printable, without_numbers
 from modelstate.transaction.slots import HIDDEN, Slots, slots_of
 
 _LISTED = 12

@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.transaction.references import Identity
+    from modelstate.transaction.references import Identity as Identity
 else:
-    __getattr__, __dir__ = attach(
+    __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "modelstate.transaction.references": ("Identity",),
         },
     )
-
-__all__ = [
-    "Identity",
-]
