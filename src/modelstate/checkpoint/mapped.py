@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from modelstate.errors import ReadFailedError, SourceTypeError
+from modelstate.errors import OPEN_AGAIN, ReadFailedError, SourceTypeError
 from modelstate.forks import fork_safe_lock
 from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
@@ -231,6 +231,8 @@ class Maps:
                 head = pread_fully(descriptor, _HEAD_BYTES, 0)
             except OSError as error:
                 raise read_failed("the file cannot be read", path, error) from error
+            if len(head) < min(_HEAD_BYTES, status.st_size):
+                raise ReadFailedError("the file ends within its beginning", where=path, remedy=OPEN_AGAIN)
             writer = _overwriting_writer(path, head)
             if writer and not option:
                 self.note(f"read into memory, not mapped: {writer} overwrites such files in place; {_MAPS_IT}", path)
@@ -269,13 +271,22 @@ class Maps:
         """The map of a file, which is as long as when it was opened. Raises `ReadFailedError`."""
         mapped = self._maps.get(path)
         if mapped is None:
-            descriptor, _ = open_unchanged(path, self._fingerprints.get(path))
+            fingerprint = self._fingerprints.get(path)
+            descriptor, _ = open_unchanged(path, fingerprint)
             try:
                 mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
             except (OSError, ValueError) as error:
                 raise read_failed("the file cannot be mapped", path, error) from error
             finally:
                 descriptor.close()
+            if fingerprint is not None and len(mapped) < fingerprint.nbytes:
+                raise ReadFailedError(
+                    "the file has become shorter since it was opened",
+                    where=path,
+                    expected=f"{fingerprint.nbytes} bytes",
+                    found=f"{len(mapped)} bytes",
+                    remedy=OPEN_AGAIN,
+                )
             mapped = self._maps.setdefault(path, mapped)  # another thread may have mapped it meanwhile
         return mapped
 

@@ -420,8 +420,13 @@ _MOST_KEPT = 256
 def kept_open() -> Iterator[dict[str, Opened]]:
     """Within the block, a `SourceFile` of this thread leaves its file open; yields these files by their paths."""
     opened = dict[str, Opened]()
-    with _kept.replaced(opened):
-        yield opened
+    try:
+        with _kept.replaced(opened):
+            yield opened
+    except BaseException:  # whose traceback may live on
+        while opened:
+            opened.popitem()[1][0].close()
+        raise
 
 
 HEAD_BYTES = 4096
