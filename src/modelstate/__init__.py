@@ -1,7 +1,8 @@
 """modelstate moves model state between files and live PyTorch models: all or nothing, with every reference kept."""
 
 from modelstate.lazy import attach
-from modelstate.version import __version__ as __version__
+
+__version__ = "0.1.0"
 
 TYPE_CHECKING = False  # of `typing`, which `python -m modelstate` would take from the working directory
 if TYPE_CHECKING:
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from modelstate.codec.codec import register_codec as register_codec
     from modelstate.comparison.diff import diff as diff
     from modelstate.conversion.checkpoint import convert_checkpoint as convert_checkpoint
-    from modelstate.conversion.convert import convert as convert
-    from modelstate.conversion.reference_keeping import reference_keeping as reference_keeping
+    from modelstate.conversion.convert import convert as convert, reference_keeping as reference_keeping
     from modelstate.errors import ModelStateError as ModelStateError, PlanError as PlanError
     from modelstate.integrations import dcp as dcp
     from modelstate.loading.load import load as load, plan as plan
@@ -79,8 +79,7 @@ else:
             "modelstate.codec.codec": ("register_codec",),
             "modelstate.comparison.diff": ("diff",),
             "modelstate.conversion.checkpoint": ("convert_checkpoint",),
-            "modelstate.conversion.convert": ("convert",),
-            "modelstate.conversion.reference_keeping": ("reference_keeping",),
+            "modelstate.conversion.convert": ("convert", "reference_keeping"),
             "modelstate.errors": ("ModelStateError", "PlanError"),
             "modelstate.integrations": ("dcp",),
             "modelstate.loading.load": ("load", "plan"),

@@ -34,7 +34,6 @@ from modelstate.cli.common import (
 )
 from modelstate.cli.store import is_store, store, verify_steps
 from modelstate.text_format import columns, listed, printable_lines
-from modelstate.version import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 all is well, 1 problems were found, 2 the command line is wrong.",
 )
-@click.version_option(__version__, message="modelstate %(version)s", help="Print the version and exit.")
+@click.version_option(ms.__version__, message="modelstate %(version)s", help="Print the version and exit.")
 def app() -> None:
     """Move model state between files and live PyTorch models."""
 

@@ -1,6 +1,10 @@
 """LoRA adapters of peft, diffusers and kohya's tools, merged into the weights of their base when these are read.
 
-`merge/delta.py` has the arithmetic; here the tensors of an adapter are matched with those of the base.
+The tensors of an adapter are matched with those of the base; what it adds to a weight is computed while the weight is
+read. The arithmetic is that of peft's `merge_and_unload`, step by step, so that the results are the same.
+
+Methods: "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al., arXiv:2106.09685; "DoRA: Weight-Decomposed
+Low-Rank Adaptation", Liu et al., arXiv:2402.09353.
 """
 
 from __future__ import annotations
@@ -12,11 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import Enum
 from functools import lru_cache
 from itertools import permutations
 from typing import Annotated, TypeGuard, TypeVar
 
 import msgspec
+import torch
 
 from modelstate.arguments import check_flag
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -25,12 +31,13 @@ from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import CombineError, OptionError
 from modelstate.formats.tree import FlatTree
 from modelstate.io.files import read_whole
-from modelstate.merge.delta import CONVOLUTIONS, Delta, Layout, cast, merged
+from modelstate.io.memory import aligned
 from modelstate.planning.matching import KOHYA_PREFIXES, LORA_MATRIX, PEFT_PREFIX, adapter_names
 from modelstate.rules.expression import lacks_values
-from modelstate.spec import Stored, bytes_key
+from modelstate.spec import Allocate, Blocks, Combined, FillBlock, Stored, block_elements, bytes_key
 from modelstate.text_format import listed, short_repr
 
+_CONVOLUTIONS = {3: torch.nn.functional.conv1d, 4: torch.nn.functional.conv2d, 5: torch.nn.functional.conv3d}
 _T = TypeVar("_T")
 _Rank = Annotated[int, msgspec.Meta(ge=1)]
 _MAX_BYTES = 10_000_000
@@ -140,7 +147,7 @@ class LoRA(Combination):
         if len(sources) < 2:
             raise CombineError("there is no adapter", where=base.source, expected="a base, and one adapter or more")
         problems: list[str] = []
-        deltas: dict[str, list[Delta]] = {}
+        deltas: dict[str, list[_Delta]] = {}
         replaced: dict[str, tuple[str, Stored]] = {}
         for index, adapter in enumerate(sources[1:], 1):
             at = label(sources, index)
@@ -164,12 +171,14 @@ class LoRA(Combination):
         for key, names in names_of.items():
             weight = base.stored(names[0])
             replacement = next((replaced[name][1] for name in names if name in replaced), weight)
-            sums[key] = merged(replacement, weight.dtype, [delta for name in names for delta in deltas[name]])
+            sums[key] = _merged(replacement, weight.dtype, [delta for name in names for delta in deltas[name]])
         tensors = {name: sums.get(keys[name], stored) for name, stored in base.flat.tensors.items()}
         for name, (_, stored) in replaced.items():
             if name not in deltas:
                 like = base.get(name)
-                tensors[name] = stored if like is None or like.dtype == stored.dtype else cast(stored, like.dtype)
+                tensors[name] = (
+                    stored if like is None or like.dtype == stored.dtype else _merged(stored, like.dtype, ())
+                )
         return FlatTree(tensors, dict(base.flat.values), base.flat.containers, versions_of([base]))
 
 
@@ -214,7 +223,7 @@ class _Pair(msgspec.Struct, frozen=True):
     weight: str
     is_parameter: bool
     """Whether the weight is one of `target_parameters`."""
-    layout: Layout
+    layout: _Layout
     is_transposed: bool | None
     """Whether the weight has its inputs first; None if its shape allows both."""
 
@@ -228,7 +237,7 @@ class _AdapterReader(msgspec.Struct):
     configs: Mapping[str, _AdapterConfig]
     options: LoRA
     problems: list[str]
-    deltas: dict[str, list[Delta]]
+    deltas: dict[str, list[_Delta]]
     """What all adapters so far add to the tensors of the base, by their names."""
     replaced: dict[str, tuple[str, Stored]]
     """The tensors that replace those of the base, by their names in the base, each with its adapter."""
@@ -270,7 +279,7 @@ class _AdapterReader(msgspec.Struct):
         for module, matrices in by_module.items():
             with self._gathering():
                 pairs += self._pairs(module, matrices)
-        flips = {layout: self._flips_square(pairs, layout) for layout in (Layout.LINEAR, Layout.EXPERTS)}
+        flips = {layout: self._flips_square(pairs, layout) for layout in (_Layout.LINEAR, _Layout.EXPERTS)}
         for pair in pairs:
             with self._gathering():
                 self._read_pair(pair, flips.get(pair.layout))
@@ -345,26 +354,26 @@ class _AdapterReader(msgspec.Struct):
 
     def _fit(self, text: str, kinds: Mapping[str, str], weight: str, is_parameter: bool) -> _Pair | None:
         """Returns the matrices with a weight, if their product fits it."""
-        layout = Layout.EMBEDDING if "embedding_A" in kinds else Layout.LINEAR
+        layout = _Layout.EMBEDDING if "embedding_A" in kinds else _Layout.LINEAR
         kinds = {kind.removeprefix("embedding_"): name for kind, name in kinds.items()}
         specs = [self.adapter[kinds[kind]] for kind in "AB"]
         (a, b), sizes = (spec.shape for spec in specs), self.base[weight].shape
         if specs[0].dtype != specs[1].dtype or len(a) < 2 or len(a) != len(b) or a[0] != b[1] or not a[0]:
             return None
         if len(a) > 2:
-            fits = sizes == (b[0], *a[1:]) and {*b[2:]} == {1} and len(a) in CONVOLUTIONS
-            return _Pair(text, kinds, weight, is_parameter, Layout.CONV, False) if fits else None
+            fits = sizes == (b[0], *a[1:]) and {*b[2:]} == {1} and len(a) in _CONVOLUTIONS
+            return _Pair(text, kinds, weight, is_parameter, _Layout.CONV, False) if fits else None
         if is_parameter and len(sizes) == 3 and sizes[0] and a[0] % sizes[0] == 0:
-            layout, sizes = Layout.EXPERTS, sizes[1:]
-        is_straight = sizes == (b[0], a[1]) and layout is not Layout.EMBEDDING
-        is_transposed = sizes == (a[1], b[0]) and (layout is Layout.EXPERTS or not is_parameter)
+            layout, sizes = _Layout.EXPERTS, sizes[1:]
+        is_straight = sizes == (b[0], a[1]) and layout is not _Layout.EMBEDDING
+        is_transposed = sizes == (a[1], b[0]) and (layout is _Layout.EXPERTS or not is_parameter)
         if not (is_straight or is_transposed):
             return None
         return _Pair(
             text, kinds, weight, is_parameter, layout, None if is_straight and is_transposed else is_transposed
         )
 
-    def _flips_square(self, pairs: Sequence[_Pair], layout: Layout) -> bool | None:
+    def _flips_square(self, pairs: Sequence[_Pair], layout: _Layout) -> bool | None:
         """Whether square weights have their inputs first, as those of `Conv1D` do; None if that is ambiguous.
 
         peft knows the class of each module, and its configuration only records that of the last one; so the shapes of
@@ -373,10 +382,10 @@ class _AdapterReader(msgspec.Struct):
         if self.options.fan_in_fan_out is not None:
             return self.options.fan_in_fan_out
         seen = {pair.is_transposed for pair in pairs if pair.layout is layout}
-        if layout is Layout.LINEAR:
+        if layout is _Layout.LINEAR:
             seen |= {config.fan_in_fan_out for config in self.configs.values()}
         seen -= {None}
-        return True in seen if len(seen) == 1 or (layout is Layout.LINEAR and not seen) else None
+        return True in seen if len(seen) == 1 or (layout is _Layout.LINEAR and not seen) else None
 
     def _read_pair(self, pair: _Pair, flips_square: bool | None) -> None:
         kinds, weight = pair.kinds, pair.weight
@@ -385,7 +394,7 @@ class _AdapterReader(msgspec.Struct):
         if is_transposed is None:
             what = f"is for the square {weight!r}, which may have its inputs first or last"
             raise _MisfitError(first, f"{what}: give ms.merge.LoRA(fan_in_fan_out=...)")
-        experts = shape[0] if pair.layout is Layout.EXPERTS else 1
+        experts = shape[0] if pair.layout is _Layout.EXPERTS else 1
         rank = self.adapter[first].shape[0] // experts
         path = weight if pair.is_parameter else pair.text
         config = self.configs.get("")
@@ -403,13 +412,13 @@ class _AdapterReader(msgspec.Struct):
             factors.append(magnitude)
         elif config is not None and config.use_dora:
             raise _MisfitError(first, "lacks its counterpart: there is no lora_magnitude_vector, which DoRA needs")
-        is_rounded = pair.layout is Layout.EMBEDDING or pair.is_parameter
-        self._add(weight, factors, Delta(pair.layout, (), scaling, is_transposed, is_rounded, experts))
+        is_rounded = pair.layout is _Layout.EMBEDDING or pair.is_parameter
+        self._add(weight, factors, _Delta(pair.layout, (), scaling, is_transposed, is_rounded, experts))
         if of_b := kinds.get("B.bias"):
             bias = self._check_name(f"{weight.rpartition('.')[0]}.bias", of_b)
             if self.base[bias].shape != self.adapter[of_b].shape:
                 raise _MisfitError(of_b, f"does not fit {bias!r} of shape {self.base[bias].shape}")
-            self._add(bias, [of_b], Delta(Layout.BIAS, (), scaling))
+            self._add(bias, [of_b], _Delta(_Layout.BIAS, (), scaling))
 
     def _alpha(self, kinds: Mapping[str, str], config: _AdapterConfig | None, path: str, rank: int) -> float:
         alpha = self.options.alpha
@@ -427,7 +436,7 @@ class _AdapterReader(msgspec.Struct):
             raise _MisfitError(kinds["A"], "comes without adapter_config.json: give ms.merge.LoRA(alpha=...)")
         return float(alpha)
 
-    def _add(self, name: str, factors: Sequence[str], delta: Delta) -> None:
+    def _add(self, name: str, factors: Sequence[str], delta: _Delta) -> None:
         stored = tuple(self.adapter.stored(factor) for factor in factors)
         if name in self.replaced and tuple(self.replaced[name][1].shape) != self.base[name].shape:
             raise _MisfitError(factors[0], f"is for {name!r}, which the adapter replaces by another shape")
@@ -572,3 +581,111 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(rf"(.*\.)?({pattern})$")
     except re.error as error:
         raise ValueError(f"the pattern {pattern[:80]!r} is not a regular expression: {error}") from error
+
+
+class _Layout(Enum):
+    """The tensor that the matrices A and B of an adapter belong to."""
+
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+    CONV = "conv"
+    EXPERTS = "experts"
+    """A weight for each of several experts."""
+    BIAS = "bias"
+    """One tensor in the place of A and B."""
+
+
+class _Delta(msgspec.Struct, frozen=True):
+    """What an adapter adds to one tensor of the base."""
+
+    layout: _Layout
+    factors: tuple[Stored, ...]
+    """A, B and the magnitude of DoRA, or a bias."""
+    scaling: float
+    is_transposed: bool = False
+    """Whether the weight has its inputs first."""
+    is_rounded: bool = False
+    """Whether the product is rounded to the dtype of the weight before it is added."""
+    experts: int = 1
+    """The number of weights that have matrices of their own."""
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether the rows of the weight cannot be computed one by one."""
+        return self.layout is _Layout.CONV or (len(self.factors) == 3 and self.is_transposed)
+
+    def add_to(
+        self,
+        block: torch.Tensor,
+        original: torch.Tensor,
+        rows: slice,
+        factors: Sequence[torch.Tensor],
+        memory: torch.Tensor,
+    ) -> None:
+        """Adds the product for some rows to them.
+
+        Args:
+            block: The rows of the weight.
+            original: The rows of the weight before anything was added to it.
+            rows: The place of the rows in the weight.
+            factors: The values of the factors.
+            memory: Memory for a product and a copy of the rows in its dtype.
+        """
+        product = self._product(rows, factors, memory[: block.numel()]).mul_(self.scaling)
+        if len(factors) == 3:
+            total = original + product
+            norm = torch.linalg.norm((total.T if self.is_transposed else total).flatten(1), dim=1)
+            factor = factors[2].view(-1)[slice(None) if self.is_transposed else rows] / norm
+            factor = factor if self.is_transposed else factor.view(-1, *[1] * (block.dim() - 1))
+            block.copy_(factor * (total if original is block else block + product))
+        elif self.is_rounded or block.dtype == product.dtype:
+            block += product.to(block.dtype)
+        else:  # twice as fast as an addition of two dtypes
+            block.copy_(memory[-block.numel() :].view(block.shape).copy_(block).add_(product))
+
+    def _product(self, rows: slice, factors: Sequence[torch.Tensor], memory: torch.Tensor) -> torch.Tensor:
+        if self.layout is _Layout.BIAS:
+            return factors[0][rows].clone()
+        a, b = factors[:2]
+        if self.layout is _Layout.EXPERTS:
+            of_experts = b.view(len(b), -1, self.experts)[..., rows], a.view(self.experts, -1, a.shape[1])[rows]
+            return torch.einsum(f"ore,eri->{'eio' if self.is_transposed else 'eoi'}", *of_experts)
+        if self.layout is not _Layout.CONV:
+            if self.is_transposed:
+                return torch.mm(b, a[:, rows], out=memory.view(len(b), -1)).T
+            return torch.mm(b[rows], a, out=memory.view(-1, a.shape[1]))
+        if a.dim() == 4 and a.shape[2:] == (1, 1):
+            return (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).unsqueeze(2).unsqueeze(3)
+        return _CONVOLUTIONS[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
+
+
+def _merged(weight: Stored, dtype: torch.dtype, deltas: Sequence[_Delta]) -> Combined:
+    """Returns a weight in a dtype, with everything that is added to it, to be computed when it is read."""
+    shape = tuple(weight.shape)
+    row = max(math.prod(shape[1:]), 1)
+    unit = max(math.prod(shape), 1) if any(delta.needs_whole for delta in deltas) else row
+    # peft keeps adapters of a base in half precision in float32.
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    has_dora = any(len(delta.factors) == 3 for delta in deltas)
+
+    def begin(factors: Sequence[torch.Tensor], allocate: Allocate) -> FillBlock:
+        memory = allocate((2 * block_elements(shape, unit),), wide)
+        values = iter([factor.to(wide) for factor in factors])
+        prepared = [(delta, [next(values) for _ in delta.factors]) for delta in deltas]
+
+        def fill(out: torch.Tensor, blocks: Sequence[torch.Tensor], first: int) -> None:
+            if blocks[0].data_ptr() != out.data_ptr():
+                out.copy_(blocks[0])
+            block = out.view(-1, *shape[1:])
+            original = block.clone() if has_dora and len(deltas) > 1 else block
+            rows = slice(first // row, (first + out.numel()) // row)
+            for delta, of_delta in prepared:
+                delta.add_to(block, original, rows, of_delta, memory)
+
+        return fill
+
+    factors = tuple(factor for delta in deltas for factor in delta.factors)
+    temporaries = 2 + 3 * has_dora + 2 * any(delta.layout is _Layout.CONV for delta in deltas)
+    elements = sum(math.prod(factor.shape) for factor in factors) + temporaries * block_elements(shape, unit)
+    build = Blocks(begin, len(factors), unit, aligned(elements * wide.itemsize))
+    return Combined(f"merged with {len(deltas)}", dtype, shape, (weight, *factors), build)

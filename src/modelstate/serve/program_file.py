@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Literal, Self
 import msgspec
 import torch
 
+from modelstate import __version__
 from modelstate.errors import (
     ChecksumError,
     DamagedFileError,
@@ -28,7 +29,6 @@ from modelstate.formats.manifest import check_size
 from modelstate.io.files import SourceFile
 from modelstate.serve.state_names import NameMap
 from modelstate.text_format import size
-from modelstate.version import __version__
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
