@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelstate.cli.error_pages import Page, named_pages, pages
+from modelstate.cli.main import Page, named_pages, pages
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "errors"

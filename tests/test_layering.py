@@ -141,7 +141,7 @@ OPENS_BY_ITSELF = {
     "integrations/transformers.py": "a file that is written",
     "serve/export.py": "a file that is written",
     "serve/program_file.py": "a file that is written",
-    "cli/error_pages.py": "pages of the package itself",
+    "cli/main.py": "pages of the package itself",
 }
 """Files that open files in another way than by `modelstate.io.files.open_regular`, and which."""
 

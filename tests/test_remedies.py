@@ -20,8 +20,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import modelstate as ms
-from modelstate.cli.error_pages import pages
-from modelstate.cli.main import app
+from modelstate.cli.main import app, pages
 from modelstate.errors import ModelStateError, PlanError
 
 SOURCE = Path(ms.__file__).parent

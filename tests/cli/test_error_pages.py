@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from modelstate.cli.error_pages import find, named_pages, pages
+from modelstate.cli.main import find_pages, named_pages, pages
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -29,14 +29,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
     ],
 )
 def test_by_name_and_by_text(asked: str, name: str) -> None:
-    found = find(asked)
-    assert [page.name for page in found.pages] == [name]
-    assert not found.is_guess
+    found, is_guess = find_pages(asked)
+    assert [page.name for page in found] == [name]
+    assert not is_guess
 
 
 def test_every_name_and_every_page_is_found() -> None:
     for name, page_name in (*named_pages(), *((name, name) for name in pages())):
-        assert [page.name for page in find(name).pages] == [page_name]
+        assert [page.name for page in find_pages(name)[0]] == [page_name]
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_every_name_and_every_page_is_found() -> None:
     ],
 )
 def test_the_nearest(asked: str, name: str) -> None:
-    found = find(asked)
-    assert [page.name for page in found.pages] == [name]
-    assert found.is_guess
+    found, is_guess = find_pages(asked)
+    assert [page.name for page in found] == [name]
+    assert is_guess
 
 
 @pytest.mark.parametrize("asked", ["", " ", "zzzz", "nothing of the kind is anywhere", "\N{GRINNING FACE}"])
 def test_nothing(asked: str) -> None:
-    assert find(asked).pages == ()
+    assert find_pages(asked) == ((), False)
 
 
 def test_links_to_other_pages_are_their_names() -> None:

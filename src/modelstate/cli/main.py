@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import msgspec
 from msgspec.structs import asdict
 
 import modelstate as ms
@@ -38,8 +42,6 @@ from modelstate.text_format import columns, listed, printable_lines
 if TYPE_CHECKING:
     import torch
 
-    from modelstate.cli.error_pages import Page
-
 
 @click.group(
     "modelstate",
@@ -55,6 +57,7 @@ def app() -> None:
 app.add_command(store)
 
 _Result = TypeVar("_Result")
+_LINK = re.compile(r"\[([^\]]*)\]\([\w./-]+\.md(?:#[\w-]+)?\)")
 
 
 def _open(source: str, allow: tuple[str, ...], skip_forbidden: bool, cache: ms.Cache | None) -> ms.Checkpoint:
@@ -350,17 +353,15 @@ def explain(name: str | None, as_json: bool) -> None:
 
     It has the cause, code that fails, and code that works.
     """
-    from modelstate.cli.error_pages import find, pages
-
     if name is None:
         _show_pages([*pages().values()], as_json)
         return
-    result = find(name)
-    if not result.pages:
+    found, is_guess = find_pages(name)
+    if not found:
         raise click.BadParameter(f"there is no page about {name!r}: modelstate explain lists all of them")
-    if result.is_guess:
-        echo(f"there is no page about {name!r}; the nearest is {result.pages[0].name}", err=True)
-    _show_pages(result.pages, as_json)
+    if is_guess:
+        echo(f"there is no page about {name!r}; the nearest is {found[0].name}", err=True)
+    _show_pages(found, as_json)
 
 
 def _show_pages(pages: Sequence[Page], as_json: bool) -> None:
@@ -371,6 +372,81 @@ def _show_pages(pages: Sequence[Page], as_json: bool) -> None:
         echo(pages[0].text.rstrip())
     else:
         echo(columns([[page.name, page.title] for page in pages]))
+
+
+class Page(msgspec.Struct, frozen=True):
+    """A page about the errors of one cause."""
+
+    name: str
+    title: str
+    """The texts of errors, as a user would search for them, divided by semicolons."""
+    text: str
+    """Markdown, with the names of other pages in place of links to them."""
+    names: tuple[str, ...]
+    """The errors and the kinds of problems that name the page."""
+
+
+def named_pages() -> Iterator[tuple[str, str]]:
+    """Yields the name of every class of errors and every kind of problems, with its page."""
+    from modelstate.problems import ProblemKind
+
+    for name, kind in vars(ms.errors).items():
+        if isinstance(kind, type) and issubclass(kind, ms.ModelStateError) and kind.page:
+            yield name, kind.page
+    yield from ((kind.name, kind.page) for kind in ProblemKind)
+
+
+@cache
+def pages() -> dict[str, Page]:
+    """Returns all pages by name."""
+    package = Path(__file__).parent.parent
+    folder = package / "pages"
+    if not folder.is_dir():  # a checkout, or an editable install of one
+        folder = package.parent.parent / "docs" / "errors"
+    by_name = {}
+    for path in sorted(folder.glob("*.md")):
+        if path.stem != "index":
+            text = _LINK.sub(r"\1", path.read_text(encoding="utf-8"))
+            names = tuple(name for name, page in named_pages() if page == path.stem)
+            by_name[path.stem] = Page(path.stem, text.partition("\n")[0].removeprefix("# "), text, names)
+    return by_name
+
+
+def find_pages(query: str) -> tuple[tuple[Page, ...], bool]:
+    """Finds the page with a name, of a class or of a kind; the page of an error's text; else those with these words.
+
+    Returns:
+        The pages, and whether the page is a guess: nothing has this name or text, and the page is the nearest one.
+    """
+    import difflib
+
+    named = re.findall(r"modelstate explain ([\w-]+)", query)
+    if known := tuple(pages()[name] for name in dict.fromkeys(named) if name in pages()):
+        return known, False
+    by_name = {_plain(name): page for page in pages().values() for name in (page.name, *page.names)}
+    key = _plain(query.rpartition(".")[2])
+    if key in by_name:
+        return (by_name[key],), False
+    if not any(map(str.isspace, query)) and (near := difflib.get_close_matches(key, by_name, n=1, cutoff=0.75)):
+        return (by_name[near[0]],), True
+    words = " ".join(query.lower().split())
+    containing = tuple(page for page in pages().values() if words and words in " ".join(page.text.lower().split()))
+    if containing:
+        return containing, False
+    asked = set(re.findall("[a-z]{3,}", words))
+    nearness = {page.name: max(_share(title, asked) for title in page.title.split("; ")) for page in pages().values()}
+    nearest = max(nearness, key=nearness.__getitem__)
+    return ((pages()[nearest],), True) if nearness[nearest] > 0.6 else ((), False)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]", "", name).lower()
+
+
+def _share(title: str, asked: set[str]) -> float:
+    """Returns the share of a title's words that are among others, without those in quotes, which are names."""
+    words = set(re.findall("[a-z]{3,}", re.sub(r'"[^"]*"', " ", title.lower())))
+    return len(words & asked) / len(words) if len(words) > 1 else 0.0
 
 
 def main() -> None:
