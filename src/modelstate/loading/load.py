@@ -315,7 +315,7 @@ def _execute(
     planner: Planner
     phase: Callable[..., AbstractContextManager[None]]
     phase = (lambda *_, **__: nullcontext()) if agreement is None else agreement.phase
-    with phase(PLANNING, lambda: digests_of(planner)):
+    with phase(PLANNING, lambda: digests_of(planner)), kept_open() as opened:
         planner, staging = prepare(
             transaction,
             source,
@@ -324,6 +324,7 @@ def _execute(
             call_extra_state=True,
             staged=staged,
             in_columns=in_columns,
+            opened=opened,
         )
         if check is not None:
             check(planner)
@@ -408,24 +409,29 @@ def prepare(
     staged: StagedLoad | None = None,
     in_use: str = "",
     in_columns: bool = True,
+    opened: dict[str, Opened] | None = None,
 ) -> tuple[Planner, Staging]:
     """Plans a load, or binds a plan that was made before, and returns with it how its values are read.
 
     `in_use` is why no value can be read at the commit. `in_columns` is whether
-    values without facts of their own may be planned together.
+    values without facts of their own may be planned together. `opened` are the files that are left open.
     """
     if "torch.distributed.fsdp" in sys.modules:
         reshard(transaction.root)
-    view, opened = ModelSchemaView(transaction.root, slots_of(transaction.root)), dict[str, Opened]()
+    view = ModelSchemaView(transaction.root, slots_of(transaction.root))
     if not isinstance(source, LoadPlan):
         # A load with a transform has not paused the garbage collector.
-        with nullcontext() if options.transform is None else gc_paused(), kept_open() as opened:
+        with nullcontext() if options.transform is None else gc_paused():
             checkpoint = open_source(source)
         matched = match(checkpoint, options, view)
     else:
         matched = source.binding.matched
     # Of values that are staged, the memory of the model is looked up again.
-    staging = replace(staged.staging) if staged else Staging(matched.part, options, transaction.root, opened)
+    staging = (
+        replace(staged.staging)
+        if staged
+        else Staging(matched.part, options, transaction.root, {} if opened is None else opened)
+    )
     planner = Planner(
         *(transaction, view, matched, partial(Place, staging)),
         call_extra_state=call_extra_state,
