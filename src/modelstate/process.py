@@ -75,14 +75,9 @@ def try_start(thread: threading.Thread) -> bool:
         if "new thread" not in str(error):  # a signal handler has raised it
             raise
         return False
-    except KeyError as error:
-        raise _interrupt_of_start(error) from None
+    except KeyError as error:  # takes the place of an interrupt where the thread already runs
+        raise error.__context__ or error from None
     return True
-
-
-def _interrupt_of_start(error: BaseException) -> BaseException:
-    """Returns what interrupted `Thread.start`, which raises a `KeyError` in its place if the thread already runs."""
-    return error.__context__ if isinstance(error, KeyError) and error.__context__ is not None else error
 
 
 def _has_memory_for_a_thread() -> bool:

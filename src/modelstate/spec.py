@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
 import msgspec
 from msgspec.structs import replace
@@ -319,26 +319,11 @@ class StoredComposite(msgspec.Struct, frozen=True, eq=False):
         return StoredComposite(self.kind, self.dtype, shape, tuple(parts), Assemble(shape, self.dtype, tuple(boxes)))
 
 
-class Allocate(Protocol):
-    """Returns memory of a thread for an intermediate tensor."""
-
-    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns contiguous memory with any values."""
-
-
-class FillBlock(Protocol):
-    """Computes a block of a combined tensor."""
-
-    def __call__(self, out: torch.Tensor, blocks: Sequence[torch.Tensor], first: int, /) -> None:
-        """Computes a block.
-
-        All blocks are flat. The first part's block may be the memory of the result.
-
-        Args:
-            out: The memory of the block.
-            blocks: The same block of each part that is not needed whole.
-            first: The index of the block's first element.
-        """
+Allocate: TypeAlias = "Callable[[Sequence[int], torch.dtype], torch.Tensor]"
+"""Returns contiguous memory of a thread, with any values, for an intermediate tensor of a shape and dtype."""
+FillBlock: TypeAlias = "Callable[[torch.Tensor, Sequence[torch.Tensor], int], None]"
+"""Computes a block of a combined tensor, from the memory of the block, the same block of each part that is not needed
+whole, and the index of the block's first element. All blocks are flat. The first part's may be that memory."""
 
 
 class Blocks(msgspec.Struct, frozen=True):

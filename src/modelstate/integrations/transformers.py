@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -33,6 +33,7 @@ from modelstate.store.record import read_record
 from modelstate.store.resumable import LoopSaver
 from modelstate.store.store import Store
 from modelstate.text_format import short_repr
+from modelstate.torch_compat.modules import MethodOverride, Overrides
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -191,17 +192,18 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             raise StepNotFoundError(
                 "this step was not saved by a StoreCallback", where=info.path, expected=_STATE, found="no such object"
             )
-        get_batch_samples = trainer.get_batch_samples
         with (
             tempfile.TemporaryDirectory(prefix="modelstate-") as directory,
-            # The directory has no tensors of a model for the Trainer to load.
-            _replaced_method(trainer, "_load_from_checkpoint", lambda *_, **__: None),
-            # It gets no batches where all steps of the run are done.
-            _replaced_method(
-                trainer,
-                "get_batch_samples",
-                lambda *args, **options: ([], None) if self._is_done else get_batch_samples(*args, **options),
-            ),
+            Overrides(
+                # The directory has no tensors of a model for the Trainer to load.
+                MethodOverride(trainer, "_load_from_checkpoint", lambda *_, **__: None),
+                # It gets no batches where all steps of the run are done.
+                MethodOverride(
+                    trainer,
+                    "get_batch_samples",
+                    lambda stock, *args, **options: ([], None) if self._is_done else stock(*args, **options),
+                ),
+            ).used(),
         ):
             with open(os.path.join(directory, "trainer_state.json"), "w", encoding="utf-8") as file:
                 json.dump(entry.decode(info.path), file)
@@ -358,17 +360,3 @@ def _unwrapped(value: object, name: str, kind: type) -> object:
     inner = getattr(value, name, None)
     is_wrapper = type(value).__module__.partition(".")[0] == "accelerate"
     return inner if is_wrapper and isinstance(inner, kind) else value
-
-
-@contextmanager
-def _replaced_method(trainer: Trainer, name: str, function: Callable[..., object]) -> Iterator[None]:
-    """Replaces a method of the Trainer while the block runs."""
-    before = vars(trainer).get(name)
-    setattr(trainer, name, function)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(trainer, name)
-        else:
-            setattr(trainer, name, before)

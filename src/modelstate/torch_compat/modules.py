@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -301,7 +300,7 @@ def without_state_dict_hooks(module: nn.Module) -> Iterator[None]:
     disabled: list[tuple[dict[int, Hook], int, _DisabledHook]] = []
     try:
         with _lock:
-            for table in _tables(module):
+            for table in [getattr(part, name, {}) for part in module.modules() for name in _TABLES]:
                 for key, hook in table.copy().items():
                     replacement = hook if isinstance(hook, _DisabledHook) else _DisabledHook(hook)
                     replacement.blocks += 1
@@ -334,14 +333,8 @@ class _DisabledHook:
     def __call__(self, *args: object, **named: object) -> None:
         pass
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Hook:
-        return copy.deepcopy(self.hook, memo)  # no block would enable the hook of a copy
-
-    def __copy__(self) -> Hook:
-        return self.hook
-
     def __reduce__(self) -> tuple[Callable[[Hook], Hook], tuple[Hook]]:
-        return _identity, (self.hook,)
+        return _identity, (self.hook,)  # also for copies: no block would enable the hook of a copy
 
 
 def _identity(hook: Hook) -> Hook:
@@ -349,14 +342,6 @@ def _identity(hook: Hook) -> Hook:
 
 
 _lock = fork_safe_lock()
-
-
-def _tables(module: nn.Module) -> Iterator[dict[int, Hook]]:
-    for submodule in module.modules():
-        for name in _TABLES:
-            table = getattr(submodule, name, None)
-            if table:
-                yield table
 
 
 def is_cast_of_torch(fn: Callable[..., object]) -> bool:
