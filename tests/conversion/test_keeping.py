@@ -3,9 +3,6 @@
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ from torch import nn
 import modelstate as ms
 from tests.loading.fingerprint import whole
 from tests.programs import run_program
-from tests.sweeps import at_instruction, interrupt
 
 STOCK = nn.Module._apply
 
@@ -211,25 +207,3 @@ def test_a_cast_frees_each_tensor_before_the_next(cast: str) -> None:
     """A second copy of the model would be 64 MB."""
     ended = run_program(PEAK.replace("CAST", cast))
     assert int(ended.stdout) < 32 << 20
-
-
-def enters_a_conversion(code: CodeType) -> bool:
-    return (Path(code.co_filename).stem, code.co_name) == ("process", "replaced")
-
-
-def interrupted_cast(at: int) -> tuple[nn.Module, int]:
-    """Casts a module with an `_apply` of its own, with an interrupt. Returns the number of instructions, too."""
-    module = nn.LSTM(2, 2)
-    with at_instruction(at, enters_a_conversion, interrupt) as found, suppress(KeyboardInterrupt):
-        module.to(torch.bfloat16)
-    return module, found.count
-
-
-def test_an_interrupt_leaves_no_conversion_that_later_ones_become_a_part_of() -> None:
-    with ms.reference_keeping():
-        _, count = interrupted_cast(0)
-        assert count > 10
-        for at in range(1, count + 1):
-            module, _ = interrupted_cast(at)
-            module.to(torch.float64)
-            assert {parameter.dtype for parameter in module.parameters()} == {torch.float64}, at

@@ -10,9 +10,9 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import modelstate as ms
-from tests.loading.fingerprint import described, interrupted_at, raw, whole
+from tests.loading.fingerprint import described, raw, whole
 from tests.pains.quantized import quantized_class
-from tests.sweeps import examples, spread
+from tests.sweeps import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")
 Quantized = quantized_class()
@@ -80,26 +80,6 @@ specs = st.builds(
     st.booleans(),
     st.booleans(),
 )
-FULL = Spec(
-    (0, 1, 1),
-    (
-        Piece("plain", "parameter", 0, "none", frozenset({"grad", "hook", "attribute", "optimized"})),
-        Piece("plain", "parameter", 1, "tie", frozenset()),
-        Piece("plain", "buffer", 2, "detached", frozenset({"attribute"})),
-        Piece("wrapper", "parameter", 2, "none", frozenset({"grad", "hook"})),
-        Piece("COO", "buffer", 1, "none", frozenset({"attribute"})),
-        Piece("COO", "parameter", 1, "none", frozenset({"grad", "hook"})),
-        Piece("CSR", "parameter", 3, "none", frozenset()),
-        Piece("wrapper", "hidden buffer", 3, "none", frozenset()),
-        Piece("channels last", "parameter", 3, "none", frozenset({"grad", "optimized"})),
-        Piece("plain", "buffer", 0, "none", frozenset()),
-        Piece("plain", "hidden buffer", 0, "slice", frozenset()),
-        Piece("integers", "buffer", 0, "none", frozenset()),
-    ),
-    True,
-    False,
-)
-"""Something of everything that is put in its place in a way of its own."""
 
 
 class Tree:
@@ -191,10 +171,6 @@ class Tree:
     def convert(self, *args: Any, **options: Any) -> ms.LoadReport:
         # An optimizer of none of the tensors would be refused.
         return ms.convert(self.module, *args, optimizers=[self.optimizer] if self.optimized else [], **options)
-
-
-def to_double(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.float64) if tensor.dtype is torch.float32 else ms.conversion.UNCHANGED
 
 
 # There and back.
@@ -297,13 +273,6 @@ def test_the_budget_is_the_peak(spec: Spec, data: st.DataObject) -> None:
 # Failures.
 
 
-TARGETS: dict[str, dict[str, Any]] = {
-    "dtype": {"dtype": torch.float64},
-    "function": {"transform": to_double},
-    "meta": {"device": "meta"},
-}
-
-
 class Uncastable(torch.Tensor):
     """A tensor that refuses to become anything else."""
 
@@ -352,31 +321,3 @@ def test_a_sparse_gradient_that_torch_cannot_swap() -> None:
     else:
         assert module[1].weight.grad.dtype is torch.float64
     assert not weak.expired()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recurrent", [False, True], ids=["torch's _apply", "an _apply of its own"])
-@pytest.mark.parametrize("way", ["dtype", "function"])
-def test_an_interrupt_anywhere(way: str, recurrent: bool) -> None:
-    """Ctrl-C at lines all over the conversion: all of it is done, or nothing."""
-    spec = FULL._replace(recurrent=recurrent)
-    done = Tree(spec)
-    done.convert(**TARGETS[way])
-    goal = done.everything()
-    outcomes = set()
-    lines = interrupted_at(0, lambda: Tree(spec).convert(**TARGETS[way]))
-    tree = Tree(spec)
-    before, who = tree.everything(), tree.identity()
-    for line in [*spread(range(1, lines), 12), *spread(range(lines - 60, lines), 6)]:
-        interrupted_at(line, lambda: tree.convert(**TARGETS[way]))  # noqa: B023
-        now = tree.everything()
-        assert who.differences(tree.identity()) == [] or way == "function"
-        if now != before:
-            assert now[0][0] == goal[0][0], f"line {line} of {lines}"
-            assert now[1][0] == goal[1][0], f"line {line} of {lines}"
-            tree = Tree(spec)
-            before, who = tree.everything(), tree.identity()
-            outcomes.add("done")
-        else:
-            outcomes.add("nothing")
-    assert outcomes == {"done", "nothing"}

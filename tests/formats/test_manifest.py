@@ -77,6 +77,9 @@ WRONG: dict[str, Any] = {
     "extra that is a tensor": {"format": 1, "extra": {"a": 1}},
     "extra that is an alias": {"format": 1, "aliases": {"x": "a"}, "extra": {"x": 1}},
     "versions": {"format": 1, "versions": {"a": 1}},
+    "a tree of a tensor that is not there": {"format": 1, "tree": {"dict": [["a", "gone"]]}},
+    "tensors that are not there": {"format": 1, "tree": {"tensors": ["gone"]}},
+    "a digest of nothing": {"format": 1, "digests": {"algorithm": "xxh3-128", "block_bytes": 1, "tensors": {"x": ""}}},
     "encoded versions": {"format": 1, "versions": {"a": {"$nonsense": 1}}},
 }
 

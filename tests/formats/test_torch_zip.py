@@ -7,7 +7,6 @@ import struct
 import subprocess
 import warnings
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +114,6 @@ def test_what_a_tensor_says_of_itself(tmp_path: Path) -> None:
     assert found["q"].attributes == {"colour": "red"}
     assert (found["other"].is_parameter, found["other"].requires_grad) == (False, True)
     assert not found["buffer"].is_parameter
-
-
-def test_checksums_of_storages_are_kept(tmp_path: Path) -> None:
-    path = saved(tmp_path / "x.pt", {"a": torch.arange(5.0), "b": torch.empty(0)})
-    contents = read_contents(path)
-    region = contents.tree["a"].storage  # type: ignore[index]
-    data = Path(path).read_bytes()[region.start : region.start + region.nbytes]
-    ((place, checksum),) = contents.checksums().items()
-    assert (place, checksum.algorithm, checksum.value) == (region, "crc32", f"{zlib.crc32(data):08x}")
 
 
 def test_root_may_be_a_tensor_or_a_list(tmp_path: Path) -> None:
@@ -371,26 +361,6 @@ def test_an_archive_that_was_compressed(archive: Path, tmp_path: Path) -> None:
     assert_same(ms.open(tmp_path / "stored.pt").value(), {"w": torch.arange(3.0), "v": [1]})
 
 
-@pytest.mark.parametrize("field", ["packed", "both", "header", "extra", "beyond"])
-def test_sizes_that_lie(small: Path, field: str) -> None:
-    data = bytearray(Path(rewrite(small)).read_bytes())
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        info = archive.getinfo("small/data/0")
-    entry = data.rindex(b"PK\1\2", 0, data.rindex(b"small/data/0"))
-    local = info.header_offset
-    at, form, number = {
-        "packed": (entry + 20, "<I", 21),
-        "both": (entry + 20, "<2I", 24),
-        "header": (entry + 42, "<I", local + 1),
-        "extra": (local + 28, "<H", 4),
-        "beyond": (entry + 20, "<2I", 1 << 30),
-    }[field]
-    struct.pack_into(form, data, at, *[number] * (len(form) - 1 if form[1:].isalpha() else int(form[1])))
-    small.write_bytes(data)
-    with pytest.raises(errors.DamagedFileError):
-        tree(str(small))
-
-
 def test_a_header_that_ends_too_early(small: Path) -> None:
     """The data would begin a few bytes too early."""
     data = bytearray(small.read_bytes())
@@ -401,20 +371,6 @@ def test_a_header_that_ends_too_early(small: Path) -> None:
     struct.pack_into("<H", data, at, padding - 8)
     small.write_bytes(data)
     with pytest.raises(errors.DamagedFileError, match="contradicts itself about a record"):
-        tree(str(small))
-
-
-def test_a_tensor_does_not_leave_its_storage_for_the_rest_of_the_record(small: Path) -> None:
-    def halved(pickle: bytes) -> bytes:
-        assert pickle.count(b"cpuq") == 1
-        at = pickle.index(b"K", pickle.index(b"cpuq"))
-        assert pickle[at + 1] == 5
-        return pickle[: at + 1] + b"\x02" + pickle[at + 2 :]
-
-    edit_record(small, "data.pkl", halved)
-    with pytest.raises(RuntimeError):
-        torch.load(small)
-    with pytest.raises(errors.DamagedFileError, match="a tensor leaves its storage"):
         tree(str(small))
 
 

@@ -1,6 +1,6 @@
 """What the tests of torch's formats share: files that torch wrote, and torch as the oracle."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +114,6 @@ def assert_same(found: Any, true: Any) -> None:
     else:
         assert type(found) is type(true)
         assert found == true
-
-
-Read = Callable[..., Contents]
 
 
 def rich_tree() -> dict[str, Any]:

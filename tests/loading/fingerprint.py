@@ -1,9 +1,5 @@
 """What a module is, for comparing: before and after a failure, and between two ways of loading it."""
 
-import linecache
-import os
-import signal
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -84,35 +80,6 @@ def identities(module: nn.Module) -> Any:
 def whole(module: nn.Module) -> Any:
     """Everything about a module that a failed load must leave alone."""
     return described_module(module), identities(module)
-
-
-def interrupted_at(step: int, function: Callable[[], Any]) -> int:
-    """Calls a function with Ctrl-C at one of the lines of the library; returns how many lines ran.
-
-    Lines with a `with` do not count: Python never handles a signal between the end of its body and its exit, which a
-    trace function would.
-    """
-    count = 0
-
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        nonlocal count
-        if f"{os.sep}modelstate{os.sep}" not in frame.f_code.co_filename:
-            return None  # no events for its lines
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == "line" and not text.startswith(("with ", "@contextmanager")):
-            count += 1
-            if count == step:
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
-    sys.settrace(trace)
-    try:
-        function()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
-    return count
 
 
 def raised_by(function: Callable[[], object]) -> BaseException | None:

@@ -9,10 +9,8 @@ from torch import nn
 from modelstate import errors
 from modelstate.objects.parts import Part
 from modelstate.objects.restore import restore_objects
-from tests.loading.fingerprint import interrupted_at
 from tests.objects.nets import trained
-from tests.store.training import Positions, Random, Run, everything, kept, state_of
-from tests.sweeps import spread
+from tests.store.training import Positions, Random, Run, everything, kept
 
 
 class Failing(Positions):
@@ -166,32 +164,6 @@ def test_objects_may_keep_and_change_what_they_are_given() -> None:
         assert it.seen == [1]
 
 
-@pytest.mark.slow
-def test_an_interrupt_at_any_line_leaves_all_of_the_old_or_all_of_the_new() -> None:
-    torch.manual_seed(1)
-    run = Run()
-    run.train(2)
-    saved = kept(run.objects)
-    new = state_of(run.objects)
-    run.train(2)
-    old = kept(run.objects)
-    was = everything(run.objects)
-    lines = interrupted_at(0, lambda: restore_objects(run.objects, saved))
-    assert state_of(run.objects) == new
-    assert lines > 1000
-    kinds = set()
-    for line in spread(range(1, lines), 25):
-        restore_objects(run.objects, old)
-        was = everything(run.objects)
-        assert was["state"] != new
-        interrupted_at(line, lambda: restore_objects(run.objects, saved))
-        now = everything(run.objects)
-        kinds.add(now["state"] == new)
-        if now["state"] != new:
-            assert now == was, f"line {line}"
-    assert False in kinds
-
-
 def test_asking_for_states_draws_no_numbers() -> None:
     class Drawing(Positions):
         def state_dict(self) -> dict[str, Any]:
@@ -213,28 +185,6 @@ def test_asking_for_states_draws_no_numbers() -> None:
     state = torch.get_rng_state()
     restore_objects({"loader": Drawing()}, {"loader": saved["loader"]})
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_generators_are_undone_after_whoever_draws_from_them() -> None:
-    class Drawing(Positions):
-        def state_dict(self) -> dict[str, Any]:
-            torch.rand(1, generator=first)
-            return super().state_dict()
-
-    first, second = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    objects = {"loader": Drawing(), "first": first, "second": second}
-    saved = kept(objects)
-    first.manual_seed(3)
-    broken("loader", saved)
-    before = first.get_state()
-    with pytest.raises(errors.ObjectStateError, match="loader"):
-        restore_objects(objects, saved)
-    assert torch.equal(first.get_state(), before)
-    del objects["loader"], saved["loader"]
-    saved["second"] = Part("generator", torch.zeros(1))
-    with pytest.raises(errors.ObjectStateError, match="second"):
-        restore_objects(objects, saved)
-    assert torch.equal(first.get_state(), before)
 
 
 class NoCopy(Positions):

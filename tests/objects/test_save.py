@@ -13,7 +13,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import PlanError, UnknownClassError, UnsavableError
-from modelstate.formats import block_writer
 from modelstate.formats.safetensors import DTYPES
 from modelstate.spec import StoredTensor
 from tests.formats.files import same as same_tensor
@@ -276,38 +275,6 @@ def test_who_could_not_read_the_old_one_cannot_read_the_new_one(
     (tmp_path / "y").chmod(0o640)
     ms.save(state, tmp_path / "y", format="torch")
     assert (tmp_path / "y").stat().st_mode & 0o777 == 0o640
-
-
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(
-                    not torch.cuda.is_available(), reason="no CUDA device: saving from one is not tested"
-                ),
-            ],
-        ),
-    ],
-)
-def test_what_has_to_be_copied_is_copied_block_by_block(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a whole tensor for each thread: on a GPU, conjugates, which are in no memory, and what is not contiguous."""
-    plain = torch.randn(3, 500_000, dtype=torch.complex64).to(device)
-    tensors = [plain[:1], plain.conj(), plain[1, 1].conj(), plain[:, :9].t(), plain.t(), plain]
-    expected = block_writer.write_blocks(None, 0, [tensor.cpu().resolve_conj().contiguous() for tensor in tensors])
-    copied: list[int] = []
-    real = torch.Tensor.cpu
-
-    def cpu(tensor: torch.Tensor) -> torch.Tensor:
-        copied.append(tensor.nbytes)
-        return real(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
-    assert block_writer.write_blocks(None, 0, tensors) == expected
-    assert max(copied) == 4 << 20
 
 
 class _Refused:

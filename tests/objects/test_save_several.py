@@ -6,69 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import modelstate as ms
 from modelstate.errors import (
     ChecksumError,
     ObjectStateError,
-    OptimizerStateError,
     PlanError,
 )
 from tests.objects.nets import restored_from
 
 
-def objects(seed: int = 0) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
-    optimizer = torch.optim.Adam(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    averaged = {"model": nn.Linear(3, 3), "decay": 0.9}
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "rng": ms.RNG(),
-        "averaged": averaged,
-        "step": 3,
-    }
-
-
-def test_other_tools_and_load_take_a_part(tmp_path: Path) -> None:
-    of, path = objects(), tmp_path / "training.safetensors"
-    ms.save(of, path)
-    assert torch.equal(load_file(path)["model.0.weight"], of["model"][0].weight)
-    other = objects(1)["model"]
-    ms.load(other, path, key="model")
-    assert torch.equal(other[2].bias, of["model"][2].bias)
-
-
-def test_what_does_not_go_together(tmp_path: Path) -> None:
-    path = tmp_path / "training.safetensors"
-    ms.save(objects(), path)
-    less, before = objects(1), objects(1)
-    del less["scheduler"], less["averaged"]
-    with pytest.raises(ObjectStateError, match="scheduler"):
-        ms.restore(less, path)
-    more = {**objects(1), "ema": nn.Linear(2, 2)}
-    with pytest.raises(ObjectStateError, match="ema"):
-        ms.restore(more, path)
-    with pytest.raises(OptimizerStateError, match="not the state of an optimizer"):
-        ms.restore({"model": less["model"], "step": less["optimizer"]}, path, allow_unexpected=["*"])
-    assert all(map(torch.equal, less["model"].state_dict().values(), before["model"].state_dict().values()))
-    ms.restore(less, path, allow_unexpected=["scheduler", "averaged"])
-    ms.restore(more, path, allow_missing=["ema"])
-
-
 def test_damage_is_found_first(tmp_path: Path) -> None:
     path = tmp_path / "training.safetensors"
-    ms.save(objects(), path)
+    ms.save({"model": nn.Linear(2, 2), "step": 3}, path)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(ChecksumError):
-        ms.restore(objects(1), path, verify=True)
+        ms.restore({"model": nn.Linear(2, 2), "step": 0}, path, verify=True)
 
 
 class Hidden(nn.Module):

@@ -197,29 +197,3 @@ def test_every_other_kind_of_tensor_comes_back(tensor: Any, tmp_path: Path) -> N
     if isinstance(tensor, torch.Tensor):
         assert found.layout is tensor.layout
         assert torch.equal(found.to_dense().detach(), tensor.to_dense().detach())
-
-
-class Holding:
-    """An object with a value as its state."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
-def test_a_sparse_tensor_in_the_state_of_an_object_comes_back(layout: torch.layout, tmp_path: Path) -> None:
-    value = torch.eye(3).to_sparse(layout=layout)
-    ms.save({"held": Holding([value])}, tmp_path / "x.pt")
-    held = Holding()
-    ms.restore({"held": held}, tmp_path / "x.pt")
-    (restored,) = held.value
-    assert restored.layout is layout
-    assert torch.equal(restored.to_dense(), value.to_dense())
-    ms.restore({"held": held}, tmp_path / "x.pt")

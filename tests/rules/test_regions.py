@@ -179,24 +179,6 @@ def test_placed_runs_are_the_values_and_each_element_is_written_once(
             assert torch.equal(torch.frombuffer(memory, dtype=wanted.dtype).reshape(wanted.shape), wanted)
 
 
-def test_rows_joined_rows_and_columns_are_placed_and_computed_values_are_not() -> None:
-    file = File()
-    wide = file.store(numbers((4, 1024)))
-    both = expression.concatenated([wide.region([slice(1)]), wide.region([slice(3, 4)])], 0)
-    columns = expression.concatenated([wide.region([slice(4), slice(256)])] * 2, 1)
-    assert [runs.first for runs in placed_runs(both)] == [0, 4096]
-    assert [part.run_bytes for part in placed_runs(columns)] == [1024, 1024]
-    assert [at for _, at in placed_runs(columns)[1].places()] == [1024, 3072, 5120, 7168]
-    for computed in (
-        expression.cast(wide, torch.float64),
-        expression.transposed(wide, 0, 1),
-        wide.region([slice(4), slice(15)]),  # short runs
-        expression.concatenated([wide, expression.constant(wide.dtype, (1, 1024), 0)], 0),
-        Derived(wide.dtype, wide.shape, (wide,), negated),
-    ):
-        assert placed_runs(computed) == ()
-
-
 ROWS = numbers((12, 8))
 
 
@@ -242,22 +224,6 @@ def test_columns_are_read_without_the_large_gaps_between_them() -> None:
     near = stored.region([slice(None), slice(0, 2 * spec.GAP_BYTES // 4)])
     assert torch.equal(read(near, file), values[:, : 2 * spec.GAP_BYTES // 4])
     assert near.read_bytes == near.extent.nbytes
-
-
-@pytest.mark.parametrize("slices", [[slice(0, 4, 2)], [slice(None, None, -1)], [slice(1)] * 3])
-def test_what_is_no_region(slices: list[slice]) -> None:
-    for source in (File().store(ROWS), ROWS, expression.cast(ROWS, torch.float64)):
-        with pytest.raises(ValueError, match="a region of shape"):
-            region(source, slices)
-
-
-def test_a_concatenation_needs_memory_for_one_part_beside_its_result() -> None:
-    file = File()
-    joined = expression.concatenated([file.store(ROWS), file.store(ROWS)], 0)
-    nested = expression.concatenated([joined, file.store(ROWS[:1])], 0)
-    assert isinstance(nested, Derived)
-    assert nested.scratch_bytes == ROWS.nbytes
-    assert nested.result_bytes == nested.nbytes == 2 * ROWS.nbytes + ROWS[:1].nbytes
 
 
 def test_a_function_that_fails_below_another_rule_changes_nothing(tmp_path: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, overlapping, sharing, slots_of
+from modelstate.transaction.slots import BUFFER, HIDDEN, PARAMETER, overlapping, sharing, slots_of
 
 
 class Stateful(nn.Module):
@@ -28,21 +28,6 @@ class Stateful(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         pass
-
-
-def test_kinds() -> None:
-    module = Stateful()
-    slots = slots_of(module)
-    assert [(slot.names, slot.kind) for slot in slots.tensors] == [
-        (("weight",), PARAMETER),
-        (("mean",), BUFFER),
-        (("ids",), HIDDEN),
-    ]
-    assert [slot.tensor is getattr(module, slot.name) for slot in slots.tensors] == [True] * 3
-    assert slots.empty == {"bias", "absent"}
-    assert slots.extra == ("_extra_state",)
-    assert slots.by_name == {slot.name: slot for slot in slots.tensors}
-    assert len({PARAMETER, BUFFER, HIDDEN, EXTRA}) == 4
 
 
 @pytest.mark.parametrize(

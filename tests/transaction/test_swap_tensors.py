@@ -126,27 +126,9 @@ def waiting(weight: torch.Tensor) -> None:
     loss.backward()
 
 
-def waiting_in_an_object(weight: torch.Tensor) -> None:
-    history = {"losses": [(weight * 2).sum()]}
-    ms.swap_tensors(weight, torch.ones(2, 3))
-    del history
-
-
 def with_a_node(weight: torch.Tensor) -> None:
     node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     node.register_hook(lambda *_: None)
-    ms.swap_tensors(weight, torch.ones(2, 3))
-
-
-class Slotted:
-    """An object without a dict."""
-
-    __slots__ = ("result",)
-
-
-def waiting_in_a_slot(weight: torch.Tensor) -> None:
-    keeper = Slotted()
-    keeper.result = (weight * 2).sum()
     ms.swap_tensors(weight, torch.ones(2, 3))
 
 
@@ -157,11 +139,6 @@ HOLDERS: dict[Callable[[torch.Tensor], None], tuple[str, str]] = {
         "drop the view",
     ),
     waiting: (r"graph that still waits for backward: its result is held by `loss` in frame `waiting`", "run backward"),
-    waiting_in_an_object: (r"still waits for backward: .* `history` in frame `waiting_in_an_object`", "run backward"),
-    waiting_in_a_slot: (
-        r"attribute `result` of a Slotted held by `keeper` in frame `waiting_in_a_slot`",
-        "run backward",
-    ),
     with_a_node: (r"its AccumulateGrad node, held by `node` in frame `with_a_node`", "remove the hooks"),
 }
 
