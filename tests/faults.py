@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from modelstate.errors import OptionError
 from modelstate.io import system
-from modelstate.text_format import short_repr
 
 READ_CALLS = ("open", "stat", "fstat", "pread", "preadv", "preadv_cached", "mmap")
 _VECTORED_CALLS = ("preadv", "preadv_cached", "pwritev")
@@ -41,7 +39,14 @@ class Request:
 
 
 class Faults:
-    """The requests that `faulty_reads` or `faulty_writes` has seen."""
+    """The requests that `faulty_reads` or `faulty_writes` has seen.
+
+    Args:
+        at: The number of the request to change, from 1; all requests by default.
+        error: Raised instead of making the request.
+        short: The most bytes that a request moves; 0 is the end of a file that is read.
+        before: Called with the request before it is made, in the thread that makes it.
+    """
 
     requests: list[Request]
     """Every request so far, including those that were made to fail."""
@@ -53,17 +58,6 @@ class Faults:
         short: int | None = None,
         before: Callable[[Request], object] | None = None,
     ) -> None:
-        if at is not None and (not isinstance(at, int) or isinstance(at, bool) or at < 1):
-            raise OptionError("at= is the number of a request", expected="1 or more, or None", found=short_repr(at))
-        if short is not None and (not isinstance(short, int) or isinstance(short, bool) or short < 0):
-            raise OptionError("short= is a number of bytes", expected="0 or more, or None", found=short_repr(short))
-        is_class = isinstance(error, type) and issubclass(error, BaseException)
-        if not (error is None or is_class or isinstance(error, BaseException)):
-            raise OptionError("error= is raised", expected="an exception, or None", found=short_repr(error))
-        if before is not None and not callable(before):
-            raise OptionError(
-                "before= is called with a request", expected="a function, or None", found=short_repr(before)
-            )
         self.requests = []
         self._at, self._error, self._short, self._before = at, error, short, before
         self._lock = threading.Lock()
@@ -83,78 +77,29 @@ class Faults:
 
 
 @contextmanager
-def faulty_reads(
-    *,
-    at: int | None = None,
-    error: BaseException | type[BaseException] | None = None,
-    short: int | None = None,
-    before: Callable[[Request], object] | None = None,
-) -> Iterator[Faults]:
-    """Makes the system calls fail by which checkpoints are opened and read.
+def faulty_reads(**fault: Any) -> Iterator[Faults]:
+    """Makes the system calls fail by which checkpoints are opened and read, in all threads of the process.
 
     Without arguments it only counts them: a load that is repeated with `at=1`, `at=2`, ... up to
-    `len(faults.requests)` fails at each in turn. A request is one system call: `open`, `stat`, `fstat`, `pread`,
-    `preadv` or `mmap` of a file that is opened or loaded; or `preadv_cached`, the read of a block that the page cache
-    is known to have. Where that fails, the block is read with `preadv`. Page faults of a mapped file are not requests.
-    The context holds for all threads of the process. Contexts can be nested: a request that the inner one makes
-    reaches the outer one.
+    `len(faults.requests)` fails at each in turn. Page faults of a mapped file are not requests. Where `preadv_cached`
+    fails, the read of a block that the page cache is known to have, the block is read with `preadv`. Contexts can be
+    nested: a request that the inner one makes reaches the outer one.
 
     Args:
-        at: the number of the request to change, from 1; all requests by default.
-        error: raised instead of making the request: usually an `OSError`, such as `OSError(errno.EIO, "...")`.
-        short: the most bytes that a `pread`, `preadv` or `preadv_cached` returns, as at the end of a file, on a network
-            file system or after a signal; 0 is the end of the file.
-        before: called with the `Request` before it is made, in the thread that makes it: to change the file at that
-            moment, to wait, or to raise.
-
-    Yields:
-        The calls that have been made, as `Faults.requests`.
-
-    Raises:
-        OptionError: An argument cannot be used.
-
-    Examples:
-        >>> with faulty_reads(at=3, error=OSError(errno.EIO, "bad sector")) as faults:
-        ...     modelstate.load(model, path)
+        fault: the arguments of `Faults`.
     """
-    faults = Faults(at, error, short, before)
+    faults = Faults(**fault)
     with replaced(system, _counted(system, READ_CALLS, faults)):
         yield faults
 
 
 @contextmanager
-def faulty_writes(
-    *,
-    at: int | None = None,
-    error: BaseException | type[BaseException] | None = None,
-    short: int | None = None,
-    before: Callable[[Request], object] | None = None,
-) -> Iterator[Faults]:
-    """Makes the system calls fail by which checkpoints are saved.
+def faulty_writes(**fault: Any) -> Iterator[Faults]:
+    """Makes the system calls fail by which checkpoints are saved, as `faulty_reads` does with those of reads.
 
-    Without arguments it only counts them. They are `open_to_write` (of files that are written, and of directories),
-    `fallocate`, `pwritev`, `fchmod`, `fsync`, `close`, `replace`, `link`, `unlink`, `mkdir` and `rmdir`, of all threads
-    of the process. Contexts can be nested, as those of `faulty_reads`.
-
-    Args:
-        at: the number of the call to change, from 1; all calls by default.
-        error: raised instead of making the call: an `OSError`, such as `OSError(errno.ENOSPC, "...")`, or a
-            `KeyboardInterrupt`. A descriptor is closed before `close` raises, as Linux does.
-        short: the most bytes that a `pwritev` writes, as on a disk that is nearly full.
-        before: called with the `Request` before the call is made, in the thread that makes it: to look at the
-            directory at that moment, to kill the process, to wait, or to raise.
-
-    Yields:
-        The calls that have been made, as `Faults.requests`.
-
-    Raises:
-        OptionError: An argument cannot be used.
-
-    Examples:
-        >>> with faulty_writes(at=5, error=OSError(errno.ENOSPC, "disk full")):
-        ...     modelstate.save(model, path)
+    A descriptor is closed before `close` raises, as Linux does.
     """
-    faults = Faults(at, error, short, before)
+    faults = Faults(**fault)
     with replaced(system, _counted(system, WRITE_CALLS, faults)):
         yield faults
 

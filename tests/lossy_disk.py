@@ -226,15 +226,6 @@ def lossy_disk(directory: str | os.PathLike[str]) -> Iterator[LossyDisk]:
 
     The content of the directory at the beginning counts as safe. Only what modelstate writes is recorded. All data
     that is written is kept in memory.
-
-    Args:
-        directory: the directory to record.
-
-    Examples:
-        >>> with lossy_disk(folder) as disk:
-        ...     modelstate.save(model, folder / "model.safetensors")
-        >>> for point in range(len(disk.calls) + 1):
-        ...     disk.write(f"after_{point}", point)
     """
     disk = LossyDisk(os.fspath(directory))
     with replaced(system, {name: disk._recorded(name, getattr(system, name)) for name in WRITE_CALLS}):

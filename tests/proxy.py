@@ -232,17 +232,6 @@ def fault_proxy(
         fault: called with each request; returns the fault for it, or None for a request that succeeds.
         latency_seconds: how long each request waits.
         bytes_per_second: the bandwidth of each connection; None for no limit.
-
-    Yields:
-        The proxy.
-
-    Raises:
-        OSError: There is no free port.
-
-    Examples:
-        >>> with fault_proxy(server, lambda request: Fault.RESET if request.number == 3 else None) as proxy:
-        ...     os.environ["AWS_ENDPOINT_URL"] = proxy.url
-        ...     modelstate.load(model, "s3://bucket/model.safetensors")
     """
     proxy = FaultProxy(server, fault, latency_seconds, bytes_per_second)
     with _Server(("127.0.0.1", 0), type("_Handler", (_Handler,), {"proxy": proxy})) as listener:

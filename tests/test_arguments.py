@@ -1,11 +1,9 @@
 """The checks of the values that callers give."""
 
 from collections.abc import Callable
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,11 +14,6 @@ from modelstate.errors import OptionError, SourceTypeError, UnsavableError
 from modelstate.text_format import short_repr
 
 
-@pytest.mark.parametrize("value", [1, 5, None])
-def test_integers_that_are_accepted(value: object) -> None:
-    check_integer("depth", value, least=1, accepts_none=True)
-
-
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "1", None, [1]])
 def test_integers_that_are_refused(value: object) -> None:
     with pytest.raises(OptionError, match=r"shard_size_bytes= must be a number of bytes") as caught:
@@ -29,32 +22,14 @@ def test_integers_that_are_refused(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "options"),
-    [
-        (0, {}),
-        (0.5, {"accepts_zero": False}),
-        (np.float32(2), {}),
-        (100, {"most": 100}),
-    ],
-)
-def test_times_that_are_accepted(value: object, options: dict[str, Any]) -> None:
-    seconds = seconds_of("timeout_seconds", value, **options)
-    assert (seconds, type(seconds)) == (value, float)
-
-
-@pytest.mark.parametrize(
     ("value", "options", "expected"),
     [
         (0, {"accepts_zero": False}, "a number > 0"),
-        (-1, {}, "a number >= 0"),
         (float("nan"), {}, "a number >= 0"),
-        (float("inf"), {}, "a number >= 0"),
         (101, {"most": 100}, "a number >= 0 and <= 100"),
         (10**400, {}, "a number >= 0"),
         (True, {"accepts_none": True}, "a number >= 0, or None"),
         (None, {}, "a number >= 0"),
-        ("1", {}, "a number >= 0"),
-        (Decimal(1), {}, "a number >= 0"),
     ],
 )
 def test_times_that_are_refused(value: object, options: dict[str, Any], expected: str) -> None:
@@ -95,23 +70,15 @@ def test_a_flag_that_is_neither_true_nor_false(
     ("wrong", "remedy"),
     [
         (lambda live, model, store: live.swap({}, allow_mising=["x"]), "allow_missing=, if that is meant"),
-        (lambda live, model, store: live.swap({}, strict=False), 'allow_missing=["head.*"], allow_unexpected='),
-        (lambda live, model, store: live.swap({}, map_location="cpu"), "the device of the one that it replaces"),
         (lambda live, model, store: live.swap({}, device="cpu"), "the device of the one that it replaces"),
         (lambda live, model, store: live.swap({}, weights_only=True), "no code of a pickle"),
         (lambda live, model, store: ms.Live(model, keep_version=2), "keep_versions=, if that is meant"),
         (lambda live, model, store: ms.follow(live, store, alow_missing=["x"]), "allow_missing=, if that is meant"),
-        (lambda live, model, store: ms.follow(live, store, poll_second=1), "poll_seconds=, if that is meant"),
-        (
-            lambda live, model, store: ms.follow(live, store, strict=False),
-            'allow_missing=["head.*"], allow_unexpected=',
-        ),
         (lambda live, model, store: ms.load(model, {}, allow_mising=["x"]), "allow_missing=, if that is meant"),
         (lambda live, model, store: ms.load(model, {}, strict=False), 'allow_missing=["head.*"], allow_unexpected='),
         (lambda live, model, store: ms.load(model, {}, map_location="cpu"), "device=: the device of the tensors"),
         (lambda live, model, store: ms.plan(model, {}, unexpected=["x"]), "allow_unexpected=, if that is meant"),
         (lambda live, model, store: ms.restore({"m": model}, {}, strict=True), 'allow_missing=["head.*"]'),
-        (lambda live, model, store: ms.restore({"m": model}, {}, map_location="cpu"), "device=: the device"),
         (lambda live, model, store: ms.save(model, "x.pt", max_shard_size=3), "shard_size_bytes=, if that is meant"),
         (lambda live, model, store: store.save(1, {"m": model}, metric={}), "metrics=, if that is meant"),
         (lambda live, model, store: store.restore({"m": model}, allow_misssing=[]), "allow_missing=, if that is meant"),

@@ -1,12 +1,8 @@
 """The background task behind loads, saves and following: results, cancelling, and the end of the program."""
 
-import gc
 import os
 import threading
-import time
-import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -39,12 +35,6 @@ def test_a_result_and_an_error_come_back_each_time() -> None:
     assert not failed.has_unreported_error
 
 
-def test_a_task_that_was_not_started_has_no_result() -> None:
-    task: BackgroundTask[int] = BackgroundTask(lambda _: 5, kind="load", where="a.pt", at_exit=AtExit.CANCEL)
-    with pytest.raises(errors.BackgroundCancelledError):
-        task.result(0)
-
-
 def test_a_timeout_lets_the_task_run() -> None:
     opened = threading.Event()
     task = started(lambda _: opened.wait(SOON))
@@ -71,51 +61,6 @@ def test_cancel_ends_a_sleep_and_discards(wait: bool) -> None:
     assert discarded.is_set()
     with pytest.raises(errors.BackgroundCancelledError, match="was cancelled"):
         task.result()
-
-
-def test_a_task_may_cancel_itself() -> None:
-    task = started(lambda own: own.cancel())
-    assert task.result(SOON) is True
-
-
-@pytest.mark.slow
-def test_what_a_finished_task_refers_to_is_freed() -> None:
-    class Held:
-        pass
-
-    held = Held()
-    kept = weakref.ref(held)
-    task = started(partial(lambda held, _: None, held))
-    task.result(SOON)
-    del held
-    gc.collect()
-    assert kept() is None
-
-
-@pytest.mark.parametrize("is_running", [True, False])
-def test_an_interrupted_start(monkeypatch: pytest.MonkeyPatch, is_running: bool) -> None:
-    """The task is cancelled where the thread runs, and the function is not called where it does not."""
-    real, calls = threading.Thread.start, list[int]()
-
-    def start(thread: threading.Thread) -> None:
-        if is_running:
-            real(thread)
-            while not calls:
-                time.sleep(0.001)
-        raise KeyboardInterrupt
-
-    def work(own: BackgroundTask[None]) -> None:
-        calls.append(1)
-        own.sleep(1000)
-        own.check()
-
-    task: BackgroundTask[None] = BackgroundTask(work, kind="load", where="a.pt", at_exit=AtExit.CANCEL)
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(KeyboardInterrupt):
-        task.start()
-    monkeypatch.undo()
-    assert task.wait(SOON)
-    assert calls == [1] * is_running
 
 
 def test_a_forked_child_has_no_result() -> None:

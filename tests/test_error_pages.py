@@ -86,24 +86,6 @@ def line_of(error: BaseException) -> int:
     return next(frame.lineno or 0 for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<page>")
 
 
-def test_a_page_has_what_fails_and_then_what_works() -> None:
-    for page in PAGES.values():
-        head, fix, rest = source(page).partition("\n## The fix\n")
-        assert fix, page.name
-        assert "```text" in head, page.name
-        assert "```text" not in rest, page.name
-        assert source(page).startswith("# "), page.name
-        working = [code for code, shown in blocks(page) if shown is None and code in rest]
-        assert any("ms." in code for code in working), page.name
-
-
-def test_a_page_is_about_the_names_that_name_it() -> None:
-    for page in PAGES.values():
-        prose = re.sub(r"^```.*?^```$", "", source(page), flags=re.MULTILINE | re.DOTALL)
-        assert page.names, page.name
-        assert [name for name in page.names if f"`{name}`" not in prose] == [], page.name
-
-
 def test_the_errors_of_a_page_name_it() -> None:
     for page in PAGES.values():
         shown = [text for _, text in blocks(page) if text and text.startswith("modelstate.")]

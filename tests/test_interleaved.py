@@ -1,7 +1,6 @@
 """State that the threads of a process share, and children that are forked while a thread works on it."""
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate import forks
 from modelstate.checkpoint.mapped import Maps
 from modelstate.io import system
 from modelstate.process import cached_attribute
@@ -71,42 +69,6 @@ def test_threads_that_compute_an_attribute_at_once_get_one_object() -> None:
 
 
 # Forks.
-
-
-class _Lock:
-    """A lock that calls a function after it was released."""
-
-    def __init__(self, after_release: Callable[[], object] = lambda: None) -> None:
-        self._lock, self._after_release = threading.Lock(), after_release
-        self.acquire, self.locked = self._lock.acquire, self._lock.locked
-
-    def release(self) -> None:
-        self._lock.release()
-        self._after_release()
-
-
-def test_two_threads_fork_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second fork begins when the first lock is free, and the first one must not release its locks."""
-    has_begun, may_end = threading.Event(), threading.Event()
-    locks = [_Lock(lambda: has_begun.wait(SOON)), _Lock()]
-    monkeypatch.setattr(forks, "_locks", locks)
-    held: list[bool] = []
-
-    def fork() -> None:
-        forks._prepare()
-        has_begun.set()
-        may_end.wait(SOON)
-        held.extend(lock.locked() for lock in locks)
-        forks._after_in_parent()
-
-    forks._prepare()
-    thread = threading.Thread(target=fork)
-    thread.start()
-    forks._after_in_parent()
-    may_end.set()
-    thread.join()
-    assert held == [True, True]
-    assert not any(lock.locked() for lock in locks)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")

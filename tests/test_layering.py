@@ -125,40 +125,6 @@ def test_exactly_one_file_imports_pickle() -> None:
     assert found == ["unpickle.py"]
 
 
-OPENS_BY_ITSELF = {
-    "io/files.py": "where files that may come from elsewhere are opened",
-    "io/system.py": "the system calls that it makes",
-    "io/linux.py": "/proc",
-    "checkpoint/open.py": "`modelstate.open` itself",
-    "checkpoint/write.py": "a file of our own, which is uploaded",
-    "html/page.py": "the template, the style and the script, which are part of the package",
-    "io/lease.py": "/proc",
-    "store/deadline.py": "/proc",
-    "store/bucket.py": "/proc",
-    "io/lock.py": "the lock, which is written too",
-    "io/atomic.py": "a lease on a file of our own",
-    "remote/cache.py": "blocks of our own",
-    "integrations/transformers.py": "a file that is written",
-    "serve/export.py": "a file that is written",
-    "serve/program_file.py": "a file that is written",
-    "cli/main.py": "pages of the package itself",
-}
-"""Files that open files in another way than by `modelstate.io.files.open_regular`, and which."""
-
-
-@pytest.mark.slow
-def test_files_are_opened_in_one_way() -> None:
-    calls = {(path, node.func) for path in FILES for node in nodes_of(path) if isinstance(node, ast.Call)}
-    found = {
-        path.relative_to(SOURCE).as_posix()
-        for path, called in calls
-        if (isinstance(called, ast.Name) and called.id == "open")
-        or (isinstance(called, ast.Attribute) and ast.unparse(called) in ("os.open", "io.open", "zipfile.ZipFile"))
-        or (isinstance(called, ast.Attribute) and called.attr in ("read_bytes", "read_text"))
-    }
-    assert found <= set(OPENS_BY_ITSELF)
-
-
 LAZY = sorted(
     ".".join(("modelstate", *path.parent.relative_to(SOURCE).parts))
     for path in SOURCE.rglob("__init__.py")
@@ -181,10 +147,6 @@ def test_public_names_are_the_same_for_programs_and_for_type_checkers(package: s
         assert name in dir(module)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = module.nothing
-
-
-def test_the_top_level_is_small() -> None:
-    assert len(modelstate.__all__) <= 45
 
 
 @pytest.fixture(scope="module")

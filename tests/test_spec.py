@@ -1,7 +1,6 @@
 """A stored tensor's description."""
 
 import copy
-import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -10,51 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.spec import ByteRange, StoredTensor, StoredTensors, TensorColumns, contiguous_stride, under_names
-from modelstate.tensor_spec import specs_of
-
-
-@pytest.mark.slow
-@given(
-    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
-    st.lists(st.integers(0, 4), max_size=4).map(tuple),
-    st.integers(0, 100),
-)
-def test_the_short_way_to_a_whole_tensor_gives_the_same(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> None:
-    storage = ByteRange("file", start, math.prod(shape) * dtype.itemsize)
-    stride = contiguous_stride(shape)
-    full = StoredTensor.view(dtype, shape, stride, storage)
-    by_name = StoredTensor.whole(full.dtype_name, shape, storage)
-    assert by_name == full
-    assert hash(copy.deepcopy(by_name)) == hash(pickle.loads(pickle.dumps(by_name))) == hash(full)
-    assert (by_name.dtype, by_name.stride) == (dtype, stride)
-
-
-@pytest.mark.slow
-@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 3), max_size=5), st.permutations("abcdef"))
-def test_tables_of_tensors_are_mappings(sizes: dict[str, int], new_names: list[str]) -> None:
-    described = {name: StoredTensor.whole("uint8", (size,), ByteRange(name, 8, size)) for name, size in sizes.items()}
-    single = [
-        StoredTensors({name: 0}, TensorColumns(["uint8"], [(size,)], [name], [8], [size]))
-        for name, size in sizes.items()
-    ]
-    table = StoredTensors.joined(single)
-    assert table == described
-    assert list(table.keys()) == list(table) == list(described)
-    assert all(name in table for name in sizes)
-    assert all(table[name] is table[name] for name in sizes)
-    for name in sizes:
-        (spec,) = specs_of(table, [name])
-        assert pickle.loads(pickle.dumps(spec)) == spec == ms.TensorSpec(name, (sizes[name],), "uint8", described[name])
-        assert (spec.stored, spec.dtype, spec.nbytes) == (described[name], torch.uint8, sizes[name])
-    names = {new: old for new, old in zip(new_names, "abcdef", strict=True) if old in sizes}
-    assert under_names(table, names) == under_names(described, names)
-    with pytest.raises(KeyError):
-        table["absent"]
 
 
 @pytest.fixture

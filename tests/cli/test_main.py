@@ -308,14 +308,6 @@ def test_a_load_compares_digests_where_it_is_asked_to(models: Path) -> None:
     assert "checksum" in done.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["store"]])
-def test_summaries_fit_the_width(command: list[str]) -> None:
-    done = run(*command, "--help", terminal_width=80)
-    assert done.exit_code == 0
-    assert "..." not in done.stdout.partition("Commands:")[2]
-    assert max(map(len, done.stdout.splitlines())) <= 80
-
-
 class TestManners:
     def test_every_command_has_json_and_debug(self) -> None:
         def commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
