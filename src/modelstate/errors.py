@@ -211,20 +211,7 @@ class ModelStateError(Exception):
         if remedy:
             cls._class_remedy = Remedy(remedy, options)
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        where: object = "",
-        expected: object = "",
-        found: object = "",
-        remedy: object = "",
-        options: str = "",
-        names: Sequence[str] = (),
-        problems: Sequence[Any] = (),
-        groups: Sequence[ProblemGroup] = (),
-        page: str = "",
-    ) -> None:
+    def __init__(self, what: str, **fields: Unpack[ErrorFields]) -> None:
         caught = sys.exc_info()[1]
         if caught is not None and caught.__traceback__ is not None:
             catcher: str = caught.__traceback__.tb_frame.f_globals.get("__name__", "")
@@ -233,24 +220,24 @@ class ModelStateError(Exception):
         super().__init__(what)
         self.what = what
         """What is wrong, in one sentence."""
-        self.where = str(where)
+        self.where = str(fields.get("where", ""))
         """The file and the place in it, or the place in the model."""
-        self.expected = str(expected)
+        self.expected = str(fields.get("expected", ""))
         """What was expected."""
-        self.found = str(found)
+        self.found = str(fields.get("found", ""))
         """What was found."""
-        self.remedy = str(remedy) or self._class_remedy.text
+        remedy = str(fields.get("remedy", ""))
+        self.remedy = remedy or self._class_remedy.text
         """What to do next."""
-        self.options = options or ("" if remedy else self._class_remedy.options or "")
+        self.options = fields.get("options") or ("" if remedy else self._class_remedy.options or "")
         """What to do next on the command line; empty where the remedy fits there, too."""
-        self.names = tuple(names)
+        self.names = tuple(fields.get("names", ()))
         """The names of the tensors, attributes or values that are wrong; empty where the text alone names them."""
-        self.problems = tuple(problems)
+        self.problems = tuple(fields.get("problems", ()))
         """The problems of a plan or of rules, each a `modelstate.problems.Problem`."""
-        self.groups = tuple(groups)
+        self.groups = tuple(fields.get("groups", ()))
         """What the text says about the problems."""
-        if page:
-            self.page = page
+        self.page = fields.get("page") or self.page
 
     @property
     def has_fields(self) -> bool:

@@ -42,6 +42,8 @@ _LISTED = 12
 _MOST_TRIALS = 500_000
 """The most trials of a rule on a name; above, each family of names gets a rule of its own. They take a second."""
 Names = tuple[str, ...]
+Goals = dict[str, str | None]
+"""Names with the names that they are to get. A name without a goal may become anything that is not barred."""
 
 
 class Ambiguous(msgspec.Struct, frozen=True):
@@ -373,7 +375,7 @@ def _rename_rules(pairs: Mapping[str, str], loose: Collection[str], barred: Coll
         loose: Names without a goal, which may become anything except a barred name.
         barred: Names that a loose name must not become.
     """
-    goals: dict[str, str | None] = {**dict.fromkeys(loose), **pairs}
+    goals: Goals = {**dict.fromkeys(loose), **pairs}
     blocked = _families((name, goal) for name, goal in pairs.items() if name != goal)
     is_small = len(blocked) * len(goals) <= _MOST_TRIALS
     rules: list[Rule] = []
@@ -385,27 +387,30 @@ def _rename_rules(pairs: Mapping[str, str], loose: Collection[str], barred: Coll
             if all(goals.get(name) != goal for name, goal in family.members):
                 continue  # a rule for another family has renamed these, too
             candidates = list(_candidates(*family.patterns)) if is_small else [Rename(*family.patterns)]
-            rule = next((rule for rule in candidates if _is_right(rule, goals, barred)), None)
-            if rule is None:
+            for rule in candidates:
+                renamed = _renamed(rule, goals, barred)
+                if renamed is not None:
+                    rules.append(rule)
+                    goals = renamed
+                    is_changing = True
+                    break
+            else:
                 blocked.append(family)
-                continue
-            rules.append(rule)
-            goals = {_renamed(rule, name): goal for name, goal in goals.items()}
-            is_changing = True
     return rules
 
 
-def _is_right(rule: Rule, goals: Mapping[str, str | None], barred: Collection[str]) -> bool:
-    """Whether a rule changes names to their goals only, and to no name that there is."""
-    changes = [(after, goal) for name, goal in goals.items() if (after := _renamed(rule, name)) != name]
-    return all(
-        after not in goals and (after == goal if goal is not None else after not in barred) for after, goal in changes
-    )
-
-
-def _renamed(rule: Rule, name: str) -> str:
-    after = rule.rename(name)
-    return name if after is None else after
+def _renamed(rule: Rule, goals: Goals, barred: Collection[str]) -> Goals | None:
+    """Returns the goals by the names after a rule; None where a name gets another than its goal, or a taken one."""
+    result: Goals = {}
+    for name, goal in goals.items():
+        after = rule.rename(name)
+        if after is None or after == name:
+            result[name] = goal
+        elif after in goals or (after in barred if goal is None else after != goal):
+            return None
+        else:
+            result[after] = goal
+    return result
 
 
 def _candidates(pattern: str, goal: str) -> Iterator[Rule]:

@@ -499,26 +499,19 @@ class Overrides:
     @contextmanager
     def used(self) -> Iterator[None]:
         """Replaces the methods within the block, which sees to it that the functions only act in this thread."""
-        self._count(1)
+        self.update(1)
         try:
             yield
         finally:
-            self._count(-1)
+            self.update(-1)
 
-    def update(self) -> None:
-        """Installs or removes the replacements as `holds` says."""
-        with self._lock:
-            self._update()
-
-    def _count(self, uses: int) -> None:
+    def update(self, uses: int = 0) -> None:
+        """Installs or removes the replacements as the uses say, which change by a number, and `holds`."""
         with self._lock:
             self._uses += uses
-            self._update()
-
-    def _update(self) -> None:
-        wanted = bool(self._uses) or self._holds()
-        for method in self._methods:
-            if wanted:
-                method.install()
-            else:
-                method.remove()
+            is_used = bool(self._uses) or self._holds()
+            for method in self._methods:
+                if is_used:
+                    method.install()
+                else:
+                    method.remove()
