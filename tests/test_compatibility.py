@@ -172,49 +172,21 @@ def test_the_page_has_the_outcomes_of_files(tmp_path: Path) -> None:
     assert "\n".join(["| file | outcome |", "|---|---|", *rows]) in PAGE.read_text()
 
 
-SMALL = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "vocab_size": 64,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "d_kv": 8,
-    "d_ff": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": 32,
-    "n_inner": 32,
-    "image_size": 32,
-    "patch_size": 16,
-    "embedding_size": 16,
-    "dim": 16,
-    "n_layers": 2,
-    "n_heads": 2,
-    "hidden_dim": 32,
-    "embed_dim": 16,
-    "depths": [1, 1],
-    "hidden_sizes": [8, 16],
-    "state_size": 4,
-    "word_embed_proj_dim": 16,
-    "ffn_dim": 32,
-    "num_local_experts": 2,
-    "num_experts": 2,
-    "moe_intermediate_size": 16,
+SIZES = {
+    0: "pad_token_id",
+    1: "encoder_layers decoder_layers",
+    2: "num_hidden_layers num_attention_heads num_key_value_heads encoder_attention_heads decoder_attention_heads "
+    "num_layers num_heads n_layer n_head n_layers n_heads num_local_experts num_experts",
+    4: "state_size",
+    8: "head_dim d_kv",
+    16: "hidden_size d_model n_embd patch_size embedding_size dim embed_dim word_embed_proj_dim moe_intermediate_size",
+    32: "intermediate_size max_position_embeddings encoder_ffn_dim decoder_ffn_dim d_ff n_positions n_inner "
+    "image_size hidden_dim ffn_dim",
+    64: "vocab_size",
 }
+"""Names of options by the size that makes a small model."""
+SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
+SMALL_LISTS = {"depths": [1, 1], "hidden_sizes": [8, 16]}
 FAMILIES = """
 Albert Bart Bert BigBird BlipText Bloom CLIPText CLIPVision CodeGen Cohere ConvBert CTRL Deberta DebertaV2 DeepseekV2
 DeepseekV3 DeiT Dinov2 DistilBert Electra Ernie Esm Falcon FNet Gemma Gemma2 Gemma3Text Glm GPT2 GPTBigCode GPTJ GPTNeoX
@@ -229,7 +201,7 @@ def loads_from_a_skeleton(transformers: Any, family: str, folder: Path) -> bool:
     """Whether a model that is built as a skeleton and loaded equals the one that was saved, bit for bit."""
     config_class = getattr(transformers, f"{family}Config")
     accepted = config_class().to_dict()
-    config = config_class(**{name: value for name, value in SMALL.items() if name in accepted})
+    config = config_class(**{name: value for name, value in (SMALL | SMALL_LISTS).items() if name in accepted})
     build = getattr(transformers, f"{family}Model")
     torch.manual_seed(1)
     saved = build(config).eval()

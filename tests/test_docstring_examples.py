@@ -113,14 +113,10 @@ SETUPS = {
     "Live.version": WRITER,
     "Canary": LIVE,
     "Store": STORE,
-    "Store.diff": TWO_STEPS,
-    "Store.steps": TWO_STEPS,
-    "Store.latest": TWO_STEPS,
-    "Store.infos": TWO_STEPS,
+    **dict.fromkeys(
+        (f"Store.{name}" for name in ["diff", "steps", "latest", "infos", "open", "pin", "unpin"]), TWO_STEPS
+    ),
     "Store.prune": TWO_STEPS + "store.save(3000, {'model': model})\n",
-    "Store.open": TWO_STEPS,
-    "Store.pin": TWO_STEPS,
-    "Store.unpin": TWO_STEPS,
     "Store.restore": f"{STORE}store.save(1000, objects)\n",
     "store.CheckpointInfo": f"{STORE}store.save(1000, objects, metrics={{'loss': 0.3}})\n",
     "store.RestoredStep": f"{STORE}store.save(3000, {{'model': model, 'epoch': 3}})\n",

@@ -10,8 +10,6 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.checkpoint.mapped import Maps
-from modelstate.io import system
-from modelstate.process import cached_attribute
 from modelstate.store.directory import StepIndex
 from tests.io.test_forks import in_child
 
@@ -24,19 +22,6 @@ def tied(tmp_path: Path) -> Path:
     tensor, path = torch.arange(8.0), tmp_path / "model.pt"
     torch.save({"a": tensor, "b": tensor}, path)
     return path
-
-
-def test_a_file_that_two_threads_map_is_mapped_once(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    others: list[object] = []
-    maps, original = Maps({}), system.mmap
-
-    def mmap(*args: Any) -> Any:
-        monkeypatch.setattr(system, "mmap", original)
-        others.append(maps._map(str(tied)))
-        return original(*args)
-
-    monkeypatch.setattr(system, "mmap", mmap)
-    assert maps._map(str(tied)) is others[0]
 
 
 def test_tied_tensors_that_two_threads_read_share_memory(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,20 +37,6 @@ def test_tied_tensors_that_two_threads_read_share_memory(tied: Path, monkeypatch
     monkeypatch.setattr(Maps, "read", read)
     checkpoint.tensor("a", map=False).zero_()
     assert not others[0].any()
-
-
-def test_threads_that_compute_an_attribute_at_once_get_one_object() -> None:
-    class Owner:
-        @cached_attribute
-        def value(self) -> object:
-            if not inner:
-                inner.append(None)
-                inner[0] = self.value
-            return object()
-
-    inner: list[object] = []
-    owner = Owner()
-    assert owner.value is owner.value is inner[0]
 
 
 # Forks.

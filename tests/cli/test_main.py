@@ -2,9 +2,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from tests.cli.command import app, run, tiny
+from tests.cli.command import run, tiny
 
 
 @pytest.fixture(autouse=True)
@@ -309,19 +307,6 @@ def test_a_load_compares_digests_where_it_is_asked_to(models: Path) -> None:
 
 
 class TestManners:
-    def test_every_command_has_json_and_debug(self) -> None:
-        def commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
-            for name, command in group.commands.items():
-                if hasattr(command, "commands"):
-                    yield from commands(command, f"{path} {name}")
-                else:
-                    yield f"{path} {name}", command
-
-        found = dict(commands(app, "modelstate"))
-        assert len(found) >= 12
-        for name, command in found.items():
-            assert "--json" in {option for parameter in command.params for option in parameter.opts}, name
-
     def test_json_has_bytes_and_seconds(self, tmp_path: Path) -> None:
         calls = (
             ("inspect", "tiny.safetensors"),

@@ -68,16 +68,6 @@ def test_a_function_that_returns(case: str) -> None:
     assert (type(caught.value.__cause__) is LookupError) == (case == "an error")
 
 
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
-def test_a_function_that_is_interrupted(interrupt: type[BaseException]) -> None:
-    def stop(tensor: torch.Tensor) -> torch.Tensor:
-        raise interrupt
-
-    model, optimizer = trained()
-    with unchanged(model, optimizer), pytest.raises(interrupt):
-        ms.convert(model, transform=on_last(stop), optimizers=[optimizer])
-
-
 def test_a_function_that_writes_to_its_input() -> None:
     """The bytes are the function's doing, which it is told; all else is what it was."""
     model, optimizer = trained()
@@ -195,18 +185,6 @@ def test_a_graph_that_waits_for_backward(to: dict[str, Any]) -> None:
     assert "backward" in caught.value.remedy
     cost.backward()
     ms.convert(model, optimizers=[optimizer], **to)
-
-
-@pytest.mark.slow
-def test_an_error_that_is_kept_is_not_in_the_way() -> None:
-    """As an interactive session keeps the last one: what it tells to drop is not held by the error itself."""
-    model, _ = trained()
-    product = model[3].weight * 2
-    with unchanged(model), pytest.raises(errors.PlacementError, match="`product`") as caught:
-        ms.convert(model, torch.float64)
-    del product
-    ms.convert(model, torch.float64)
-    assert "drop" in caught.value.remedy
 
 
 # Memory.

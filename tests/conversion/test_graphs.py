@@ -127,16 +127,3 @@ def test_a_checkpointed_forward_pass_is_not_run_again(used_up: bool) -> None:
             ms.convert(module, torch.float64)
     assert module[1].num_batches_tracked == before["num_batches_tracked"]
     assert torch.equal(module[1].running_mean.float(), before["running_mean"])
-
-
-@pytest.mark.slow
-def test_nodes_of_autograd_that_are_held() -> None:
-    """Of a graph that is used up, too; the search for them is one for all."""
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    loss = module(torch.ones(1, 2)).sum()
-    nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in module.parameters()]
-    loss.backward()
-    with pytest.raises(errors.PlacementError, match=r"its AccumulateGrad node, held by list `nodes`"):
-        ms.convert(module, torch.float64)
-    nodes.clear()
-    ms.convert(module, torch.float64)

@@ -141,17 +141,6 @@ def test_an_optimizer_takes_its_moments_from_the_converted_directory(
         assert later.param_groups[0]["lr"] == 0.5
 
 
-def test_an_optimizer_with_names_from_a_directory(tmp_path: Path) -> None:
-    model, optimizer = trained("a", "b", named=True)
-    directory = saved(tmp_path / "checkpoint", {"optim": optimizer.state_dict()})
-    other = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in ("b", "a")})
-    later = torch.optim.Adam(other.parameters())
-    ms.load_optimizer_state(other, later, ms.open(directory).value("optim"))
-    for name in ("a.weight", "b.bias"):
-        found, true = later.state[other.get_parameter(name)], optimizer.state[model.get_parameter(name)]
-        assert torch.equal(found["exp_avg"], true["exp_avg"])
-
-
 def test_text_that_looks_like_a_position_stays_text(tmp_path: Path) -> None:
     """Names of parameters, keys that the groups do not list, and dicts of other kinds."""
     state = {

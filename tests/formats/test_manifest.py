@@ -103,20 +103,6 @@ def test_texts_that_are_no_manifest(path: Path, text: str) -> None:
         ms.open(path)
 
 
-@pytest.mark.slow
-def test_a_long_key_is_in_few_paths(path: Path) -> None:
-    below: dict[str, Any] = {f"v{number}": [] for number in range(4000)}
-    state = {"k" * 200_000: {"w": torch.ones(1), **below}}
-    with pytest.raises(CodecError, match="too long keys"):
-        ms.save(state, path)
-    tree = {"dict": [["k" * 200_000, {"dict": [["w", "w"], *([name, {"value": []}] for name in below)]}]]}
-    write(path, {"w": torch.ones(1)}, json.dumps({"format": 1, "tree": tree}))
-    with pytest.raises(DamagedFileError, match="longer than any memory"):
-        ms.open(path)
-    ms.save({"k" * 20_000: {"w": torch.ones(1), **below}}, path)
-    assert len(ms.open(path).extra) == 4000
-
-
 def test_a_newer_format_says_so(path: Path) -> None:
     write(path, {"a": torch.ones(2)}, '{"format": 2, "writer": "modelstate 9.1", "unheard of": 1}')
     with pytest.raises(NewerManifestError, match=r"(?s)newer version.*modelstate 9\.1.*update modelstate"):

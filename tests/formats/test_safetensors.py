@@ -20,36 +20,12 @@ from modelstate.errors import (
     TruncatedFileError,
     UnsupportedTensorError,
 )
+from modelstate.formats.safetensors import DTYPES
 from tests.formats.files import entry, safetensors_bytes, same, value
 from tests.programs import run_program
 from tests.sweeps import EXHAUSTIVE, examples
 
 A = entry("F32", [1], 0, 4)
-HEAD_BYTES = 4096
-
-
-DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "U16": "uint16",
-    "U32": "uint32",
-    "U64": "uint64",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}
-"""The dtypes of torch by their names in the format."""
 
 
 def read(path: str) -> Any:
@@ -109,7 +85,7 @@ def test_what_the_library_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype(name: str, tmp_path: Path) -> None:
-    dtype, path = getattr(torch, DTYPES[name]), tmp_path / "x.safetensors"
+    dtype, path = getattr(torch, DTYPES[name][0]), tmp_path / "x.safetensors"
     bits = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
     if dtype is torch.bool:
         bits %= 2
@@ -219,50 +195,31 @@ MALFORMED: dict[str, tuple[tuple[type[OpenError], str], bytes]] = {
     "length beyond the file": (LENGTH, made({"a": A}, 4, length=5000)),
     "length alone": (LENGTH, struct.pack("<Q", 80)),
     "length above the limit": (LIMIT, made({"a": A}, 4, length=100_000_001)),
-    "length of 2**64-1": (LIMIT, made({"a": A}, 4, length=2**64 - 1)),
-    "length too small": (SYNTAX, made({"a": A}, 4, length=20)),
     "length of 0": (SYNTAX, made({"a": A}, 4, length=0)),
     "no JSON": (SYNTAX, raw(b"hello, this is no JSON")),
     "no UTF-8": (SYNTAX, raw(b'{"\xff\xfe":%F}', 4)),
-    "no UTF-8 in the metadata": (SYNTAX, raw(b'{"__metadata__":{"a":"\xc3"}}')),
     "a byte order mark": (SYNTAX, raw(b"\xef\xbb\xbf{}")),
-    "an array": (SYNTAX, raw(b"[]")),
     "an end missing": (SYNTAX, raw(b'{"a":%F', 4)),
-    "a comma too much": (SYNTAX, raw(b'{"a":%F,}', 4)),
-    "a comma missing": (SYNTAX, raw(b'{"a":{"dtype":"F32" "shape":[1],"data_offsets":[0,4]}}', 4)),
     "something behind it": (SYNTAX, raw(b"{}\0\0")),
-    "a control character": (SYNTAX, raw(b'{"a\nb":%F}', 4)),
     "half a surrogate in the metadata": (SYNTAX, raw(b'{"__metadata__":{"a":"\\ud800"},"b":%F}', 4)),
-    "a wrong escape": (SYNTAX, raw(b'{"\\x":%F}', 4)),
-    "an entry that is a number": (SYNTAX, made({"a": 1})),
     "a nested dict": (SYNTAX, made({"a": {"b": A}}, 4)),
     "deep nesting": (SYNTAX, raw(b'{"a":' + b"[" * 200_000)),
     "no dtype": (SYNTAX, made({"a": {"shape": [1], "data_offsets": [0, 4]}}, 4)),
     "no offsets": (SYNTAX, made({"a": {"dtype": "F32", "shape": [1]}}, 4)),
     "a field twice": (SYNTAX, raw(b'{"a":{"shape":[1],"dtype":"F32",' + FLOAT[1:].encode() + b"}", 4)),
-    "a field twice, one missing": (SYNTAX, raw(b'{"a":{"shape":[1],"shape":[1],"data_offsets":[0,4]}}', 4)),
     "a negative size": (SYNTAX, one(entry("F32", [-1], 0, 4), 4)),
     "a fraction": (SYNTAX, one(entry("F32", [1.0], 0, 4), 4)),
-    "a boolean": (SYNTAX, one(entry("F32", [True], 0, 4), 4)),
-    "a size as text": (SYNTAX, one(entry("F32", ["1"], 0, 4), 4)),
-    "a shape that is a number": (SYNTAX, made({"a": {**A, "shape": 1}}, 4)),
-    "three offsets": (SYNTAX, made({"a": {**A, "data_offsets": [0, 4, 8]}}, 4)),
-    "a negative offset": (SYNTAX, one(entry("F32", [1], -4, 0), 4)),
-    "a dtype that is a number": (SYNTAX, made({"a": {**A, "dtype": 3}}, 4)),
     "metadata that is a list": (SYNTAX, made({"__metadata__": []})),
-    "metadata with a number": (SYNTAX, made({"__metadata__": {"a": 1}})),
     "metadata twice": (SYNTAX, raw(b'{"__metadata__":{"a":"b"},"__metadata__":{"a":"b"}}')),
     "a name twice": (TWICE, raw(b'{"a":%0,"a":%1}', 2)),
     "a name twice, once escaped": (TWICE, raw(b'{"a":%0,"\\u0061":%1}', 2)),
     "an unknown dtype": (DTYPE, one(entry("F128", [1], 0, 16), 16)),
-    "a dtype in small letters": (DTYPE, one(entry("f32", [1], 0, 4), 4)),
     "6-bit floats, E2M3": (UNSUPPORTED, one(entry("F6_E2M3", [4], 0, 3), 3)),
     "4-bit floats, odd": (UNSUPPORTED, one(entry("F4", [2, 3], 0, 3), 3)),
     "a 4-bit float alone": (UNSUPPORTED, one(entry("F4", [], 0, 1), 1)),
     "an overlap": (RANGE, made({"a": A, "b": entry("F32", [1], 2, 6)}, 6)),
     "the same bytes twice": (RANGE, made({"a": A, "b": A}, 4)),
     "a hole": (RANGE, made({"a": A, "b": entry("F32", [1], 8, 12)}, 12)),
-    "a hole at the beginning": (RANGE, one(entry("F32", [1], 4, 8), 8)),
     "an empty tensor inside another": (RANGE, made({"a": A, "b": entry("F32", [0], 2, 2)}, 4)),
     "an end before the begin": (SIZE, one(entry("F32", [1], 4, 0), 4)),
     "an offset of 2**64": (RANGE, one(entry("F32", [1], 2**64, 2**64 + 4), 4)),
@@ -273,12 +230,10 @@ MALFORMED: dict[str, tuple[tuple[type[OpenError], str], bytes]] = {
     "a scalar of two": (SIZE, one(entry("F32", [], 0, 8), 8)),
     "an empty tensor with bytes": (SIZE, one(entry("F32", [0], 0, 4), 4)),
     "an overflow": (SIZE, one(entry("F32", [2, 2**63], 0, 4), 4)),
-    "an overflow to 0": (SIZE, one(entry("F32", [2**32, 2**32], 0, 0))),
     "an overflow beside a 0": (SIZE, one(entry("F32", [2**63, 4, 0], 0, 0))),
     "a size of 2**64": (SIZE, one(entry("F32", [2**64], 0, 0))),
     "a size of 5,000 digits": (SYNTAX, raw(b'{"a":' + LONG_SIZE + b"}", 1)),
     "the data cut off": (CUT, made({"a": A}, 3)),
-    "no data": (CUT, made({"a": A})),
 }  # fmt: skip
 
 STRICTER: dict[str, tuple[tuple[type[OpenError], str], bytes]] = {

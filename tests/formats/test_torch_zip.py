@@ -88,34 +88,6 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype, as_zip: bool) -> None:
     assert_same(values(read_contents(saved(tmp_path / "x.pt", value, _use_new_zipfile_serialization=as_zip))), value)
 
 
-def test_what_a_tensor_says_of_itself(tmp_path: Path) -> None:
-    base = torch.arange(6.0)
-    buffer = torch.nn.Buffer(torch.ones(2))
-    marked = torch.nn.Parameter(torch.ones(2))
-    marked.colour = "red"  # type: ignore[attr-defined]
-    found = tree(
-        saved(
-            tmp_path / "x.pt",
-            {
-                "a": base[:4].view(2, 2),
-                "b": base[2:],
-                "p": torch.nn.Parameter(base, requires_grad=False),
-                "q": marked,
-                "buffer": buffer,
-                "other": torch.ones(2, requires_grad=True),
-            },
-        )
-    )
-    assert found["a"].storage == found["b"].storage == found["p"].storage
-    assert (found["a"].shape, found["a"].stride, found["a"].offset) == ((2, 2), (2, 1), 0)
-    assert (found["b"].offset, found["b"].storage.nbytes) == (2, 24)
-    assert (found["p"].is_parameter, found["p"].requires_grad) == (True, False)
-    assert (found["q"].is_parameter, found["q"].requires_grad) == (True, True)
-    assert found["q"].attributes == {"colour": "red"}
-    assert (found["other"].is_parameter, found["other"].requires_grad) == (False, True)
-    assert not found["buffer"].is_parameter
-
-
 def test_root_may_be_a_tensor_or_a_list(tmp_path: Path) -> None:
     assert tree(saved(tmp_path / "x.pt", torch.ones(2, 3))).shape == (2, 3)
     assert [leaf.shape for leaf in tree(saved(tmp_path / "y.pt", [torch.ones(1), torch.ones(2)]))] == [(1,), (2,)]

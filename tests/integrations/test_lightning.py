@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import modelstate as ms
 from modelstate.errors import ChecksumError, CodecError, OptionError, SourceNotFoundError, WriteFailedError
 from modelstate.io import system
+from tests.codec.values import same
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 lightning = pytest.importorskip("lightning.pytorch")
@@ -62,16 +63,6 @@ def fit(folder: Path, plugin: Any, epochs: int, resume: str | None = None, model
     data = TensorDataset(torch.linspace(0, 1, 24).reshape(8, 3))
     trainer.fit(model, DataLoader(data, batch_size=4), ckpt_path=resume)
     return trainer, model
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other) and one.dtype == other.dtype
-    if isinstance(one, dict):
-        return type(one) is type(other) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    return bool(type(one) is type(other) and one == other)
 
 
 def test_a_checkpoint_comes_back_as_from_lightnings_own_files(tmp_path: Path) -> None:

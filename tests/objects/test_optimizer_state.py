@@ -52,21 +52,6 @@ def trained(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_parameters_that_have_changed_places() -> None:
-    """By position, the moments of one parameter would go to another of the same shape."""
-    torch.manual_seed(0)
-    one, other = Separate(), Separate("out", "v", "k", "q")
-    first = trained(one, lr=0.01)
-    second = torch.optim.AdamW(other.parameters(), lr=0.5)
-    ms.load(other, one.state_dict())
-    ms.load_optimizer_state(other, second, ms.optimizer_state(one, first))
-    train(one, first)
-    train(other, second)
-    for name, value in one.state_dict().items():
-        torch.testing.assert_close(other.state_dict()[name], value, rtol=1e-6, atol=1e-7)
-    assert second.param_groups[0]["lr"] == 0.01
-
-
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop", "Adagrad"])
 def test_training_goes_on_in_a_model_with_other_pieces(kind: str) -> None:
     torch.manual_seed(0)
@@ -86,16 +71,6 @@ def test_training_goes_on_in_a_model_with_other_pieces(kind: str) -> None:
     ms.load(again, fused.state_dict(), rules=FUSE.reverse())
     ms.load_optimizer_state(again, back, ms.optimizer_state(fused, second), rules=FUSE.reverse())
     assert ms.optimizer_state(again, back)["state"].keys() == ms.optimizer_state(separate, first)["state"].keys()
-
-
-def test_torchs_own_state_with_names() -> None:
-    model = Separate()
-    optimizer = torch.optim.AdamW(model.named_parameters())
-    train(model, optimizer)
-    other = Separate("v", "out", "q", "k")
-    fresh = torch.optim.AdamW(other.parameters())
-    ms.load_optimizer_state(other, fresh, optimizer.state_dict())
-    assert torch.equal(fresh.state[other.q.weight]["exp_avg"], optimizer.state[model.q.weight]["exp_avg"])
 
 
 def test_groups_are_found_by_their_parameters() -> None:

@@ -213,19 +213,6 @@ def test_the_region_of_a_rule_reads_the_bytes_of_the_slice(
     assert read_bytes(part) == rows * 8 * 4
 
 
-def test_columns_are_read_without_the_large_gaps_between_them() -> None:
-    file = File()
-    values = numbers((4, 3 * spec.GAP_BYTES // 4))
-    stored = file.store(values)
-    columns = [slice(None), slice(10, 20)]
-    part = stored.region(columns)
-    assert torch.equal(read(part, file), values[tuple(columns)])
-    assert part.read_bytes == part.nbytes == 4 * 10 * 4
-    near = stored.region([slice(None), slice(0, 2 * spec.GAP_BYTES // 4)])
-    assert torch.equal(read(near, file), values[:, : 2 * spec.GAP_BYTES // 4])
-    assert near.read_bytes == near.extent.nbytes
-
-
 def test_a_function_that_fails_below_another_rule_changes_nothing(tmp_path: Any) -> None:
     ms.save({"a": ROWS, "b": ROWS}, tmp_path / "w.safetensors")
     module = torch.nn.Module()

@@ -1,7 +1,6 @@
 """The slots of a module: every tensor once, under all its names, in the order of state_dict."""
 
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,54 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from modelstate.transaction.slots import BUFFER, HIDDEN, PARAMETER, overlapping, sharing, slots_of
-
-
-class Stateful(nn.Module):
-    """Has extra state, a parameter, a buffer, one that is not saved, and two that are None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.register_parameter("bias", None)
-        self.register_buffer("mean", torch.zeros(2))
-        self.register_buffer("absent", None)
-        self.register_buffer("ids", torch.arange(3), persistent=False)
-
-    def get_extra_state(self) -> Any:
-        return {"seen": 1}
-
-    def set_extra_state(self, state: Any) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.TransformerEncoderLayer(4, 2, 8),
-        nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.LSTM(2, 2))),
-        nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
-        nn.Identity(),
-        Stateful(),
-    ],
-    ids=lambda module: type(module).__name__,
-)
-def test_the_order_is_that_of_state_dict(module: nn.Module) -> None:
-    slots = slots_of(module)
-    saved = [name for slot in slots.tensors if slot.kind != HIDDEN for name in slot.names]
-    assert saved == [name for name in module.state_dict() if not name.endswith("_extra_state")]
-    assert sorted([*saved, *slots.extra]) == sorted(module.state_dict())
-
-
-def test_tied_parameters_are_one_slot() -> None:
-    module = nn.ModuleDict(
-        {"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False), "free": nn.Embedding(3, 2)}
-    )
-    module["head"].weight = module["embed"].weight
-    slots = slots_of(module)
-    assert [slot.names for slot in slots.tensors] == [("embed.weight", "head.weight"), ("free.weight",)]
-    assert slots.by_name["head.weight"] is slots.by_name["embed.weight"]
-    assert slots.by_name["head.weight"].name == "embed.weight"
+from modelstate.transaction.slots import BUFFER, PARAMETER, overlapping, sharing, slots_of
 
 
 @pytest.mark.parametrize("hidden_first", [True, False])

@@ -27,22 +27,6 @@ class Copy(Write):
             self.target.copy_(self.value)
 
 
-class Replace(Write):
-    """A write that replaces a parameter of a module by another object."""
-
-    __slots__ = ("module",)
-    replaces_object = True
-
-    def __init__(self, module: nn.Linear, value: torch.Tensor) -> None:
-        super().__init__(module.bias, value)
-        self.module = module
-
-    def run(self, transaction: Transaction | None) -> None:
-        if transaction is not None:
-            transaction.register_undo(lambda: setattr(self.module, "bias", self.target))
-        self.module.bias = nn.Parameter(self.value)
-
-
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -74,16 +58,6 @@ def test_a_commit_runs_the_writes_before_the_last_steps() -> None:
     assert order == [[1, 1]]
 
 
-def test_a_rollback_after_the_commit_has_no_effect() -> None:
-    model = make_model()
-    with Transaction(model) as transaction:
-        change(model, transaction)
-        transaction.commit()
-        after = whole(model)
-        transaction.rollback()
-    assert whole(model) == after
-
-
 @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt, None])
 def test_a_block_without_a_commit_is_undone(error: type[BaseException] | None) -> None:
     model = make_model()
@@ -102,15 +76,6 @@ def test_a_block_without_a_commit_is_undone(error: type[BaseException] | None) -
         with pytest.raises(error):
             run()
     assert whole(model) == before
-
-
-def test_undo_steps_run_in_reverse_order_and_once() -> None:
-    order: list[int] = []
-    with Transaction(nn.Module()) as transaction:
-        for number in range(3):
-            transaction.register_undo(lambda number=number: order.append(number))
-    transaction.rollback()
-    assert order == [2, 1, 0]
 
 
 def test_an_undo_step_that_raises_does_not_prevent_the_others() -> None:
@@ -146,17 +111,6 @@ def test_a_write_runs_before_model_code_uses_its_tensor_and_not_earlier() -> Non
             assert [write.done for write in transaction.writes] == [False, True]
 
 
-def test_model_code_sees_the_new_object_of_a_write_that_replaces_one() -> None:
-    model = make_model()
-    bias = model[0].bias
-    with Transaction(model) as transaction:
-        transaction.add(Replace(model[0], torch.ones(2)))
-        assert model[0].bias is bias
-        with transaction.model_code():
-            assert model[0].bias is not bias
-    assert model[0].bias is bias
-
-
 def test_writes_that_read_the_model_run_in_order() -> None:
     model = make_model()
     old = model[0].bias.detach().clone()
@@ -168,15 +122,6 @@ def test_writes_that_read_the_model_run_in_order() -> None:
             assert model[0].bias.sum() == 2
         assert torch.equal(model[1].bias, old)
         transaction.commit()
-
-
-def test_protected_tensors_are_restored_where_model_code_uses_them() -> None:
-    model, other = make_model(), torch.zeros(2)
-    with Transaction(model) as transaction:
-        transaction.protect([other])
-        with transaction.model_code():
-            other.add_(1)
-    assert other.tolist() == [0, 0]
 
 
 # Interrupts.
