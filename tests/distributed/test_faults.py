@@ -161,7 +161,7 @@ def _stop_at(place: str, stop: Callable[[], object]) -> AbstractContextManager[o
 
         return faulty_reads(at=int(number), before=at_request)
     if kind == "vote":
-        return _before_call(connections, "all_reduce_maximum", int(number), stop)
+        return _before_call(connections.Connections, "maximum", int(number), stop)
     return _before_call(Transaction, "commit", 1, stop)
 
 

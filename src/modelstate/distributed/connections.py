@@ -23,15 +23,7 @@ import torch.distributed as dist
 
 from modelstate.process import check_stopped
 from modelstate.torch_compat.plain import byte_tensor
-from modelstate.torch_compat.sharding import (
-    Gloo,
-    all_gather,
-    all_reduce_maximum,
-    all_to_all,
-    broadcast,
-    default_store,
-    gloo_group,
-)
+from modelstate.torch_compat.sharding import Gloo, default_store, gloo_group, run_collective
 
 CONNECT_SECONDS = 60.0
 """How long ranks that have met may take to connect, and a second more for each of them."""
@@ -135,7 +127,7 @@ class Connections:
     def maximum(self, numbers: Sequence[int], timeout_seconds: float) -> list[int]:
         """Returns the largest of the numbers of all ranks, for each place. Raises what torch raises."""
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        all_reduce_maximum(self._group, tensor, timeout_seconds, self.is_abandoned)
+        self._run("allreduce", [tensor], timeout_seconds=timeout_seconds, reduceOp=dist.ReduceOp.MAX)
         return [int(number) for number in tensor.tolist()]
 
     def gathered(self, text: bytes, longest: int, timeout_seconds: float) -> list[bytes]:
@@ -144,13 +136,13 @@ class Connections:
         data = len(text).to_bytes(8, "little") + text
         tensor[: len(data)] = byte_tensor(data)
         tensors = [torch.empty_like(tensor) for _ in self._ranks]
-        all_gather(self._group, tensors, tensor, timeout_seconds, self.is_abandoned)
+        self._run("allgather", [tensors], [tensor], timeout_seconds=timeout_seconds)
         found = [tensor.numpy().tobytes() for tensor in tensors]
         return [data[8 : 8 + int.from_bytes(data[:8], "little")] for data in found]
 
     def broadcast(self, tensor: torch.Tensor, source: int, timeout_seconds: float) -> None:
         """Copies a contiguous tensor from the rank at a position of the group to the others. Raises as torch does."""
-        broadcast(self._group, tensor, source, timeout_seconds, self.is_abandoned)
+        self._run("broadcast", [tensor], timeout_seconds=timeout_seconds, rootRank=source)
 
     def exchange(
         self,
@@ -160,8 +152,20 @@ class Connections:
         own_counts: Sequence[int],
         timeout_seconds: float,
     ) -> None:
-        """Sends parts of a tensor to all ranks, and receives theirs. Raises as torch does."""
-        all_to_all(self._group, output, tensor, counts, own_counts, timeout_seconds, self.is_abandoned)
+        """Sends parts of a tensor to all ranks, in their order, and receives theirs. Raises as torch does.
+
+        Args:
+            output: Gets the parts of the ranks, one behind the other.
+            tensor: The parts for the ranks, one behind the other.
+            counts: The elements that come from each rank.
+            own_counts: The elements that go to each rank.
+            timeout_seconds: How long to wait for the other ranks.
+        """
+        counts, own_counts = list(counts), list(own_counts)
+        self._run("alltoall_base", output, tensor, counts, own_counts, timeout_seconds=timeout_seconds)
+
+    def _run(self, name: str, *arguments: object, timeout_seconds: float, **settings: object) -> None:
+        run_collective(self._group, self.is_abandoned, name, *arguments, timeout_seconds=timeout_seconds, **settings)
 
     def decide(self, commit: bool) -> bool:
         """Proposes whether to commit; returns what the first rank has proposed. Without the store: its own proposal."""

@@ -231,24 +231,20 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
                 # Within an epoch the Trainer would still do a step: see `_batch_samples`.
                 control.should_training_stop = True
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_epoch_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Saves a step that is due, before the epoch draws random numbers."""
         self._save_if_due(state, kwargs)
         epoch = state.epoch or 0.0
         if math.isclose(epoch, round(epoch), abs_tol=1e-9):  # else steps of this epoch were done before the restore
             self._set_rng()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Saves a step that is due, after its evaluation and logging."""
         self._save_if_due(state, kwargs)
         self._set_rng()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> TrainerControl:
         """Stops the run where the deadline is reached, and notes that a step is to be saved."""
         now = time.monotonic()
@@ -262,7 +258,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         return self._take_over(state, control, kwargs)
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> TrainerControl:
         if self._is_done:
             control.should_log = control.should_evaluate = control.should_save = False
@@ -275,18 +271,16 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(
         self,
-        args: TrainingArguments,
+        args: object,
         state: TrainerState,
-        control: TrainerControl,
+        control: object,
         metrics: Mapping[str, object] | None = None,
         **kwargs: object,
     ) -> None:
         numbers = {name: float(value) for name, value in (metrics or {}).items() if is_number(value)}
         self._metrics = state.global_step, numbers
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         self._save_if_due(state, kwargs, is_last=True)
         self.store.wait()
         self._saver.collect()

@@ -169,7 +169,8 @@ class Overflows:
         if isinstance(target, torch.Tensor) and has_finite_sum(target):
             return True
         with torch.no_grad():
-            if not is_within(source, dtype):
+            found = extremes(source)
+            if found is None or not is_range_within(float(found[0]), float(found[1]), dtype):
                 try:
                     infinite, nan = _newly_infinite(source, dtype), _nan(source)
                 except torch.OutOfMemoryError:  # a device may have no memory for that
@@ -244,15 +245,6 @@ def has_finite_sum(tensor: torch.Tensor) -> bool:
         return cmath.isfinite(tensor.sum().item())
     except (torch.OutOfMemoryError, NotImplementedError):  # torch has no sum of complex32 and float4 on the CPU
         return False
-
-
-def is_within(source: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether all values lie within the limits of a dtype; False for NaN, and where torch cannot compare them.
-
-    Also False where a CUDA device has no memory left for the computation.
-    """
-    found = extremes(source)
-    return found is not None and is_range_within(float(found[0]), float(found[1]), dtype)
 
 
 def extremes(source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -235,68 +235,33 @@ def _wait(group: Gloo, work: Work, timeout_seconds: float, is_abandoned: IsAband
         raise
 
 
-def all_reduce_maximum(group: Gloo, tensor: torch.Tensor, timeout_seconds: float, is_abandoned: IsAbandoned) -> None:
-    """Replaces each element by the largest of all ranks. Raises `RuntimeError` where a rank is missing for too long."""
-    from torch.distributed import AllreduceOptions, ReduceOp
-
-    options = AllreduceOptions()
-    options.reduceOp = ReduceOp.MAX  # type: ignore[assignment]
-    options.timeout = datetime.timedelta(seconds=timeout_seconds)
-    _wait(group, group.allreduce([tensor], options), timeout_seconds, is_abandoned)
+_OPTIONS = {
+    "allreduce": "AllreduceOptions",
+    "allgather": "AllgatherOptions",
+    "broadcast": "BroadcastOptions",
+    "alltoall_base": "AllToAllOptions",
+}
 
 
-def all_gather(
-    group: Gloo,
-    tensors: list[torch.Tensor],
-    tensor: torch.Tensor,
-    timeout_seconds: float,
-    is_abandoned: IsAbandoned,
+def run_collective(
+    group: Gloo, is_abandoned: IsAbandoned, name: str, *arguments: object, timeout_seconds: float, **settings: object
 ) -> None:
-    """Copies the tensors of all ranks. Raises `RuntimeError` where a rank is missing for too long."""
-    from torch._C._distributed_c10d import AllgatherOptions
-
-    options = AllgatherOptions()
-    options.timeout = datetime.timedelta(seconds=timeout_seconds)
-    _wait(group, group.allgather([tensors], [tensor], options), timeout_seconds, is_abandoned)
-
-
-def broadcast(
-    group: Gloo, tensor: torch.Tensor, source: int, timeout_seconds: float, is_abandoned: IsAbandoned
-) -> None:
-    """Copies a contiguous tensor of one rank of a group to the others. Raises `RuntimeError` as `all_gather` does."""
-    from torch.distributed import BroadcastOptions
-
-    options = BroadcastOptions()
-    options.rootRank, options.timeout = source, datetime.timedelta(seconds=timeout_seconds)
-    _wait(group, group.broadcast([tensor], options), timeout_seconds, is_abandoned)
-
-
-def all_to_all(
-    group: Gloo,
-    output: torch.Tensor,
-    tensor: torch.Tensor,
-    counts: Sequence[int],
-    own_counts: Sequence[int],
-    timeout_seconds: float,
-    is_abandoned: IsAbandoned,
-) -> None:
-    """Sends parts of a tensor to the ranks of a group, in their order. Raises `RuntimeError` as `all_gather` does.
+    """Runs a collective of a group, and waits for it. Raises `RuntimeError` where a rank is missing for too long.
 
     Args:
         group: The group.
-        output: Gets the parts of the ranks, one behind the other.
-        tensor: The parts for the ranks, one behind the other.
-        counts: The elements that come from each rank.
-        own_counts: The elements that go to each rank.
-        timeout_seconds: How long to wait for the other ranks.
         is_abandoned: Whether another rank has abandoned the connections.
+        name: The name of the group's method.
+        arguments: The arguments of the method, without its options.
+        timeout_seconds: How long to wait for the other ranks.
+        settings: The options of the collective beside the timeout.
     """
-    from torch._C._distributed_c10d import AllToAllOptions
+    from torch._C import _distributed_c10d
 
-    options = AllToAllOptions()
-    options.timeout = datetime.timedelta(seconds=timeout_seconds)
-    work = group.alltoall_base(output, tensor, list(counts), list(own_counts), options)
-    _wait(group, work, timeout_seconds, is_abandoned)
+    options = getattr(_distributed_c10d, _OPTIONS[name])()
+    for setting, value in {"timeout": datetime.timedelta(seconds=timeout_seconds), **settings}.items():
+        setattr(options, setting, value)
+    _wait(group, getattr(group, name)(*arguments, options), timeout_seconds, is_abandoned)
 
 
 # Modules of FSDP2.
