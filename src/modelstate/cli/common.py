@@ -376,9 +376,17 @@ def write_page(path: str | None, result: Shown | Page) -> None:
     """Writes the page of a result, where `--html` asks for it."""
     if path is not None:
         from modelstate.io.atomic import atomic_file
-        from modelstate.io.files import SourceFile
+        from modelstate.io.files import SourceFile, local_path
 
-        path = local_target(path)
+        try:
+            path = local_path(path)
+        except ms.errors.SourceTypeError as error:
+            raise ms.errors.UnsavableError(
+                "this file is written on this machine only",
+                where=error.where,
+                found=error.what,
+                remedy="give the path of a file; for a URL, write there, and copy it to its place",
+            ) from error
         make_parents(path)
         if os.path.isfile(path):
             with SourceFile(path) as file:
@@ -393,24 +401,6 @@ def write_page(path: str | None, result: Shown | Page) -> None:
             output.append(result.to_html().encode())
 
 
-def local_target(path: str) -> str:
-    """The absolute path of a file that can be written on this machine only. Raises `UnsavableError`."""
-    from modelstate.io.files import local_path
-
-    try:
-        return local_path(path)
-    except ms.errors.SourceTypeError as error:
-        from modelstate.remote.location import is_remote
-
-        is_url = is_remote(path)
-        raise ms.errors.UnsavableError(
-            "this file is written on this machine only" if is_url else "no file can be written here",
-            where=error.where,
-            found=error.what,
-            remedy="give the path of a file" + ("; write there, and copy it to its place" if is_url else ""),
-        ) from error
-
-
 def terminal_width() -> int | None:
     """The width of the terminal; None where the output goes elsewhere."""
     from modelstate.process import is_terminal
@@ -419,21 +409,12 @@ def terminal_width() -> int | None:
 
 
 def make_parents(target: str) -> None:
-    """Makes the directories on the way to a file that is written. Raises `WriteFailedError`."""
-    from modelstate.io.atomic import make_directory
+    """Creates the directory of a file that is going to be written; nothing for a URL of a bucket."""
+    from modelstate.io.atomic import make_directory, write_errors
     from modelstate.io.files import local_path
     from modelstate.remote.location import is_remote
 
-    if is_remote(target):
-        return
-    try:
-        make_directory(os.path.dirname(local_path(target)))
-    except ms.errors.SourceTypeError:
-        pass  # not a path: what writes the file says so
-    except OSError as error:
-        raise ms.errors.WriteFailedError(
-            "the directory of the file cannot be made",
-            where=target,
-            found=error,
-            remedy="give a path in a directory that you may write to",
-        ) from error
+    if not is_remote(target):
+        # What is not a path: what writes the file says so.
+        with contextlib.suppress(ms.errors.SourceTypeError), write_errors(target):
+            make_directory(os.path.dirname(local_path(target)))

@@ -48,7 +48,6 @@ from modelstate.torch_compat.private import (
     copy_each,
     flattened,
     shards_in_use,
-    stock_apply,
     storage_id,
     storage_of,
     storage_owners,
@@ -608,16 +607,6 @@ def _is_certain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 _running = ThreadValue[Conversion | None](None)
 """The conversion that records in this thread."""
-
-
-def apply_in_conversion(module: nn.Module, fn: Apply, recurse: bool) -> nn.Module:
-    """Does torch's part of `_apply`: in the running conversion if the module belongs to it, else by torch itself."""
-    conversion = running_conversion(module)
-    if conversion is None:
-        stock_apply(module, fn, recurse)
-    else:
-        conversion.apply_stock_part(module, fn, recurse)
-    return module
 
 
 def running_conversion(module: nn.Module) -> Conversion | None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from modelstate.arguments import check_flag, checked_call
 from modelstate.checkpoint.open import check_budget_option
-from modelstate.conversion.conversion import Conversion, apply_in_conversion, running_conversion
+from modelstate.conversion.conversion import Conversion, running_conversion
 from modelstate.conversion.tensors import ByFunction, CastAndMove, Target
 from modelstate.errors import MemoryBudgetError, ModelCodeError, OptionError, code_errors
 from modelstate.forks import fork_safe_lock
@@ -26,7 +26,7 @@ from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import dtype_named, floating_dtype
 from modelstate.torch_compat.modules import MethodOverride, Overrides, is_cast_of_torch, modules_of, tensors_of
 from modelstate.torch_compat.plain import is_fake
-from modelstate.torch_compat.private import is_faking, is_transforming
+from modelstate.torch_compat.private import is_faking, is_transforming, stock_apply
 from modelstate.transaction.optimizers import check_optimizers, following_state, left_behind, other_optimizers, placed
 from modelstate.transaction.transaction import Transaction, exclusive
 
@@ -233,14 +233,16 @@ class reference_keeping:
 
 
 def _apply(_stock: Callable[..., nn.Module], self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
+    if (conversion := running_conversion(self)) is not None:
+        conversion.apply_stock_part(self, fn, recurse)
+        return self
     if (
-        running_conversion(self) is not None
-        or not reference_keeping._is_on()
+        not reference_keeping._is_on()
         or is_faking()  # a traced module, whose tensors stand for others
         or is_transforming()
         or any(map(is_fake, tensors_of(modules_of(self))))
     ):
-        return apply_in_conversion(self, fn, recurse)
+        return stock_apply(self, fn, recurse)
     with exclusive(self), gc_paused(), Transaction(self) as transaction:
         conversion = Conversion(transaction, _TorchFunction(fn))
         conversion.record(recurse)

@@ -49,6 +49,7 @@ _REMEDIES = {
     errno.EIO: f"look at the disk (dmesg), or write to another one; {_UNTOUCHED}",
     errno.ENOENT: "create the directory first; if it is there, its file system takes no new files",
     errno.ENOTDIR: "give a path in a directory",
+    errno.EEXIST: "give a path in a directory",  # a file stands in the place of one
     errno.EACCES: "ask for the permission to write to the directory, or write to another one",
     errno.EPERM: "ask for the permission to write to the directory, or write to another one",
     errno.EROFS: "write to another disk",
