@@ -1,6 +1,7 @@
 """Ctrl-C and exceptions of the user's signal handlers: they come out as themselves, and the model is whole."""
 
 import gc
+import json
 import os
 import random
 import signal
@@ -185,6 +186,15 @@ def test_in_code_of_the_model(handler: Handler, kind: type[BaseException], tmp_p
             call(model, path, transform=transform)
         assert raised.value is handler.raised
     assert is_equal(before, state(model))
+
+
+def test_while_the_manifest_is_parsed(handler: Handler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, handler.kind = tmp_path / "net.safetensors", Broken
+    ms.save(Net(), path)
+    monkeypatch.setattr(json, "loads", lambda *_, **__: signal.raise_signal(signal.SIGUSR1))
+    with pytest.raises(Broken) as raised:
+        ms.open(path)
+    assert raised.value is handler.raised
 
 
 def test_errors_of_the_models_own_code_stay_what_they_are(handler: Handler, tmp_path: Path) -> None:

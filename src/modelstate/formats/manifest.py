@@ -42,6 +42,7 @@ from modelstate.errors import (
     NewerManifestError,
     UnknownClassError,
     code_errors,
+    keep_interrupt,
 )
 from modelstate.formats.tree import Checksums, Contents
 from modelstate.spec import (
@@ -330,6 +331,7 @@ def parse_json(text: bytes) -> dict[str, Any]:
     except JsonError:
         raise
     except ValueError as error:  # an integer of thousands of digits
+        keep_interrupt(error)
         raise JsonError("a number has too many digits", str(error)[:60]) from None
     if not isinstance(value, dict):
         raise JsonError("not a JSON object", excerpt(text[:60]) or "the end", "{", at=0)

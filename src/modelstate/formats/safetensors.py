@@ -37,6 +37,7 @@ from modelstate.errors import (
     TruncatedFileError,
     UnsupportedTensorError,
     WriteFailedError,
+    keep_interrupt,
 )
 from modelstate.formats import manifest
 from modelstate.formats.manifest import (
@@ -293,8 +294,8 @@ def _fields_of(name: str, fields: Any) -> tuple[str, tuple[int, ...], int, int]:
             and first >= 0 <= last
         ):
             return kind, tuple(shape), first, last
-    except (TypeError, ValueError, KeyError):
-        pass
+    except (TypeError, ValueError, KeyError) as error:
+        keep_interrupt(error)
     raise JsonError(
         f"the entry of {quote(name)} is not what it must be",
         ascii(fields)[:60],
