@@ -27,6 +27,8 @@ from modelstate.formats.tree import leaf_paths, refused_in
 from modelstate.loading.collective import before_call, described, text_of
 from modelstate.objects.optimizer_values import (
     CLASS,
+    DTYPES,
+    ORDERS,
     Group,
     ParamState,
     Path,
@@ -34,10 +36,13 @@ from modelstate.objects.optimizer_values import (
     Values,
     expected_state,
     group_options,
+    hidden_attributes,
     in_memory_orders,
     into_recorded_memory,
     is_number,
+    is_saved_whole,
     is_torchs,
+    is_whole,
     memory_order,
     parameter_names,
     place,
@@ -47,17 +52,10 @@ from modelstate.objects.optimizer_values import (
     same_state,
     trial_state,
     value_problems,
+    whole_state,
     why_not_restored,
 )
 from modelstate.objects.parts import class_name, imported_class, is_related, is_same_class
-from modelstate.objects.whole_optimizer import (
-    DTYPES,
-    ORDERS,
-    hidden_attributes,
-    is_saved_whole,
-    is_whole,
-    whole_state,
-)
 from modelstate.planning.matching import Patterns, without_wrappers, wrapper_rule
 from modelstate.planning.options import check_model
 from modelstate.problems import OPTIMIZER_RULES, glob_patterns

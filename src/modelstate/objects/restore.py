@@ -53,11 +53,18 @@ from modelstate.objects.optimizer_state import (
     plan_by_name,
     remedies_for_names,
 )
-from modelstate.objects.optimizer_values import Recorded, into_recorded_memory, parameter_names
+from modelstate.objects.optimizer_values import (
+    DTYPES,
+    Recorded,
+    WholePlan,
+    into_recorded_memory,
+    is_whole,
+    parameter_names,
+    plan_whole,
+)
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.per_rank import of_this_rank
 from modelstate.objects.stateful import check_class, go_on_from_kept_rates, load_state, own_generator, state_of
-from modelstate.objects.whole_optimizer import DTYPES, WholePlan, is_whole, plan_whole
 from modelstate.planning.matching import Patterns
 from modelstate.planning.options import checked_options
 from modelstate.planning.planner import Planner
