@@ -208,7 +208,7 @@ class Devices:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.initialised)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.generators))
         monkeypatch.setattr(torch.cuda, "get_rng_state", lambda index: self.generators[index].get_state())
-        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: self.generators[index].set_state(state))
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: self.generators[device].set_state(state))
         real = torch.Generator
         monkeypatch.setattr(torch, "Generator", lambda device="cpu": real())
 

@@ -557,9 +557,6 @@ def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
     return join(opened, tree, source, format=formats.pop() if len(formats) == 1 else "mapping")
 
 
-Undo = Callable[[], None]
-
-
 def register_undo(targets: list[tuple[str, Target]], transaction: Transaction) -> None:
     """Registers with the transaction how to undo a restore of the targets, which come in the order of the restore.
 
@@ -578,20 +575,19 @@ def register_undo(targets: list[tuple[str, Target]], transaction: Transaction) -
                 transaction.register_undo(partial(target.obj.set_state, target.obj.get_state()))
 
 
-def _undo_of_stateful(path: str, obj: object) -> Undo:
+def _undo_of_stateful(path: str, obj: object) -> Callable[[], None]:
     generator = own_generator(obj)
     random = None if generator is None else generator.get_state()
     with object_code(
         path, "its state cannot be copied, so that a restore could not be undone; nothing has been changed"
     ):
         before = deep_copy(state_of(obj))
-    attributes = getattr(obj, "__dict__", None)
-    bindings = dict(attributes) if isinstance(attributes, dict) else None
+    attributes: dict[str, object] = getattr(obj, "__dict__", {})
+    bindings = dict(attributes)
 
     def undo() -> None:
-        if isinstance(attributes, dict) and bindings is not None:
-            attributes.clear()
-            attributes.update(bindings)
+        attributes.clear()
+        attributes.update(bindings)
         if generator is not None and random is not None:
             generator.set_state(random)
         with suppress(Exception):

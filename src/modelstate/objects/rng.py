@@ -68,7 +68,7 @@ class RNG:
         self._global = {
             "python": _Generator(random.getstate, partial(_set_python, random)),
             "numpy": _numpy_legacy(np.random),
-            "torch": _torch_generator(torch.default_generator),
+            "torch": _torch_generator(torch.default_generator.get_state, torch.default_generator.set_state),
         }
         self._own = {name: _user_generator(name, generator) for name, generator in (generators or {}).items()}
         self._cuda = cuda
@@ -103,19 +103,16 @@ class RNG:
         Examples:
             >>> ms.RNG().load_state_dict(state)
         """
-        message = "this is not the state of random generators"
-        if not isinstance(state_dict, Mapping):
-            raise _refused([], message, found=f"a {type(state_dict).__qualname__}")
-        if set(state_dict) != set(_FIELDS):
-            keys = printable(", ".join(map(str, list(state_dict)[:10])))[:200]
-            raise _refused([], message, found=keys or "an empty mapping")
-        version = state_dict["version"]
+        fields: Mapping[str, Any] = state_dict if isinstance(state_dict, Mapping) else {}
+        of_cuda, of_own = fields.get("cuda") if self._cuda else None, fields.get("generators")
+        is_whole = set(fields) == set(_FIELDS) and isinstance(of_cuda, list | tuple | None)
+        if not is_whole or not isinstance(of_own, Mapping):
+            kinds = [f"{key}: a {type(value).__qualname__}" for key, value in list(fields.items())[:10]]
+            found = printable(", ".join(kinds))[:200] or f"a {type(state_dict).__qualname__}"
+            raise _refused([], "this is not the state of random generators", found=found)
+        version = fields["version"]
         if type(version) is not int or version != _VERSION:
             raise _refused([], "a state of a version that is not known here", found=short_repr(version))
-        of_cuda, of_own = state_dict["cuda"] if self._cuda else None, state_dict["generators"]
-        if not isinstance(of_cuda, list | tuple | None) or not isinstance(of_own, Mapping):
-            name, wrong = ("generators", of_own) if isinstance(of_cuda, list | tuple | None) else ("cuda", of_cuda)
-            raise _refused([], message, found=f"{name}: a {type(wrong).__qualname__}")
         generators = self._generators()
         states = {name: state_dict[name] for name in _GLOBAL}
         states |= {f"cuda: {index}": state for index, state in enumerate(of_cuda or ())}
@@ -164,7 +161,7 @@ def _refused(problems: list[str], message: str, found: str = "") -> ObjectStateE
 def _user_generator(name: str, given: object) -> _Generator:
     """Returns the interface to a generator of the user's. Raises `OptionError`."""
     if isinstance(given, torch.Generator):
-        generator = _torch_generator(given)
+        generator = _torch_generator(given.get_state, given.set_state)
     elif isinstance(given, np.random.RandomState):
         generator = _numpy_legacy(given)
     elif isinstance(given, np.random.Generator | np.random.BitGenerator):
@@ -212,24 +209,18 @@ def _numpy_generator(get: Callable[[], Any], set_state: Callable[[object], None]
     return _Generator(get, checked_set)
 
 
-def _torch_generator(generator: torch.Generator) -> _Generator:
-    return _Generator(generator.get_state, lambda state: generator.set_state(_state_bytes(state)))
+def _torch_generator(get: Callable[[], object], set_state: Callable[[torch.Tensor], object]) -> _Generator:
+    def checked_set(state: object) -> None:
+        if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8:
+            raise ValueError("no state of a torch.Generator")
+        set_state(state.detach().cpu().contiguous())  # loading a checkpoint onto a device moves this tensor as well
+
+    return _Generator(get, checked_set)
 
 
 def _cuda_generators() -> list[_Generator]:
     """Returns the generators of the CUDA devices, by device number."""
-
-    def of_device(index: int) -> _Generator:
-        return _Generator(
-            partial(torch.cuda.get_rng_state, index),
-            lambda state: torch.cuda.set_rng_state(_state_bytes(state), index),
-        )
-
-    return [of_device(index) for index in range(torch.cuda.device_count())]
-
-
-def _state_bytes(state: object) -> torch.Tensor:
-    if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8:
-        raise ValueError("no state of a torch.Generator")
-    # Loading a checkpoint onto a device moves this tensor as well.
-    return state.detach().cpu().contiguous()
+    return [
+        _torch_generator(partial(torch.cuda.get_rng_state, index), partial(torch.cuda.set_rng_state, device=index))
+        for index in range(torch.cuda.device_count())
+    ]

@@ -330,7 +330,6 @@ def _within(scheduler: object) -> Iterator[object]:
 
 def _values_of(obj: object, cls: type[T]) -> Iterator[T]:
     """Yields the object and the values of its attributes that are of a class."""
-    attributes = getattr(obj, "__dict__", None)
-    for value in (obj, *(attributes.values() if isinstance(attributes, dict) else ())):
+    for value in (obj, *getattr(obj, "__dict__", {}).values()):
         if isinstance(value, cls):
             yield value

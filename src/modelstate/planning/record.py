@@ -109,7 +109,7 @@ def bind(planner: Planner, plan: LoadPlan, stale_remedy: str) -> None:
     """
     was, now = plan.binding.slots, planner.signatures
     if was != now:
-        _check_same(planner, was.by_name(), now.by_name(), stale_remedy)
+        _check_same(planner, was.as_text(), now.as_text(), stale_remedy)
     if not plan.binding.mapped:
         planner.options = replace(planner.options, map=False)
     record(planner)

@@ -64,27 +64,20 @@ def other_optimizers(
 
 def _referred_to_elsewhere(modules: list[nn.Module], passed: Sequence[torch.optim.Optimizer]) -> bool:
     """Whether something besides the modules and the optimizers refers to a parameter of the modules."""
-    known = Counter(id(param) for module in modules for param in own_parameters(module).values())
+    params = [param for module in modules for param in own_parameters(module).values() if param is not None]
+    known = Counter(map(id, params))
+    attributes = (value for module in modules for value in vars(module).values())
+    # Recurrent modules have lists of their parameters.
+    known.update(id(item) for value in attributes if isinstance(value, list | tuple) for item in value)
     for optimizer in passed:
         known.update(id(param) for group in optimizer.param_groups for param in group["params"])
         known.update(map(id, optimizer.state))
-    more = _with_more_references(modules, known)
-    if more:  # recurrent modules have lists of their parameters
-        values = (value for module in modules for value in vars(module).values())
-        known.update(id(item) for value in values if isinstance(value, list | tuple) for item in value)
-        more = _with_more_references(modules, known)
-    return more
-
-
-def _with_more_references(modules: list[nn.Module], known: Mapping[int, int]) -> bool:
-    probe = {"": object()}
-    by_the_loop = next(sys.getrefcount(value) for value in probe.values()) - 1
+    once = {id(param): param for param in params}
+    del params
+    by_the_loop = max(sys.getrefcount(value) for value in {"": object()}.values())
+    # An autograd graph has one reference to the object.
     return any(
-        # An autograd graph has one reference to the object.
-        sys.getrefcount(param) - by_the_loop > known[id(param)] + (use_count(param) > 1)
-        for module in modules
-        for param in own_parameters(module).values()
-        if param is not None
+        sys.getrefcount(param) > by_the_loop + known[id(param)] + (use_count(param) > 1) for param in once.values()
     )
 
 
@@ -173,22 +166,19 @@ def _check_other_state(
     changed = [(before[param], (finals[param].dtype, finals[param].device)) for param in params & finals.keys()]
     dtypes = {old[0] for old, new in changed if old[0] != new[0]}
     devices = {old[1] for old, new in changed if old[1] != new[1]}
-    places: list[str] = []
-
-    def check(path: Path, leaf: object) -> None:
-        is_state = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() > 0
-        if isinstance(leaf, torch.Tensor) and is_state and (leaf.dtype in dtypes or leaf.device in devices):
-            places.append(str(path[0]))
-
-    for key, values in optimizer.state.items():
-        if key not in params and (dtypes or devices):
-            map_leaves(values, check, (key,))
-    if places:
+    others = {key: values for key, values in optimizer.state.items() if key not in params}
+    tensors = [(path[0], leaf) for path, leaf in leaf_paths(others) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    keys = {
+        str(key)
+        for key, tensor in tensors
+        if tensor.is_floating_point() and (tensor.dtype in dtypes or tensor.device in devices)
+    }
+    if keys:
         raise PlacementError(
             "the optimizer keeps tensors for several parameters together, which cannot follow the parameters; nothing "
             "has been changed",
             where=type(optimizer).__name__,
-            found=f"state under {', '.join(dict.fromkeys(places))}",
+            found=f"state under {', '.join(sorted(keys))}",
             remedy="build the optimizer after the conversion",
         )
 

@@ -18,9 +18,8 @@ from modelstate.formats.tree import EXTRA_STATE
 from modelstate.spec import span
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import module_tables, non_persistent_buffers, own_modules
-from modelstate.torch_compat.plain import is_plain, is_sharded, same_place, same_values
-from modelstate.torch_compat.private import address_range
-from modelstate.torch_compat.sharding import local_tensor
+from modelstate.torch_compat.plain import is_plain, same_place, same_values
+from modelstate.torch_compat.private import address_range, payload_of
 
 T = TypeVar("T")
 
@@ -141,37 +140,11 @@ def compare_names(
     return common, missing, [key for _, _, key in sorted(unexpected, key=itemgetter(0, 1))]
 
 
-class SlotSignature(NamedTuple):
-    """What decides how a value gets into a slot, without the value that is there."""
-
-    names: tuple[str, ...]
-    kind: str
-    cls: type
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    """Empty for a tensor that is not plain."""
-    dtype: torch.dtype
-    device: torch.device
-    shares: tuple[str, int] | None
-    """The first slot in the storage of this one, and the bytes from the beginning of that slot to the beginning of this
-    one; None where this one is the first, or has no memory."""
-    properties: tuple[str, ...]
-    """Further properties of the tensor, each as text."""
-
-    def __str__(self) -> str:
-        shape = tuple(self.shape)
-        what = f"{short(self.dtype)} of shape {shape} on {self.device}, a {self.kind} of class {self.cls.__name__}"
-        what += f", stride {self.stride}" if self.stride else ""
-        what += f", tied to {', '.join(self.names[1:])}" if len(self.names) > 1 else ""
-        if self.shares is not None:
-            what += f", in the memory of {self.shares[0]}, at {self.shares[1]:+} bytes"
-        return ", ".join([what, *self.properties])
-
-
 class SlotSignatures(msgspec.Struct, frozen=True):
-    """The signatures of all slots of a model: a column for each field. Executing a plan compares them.
+    """What decides how values get into the slots of a model, without the values that are there, in columns.
 
-    A model may have tens of thousands of slots, whose signatures take longer to create than the values take to load.
+    Executing a plan compares them. A model may have tens of thousands of slots, and an object for each of them takes
+    longer to create than the values take to load.
     """
 
     names: list[tuple[str, ...]]
@@ -186,15 +159,19 @@ class SlotSignatures(msgspec.Struct, frozen=True):
     properties: dict[str, tuple[str, ...]]
     """By the first names of the slots."""
 
-    def by_name(self) -> dict[str, SlotSignature]:
-        """The signature of each slot by its first name."""
+    def as_text(self) -> dict[str, str]:
+        """The signature of each slot, for a message, by its first name."""
         columns = (self.names, self.kinds, self.classes, self.shapes, self.strides, self.dtypes, self.devices)
-        found: dict[str, SlotSignature] = {}
-        for names, *fields in zip(*columns, strict=True):
-            name = names[0]
-            fields += [self.shares.get(name), self.properties.get(name, ())]
-            found[name] = SlotSignature._make([names, *fields])
-        return found
+        texts: dict[str, str] = {}
+        for (name, *others), kind, cls, shape, stride, dtype, device in zip(*columns, strict=True):
+            text = f"{short(dtype)} of shape {tuple(shape)} on {device}, a {kind} of class {cls.__name__}"
+            text += f", stride {stride}" if stride else ""
+            text += f", tied to {', '.join(others)}" if others else ""
+            if name in self.shares:
+                owner, offset = self.shares[name]
+                text += f", in the memory of {owner}, at {offset:+} bytes"
+            texts[name] = ", ".join([text, *self.properties.get(name, ())])
+        return texts
 
 
 def signatures(slots: Slots) -> SlotSignatures:
@@ -228,7 +205,7 @@ def signatures(slots: Slots) -> SlotSignatures:
 
 
 def _memory(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[dict[str, tuple[str, int]], list[str]]:
-    """Returns which plain tensors share a storage (`SlotSignature.shares`), and the names of those without memory.
+    """Returns which plain tensors share a storage (`SlotSignatures.shares`), and the names of those without memory.
 
     Tensors may overlap that have storages of their own, as two that wrap one NumPy array: they have the storage of the
     first one.
@@ -258,7 +235,7 @@ class Addresses:
     """The address ranges of the storages of some tensors."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        ranges = sorted({address_range(part) for tensor in tensors for part in _parts(tensor)} - {(0, 0)})
+        ranges = sorted({address_range(part) for tensor in tensors for part in payload_of(tensor)} - {(0, 0)})
         self._starts = [start for start, _ in ranges]
         self._ends = [end for _, end in ranges]
 
@@ -271,11 +248,6 @@ class Addresses:
         return (before >= 0 and start < self._ends[before]) or (
             before + 1 < len(self._starts) and self._starts[before + 1] < end
         )
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the local tensor of a DTensor; of any other tensor, the tensor itself."""
-    return [local_tensor(tensor)] if is_sharded(tensor) else [tensor]
 
 
 def overlapping(group: Sequence[T], tensors: Sequence[torch.Tensor]) -> list[tuple[T, T]]:

@@ -31,7 +31,7 @@ from modelstate.errors import ModelBusyError, RollbackError
 from modelstate.forks import at_fork, fork_safe_lock
 from modelstate.process import deferred_signals
 from modelstate.text_format import listed
-from modelstate.torch_compat.modules import modules_of, own_buffers, own_parameters
+from modelstate.torch_compat.modules import modules_of, tensors_of
 from modelstate.torch_compat.plain import has_dispatch
 from modelstate.torch_compat.private import (
     drop_frozen_code,
@@ -460,8 +460,8 @@ _HARMLESS = frozenset(
 
 # The lock.
 
-_POLL_SECONDS = 0.1
-"""The interval in which a waiting thread looks whether a lock has ended without a release."""
+_POLL_SECONDS = 0.01
+"""The interval in which a waiting thread looks whether the lock has ended."""
 _TIMEOUT_SECONDS = 600.0
 """The limit of a wait. The owner of a lock may wait for this thread, as a hook may."""
 
@@ -478,7 +478,7 @@ class exclusive:
     Raises `ModelBusyError` when the wait exceeds ten minutes.
     """
 
-    __slots__ = ("__weakref__", "_models", "_released", "_shared_ids", "_thread", "rollbacks")
+    __slots__ = ("__weakref__", "_models", "_shared_ids", "_thread", "rollbacks")
 
     def __init__(self, *models: nn.Module) -> None:
         self._thread = threading.get_ident()
@@ -487,12 +487,11 @@ class exclusive:
         """The ids of modules, tensors and storages; computed only when two threads change models at once."""
         self.rollbacks: list[Callable[[], None]] = []
         """The rollbacks of the transactions within it that have not ended."""
-        self._released = threading.Event()
 
     def __enter__(self) -> None:
         deadline = time.monotonic() + _TIMEOUT_SECONDS
-        while (released := self._acquire()) is not None:
-            released.wait(_POLL_SECONDS)
+        while not self._acquire():
+            time.sleep(_POLL_SECONDS)
             if time.monotonic() >= deadline:
                 raise ModelBusyError(
                     "another thread is changing the module, or one that shares tensors with it; nothing has been "
@@ -513,16 +512,15 @@ class exclusive:
             self.rollbacks.clear()
             with _guard:
                 _held.pop(id(self), None)
-            self._released.set()
 
-    def _acquire(self) -> threading.Event | None:
-        """Acquires the lock, or returns what is set when a conflicting lock ends."""
+    def _acquire(self) -> bool:
+        """Acquires the lock, or returns False where another thread has a conflicting one."""
         with _guard:
             for lock in list(_held.values()):
                 if lock._thread != self._thread and not self._ids().isdisjoint(lock._ids()):
-                    return lock._released
+                    return False
             _held[id(self)] = self
-            return None
+            return True
 
     def _ids(self) -> set[int]:
         if self._shared_ids is None:
@@ -538,12 +536,7 @@ class exclusive:
 
 def _ids_of(model: nn.Module) -> set[int]:
     modules = modules_of(model)
-    tensors = [
-        tensor
-        for module in modules
-        for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
-        if tensor is not None
-    ]
+    tensors = tensors_of(modules)
     plain = [tensor for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)]
     storages = {storage_id(part) for tensor in plain for part in payload_of(tensor)} - {0}
     return {*map(id, modules), *map(id, tensors), *storages}
