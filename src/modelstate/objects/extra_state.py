@@ -27,7 +27,7 @@ from modelstate.errors import ExtraStateError, ModelStateError, OptionError, cod
 from modelstate.formats.tree import EXTRA_STATE, leaf_paths, map_leaves, same_value
 from modelstate.planning.planner import CHECK_EXTRA_STATE
 from modelstate.planning.recorder import KEEPS_NAMES, device_after, recording_of
-from modelstate.text_format import listed
+from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.modules import (
     load_from_state_dict,
     load_pre_hooks,
@@ -182,18 +182,11 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
             if base is cls:
                 if layer.is_same(self):
                     return
-                raise OptionError(
-                    "the class has declared extra state already",
-                    where=layer.name,
-                    found=_quoted(layer.names),
-                    remedy="name all attributes in one declaration",
-                )
+                problem = f"the class {layer.name} has declared extra state already"
+                _refuse(problem, _quoted(layer.names), "name all attributes in one declaration")
             if twice := [name for name in self.names if name in layer.names]:
-                raise OptionError(
-                    "a base class has declared this already",
-                    where=cls.__qualname__,
-                    found=f"{_quoted(twice)}: {layer.name}",
-                )
+                names = f"{cls.__qualname__}: {_quoted(twice)} of {layer.name}"
+                _refuse("a base class has declared this already", names)
         gets = cls.get_extra_state is not nn.Module.get_extra_state
         if gets is not (cls.set_extra_state is not nn.Module.set_extra_state):
             has, lacks = ("get", "set") if gets else ("set", "get")
@@ -295,7 +288,7 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
             owner = str(getattr(own, "__qualname__", own)).rpartition(".")[0]
             raise _bad_format(self.name, f"a value for the set_extra_state of {owner}", "none")
         if own is None and value is not _ABSENT:
-            raise _bad_format(self.name, "no state of a base class, since none has any", _kind(value))
+            raise _bad_format(self.name, "no state of a base class, since none has any", short_repr(value))
         for name, attribute in values:
             _check_attribute(module, name, attribute)
         return values, None if own is None else partial(own, value)
@@ -317,7 +310,7 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
         by_name = value if isinstance(value, Mapping) and all(isinstance(name, str) for name in value) else None
         if self.upgrade is not None and by_name is not None and not {"version", "values"} <= by_name.keys():
             return {"version": 0, "values": by_name}, _ABSENT  # a hand-written get_extra_state returned it
-        raise _bad_format(self.name, "what a declaration of extra state saves", _kind(value))
+        raise _bad_format(self.name, "what a declaration of extra state saves", short_repr(value))
 
     def _check_format(self, value: Mapping[str, object]) -> None:
         number = value["modelstate"]
@@ -339,7 +332,7 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
             or not isinstance(values, Mapping)
             or not all(isinstance(name, str) and name.isidentifier() for name in values)
         ):
-            raise _bad_format(self.name, "a format, a class, a version and values", _kind(value))
+            raise _bad_format(self.name, "a format, a class, a version and values", short_repr(value))
 
     def _values(self, module: nn.Module, saved: object) -> dict[str, object]:
         """Returns the values of this layer's names, upgraded and completed with defaults."""
@@ -390,7 +383,7 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
         except Exception as error:
             raise self._upgrade_error(f"raised for version {old}", f"{type(error).__name__}: {error}") from error
         if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
-            raise self._upgrade_error("returned something else than values by their names", _kind(result))
+            raise self._upgrade_error("returned something else than values by their names", short_repr(result))
         return dict(result), f"what upgrade= makes of version {old}"
 
     def _upgrade_error(self, problem: str, found: str) -> ExtraStateError:
@@ -520,14 +513,6 @@ def _place(module: nn.Module, name: str) -> str:
 def _quoted(names: Collection[str]) -> str:
     """Returns names for a message, the first few of them in full."""
     return listed((f"{name!r:.60}" for name in names), _MAX_SHOWN) or "none"
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, Mapping):
-        return f"a {type(value).__name__} with the keys {_quoted([str(key) for key in value])}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return f"{value!r:.60}"
-    return f"a {type(value).__name__}"
 
 
 def _refuse(problem: str, found: object, remedy: str = "") -> NoReturn:

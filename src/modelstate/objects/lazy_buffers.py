@@ -167,6 +167,8 @@ def _has_own(module: nn.Module) -> bool:
     return any(tensor is not None and name not in optional for name, tensor in tensors)
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def _make_room(
     module: nn.Module, name: str, key: str, state_dict: dict[str, object], assigns: bool, error_msgs: list[str]
 ) -> None:
@@ -186,32 +188,21 @@ def _make_room(
             return  # torch copies it, or reports why it does not fit
         is_resizable = _is_ordinary(buffer) and buffer.is_leaf and not buffer.is_inference()
         if not assigns and is_resizable and _is_ordinary(value):
-            _resize(buffer, value.shape)
+            # It stays the same object; other views keep the old memory.
+            buffer.grad = None
+            buffer.data = torch.empty(value.shape, dtype=buffer.dtype, device=buffer.device)
             return
+    device = _device(module) if buffer is None else buffer.device
     if assigns:
         buffers[name] = value
+    elif _is_ordinary(value):
+        buffers[name] = torch.empty(value.shape, dtype=value.dtype, device=device)
     else:
-        buffers[name] = _empty(value, _device(module) if buffer is None else buffer.device)
+        buffers[name] = value.detach().clone().to(device)  # a class of tensors may have no empty ones
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
     return is_plain(tensor) and not tensor.is_quantized
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _resize(buffer: torch.Tensor, shape: torch.Size) -> None:
-    """Gives a buffer new memory of another shape. It stays the same object; other views keep the old memory."""
-    buffer.grad = None
-    buffer.data = torch.empty(shape, dtype=buffer.dtype, device=buffer.device)
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _empty(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if _is_ordinary(value):
-        return torch.empty(value.shape, dtype=value.dtype, device=device)
-    return value.detach().clone().to(device)  # a class of tensors may have no empty ones
 
 
 def _device(module: nn.Module) -> torch.device:

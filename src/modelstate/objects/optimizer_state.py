@@ -314,8 +314,15 @@ class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
                 uninterrupted.enter_context(deferred_signals())
                 uninterrupted.enter_context(without_modes())
             if transaction is not None:
-                groups = [(group, dict(group)) for group in optimizer.param_groups]
-                transaction.register_undo(partial(_put_back, optimizer, dict(optimizer.state), groups))
+                changed: list[dict[Any, Any]] = [optimizer.state, *optimizer.param_groups]
+                before = [dict(values) for values in changed]
+
+                def put_back() -> None:
+                    for values, old in zip(changed, before, strict=True):
+                        values.clear()
+                        values.update(old)
+
+                transaction.register_undo(put_back)
             recorded: list[Recorded] = []
             for group in optimizer.param_groups:
                 for param in group["params"]:
@@ -328,19 +335,6 @@ class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
                 recorded += recorded_by_graphs(group, options, group)
                 group.update(options)
         return recorded
-
-
-def _put_back(
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[torch.Tensor, Any],
-    groups: list[tuple[dict[str, Any], dict[str, Any]]],
-) -> None:
-    """Undoes `OptimizerPlan.load`, which replaces tensors and changes none."""
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    for group, options in groups:
-        group.clear()
-        group.update(options)
 
 
 def plan_by_name(

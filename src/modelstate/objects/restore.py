@@ -57,6 +57,7 @@ from modelstate.objects.optimizer_values import (
     DTYPES,
     Recorded,
     WholePlan,
+    group_options,
     into_recorded_memory,
     is_whole,
     parameter_names,
@@ -230,10 +231,9 @@ def restore_objects(
         names: list[str] = []
         for path, target in targets.items():
             if target.kind is Kind.OPTIMIZER:
-                options_of_groups = {str(key) for group in target.obj.param_groups for key in group}
-                names += [path, *(f"{path}.{name}" for name in sorted(options_of_groups - {"params", "param_names"}))]
-        if kept_options:
-            check_keep_options(kept_options, names)
+                options_of_groups = {str(key) for group in target.obj.param_groups for key in group_options(group)}
+                names += [path, *(f"{path}.{name}" for name in sorted(options_of_groups))]
+        check_keep_options(kept_options, names)
         if any(part.ranks for part in saved.values()):
             saved = of_this_rank(saved, targets, agreement)
         may_miss = Patterns("allow_missing", options.allow_missing)

@@ -11,7 +11,7 @@ import gc
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import cache
 from itertools import compress
@@ -385,13 +385,9 @@ def _referred_to(nodes: list[object]) -> list[bool]:
         variable = torch.ones((), requires_grad=True, device="cpu")
         result = variable * 1
         alone = [get_gradient_edge(variable).node]
-    expected = _owner_counts(alone)[0]
+    expected, *counts = [sys.getrefcount(node) for of in (alone, nodes) for node in of]
     del result
-    return [count > expected for count in _owner_counts(nodes)]
-
-
-def _owner_counts(nodes: Sequence[object]) -> list[int]:
-    return [sys.getrefcount(node) for node in nodes]
+    return [count > expected for count in counts]
 
 
 def _through(referrer: object, wanted: object, depth: int, seen: set[int], until: float) -> str:
