@@ -19,6 +19,11 @@ TIMEOUT_SECONDS = 1800.0
 """How long a rank waits for the others by default: as long as the collectives of torch."""
 
 
+def invalid_option(option: str, why: str, value: object, *, expected: str) -> OptionError:
+    """The error for the value of an option."""
+    return OptionError(f"{option}= {why}", expected=expected, found=short_repr(value), names=(option,))
+
+
 def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a real number, also of NumPy, and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
@@ -39,11 +44,11 @@ def check_integer(option: str, value: object, *, least: int, accepts_none: bool 
     if value is None and accepts_none:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise OptionError(
-            f"{option}= must be {'a number of bytes' if option.endswith('bytes') else 'an integer'} >= {least}",
+        raise invalid_option(
+            option,
+            f"must be {'a number of bytes' if option.endswith('bytes') else 'an integer'} >= {least}",
+            value,
             expected=f"an integer >= {least}{', or None' if accepts_none else ''}",
-            found=short_repr(value),
-            names=(option,),
         )
 
 
@@ -73,11 +78,11 @@ def seconds_of(
     if is_number(value) and 0 <= value <= most and (value or accepts_zero):
         return float(value)
     limit = f" and <= {most:g}" if most < sys.float_info.max else ""
-    raise OptionError(
-        f"{option}= must be a number of seconds",
+    raise invalid_option(
+        option,
+        "must be a number of seconds",
+        value,
         expected=f"a number {'>=' if accepts_zero else '>'} 0{limit}{', or None' if accepts_none else ''}",
-        found=short_repr(value),
-        names=(option,),
     )
 
 
@@ -105,12 +110,7 @@ _FLAG_REMEDIES = {
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises `OptionError` where the value of an argument is not one of the choices."""
     if not (isinstance(value, str) and value in choices):
-        raise OptionError(
-            f"{name}= has an unknown value",
-            expected=" or ".join(map(repr, choices)),
-            found=short_repr(value),
-            names=(name,),
-        )
+        raise invalid_option(name, "has an unknown value", value, expected=" or ".join(map(repr, choices)))
 
 
 def check_keywords(

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from modelstate.arguments import invalid_option
 from modelstate.checkpoint.checkpoint import Checkpoint, join
-from modelstate.errors import CombineError, OptionError, code_errors
+from modelstate.errors import CombineError, code_errors
 from modelstate.formats.sharded import merged_metadata
 from modelstate.formats.tree import FlatTree, same_value
 from modelstate.spec import Combined, Stored, StoredTensor
-from modelstate.text_format import listed, short_repr
+from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.values import set_version_metadata
 
@@ -43,10 +44,11 @@ def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:
     elif callable(how) and not isinstance(how, type):
         merged = _per_name(sources, how)
     else:
-        raise OptionError(
-            "combine= is not a way to combine checkpoints",
+        raise invalid_option(
+            "combine",
+            "is not a way to combine checkpoints",
+            how,
             expected="ms.merge.Average(...), ms.merge.LoRA(...), or a function of a name and a list of tensors",
-            found=short_repr(how),
         )
     names = [f"{index}: {source.source}" for index, source in enumerate(sources)]
     return join(

@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import asdict, replace
 from torch.nn.parameter import is_lazy
 
-from modelstate.arguments import check_integer, seconds_of
+from modelstate.arguments import check_integer, invalid_option, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import KeyNotFoundError, OptionError, SourceTypeError, TargetExistsError, UnsavableError
@@ -310,10 +310,10 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
         """
         schema, extra = self.schema, self.extra
         if schema is not None and (not isinstance(schema, str) or not schema):
-            raise OptionError("schema= must be text", expected='such as "2.0"', found=short_repr(schema))
+            raise invalid_option("schema", "must be text", schema, expected='such as "2.0"')
         check_integer("shard_size_bytes", self.shard_size_bytes, least=1, accepts_none=True)
         if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
-            raise OptionError("extra= must be a mapping", expected="a mapping", found=short_repr(extra))
+            raise invalid_option("extra", "must be a mapping", extra, expected="a mapping")
         seconds_of("lock_timeout_seconds", self.lock_timeout_seconds)
         format = format_of(where, self.format)
         if format == "torch" and (self.shard_size_bytes, extra, schema) != (None, None, None):
@@ -408,7 +408,7 @@ def format_of(path: str, format: object) -> str:
     known = tuple(dict.fromkeys(SUFFIXES.values()))
     if format is not None and not (isinstance(format, str) and format in known):
         expected = " or ".join(map(repr, known))
-        raise OptionError("format= is unknown", expected=expected, found=short_repr(format), names=("format",))
+        raise invalid_option("format", "is unknown", format, expected=expected)
     name = os.path.basename(path)
     suffix = name if name.lower() in SUFFIXES else os.path.splitext(name)[1]  # a file may be named just ".pt"
     by_suffix = SUFFIXES.get(suffix.lower())

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import nn
 
-from modelstate.arguments import checked_call
+from modelstate.arguments import checked_call, invalid_option
 from modelstate.checkpoint.checkpoint import Checkpoint, merged_fingerprints
 from modelstate.checkpoint.inspect import plain_value
 from modelstate.checkpoint.open import Source, is_selected, nothing_selected, open as open_checkpoint, patterns_of
@@ -33,7 +33,7 @@ from modelstate.checkpoint.reduction import (
 )
 from modelstate.comparison.difference import Accumulator, equal_unread, is_comparable
 from modelstate.comparison.result import Diff, Status, TensorDiff, ValueDiff
-from modelstate.errors import CodecError, ComparisonError, ForbiddenGlobalError, OpenError, OptionError
+from modelstate.errors import CodecError, ComparisonError, ForbiddenGlobalError, OpenError
 from modelstate.formats.manifest import ALGORITHM
 from modelstate.formats.tree import same_value
 from modelstate.planning.matching import entries_of, matching_part
@@ -44,7 +44,7 @@ from modelstate.rules.rule import Entries, Entry, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import StoredTensor, bytes_key, dtype_name
 from modelstate.tensor_spec import TensorSpec
-from modelstate.text_format import listed, printable, short_repr
+from modelstate.text_format import listed, printable
 from modelstate.torch_compat.modules import state_dict_of
 from modelstate.torch_compat.plain import is_plain, same_place
 
@@ -151,10 +151,8 @@ def _open_both(
     """Opens both sides; without a key, the part of one that has the names of the other."""
     keys = key if isinstance(key, tuple) and len(key) == 2 else (key, key)
     if not all(part is None or isinstance(part, str) for part in keys):
-        raise OptionError(
-            "key= must be a path, or a pair of paths",
-            expected='"model_state", or ("model", None)',
-            found=short_repr(key),
+        raise invalid_option(
+            "key", "must be a path, or a pair of paths", key, expected='"model_state", or ("model", None)'
         )
     first, second = (
         opened(state_dict_of(source) if isinstance(source, nn.Module) else source, key=part)

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from modelstate.arguments import check_flag, checked_call
+from modelstate.arguments import check_flag, checked_call, invalid_option
 from modelstate.checkpoint.open import check_budget_option
 from modelstate.conversion.conversion import Conversion, running_conversion
 from modelstate.conversion.tensors import ByFunction, CastAndMove, Target
@@ -22,7 +22,6 @@ from modelstate.planning.options import check_model, device_of, is_device
 from modelstate.planning.plan import LoadReport
 from modelstate.planning.transfer import COPYABLE
 from modelstate.process import gc_paused
-from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import dtype_named, floating_dtype
 from modelstate.torch_compat.modules import MethodOverride, Overrides, is_cast_of_torch, modules_of, tensors_of
 from modelstate.torch_compat.plain import is_fake
@@ -141,10 +140,11 @@ def _target(
     _check_is_no_device(dtype)
     dtype = floating_dtype(dtype, or_complex=True, other_casts="transform=")
     if transform is not None and not callable(transform):
-        raise OptionError(
-            "transform= must be a function of a name and a tensor",
+        raise invalid_option(
+            "transform",
+            "must be a function of a name and a tensor",
+            transform,
             expected="a function that can be called as transform(name, tensor)",
-            found=short_repr(transform),
         )
     if dtype is None and device is None and transform is None:
         raise OptionError("nothing to convert to", expected="dtype=, device= or transform=", found="none of them")

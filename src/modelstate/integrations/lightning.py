@@ -11,6 +11,7 @@ from time import perf_counter
 
 import torch
 
+from modelstate.arguments import invalid_option
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import SaveOptions, StateToWrite, write_state
 from modelstate.errors import CodecError, OpenError, OptionError, PackageError, ReadFailedError
@@ -144,10 +145,8 @@ def _placement(map_location: object) -> Callable[[torch.Tensor], torch.Tensor]:
     if isinstance(map_location, str | torch.device):
         return lambda tensor: tensor.to(map_location)
     if not callable(map_location):
-        raise OptionError(
-            "map_location= has an invalid value",
-            expected="a device, a mapping or a function",
-            found=short_repr(map_location),
+        raise invalid_option(
+            "map_location", "has an invalid value", map_location, expected="a device, a mapping or a function"
         )
 
     def place(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from modelstate.arguments import check_flag
+from modelstate.arguments import check_flag, invalid_option
 from modelstate.errors import ObjectStateError, OptionError
 from modelstate.formats.tree import same_value
 from modelstate.text_format import printable, short_repr
@@ -63,7 +63,7 @@ class RNG:
 
     def __init__(self, generators: Mapping[str, object] | None = None, *, cuda: bool = True) -> None:
         if not isinstance(generators, Mapping | None) or not all(type(name) is str for name in generators or ()):
-            raise OptionError("generators= must be a mapping", expected="a dict", found=short_repr(generators))
+            raise invalid_option("generators", "must be a mapping", generators, expected="a dict")
         check_flag("cuda", cuda)
         self._global = {
             "python": _Generator(random.getstate, partial(_set_python, random)),

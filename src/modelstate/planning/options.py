@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import nn
 
-from modelstate.arguments import TIMEOUT_SECONDS
+from modelstate.arguments import TIMEOUT_SECONDS, invalid_option
 from modelstate.checkpoint.open import check_budget_option, patterns_of
 from modelstate.errors import OptionError, PlacementError
 from modelstate.text_format import short_repr
@@ -208,7 +208,7 @@ def is_device(text: str) -> bool:
 
 def _key(key: object) -> object:
     if not (key is None or isinstance(key, str)):
-        raise OptionError("key= must be a path", expected="a string such as 'model.encoder'", found=short_repr(key))
+        raise invalid_option("key", "must be a path", key, expected="a string such as 'model.encoder'")
     return key
 
 

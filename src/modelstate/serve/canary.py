@@ -9,6 +9,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
+from modelstate.arguments import invalid_option
 from modelstate.errors import CanaryError, OptionError
 from modelstate.serve.swap import buffer_restorer, carry_over
 from modelstate.serve.targets import Program
@@ -57,9 +58,7 @@ class Canary(msgspec.Struct, frozen=True):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (is_number and value >= 0):
-                raise OptionError(
-                    f"{name}= must be a tolerance", expected="a number from 0, or None", found=short_repr(value)
-                )
+                raise invalid_option(name, "must be a tolerance", value, expected="a number from 0, or None")
         if not isinstance(self.args, tuple | list) or not isinstance(self.kwargs, Mapping):
             raise OptionError(
                 "args= and kwargs= must be the inputs of a call",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
-from modelstate.arguments import check_keywords, checked_call, seconds_of
+from modelstate.arguments import check_keywords, checked_call, invalid_option, seconds_of
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import (
     FollowWarning,
@@ -33,7 +33,7 @@ from modelstate.serve.live import FOREIGN, Event, Live
 from modelstate.store.directory import ages
 from modelstate.store.retention import CheckpointInfo
 from modelstate.store.store import Store
-from modelstate.text_format import in_a_line, short_repr
+from modelstate.text_format import in_a_line
 
 _T = TypeVar("_T")
 _MAX_EVENTS = 1000
@@ -107,13 +107,11 @@ def follow(
     if isinstance(target, Live) and isinstance(canary, Canary) and target.version().id:
         prepared(canary, target)
     if type(object) is not str or not object:
-        raise OptionError(
-            "object= must be the name of an object", expected="text, such as 'model'", found=short_repr(object)
-        )
+        raise invalid_option("object", "must be the name of an object", object, expected="text, such as 'model'")
     poll_seconds = seconds_of("poll_seconds", poll_seconds, accepts_zero=False, most=threading.TIMEOUT_MAX)
     for name, callback in (("on_error", on_error), ("on_swap", on_swap)):
         if callback is not None and not callable(callback):
-            raise OptionError(f"{name}= must be callable", expected="a function, or None", found=short_repr(callback))
+            raise invalid_option(name, "must be callable", callback, expected="a function, or None")
     # A separate instance: a store that also saves in the background would raise errors of its saves here.
     own_store = Store(store.directory, cache=store.index.cache) if isinstance(store, Store) else Store(store)
     following = Following(
@@ -483,10 +481,11 @@ def _metric_of(select: object) -> tuple[str | None, int]:
         name, mode = metric, "min"
     if prefix == "best" and name:
         return name, 1 if mode == "max" else -1
-    raise OptionError(
-        "select= has an unknown value",
+    raise invalid_option(
+        "select",
+        "has an unknown value",
+        select,
         expected='"latest", "best:METRIC" for the lowest, or "best:METRIC:max" for the highest',
-        found=short_repr(select),
     )
 
 

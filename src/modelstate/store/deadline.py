@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Literal, Self
 
-from modelstate.arguments import is_number
+from modelstate.arguments import invalid_option, is_number
 from modelstate.errors import OptionError
 from modelstate.text_format import short_repr
 
@@ -75,15 +75,14 @@ class Deadline:
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
     ) -> None:
         if hours is not None and not (is_number(hours) and 0 < hours * _HOUR_SECONDS < math.inf):
-            raise OptionError(
-                "hours= must be a number of hours", expected="hours, above 0, or None", found=short_repr(hours)
-            )
+            raise invalid_option("hours", "must be a number of hours", hours, expected="hours, above 0, or None")
         self._total_seconds = math.inf if hours is None else hours * _HOUR_SECONDS
         if margin_seconds != "auto" and not (is_number(margin_seconds) and 0 <= margin_seconds < self._total_seconds):
-            raise OptionError(
-                "margin_seconds= must be a number of seconds, or 'auto'",
+            raise invalid_option(
+                "margin_seconds",
+                "must be a number of seconds, or 'auto'",
+                margin_seconds,
                 expected=f"seconds, from 0, less than {self._total_seconds:g}, or 'auto'",
-                found=short_repr(margin_seconds),
             )
         self._margin_seconds = None if margin_seconds == "auto" else float(margin_seconds)
         self._signals = _checked_signals(signals)
@@ -260,7 +259,7 @@ def _name(number: int) -> str:
 def _checked_signals(given: Iterable[int]) -> tuple[int, ...]:
     expected = "several of signal.valid_signals() that ask for an end, as (signal.SIGTERM,)"
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise OptionError("signals= must be a sequence of signals", expected=expected, found=short_repr(given))
+        raise invalid_option("signals", "must be a sequence of signals", given, expected=expected)
     numbers = tuple(dict.fromkeys(given))
     never = {getattr(signal, name) for name in _NOT_CAUGHT if hasattr(signal, name)}
     for number in numbers:
@@ -277,10 +276,8 @@ def _elapsed_seconds(since: object) -> float:
         return _process_seconds()
     now = time.time()
     if not is_number(since) or not -math.inf < since <= now + _MAX_CLOCK_SKEW_SECONDS:
-        raise OptionError(
-            "since= has an invalid value",
-            expected="'process', 'now', or a Unix time in seconds that is over",
-            found=short_repr(since),
+        raise invalid_option(
+            "since", "has an invalid value", since, expected="'process', 'now', or a Unix time in seconds that is over"
         )
     return now - since
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from modelstate.arguments import invalid_option
 from modelstate.errors import (
     ChecksumError,
     DamagedCheckpointError,
@@ -23,7 +24,6 @@ from modelstate.errors import (
     ModelStateError,
     NewerManifestError,
     OpenError,
-    OptionError,
     ReadFailedError,
     SourceNotFoundError,
     StepNotFoundError,
@@ -292,7 +292,7 @@ class StepIndex:
     def step(self, step: object, revisions: Iterable[StepEntry] | None = None) -> StepEntry:
         """Returns one step, as `steps` does. Raises `StepNotFoundError`, and `OptionError` for another type."""
         if type(step) is not int:
-            raise OptionError("step= must be an integer >= 0", expected="an int", found=short_repr(step))
+            raise invalid_option("step", "must be an integer >= 0", step, expected="an int")
         entries = self.steps(revisions)
         for entry in entries:
             if entry.place.step == step:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext
 from typing import Any
 
-from modelstate.arguments import check_integer, check_keywords, checked_call
+from modelstate.arguments import check_integer, check_keywords, checked_call, invalid_option
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.distributed.reports import Digest
 from modelstate.errors import (
@@ -364,7 +364,7 @@ def _check_options(steps: int, save_every: int, deadline: Deadline | None, resto
     for name, value in (("steps", steps), ("save_every", save_every)):
         check_integer(name, value, least=1)
     if deadline is not None and not isinstance(deadline, Deadline):
-        raise OptionError("deadline= must be a Deadline", expected="a modelstate.Deadline", found=short_repr(deadline))
+        raise invalid_option("deadline", "must be a Deadline", deadline, expected="a modelstate.Deadline")
     check_keywords("ms.resumable", restoring, _RESTORE_OPTIONS)  # now, not when there is something to restore
 
 

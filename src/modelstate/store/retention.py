@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from modelstate.arguments import check_choice, check_integer, is_number
+from modelstate.arguments import check_choice, check_integer, invalid_option, is_number
 from modelstate.errors import OptionError
 from modelstate.html.page import ColumnKind, Page
 from modelstate.text_format import as_given, short_repr, size
@@ -139,16 +139,9 @@ class Keep(msgspec.Struct, frozen=True):
             check_integer(name, getattr(self, name), least=1, accepts_none=True)
         hours = self.every_hours
         if hours is not None and not (is_number(hours) and 1 <= hours * _HOUR_SECONDS < math.inf):
-            raise OptionError(
-                "every_hours= must be a time",
-                expected="hours, from 1/3600",
-                found=short_repr(hours),
-                names=("every_hours",),
-            )
+            raise invalid_option("every_hours", "must be a time", hours, expected="hours, from 1/3600")
         if self.metric is not None and type(self.metric) is not str:
-            raise OptionError(
-                "metric= must be the name of a metric", expected="text, as 'loss'", found=short_repr(self.metric)
-            )
+            raise invalid_option("metric", "must be the name of a metric", self.metric, expected="text, as 'loss'")
         if (self.best is None) is not (self.metric is None):
             raise OptionError(
                 "best= and metric= go together",
@@ -165,10 +158,11 @@ def as_keep(keep: Keep | int | None) -> Keep | None:
     if keep is None or isinstance(keep, Keep):
         return keep
     if type(keep) is not int or keep < 1:
-        raise OptionError(
-            "keep= must be an integer, a Keep, or None",
+        raise invalid_option(
+            "keep",
+            "must be an integer, a Keep, or None",
+            keep,
             expected="an int >= 1, which is the number of the last ones; a modelstate.Keep; or None for all",
-            found=short_repr(keep),
         )
     return Keep(last=keep)
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 
 from modelstate import __version__
-from modelstate.arguments import check_choice, check_integer, checked_call, seconds_of
+from modelstate.arguments import check_choice, check_integer, checked_call, invalid_option, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import check_budget_option, patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
@@ -20,7 +20,6 @@ from modelstate.distributed.reports import Digest
 from modelstate.distributed.writing import CollectiveWriter
 from modelstate.errors import (
     BackgroundCancelledError,
-    OptionError,
     SourceTypeError,
     StepNotFoundError,
     UnsavableError,
@@ -742,10 +741,8 @@ def _directory(given: object) -> str:
 def _check_save(step: object, metrics: object, when_busy: object) -> dict[str, float]:
     """Checks the arguments of `Store.save`, and returns the metrics as floats. Raises `OptionError`."""
     if type(step) is not int or not 0 <= step < 10**18:
-        raise OptionError("step= must be an integer >= 0", expected="an int, 0 or more", found=short_repr(step))
+        raise invalid_option("step", "must be an integer >= 0", step, expected="an int, 0 or more")
     check_choice("when_busy", when_busy, ("wait", "skip"))
     if not isinstance(metrics, Mapping | None):
-        raise OptionError(
-            "metrics= must be a mapping of numbers", expected='such as {"loss": 0.5}', found=short_repr(metrics)
-        )
+        raise invalid_option("metrics", "must be a mapping of numbers", metrics, expected='such as {"loss": 0.5}')
     return {name: metric_value(name, value) for name, value in (metrics or {}).items()}
