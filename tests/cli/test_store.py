@@ -16,6 +16,7 @@ import modelstate as ms
 from modelstate.cli.common import parse_size
 from modelstate.store.record import ObjectEntry
 from tests.cli.command import run
+from tests.store.common import flip
 
 
 def model_at(step: int) -> nn.Module:
@@ -39,11 +40,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def damage(step: int) -> None:
     """Flips a bit of a tensor."""
     (path,) = Path(f"run/step-{step:09d}").glob("model-*.safetensors")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    stat = path.stat()
-    path.write_bytes(data)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    flip(path)
 
 
 def cut(step: int) -> None:
@@ -93,27 +90,24 @@ class TestLs:
             assert "damaged" not in listed.stdout + restored.stderr
 
     @pytest.mark.parametrize("command", ["ls", "verify", "prune", "restore"])
-    @pytest.mark.parametrize(("directory", "says"), [("nothing", "no such file or directory"), (".", "not a store")])
-    def test_no_store(self, command: str, directory: str, says: str, tmp_path: Path) -> None:
-        more = {"prune": ["--keep-last", "1"], "restore": ["out"]}.get(command, [])
-        done = run("store", command, directory, *more)
-        assert done.exit_code == 1
-        assert done.stdout == ""
-        assert says in done.stderr
-        assert os.listdir(tmp_path) == ["run"]
-
-    @pytest.mark.parametrize("command", ["ls", "verify", "prune", "restore"])
-    def test_what_is_not_a_directory_is_named(self, command: str) -> None:
+    def test_no_store(self, command: str, tmp_path: Path) -> None:
         more = {"prune": ["--keep-last", "1"], "restore": ["out"]}.get(command, [])
         Path("file").write_text("mine")
         Path("dangling").symlink_to("nowhere")
         Path("loop").symlink_to("loop")
-        said = {"file": "this is a file", "dangling": "link to something that is not there", "loop": "back to itself"}
+        said = {
+            "nothing": "no such file or directory",
+            ".": "not a store",
+            "file": "this is a file",
+            "dangling": "link to something that is not there",
+            "loop": "back to itself",
+        }
         for path, words in said.items():
             done = run("store", command, path, *more)
-            assert done.exit_code == 1
+            assert (done.exit_code, done.stdout) == (1, "")
             assert words in done.stderr, path
         assert "modelstate inspect file" in run("store", command, "file", *more).stderr
+        assert sorted(os.listdir(tmp_path)) == ["dangling", "file", "loop", "run"]
 
     def test_one_that_cannot_be_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refused(path: str) -> list[str]:
@@ -320,9 +314,7 @@ def test_files_are_verified() -> None:
         done = run("verify", path)
         assert done.exit_code == 0
         assert algorithm in done.stdout
-    data = bytearray(Path("ours.safetensors").read_bytes())
-    data[-1] ^= 1
-    Path("ours.safetensors").write_bytes(data)
+    flip(Path("ours.safetensors"))
     done = run("verify", "ours.safetensors")
     assert (done.exit_code, done.stdout, "bias" in done.stderr) == (1, "", True)
 

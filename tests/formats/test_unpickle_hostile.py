@@ -89,9 +89,6 @@ HOSTILE = {
     "colliding integers": b"\x80\x02}("
     + b"".join(b"\x8a\x10" + ((2**61 - 1) * (i + 1)).to_bytes(16, "little") + b"N" for i in range(50_000))
     + b"u.",
-    "colliding tuples": b"\x80\x02}("
-    + b"".join(b"\x8a\x10" + ((2**61 - 1) * (i + 1)).to_bytes(16, "little") + b"\x85N" for i in range(50_000))
-    + b"u.",
     "colliding complex numbers": b"\x80\x02c__builtin__\ncomplex\nq\0}("
     + b"".join(
         b"h\0G" + struct.pack(">d", -1000003.0 * i) + b"G" + struct.pack(">d", i) + b"\x86RN" for i in range(20_000)

@@ -14,6 +14,7 @@ from modelstate import errors
 from modelstate.rules.names import Rename
 from modelstate.rules.tensors import Cast, Transpose
 from modelstate.torch_compat.private import torch_version
+from tests.store.common import flip
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -136,9 +137,7 @@ def test_what_does_not_fit_is_refused_before_a_tensor_is_touched(case: str, tmp_
 
 def test_damage_is_found_before_a_tensor_is_touched(tmp_path: Path) -> None:
     ms.save({"a": torch.ones(8), "b": torch.ones(8)}, tmp_path / "x.safetensors")
-    data = bytearray((tmp_path / "x.safetensors").read_bytes())
-    data[-1] ^= 1
-    (tmp_path / "x.safetensors").write_bytes(data)
+    flip(tmp_path / "x.safetensors")
     found = {"a": torch.zeros(8), "b": torch.zeros(8)}
     with pytest.raises(CheckpointException, match="are not what their checksums say"):
         dcp.load(found, storage_reader=ms.dcp.Reader(tmp_path / "x.safetensors", verify=True))

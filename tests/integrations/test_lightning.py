@@ -13,6 +13,7 @@ import modelstate as ms
 from modelstate.errors import ChecksumError, CodecError, OptionError, SourceNotFoundError, WriteFailedError
 from modelstate.io import system
 from tests.codec.values import same
+from tests.store.common import flip
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 lightning = pytest.importorskip("lightning.pytorch")
@@ -97,9 +98,7 @@ def test_a_resumed_run_is_what_it_would_have_been(tmp_path: Path, wrap: Any) -> 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     fit(tmp_path, StoreCheckpointIO(), 1)
     path = tmp_path / "last.ckpt"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(path)
     with pytest.raises(ChecksumError):
         fit(tmp_path, StoreCheckpointIO(), 2, str(path))
     StoreCheckpointIO(verify=False).load_checkpoint(path)

@@ -15,14 +15,13 @@ from modelstate.errors import (
     PlanError,
 )
 from tests.objects.nets import restored_from
+from tests.store.common import flip
 
 
 def test_damage_is_found_first(tmp_path: Path) -> None:
     path = tmp_path / "training.safetensors"
     ms.save({"model": nn.Linear(2, 2), "step": 3}, path)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(path)
     with pytest.raises(ChecksumError):
         ms.restore({"model": nn.Linear(2, 2), "step": 0}, path, verify=True)
 
