@@ -114,13 +114,6 @@ def test_a_thread_that_could_not_report_its_start_is_not_started(limit: str, use
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_without_memory_for_a_thread_the_caller_does_all_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelstate.process._has_memory_for_a_thread", lambda: False)
-    threads = set[int]()
-    parallel_for(lambda _: threads.add(threading.get_ident()), 3)
-    assert threads == {threading.get_ident()}
-
-
 def test_an_error_of_a_signal_handler_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: threading.Thread) -> None:
         raise RuntimeError("preempted")

@@ -197,12 +197,6 @@ class TestWhileARunPrunes:
         assert [line.split()[1] for line in done.stdout.splitlines()] == ["10:", "20:", "30:", "40:"]
         assert done.stdout.count("whole") == 1
 
-    def test_a_step_that_was_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        take_away_when_read(monkeypatch, 10)
-        done = run("store", "verify", "run", "--step", "10")
-        assert done.exit_code == 1
-        assert "20, 30" in done.stderr
-
     def test_restore_takes_another_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         take_away_when_read(monkeypatch, 20, 30, save=40)
         done = run("store", "restore", "run", "m")

@@ -13,8 +13,7 @@ import modelstate as ms
 from modelstate import errors
 from modelstate.problems import ProblemKind
 from tests.loading.fingerprint import whole
-
-Load = Callable[[nn.Module, Any], Any]
+from tests.objects.nets import Load, stock
 
 
 class Lazy(nn.Module):
@@ -29,10 +28,6 @@ class Lazy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(x)
         return x if self.p is None else x + self.p.sum()
-
-
-def stock(module: nn.Module, state: Any) -> Any:
-    return module.load_state_dict(state)
 
 
 LOADS: dict[str, Load] = {"stock": stock, "load_state_dict": ms.load_state_dict, "load": ms.load}

@@ -9,12 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-import modelstate as ms
 from modelstate.formats import block_writer
 from modelstate.formats.block_writer import past_page_cache, write_blocks
 from modelstate.io import system
 from modelstate.io.atomic import new_file
-from modelstate.io.linux import cached_share
 from tests.objects import saves
 from tests.objects.saves import NAME, save, version_at
 from tests.sweeps import EXHAUSTIVE
@@ -84,23 +82,6 @@ def test_the_same_bytes(start: int, sizes: list[int], tmp_path_factory: pytest.T
     if can_be_past_cache(directory) and pages > 2 * len(sizes):
         assert sum(lengths) >= 4096 * (pages - 2 * len(sizes))
         assert all(length % 4096 == 0 for length in lengths)
-
-
-@pytest.mark.slow
-def test_the_page_cache_is_left_alone(tmp_path: Path) -> None:
-    """A large save leaves no page of its file in the page cache. This includes pages that it writes only in part.
-
-    Around single pages that are there, the kernel would read ahead in small ones, which makes later reads slow.
-    """
-    path = tmp_path / NAME
-    if not can_be_past_cache(tmp_path):
-        pytest.skip("the file system has no O_DIRECT")
-    ms.save({f"w{n}": torch.randn((1 << 20) + n) for n in range(8)}, path)
-    with path.open("rb") as file:
-        share = cached_share(file.fileno(), 0, path.stat().st_size)
-    if share is None:
-        pytest.skip("the kernel does not say what is in its page cache")
-    assert share == 0
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
