@@ -11,6 +11,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from tests.io.test_lease import can_lease
+from tests.objects.nets import restored_from
 from tests.store.training import OPTIMIZERS, SCHEDULERS, Model, Run, Saved, state_of
 
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -170,30 +171,20 @@ def test_nothing_at_all() -> None:
     assert Saved(bare).restore(bare).report.coverage == 1
 
 
-@pytest.mark.parametrize("by", ["file", "store"])
-def test_in_place_says_whether_all_values_are_read_first(tmp_path: Path, by: str) -> None:
+@pytest.mark.parametrize("place", ["file", "store"])
+def test_in_place_says_whether_all_values_are_read_first(place: str, tmp_path: Path) -> None:
     if not can_lease(tmp_path):
         pytest.skip("no read leases here")
-
-    def restored(**options: Any) -> str:
-        target = nn.Linear(512, 512)
-        objects = {"model": target, "step": 0}
-        result = (
-            ms.restore(objects, tmp_path / "run.safetensors", **options)
-            if by == "file"
-            else ms.Store(tmp_path / "store").restore(objects, **options)
-        )
+    model, target = nn.Linear(512, 512), nn.Linear(512, 512)
+    restore = restored_from(place, tmp_path, {"model": model})
+    for options, why in (
+        ({}, "into the existing memory, directly, while a read lease holds the file"),
+        ({"in_place": None}, "into the existing memory, directly, while a read lease holds the file"),
+        ({"in_place": False}, "into the existing memory, after all reads"),
+    ):
+        nn.init.zeros_(target.weight)
+        assert restore({"model": target}, **options).report.steps[0].why == why
         assert torch.equal(target.weight, model.weight)
-        return result.report.steps[0].why
-
-    model = nn.Linear(512, 512)
-    ms.save({"model": model, "step": 3}, tmp_path / "run.safetensors")
-    with ms.Store(tmp_path / "store") as store:
-        store.save(3, {"model": model, "step": 3})
-    assert (
-        restored() == restored(in_place=None) == "into the existing memory, directly, while a read lease holds the file"
-    )
-    assert restored(in_place=False) == "into the existing memory, after all reads"
     for wrong in (True, "no", 0):
         with pytest.raises(errors.OptionError, match="None or False"):
-            restored(in_place=wrong)
+            restore({"model": target}, in_place=wrong)

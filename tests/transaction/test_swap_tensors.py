@@ -110,16 +110,6 @@ def holding_a_view(weight: torch.Tensor) -> None:
     del cache
 
 
-def holding_it_in_an_object(weight: torch.Tensor) -> None:
-    class Keeper:
-        pass
-
-    keeper: Any = Keeper()
-    with torch.no_grad():
-        keeper.first_row = weight[0]
-    ms.swap_tensors(weight, torch.ones(2, 3))
-
-
 def waiting(weight: torch.Tensor) -> None:
     loss = (weight * 2).sum()
     ms.swap_tensors(weight, torch.ones(2, 3))
@@ -134,10 +124,6 @@ def with_a_node(weight: torch.Tensor) -> None:
 
 HOLDERS: dict[Callable[[torch.Tensor], None], tuple[str, str]] = {
     holding_a_view: (r"a view, held by list `cache` in frame `holding_a_view`", "drop the view"),
-    holding_it_in_an_object: (
-        r"a view, attribute `first_row` of a Keeper held by `keeper` in frame `holding_it_in_an_object`",
-        "drop the view",
-    ),
     waiting: (r"graph that still waits for backward: its result is held by `loss` in frame `waiting`", "run backward"),
     with_a_node: (r"its AccumulateGrad node, held by `node` in frame `with_a_node`", "remove the hooks"),
 }
