@@ -168,15 +168,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return convert() if convert is not None and type(tensor) not in (torch.Tensor, nn.Parameter) else tensor
 
 
-def test_nothing_is_read_in_result(path: Path) -> None:
-    module = made("materialised")
-    handle = ms.load(module, path, background=True)
-    assert eventually(lambda: handle.done)
-    with faulty_reads() as faults:
-        assert len(handle.result().steps) == 7
-    assert not [request for request in faults.requests if request.call.startswith("preadv")]
-
-
 # The model until then.
 
 
@@ -301,16 +292,6 @@ def test_cancelled_in_the_middle(path: Path, gate: Gate) -> None:
             handle.result()
     assert "cancelled" in repr(handle)
     assert whole(module) == before
-
-
-def test_cancel_waits_for_the_thread(path: Path) -> None:
-    def slow(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.05)
-        return tensor
-
-    handle = ms.load(made("materialised"), path, background=True, transform=slow)
-    handle.cancel()
-    assert threads() == []
 
 
 def test_left_without_a_result(path: Path) -> None:

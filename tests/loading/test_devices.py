@@ -1,7 +1,5 @@
 """Loading onto a CUDA device."""
 
-import copy
-import errno
 import subprocess
 import sys
 import time
@@ -16,7 +14,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from tests.faults import faulty_reads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,29 +113,6 @@ def test_what_is_only_moved_to_a_device_is_not_counted_as_loaded() -> None:
     assert [step.name for step in plan.steps] == ["0.weight", "0.bias"]
     assert "2 only moved to cuda:0: 1.bias, 1.weight" in plan.notes
     assert not any("own loading code" in note for note in plan.notes)
-
-
-@pytest.mark.parametrize("in_place", [None, False], ids=["default", "staged"])
-def test_each_read_that_fails_changes_nothing(in_place: bool | None, tmp_path: Path) -> None:
-    source, failed = nn.Sequential(nn.Linear(900, 1100), nn.LayerNorm(3000), nn.Linear(1100, 900)), 0
-    ms.save(source, tmp_path / "x.safetensors")
-    with faulty_reads() as clean:
-        ms.load(copy.deepcopy(source).cuda().bfloat16(), tmp_path / "x.safetensors", dtype="bf16", in_place=in_place)
-    for number in range(1, len(clean.requests) + 1):
-        module = copy.deepcopy(source).cuda().bfloat16()
-        with torch.no_grad():
-            for param in module.parameters():
-                param.zero_()
-        with faulty_reads(at=number, error=OSError(errno.EIO, "bad sector")):
-            try:
-                ms.load(module, tmp_path / "x.safetensors", dtype="bf16", in_place=in_place)
-                is_loaded = True
-            except ms.ModelStateError:
-                is_loaded, failed = False, failed + 1
-        for name, value in values_of(module).items():
-            expected = source.state_dict()[name].bfloat16()
-            assert torch.equal(value, expected if is_loaded else torch.zeros_like(expected)), name
-    assert failed > 1
 
 
 @ANY_WAY
@@ -287,25 +261,6 @@ def test_the_load_comes_between_what_is_queued_before_and_after_it(
     torch.cuda.synchronize()
     assert_same({name: value.cpu() for name, value in old.items()}, before)
     assert_same({name: value.cpu() for name, value in new.items()}, stored)
-
-
-def test_a_graph_that_was_captured_before_computes_with_the_new_values(
-    large: tuple[nn.Module, dict[str, Any], Path],
-) -> None:
-    module, _, path = large
-    given = torch.ones(2, 2500, device="cuda")
-    with torch.no_grad():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            module(given)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = module(given)
-        ms.load(module, path)
-        graph.replay()
-        assert torch.equal(result, module(given))
 
 
 def test_a_model_on_two_devices(tmp_path: Path) -> None:

@@ -1,10 +1,7 @@
 """Loads with the default options into a live module: straight into its memory, and still all or nothing."""
 
 import errno
-import random
-import signal
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,14 +95,6 @@ def test_the_values_are_read_into_the_memory_that_is_there(form: str, folder: Pa
         tensor, address, version = before[name]
         assert (one is tensor, one.data_ptr()) == (True, address)
         assert one._version > version  # autograd sees that the values a graph has saved are no longer there
-
-
-def test_a_cast_needs_no_memory(folder: Path) -> None:
-    path, net = saved(folder), module(1.0, torch.bfloat16)
-    report = ms.load(net, path, dtype=torch.bfloat16)
-    assert whys(report) == {LEASED}
-    assert report.peak_memory_bytes == 0
-    assert values(net) == {2.0}
 
 
 @pytest.mark.parametrize("name", ["cut", "overwritten"])
@@ -266,26 +255,6 @@ def test_another_process_writes_to_the_file_at_each_block(form: str, name: str, 
         path = saved(folder, form=form)
 
 
-@pytest.mark.slow
-def test_an_error_at_each_read_of_the_commit(path: Path) -> None:
-    """The block is read again."""
-    count = len(blocks(lambda: ms.load(module(), path)))
-    assert count
-    for number in range(1, count + 1):
-        net, seen = module(), list[int]()
-
-        def before(request: Request, number: int = number, seen: list[int] = seen) -> None:
-            if request.call == "preadv_cached":
-                seen.append(request.number)
-                if len(seen) == number:
-                    raise OSError(errno.EIO, "bad sector")
-
-        with faulty_reads(before=before):
-            ms.load(net, path)
-        assert len(seen) >= number, "no read failed"
-        assert values(net) == {2.0}
-
-
 def test_a_sector_that_goes_bad_within_the_commit_is_named(path: Path) -> None:
     net = module()
     stored: Any = ms.open(path).stored("layers.2.weight")
@@ -300,51 +269,6 @@ def test_a_sector_that_goes_bad_within_the_commit_is_named(path: Path) -> None:
     assert "in_place=False" in str(caught.value)
     ms.load(net, path)
     assert values(net) == {2.0}
-
-
-@pytest.mark.slow
-def test_ctrl_c_at_random_moments(folder: Path) -> None:
-    paths = [saved(folder, value) for value in (1.0, 2.0)]
-    net, seconds = module(), [0.0]
-    for path in (*paths, *paths):
-        seconds.append(ms.load(net, path).seconds)
-    generator, handler = random.Random(1), signal.signal(signal.SIGALRM, signal.default_int_handler)
-    interrupted = 0
-    try:
-        for number in range(30):
-            signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-5, 2 * min(seconds[1:])))
-            try:
-                ms.load(net, paths[number % 2])
-            except KeyboardInterrupt:
-                interrupted += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            assert len(values(net)) == 1
-    except KeyboardInterrupt:
-        pass  # between the load and the end of the timer
-    finally:
-        signal.signal(signal.SIGALRM, handler)
-    assert interrupted
-
-
-@pytest.mark.slow
-def test_two_threads_that_load_one_model(folder: Path) -> None:
-    paths = [saved(folder, value) for value in (2.0, 3.0)]
-    net, mixed = module(), []
-    for _ in range(20):
-        barrier = threading.Barrier(2)
-
-        def load(path: Path, barrier: threading.Barrier = barrier) -> None:
-            barrier.wait(60)
-            ms.load(net, path)
-
-        threads = [threading.Thread(target=load, args=(path,)) for path in paths]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        mixed += [values(net)] if len(values(net)) > 1 else []
-    assert not mixed
 
 
 # Several objects.

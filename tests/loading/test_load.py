@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -374,24 +373,6 @@ def test_arguments_that_mean_nothing(arguments: dict[str, Any], text: str) -> No
     plan = ms.plan(module, other(module))
     with pytest.raises(errors.OptionError, match="its own arguments"):
         ms.load(module, plan, map=False)
-
-
-def test_a_program_without_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
-    module = Tied()
-    with pytest.raises(errors.OptionError, match="timeout_seconds= must be a number of seconds"):
-        ms.load(module, other(module), timeout_seconds=0)
-    with pytest.raises(errors.DistributedError):
-        ms.load(module, other(module), process_group=object())  # type: ignore[arg-type]
-    assert ms.load(module, state := other(module)).coverage == 1.0
-    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
-
-
-def test_a_progress_bar_on_request(source: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    ms.load(made("materialised"), source, progress=False)
-    assert capfd.readouterr().err == ""
-    ms.load(made("materialised"), source, progress=True)
-    assert "loading" in capfd.readouterr().err
 
 
 def test_other_long_calls_have_a_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

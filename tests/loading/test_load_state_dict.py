@@ -1,6 +1,5 @@
 """`load_state_dict` against torch's own: the same in everything, but that an error leaves the module alone."""
 
-import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -44,7 +43,6 @@ def kept_objects(before: Any, after: Any) -> dict[str, Any]:
     }
 
 
-"""Whether this torch takes the first of several elements for a scalar."""
 RUNS_WORDS_TOGETHER = any(
     "notexpected" in str(text)
     for constant in nn.Module.load_state_dict.__code__.co_consts
@@ -90,7 +88,6 @@ class Net(nn.Module):
         self.first = nn.Linear(3, 4)
         self.norm = nn.BatchNorm1d(4)
         self.tail = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 2))
-        self.tail[0].weight = self.first.weight if False else self.tail[0].weight
         self.register_buffer("table", torch.arange(6.0).view(2, 3))
         self.register_buffer("scratch", torch.ones(2), persistent=False)
         self.register_parameter("absent", None)
@@ -466,30 +463,6 @@ def test_a_tensor_that_cannot_be_swapped_is_reported_as_torch_does() -> None:
         assert same_as_torch(make, randomised)[0] is RuntimeError
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-def test_in_place_of_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training loop that saves and loads, with ours in place of torch's."""
-    torch.manual_seed(0)
-    monkeypatch.setattr(nn.Module, "load_state_dict", ms.load_state_dict)
-    model, data = Net(), torch.randn(8, 3)
-    model.forward = lambda x: model.tail(model.norm(model.first(x)))  # type: ignore[method-assign]
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = model(data).square().mean()
-        loss.backward()
-        optimizer.step()
-        return float(loss)
-
-    for _ in range(3):
-        step()
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    expected = [step() for _ in range(3)]
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    assert [step() for _ in range(3)] == expected
 
 
 @pytest.mark.parametrize(("module", "says"), [(nn.Linear, "this is a class"), (None, "not a model")])

@@ -77,7 +77,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("materialised", "dict()", 0, 0),
         ("materialised", "dict(in_place=False)", 0, MODEL_BYTES),
-        ("materialised", "dict(in_place=True)", 0, 0),
         ("materialised", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, THREADS * 4 * MB),
         ("materialised", "dict(transform=lambda n, t: t * 2)", 0, MODEL_BYTES + WEIGHT_BYTES),
         ("skeleton", "dict()", 0, 0),
@@ -87,9 +86,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("skeleton", "dict(rules=ms.rules.Apply('*', lambda t: t * 2))", MODEL_BYTES, 2 * WEIGHT_BYTES),
         # A thread reads 4 MB of rows, changes them in place, and has a heap of its own.
         ("skeleton", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 12 * MB),
-        ("materialised", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 12 * MB),
-        # 16 MB are read. A weight is cast, and torchao takes up to three copies of it as float32.
-        ("skeleton", f"dict({INT8}, dtype=torch.bfloat16)", MODEL_BYTES // 4, 48 * MB + 7 * WEIGHT_BYTES // 2),
         # The scale of a whole weight needs the whole of it: 16 MB are read, and torchao takes five copies of a weight.
         ("skeleton", f"dict({FLOAT8})", MODEL_BYTES // 4, 16 * MB + 5 * WEIGHT_BYTES + 32 * MB),
     ],

@@ -12,7 +12,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import MemoryBudgetError
-from tests.loading.loads import KINDS, Kind, Open, three_layers, twice
+from tests.loading.loads import KINDS, Kind, Open, twice
 
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -64,18 +64,6 @@ def test_one_in_the_background_holds_as_much(kind: Kind, tmp_path: Path) -> None
     most = stated(Kind(kind.write, kind.build, {**kind.options, "in_place": False}), source)  # the model is in use
     assert report.peak_memory_bytes <= most
     assert (report.peak_memory_bytes > 0) == (most > 0)
-
-
-def test_values_that_wait_and_what_a_transform_is_given(tmp_path: Path) -> None:
-    """All of the model and the weight that the transform has; in a skeleton that weight."""
-    source = KINDS["transform, layers"].write(tmp_path)
-    sizes = [tensor.nbytes for tensor in three_layers().parameters()]
-    assert ms.load(three_layers(), source(), transform=twice).peak_memory_bytes == sum(sizes) + max(sizes)
-    for budget in (None, max(sizes)):
-        with ms.skeleton():
-            model = three_layers()
-        report = ms.load(model, source(), transform=twice, max_memory_bytes=budget)
-        assert report.peak_memory_bytes == max(sizes)
 
 
 @pytest.mark.parametrize("options", [{}, {"in_place": True}, {"transform": twice}, {"dtype": torch.bfloat16}])
@@ -137,19 +125,6 @@ def test_a_budget_is_kept_or_refused_with_the_least_that_is_enough(
         assert peak(least) <= least
         with pytest.raises(MemoryBudgetError):
             peak(least - 1)
-
-
-class Labelled(nn.Parameter):
-    """A class of parameters without behaviour of its own."""
-
-
-def test_a_read_in_place_of_a_class_of_parameters_needs_no_buffer(tmp_path: Path) -> None:
-    save_file({"weight": torch.randn(300, 200)}, tmp_path / "x.safetensors")
-    module = nn.Module()
-    module.weight = Labelled(torch.zeros(300, 200))
-    planned = ms.plan(module, tmp_path / "x.safetensors", in_place=True)
-    report = ms.load(module, tmp_path / "x.safetensors", in_place=True, max_memory_bytes=0)
-    assert report.peak_memory_bytes == planned.peak_memory_bytes == 0
 
 
 def test_a_plan_states_the_memory_of_a_load_from_it_too(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Plain values in every way into a model: steps, casts, views, and bytes that several names share."""
 
-import pickle
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import modelstate as ms
-from tests.faults import faulty_reads
 
 
 class Mixed(nn.Module):
@@ -55,30 +52,6 @@ def test_the_steps_are_those_of_the_plan_in_its_order(path: Path, in_place: bool
     loaded = model.state_dict()
     for name, value in load_file(path).items():
         assert torch.equal(loaded[name], value.to(loaded[name].dtype)), name
-
-
-def test_a_report_holds_no_tensor_before_its_steps_are_used(path: Path) -> None:
-    model = Mixed()
-    report = ms.load(model, path)
-    references = [weakref.ref(tensor) for tensor in (model.plain, model.tied, *model.buffers())]
-    del model
-    assert all(reference() is None for reference in references)
-    assert pickle.loads(pickle.dumps(report)) == report
-    assert {step.name for step in report.steps} >= {"plain", "tied"}
-
-
-def test_another_name_of_mapped_bytes_gets_memory_of_its_own(tmp_path: Path) -> None:
-    """Slots that are not tied must not change each other."""
-    tied = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
-    tied["b"].weight = tied["a"].weight
-    ms.save(tied, tmp_path / "tied.safetensors")
-    with ms.skeleton():
-        model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
-    report = ms.load(model, tmp_path / "tied.safetensors")
-    assert sorted(step.mapped for step in report.steps) == [False, True]
-    with torch.no_grad():
-        model["a"].weight.zero_()
-    assert torch.equal(model["b"].weight, tied["b"].weight)
 
 
 @pytest.mark.parametrize("target", ["cpu", "meta"])
@@ -125,17 +98,6 @@ def test_casts_of_many_slots_are_those_of_torch(tmp_path: Path, in_place: bool |
     assert not [note for note in report.notes if "infinite" in note]  # bfloat16 has the range of float32
 
 
-@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"epoch": 3, "model": state}])
-def test_a_file_of_torch_save_is_loaded_as_safetensors_are(tmp_path: Path, path: Path, wrap: Any) -> None:
-    state = load_file(path)
-    torch.save(wrap(state), tmp_path / "mixed.pt")
-    model, same = Mixed(), Mixed()
-    of_torch, of_safetensors = ms.load(model, tmp_path / "mixed.pt"), ms.load(same, path)
-    assert [step.name for step in of_torch.steps] == [step.name for step in of_safetensors.steps]
-    assert model.state_dict().keys() == same.state_dict().keys()
-    assert all(torch.equal(value, same.state_dict()[name]) for name, value in model.state_dict().items())
-
-
 @pytest.mark.parametrize(
     "shared",
     [
@@ -159,19 +121,3 @@ def test_slots_whose_tensors_share_bytes_in_the_file_share_none(tmp_path: Path, 
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
     model.get_buffer("a").zero_()
     assert torch.equal(model.get_buffer("b"), state["b"])
-
-
-def test_bytes_between_values_that_are_cast_are_not_read(tmp_path: Path) -> None:
-    state = {name: torch.ones(1 << 19) for name in "abc"}
-    save_file(state, tmp_path / "x.safetensors")
-    module = nn.Module()
-    for name in "ac":
-        module.register_parameter(name, nn.Parameter(torch.zeros(1 << 19, dtype=torch.bfloat16)))
-    with faulty_reads() as faults:
-        ms.load(module, tmp_path / "x.safetensors", dtype=torch.bfloat16, in_place=True, allow_unexpected=["b"])
-    assert all(parameter.eq(1).all() for parameter in module.parameters())
-    assert (
-        2 * state["a"].nbytes
-        <= sum(request.nbytes for request in faults.requests if "read" in request.call)
-        < 2.5 * state["a"].nbytes
-    )

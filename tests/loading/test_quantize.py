@@ -1,7 +1,6 @@
 """`Quantize`: what torchao makes of a model after a full load, made of each weight on its way."""
 
 import builtins
-import copy
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -118,14 +117,6 @@ def test_what_was_saved_quantized_answers_the_same(
     assert any("as it has quantized tensors" in note for note in report.notes) == differs
 
 
-def test_a_live_state_dict_with_quantized_tensors_is_followed_too() -> None:
-    model, inputs, answer = _quantized(Q.Int8WeightOnlyConfig, torch.bfloat16)
-    with ms.skeleton():
-        loaded = Normed()
-    ms.load(loaded, model.state_dict())
-    assert torch.equal(loaded(inputs), answer)
-
-
 @pytest.mark.parametrize("config", [Q.Int8WeightOnlyConfig, Q.Float8WeightOnlyConfig])
 @pytest.mark.parametrize("live", [False, True])
 def test_a_cast_of_quantized_tensors_is_a_problem(tmp_path: Path, config: Callable[[], Any], live: bool) -> None:
@@ -165,14 +156,6 @@ def test_quantized_tensors_for_plain_ones_are_a_problem(
     Q.quantize_(loaded.bfloat16(), config())
     ms.load(loaded, given)
     assert torch.equal(loaded(inputs), answer)
-
-
-def test_a_plain_checkpoint_still_gets_the_dtype_of_the_skeleton(tmp_path: Path) -> None:
-    ms.save(Normed().bfloat16(), tmp_path / "p.safetensors")
-    with ms.skeleton():
-        loaded = Normed()
-    ms.load(loaded, tmp_path / "p.safetensors")
-    assert {one.dtype for one in loaded.parameters()} == {torch.float32}
 
 
 class Net(nn.Module):
@@ -360,17 +343,6 @@ def test_layers_that_are_tied_stay_tied() -> None:
     assert type(ours.head.weight) is nn.Parameter
 
 
-def test_a_layer_that_is_tied_to_an_embedding_is_refused() -> None:
-    """torchao would untie it."""
-    model = Tied()
-    before = whole(model)
-    with pytest.raises(ms.PlanError) as caught:
-        ms.load(model, Tied().state_dict(), transform=ms.loading.Quantize(Q.Int8WeightOnlyConfig()))
-    (problem,) = caught.value.problems
-    assert (problem.kind.name, problem.name, problem.others) == ("UNEVEN_TRANSFORM", "head.weight", ("embed.weight",))
-    assert whole(model) == before
-
-
 # Failures.
 
 
@@ -428,14 +400,6 @@ def test_what_is_no_config(config: Any) -> None:
 def test_a_config_of_names() -> None:
     with pytest.raises(errors.OptionError, match="transform="):
         ms.loading.Quantize(Q.FqnToConfig({"up": Q.Int8WeightOnlyConfig()}))
-
-
-def test_a_model_without_linear_layers() -> None:
-    model = nn.LayerNorm(4)
-    plan = ms.plan(model, copy.deepcopy(model.state_dict()), transform=ms.loading.Quantize(Q.Int8WeightOnlyConfig()))
-    (problem,) = plan.problems
-    assert problem.kind.name == "IDLE_PATTERN"
-    assert problem.why == "Quantize(Int8WeightOnlyConfig) applies to none of the model's tensors"
 
 
 def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,16 +177,6 @@ def test_a_model_with_slots_for_the_scales_takes_them(dtype: torch.dtype) -> Non
     assert model.weight_scale.item() == 2
 
 
-def test_a_float8_slot_takes_the_numbers() -> None:
-    model = Scaled(torch.float8_e4m3fn)
-    del model.weight_scale
-    state = {"weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(2.0)}
-    error = refusal(model, state)
-    assert [problem.kind.name for problem in error.problems] == ["UNEXPECTED"]
-    ms.load(model, state, allow_unexpected=["weight_scale"])
-    assert torch.equal(model.weight.float(), torch.ones(4, 4))
-
-
 @pytest.mark.parametrize("rows", [48, 96])
 def test_the_rules_of_weights_with_other_blocks_name_each_weight(rows: int) -> None:
     model = nn.ModuleDict({name: nn.Linear(64, 96, bias=False) for name in "ab"})

@@ -147,11 +147,3 @@ def test_what_the_errors_advise(build: Build, tmp_path: Path) -> None:
     ms.Live(bare.eval()).swap(gathered)
     assert all(map(torch.equal, bare.parameters(), trained.parameters()))
     ms.load(model, get_model_state_dict(model))  # from shards to shards
-
-
-def test_loaded_before_it_is_sharded() -> None:
-    trained, model = network(), network()
-    ms.load(model, trained.state_dict())
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    for param, true in zip(model.parameters(), trained.parameters(), strict=True):
-        assert torch.equal(param.full_tensor(), true)  # type: ignore[operator]
