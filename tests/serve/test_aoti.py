@@ -19,11 +19,8 @@ from modelstate.errors import (
     WeightsError,
 )
 from modelstate.io import linux
-from modelstate.serve.aoti import AotiTarget
-from modelstate.serve.meta_clone import state_module
-from modelstate.serve.program_file import ProgramFile
 from tests.serve.models import Small, linear
-from tests.serve.packages import linear_package, package_of, package_of_torch, without_weights
+from tests.serve.packages import linear_package, package_of, package_of_torch
 from tests.serve.test_export import edited, rewritten
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(4))
@@ -34,16 +31,6 @@ pytestmark = pytest.mark.slow  # compiling a package takes seconds
 def package_of_others() -> Path:
     """What AOTInductor makes of a module by itself."""
     return package_of_torch(Small(), X)
-
-
-def test_every_tensor_of_the_module_follows_small_ones_too() -> None:
-    live = ms.Live(package_of(Small(), X))
-    assert live.fixed == ("_tensor_constant0",)
-    assert torch.allclose(live(X), Small()(X))
-    trained = Small(3.0)
-    live.swap(trained.state_dict())
-    trained.shift.fill_(1.0)  # a buffer that no checkpoint has comes with the program
-    assert torch.allclose(live(X), trained(X))
 
 
 @pytest.mark.parametrize("after", ["another program", "other bytes", "nothing"])
@@ -90,12 +77,6 @@ def test_a_package_of_others_and_what_was_inlined_in_it() -> None:
     assert torch.allclose(live(X), trained(X))
     with pytest.raises(OptionError, match="names= is only for exported programs"):
         ms.Live(package_of_others(), names=trained)
-
-
-def test_a_package_without_weights_is_refused() -> None:
-    """A call of it would end the process."""
-    with pytest.raises(LiveTargetError, match="no weights"):
-        ms.Live(without_weights())
 
 
 class Folded(nn.Module):
@@ -180,16 +161,6 @@ def test_a_canary_that_keeps_the_version_calls_it_with_its_weights() -> None:
     for k in (3, 4):
         live.swap(linear(k).state_dict())
     assert torch.equal(kept[0](X), linear(2)(X))
-
-
-def test_weights_of_another_kind_never_reach_the_library() -> None:
-    target = AotiTarget(ProgramFile(str(linear_package())))
-    good = {"weight": nn.Parameter(torch.ones(4, 4)), "bias": nn.Parameter(torch.ones(4))}
-    target.program(state_module(good, meta=False))
-    for wrong in (torch.ones(400, 400), torch.ones(4, 4).half(), torch.ones(16)):
-        with pytest.raises(WeightsError) as caught:
-            target.program(state_module({**good, "weight": nn.Parameter(wrong)}, meta=False))
-        assert caught.value.names == ("weight",)
 
 
 def test_a_manifest_that_is_not_of_the_package() -> None:

@@ -66,13 +66,6 @@ class Masked(nn.Module):
         return torch.sparse.mm(self.mask, x.T)
 
 
-def test_tensors_that_a_file_has_in_parts_are_plain(tmp_path: Path) -> None:
-    torch.distributed.checkpoint.save(state(2), checkpoint_id=tmp_path / "dcp")
-    live = ms.Live(Tied().eval())
-    live.swap(tmp_path / "dcp")
-    assert live(X).unique().tolist() == [2.0]
-
-
 def test_sparse_tensors_are_taken_where_the_module_has_them() -> None:
     live = ms.Live(Masked(1).eval())
     live.swap(Masked(2).state_dict())
@@ -104,21 +97,6 @@ def test_quantized_weights_are_checked_by_their_parts(config: str, tmp_path: Pat
     assert torch.equal(live(x), before)
     live.swap(tmp_path / "new.safetensors")
     assert torch.equal(live(x), after)
-
-
-def test_other_dtypes_are_one_error() -> None:
-    live = ms.Live(Tied().eval())
-    for dtype in (torch.float64, torch.float16, torch.int64):
-        bias = torch.full((8, 8), 2, dtype=dtype)
-        with pytest.raises(errors.WeightsError) as caught:
-            live.swap(state(2, bias=bias))
-        assert caught.value.names == ("bias",)
-        live.swap(state(2, bias=bias), rules=[ms.rules.Cast("bias", torch.float32)])
-    with pytest.raises(errors.PlanError, match=r"to do: .*rules\.Cast\('bias', 'float32'\)"):  # with loss
-        live.swap(state(2, bias=torch.ones(8, 8).double()), exact=False)
-    with pytest.raises(errors.PlanError, match="missing"):
-        live.swap(state(2, bias=torch.ones(8, 8).double(), c=None))
-    assert live(X).unique().tolist() == [2.0]
 
 
 def test_what_code_of_the_module_has_raised_is_the_cause() -> None:
@@ -196,16 +174,6 @@ def test_an_io_error_at_any_request_leaves_what_serves(tmp_path: Path) -> None:
                 assert live(X).unique().tolist() == [2.0]
         live.swap(path)
         assert live(X).unique().tolist() == [2.0]
-
-
-def test_values_that_code_of_the_model_changes_after_the_read_are_checked() -> None:
-    def spoil(module: nn.Module, _: object) -> None:
-        module.get_parameter("weight").data.fill_(float("inf"))
-
-    module = nn.Linear(2, 2).eval()
-    module.register_load_state_dict_post_hook(spoil)
-    with pytest.raises(errors.WeightsError, match="weight: NaN or infinity"):
-        ms.Live(module).swap(nn.Linear(2, 2).state_dict(), check_finite=True)
 
 
 def test_a_swap_multiplies_quantized_weights_by_their_scales() -> None:

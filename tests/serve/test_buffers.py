@@ -130,30 +130,3 @@ def test_buffers_under_two_names_are_carried_over(persistent: bool, request_: di
         assert live() == after
     live.swap(weights(Shared(persistent)), buffers="reset")
     assert live() == ([float(persistent)], [float(persistent)], True)
-
-
-class Counting(nn.Module):
-    """Writes to a buffer under one name, and reads it under the other."""
-
-    def __init__(self, persistent: bool) -> None:
-        super().__init__()
-        self.weight, self.layer = nn.Parameter(torch.ones(2)), nn.Module()
-        self.register_buffer("sum", torch.zeros(2), persistent=persistent)
-        self.layer.register_buffer("sum", self.sum, persistent=persistent)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.layer.sum.add_(x)
-        return self.sum * self.weight
-
-
-@persistences
-@pytest.mark.parametrize("is_exported", [False, True])
-def test_writes_to_buffers_under_two_names(is_exported: bool, persistent: bool) -> None:
-    module, x = Counting(persistent).eval(), torch.ones(2)
-    live = ms.Live(torch.export.export(module, (x,)) if is_exported else module)
-    for count in (1, 2, 3):
-        assert live(x).tolist() == [count] * 2
-        live.swap(weights(module))
-    live.swap(weights(module), buffers="reset")
-    start = 1 if persistent else 0
-    assert live(x).tolist() == [start + 1] * 2

@@ -1,7 +1,6 @@
 """`Live` over a module with weights on meta: nothing serves before the first swap, and the first weights are real."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import CanaryError, LiveTargetError, PlanError, VersionGoneError, WeightsError
 from tests.serve.models import linear
-from tests.serve.stores import save
 from tests.serve.targets import target_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -115,21 +113,6 @@ def test_a_canary_without_a_reference_refuses_nan_and_says_that_it_compared_noth
     with pytest.raises(CanaryError, match="differs too much"):
         live.swap(Net(9).state_dict(), canary=canary)
     assert live.swap(Net(2).state_dict(), canary=canary).notes == ()
-
-
-def test_a_followed_store_gives_the_first_weights(tmp_path: Path) -> None:
-    with ms.skeleton():
-        module = nn.Linear(4, 4)
-    live, store = ms.Live(module), ms.Store(tmp_path / "run")
-    errors: list[Exception] = []
-    following = ms.follow(live, store, canary=ms.Canary((X,)), background=False, on_error=errors.append)
-    save(store, 5, float("nan"))
-    assert [event.action for event in following.poll()] == ["skipped"]
-    assert "NaN" in str(errors[0])
-    assert live.version().id == 0
-    save(store, 7)
-    assert [(event.action, event.step, event.version) for event in following.poll()] == [("swapped", 7, 1)]
-    assert torch.equal(live(X), linear(7)(X))
 
 
 class Allocating(nn.Module):

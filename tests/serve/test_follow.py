@@ -70,16 +70,6 @@ def test_the_object_that_has_the_weights(tmp_path: Path) -> None:
     assert "ema, model, nets.small" in str(log[0]) or "model, ema, nets.small" in str(log[0])
 
 
-def test_options_are_those_of_the_swap(tmp_path: Path) -> None:
-    store = ms.Store(tmp_path)
-    store.save(1, {"model": nn.Sequential(linear(1))})
-    live = ms.Live(linear(0))
-    tried = []
-    following, log = by_hand(live, store, rules=[ms.rules.Prefix(strip="0.")], canary=tried.append)
-    assert actions(following) == [("swapped", 1)]
-    assert (serves(live), len(tried), log) == (1, 1, [])
-
-
 def test_a_checkpoint_is_tried_again_after_a_swap_that_was_busy(tmp_path: Path) -> None:
     store, live = ms.Store(tmp_path), ms.Live(linear(0))
     save(store, 1)
@@ -150,25 +140,6 @@ def test_which_checkpoint_is_selected(tmp_path: Path, select: str, step: int | N
     following, log = by_hand(ms.Live(linear(0)), store, select=select)
     following.poll()
     assert (following.step, log) == (step, [])
-
-
-@pytest.mark.slow
-def test_the_best(tmp_path: Path) -> None:
-    store, live = ms.Store(tmp_path), ms.Live(linear(0))
-    following, log = by_hand(live, store, select="best:loss")
-    highest, _ = by_hand(ms.Live(linear(0)), store, select="best:loss:max")
-    taken, taken_highest = [], []
-    for step, loss in enumerate([0.5, 0.9, 0.3, float("nan"), 0.3, 0.4, 0.1], 1):
-        save(store, step, metrics={"loss": loss})
-        following.poll()
-        highest.poll()
-        taken.append(following.step)
-        taken_highest.append(highest.step)
-    save(store, 8)
-    assert actions(following) == []
-    assert taken == [1, 1, 3, 3, 3, 3, 7]
-    assert taken_highest == [1, 2, 2, 2, 2, 2, 2]
-    assert log == []
 
 
 def test_a_worse_one_is_not_taken_because_the_best_is_gone(tmp_path: Path) -> None:
@@ -281,13 +252,6 @@ def test_without_a_callback_there_is_a_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert actions(following) == [("skipped", 2)]
-
-
-def test_a_swap_is_told(tmp_path: Path) -> None:
-    store, told = ms.Store(tmp_path), []
-    following = ms.follow(ms.Live(linear(0)), store, background=False, on_swap=told.append)
-    save(store, 1)
-    assert following.poll() == tuple(told)
 
 
 def test_callbacks_may_look_and_stop(tmp_path: Path) -> None:

@@ -1,11 +1,8 @@
 """`follow`: what is bad is skipped and said once, and the old version serves on."""
 
-import gc
 import shutil
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -112,13 +109,6 @@ def test_behind_a_bad_one_the_next_newest_is_taken(tmp_path: Path) -> None:
     assert log.causes == ["DamagedCheckpointError", "WeightsError"]
 
 
-def test_damage_elsewhere_in_a_step_is_in_nobodys_way(tmp_path: Path) -> None:
-    store, live = ms.Store(tmp_path), ms.Live(linear(0))
-    following, log = by_hand(live, store)
-    damage(save(store, 1), "optimizer-*.safetensors")
-    assert (actions(following), log) == ([("swapped", 1)], [])
-
-
 def test_a_damaged_step_that_is_saved_again(tmp_path: Path) -> None:
     store, live = ms.Store(tmp_path), ms.Live(linear(0))
     following, log = by_hand(live, store)
@@ -127,22 +117,6 @@ def test_a_damaged_step_that_is_saved_again(tmp_path: Path) -> None:
     store.save(1, objects(2), overwrite=True)
     assert actions(following) == [("swapped", 1)]
     assert log.skipped == [1]
-
-
-@pytest.mark.slow
-def test_nothing_of_a_refused_checkpoint_is_kept(tmp_path: Path) -> None:
-    store, live = ms.Store(tmp_path), ms.Live(linear(0))
-    refused: list[weakref.ref[Any]] = []
-
-    def canary(new: Any) -> bool:
-        refused.append(weakref.ref(new.module))
-        return False
-
-    following = ms.follow(live, store, background=False, canary=canary, on_error=lambda error: None)
-    save(store, 1)
-    assert actions(following) == [("skipped", 1)]
-    gc.collect()
-    assert [ref() for ref in refused] == [None]
 
 
 def test_a_canary_that_what_serves_does_not_answer_is_said_at_once(tmp_path: Path) -> None:

@@ -40,11 +40,6 @@ def test_a_store_that_is_not_there_yet_is_waited_for_and_reported_once(tmp_path:
     assert serves(live) == pytest.approx(1, abs=0.01)
 
 
-def test_an_empty_store_is_nothing_to_report(tmp_path: Path) -> None:
-    following, log = by_hand(ms.Live(linear(0)), tmp_path)
-    assert (following.poll(), log) == ((), [])
-
-
 def test_a_store_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = ms.Store(tmp_path)
     save(store, 1)
@@ -138,16 +133,3 @@ def test_errors_of_a_store_that_also_saves_are_not_taken_from_it(
     assert log == []
     with pytest.raises(WriteFailedError):
         store.wait()
-
-
-def test_reading_takes_no_lock_and_writes_nothing(tmp_path: Path) -> None:
-    store = ms.Store(tmp_path)
-    save(store, 1)
-    store.close()
-    before = {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]}
-    following, _ = by_hand(ms.Live(linear(0)), store)
-    following.poll()
-    with ms.Store(tmp_path) as writer:
-        assert {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]} == before
-        save(writer, 2)
-    assert actions(following) == [("swapped", 2)]

@@ -50,18 +50,6 @@ def test_everything_is_put_back_after_an_exception() -> None:
     assert tables(module) == before
 
 
-def test_a_hook_registered_within_works_at_once_and_stays() -> None:
-    calls: list[str] = []
-    module = hooked(calls)
-    with ms.serve.without_state_dict_hooks(module):
-        module.register_state_dict_pre_hook(lambda *_: calls.append("new"))
-        module.state_dict()
-    assert calls == ["new"]
-    calls.clear()
-    module.state_dict()
-    assert "new" in calls
-
-
 def test_blocks_may_be_nested_and_entered_by_several_threads() -> None:
     module = Decoder()
     before, names = tables(module), list(ms.serve.runtime_state(module))

@@ -1,6 +1,5 @@
 """`Live`: versions, pins, rollback, buffers, modes."""
 
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -228,21 +227,3 @@ def test_more_arguments_that_mean_nothing() -> None:
     assert live.history()[-1].source == "nowhere.safetensors"
     assert "SourceNotFoundError" in live.history()[-1].error
     assert repr(live) == "<Live Linear, eager: version 1>"
-
-
-def test_a_request_costs_little_more_than_the_bare_call() -> None:
-    module, x = nn.Identity(), torch.ones(1)
-    live = ms.Live(module)
-
-    def calls_of(request: Any) -> int:
-        """How many functions a request calls: Python's, and those of C."""
-        events: list[str] = []
-        sys.setprofile(lambda frame, event, arg: events.append(event))
-        try:
-            request(x)
-        finally:
-            sys.setprofile(None)
-        return sum(event in ("call", "c_call") for event in events)
-
-    live(x)
-    assert calls_of(live) - calls_of(module) < 10

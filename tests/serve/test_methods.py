@@ -255,12 +255,6 @@ def test_a_program_that_was_exported_in_training_mode_is_refused(tmp_path: Path)
         ms.Live(tmp_path / "program.pt2")
 
 
-def test_normalisation_without_statistics_serves_as_it_is() -> None:
-    module, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval(), torch.randn(3, 4)
-    live = ms.Live(torch.export.export(module, (x,)))
-    assert torch.allclose(live(x), module(x), atol=1e-5)
-
-
 @pytest.mark.slow
 def test_statistics_of_a_program_that_was_exported_in_training_mode(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

@@ -8,33 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import modelstate as ms
 from tests.serve.targets import target_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-
-
-class RaisingFunctions(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in ("copy_", "clone", "detach", "empty", "empty_strided"):
-            raise RuntimeError("a mode was called")
-        return function(*args, **(kwargs or {}))
-
-
-class RaisingOperators(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError("a mode was called")
-
-
-class Zeros(TorchDispatchMode):
-    """Copies zeros in place of values."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        return result.zero_() if "copy_" in str(function) and not result.is_meta else result
 
 
 @contextmanager
@@ -64,9 +42,6 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,
     "skeleton": ms.skeleton,
     "fake": FakeTensorMode,
-    "functions": RaisingFunctions,
-    "operators": RaisingOperators,
-    "zeros": Zeros,
 }
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_kind = pytest.mark.parametrize("kind", ["eager", pytest.param("compiled", marks=pytest.mark.slow), "exported"])

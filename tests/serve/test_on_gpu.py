@@ -189,14 +189,6 @@ def test_memory_is_not_used_again_before_queued_work_has_read_it(keep_versions: 
         assert found.unique().tolist() == [6.0]
 
 
-def test_a_swap_leaves_queued_work_its_weights() -> None:
-    live, x = ms.Live(constant()), inputs()
-    found = queued(live, x)
-    live.swap(on_gpu(2))
-    torch.cuda.synchronize()
-    assert found.unique().tolist() == [1.0]
-
-
 @pytest.mark.parametrize("source", ["file", "cuda"])
 def test_every_stream_sees_all_of_a_new_version(source: str, tmp_path: Path) -> None:
     """The copies may have been queued behind other work of the thread that swaps."""
@@ -324,6 +316,3 @@ def test_packages_for_a_gpu_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"only on the CPU(?s:.*)cuda:0"):
         ms.export(mlp(0), (x,), tmp_path / "x.pt2", kind="aoti")
     assert list(tmp_path.iterdir()) == []
-
-
-# What is trained.

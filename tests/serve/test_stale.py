@@ -126,31 +126,6 @@ def test_a_canary_tries_the_buffers_that_are_carried_over() -> None:
     assert torch.allclose(live(X), X @ copied(Pair(2)))
 
 
-def test_a_canary_with_carried_buffers_leaves_them_as_they_were() -> None:
-    class Counting(Pair):
-        def __init__(self, k: float) -> None:
-            super().__init__(k)
-            self.register_buffer("count", torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.count += 1
-            return super().forward(x)
-
-    live = ms.Live(Counting(1).eval())
-    for _ in range(3):
-        live(X)
-    seen: list[float] = []
-
-    def canary(version: Any) -> None:
-        version(X)
-        seen.append(version.module.count.item())
-
-    report = live.swap(Counting(2).state_dict(), canary=canary)
-    assert (report.carried, seen) == (("count",), [4.0])
-    live.swap(Counting(3).state_dict(), canary=canary)
-    assert seen == [4.0, 4.0]
-
-
 # Compiled code with constants.
 
 
