@@ -201,14 +201,6 @@ def test_numbers_are_not_taken_without_their_scales(tmp_path: Path) -> None:
     assert torch.allclose(result.double(), expected)
 
 
-def test_values_of_the_checkpoint_that_is_chosen() -> None:
-    sources = [{"w": torch.ones(1), "step": 1}, {"w": torch.ones(1), "step": 2, "epoch": 0}]
-    with pytest.raises(CombineError, match=r"differ \(2\)"):
-        ms.open(sources, combine=ms.merge.Average())
-    assert dict(ms.open(sources, combine=ms.merge.Average(others="first")).extra) == {"step": 1}
-    assert dict(ms.open(sources, combine=ms.merge.Average(others="last")).extra) == {"step": 2, "epoch": 0}
-
-
 @pytest.mark.parametrize("number", [torch.arange(4), torch.arange(4).half(), torch.arange(6), torch.ones(2).bool()])
 def test_tensors_without_an_average_may_differ_where_one_is_chosen(number: torch.Tensor, tmp_path: Path) -> None:
     first = {"w": torch.ones(2), "position_ids": torch.arange(4)}

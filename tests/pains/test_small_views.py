@@ -69,16 +69,3 @@ def test_ours_takes_the_viewed_bytes(make: Callable[[], nn.Module], options: str
     assert report.bytes == ROWS * 10 * 4
     for name, row in rows().items():
         assert torch.equal(model.get_buffer(name).float(), row)
-
-
-@pytest.mark.parametrize(
-    "view",
-    [torch.arange(1000.0)[::100], torch.arange(100.0).view(10, 10).T[:, 3], torch.ones(1).expand(10)],
-    ids=["with steps", "a column", "expanded"],
-)
-def test_other_views(view: torch.Tensor, tmp_path: Path) -> None:
-    torch.save({f"row{i}": view for i in range(ROWS)}, tmp_path / "views.pt")
-    for model in (Rows(), on_meta()):
-        ms.load(model, tmp_path / "views.pt")
-        assert all(torch.equal(buffer, view) for buffer in model.buffers())
-        assert memory(model) == ROWS * 10 * 4

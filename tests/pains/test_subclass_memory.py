@@ -9,7 +9,7 @@ from torch import nn
 import modelstate as ms
 from tests.loading.fingerprint import described
 from tests.pains.conftest import StockFails
-from tests.pains.quantized import every_way, from_plain, quantized, quantized_class
+from tests.pains.quantized import from_plain, quantized, quantized_class
 
 
 def skeleton(dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -55,15 +55,6 @@ def test_map_holds_for_payloads(map: bool, tmp_path: Path) -> None:
     assert map or not shows_file(model.weight.elem, tmp_path / "state.pt")
 
 
-def test_a_model_with_memory_never_shows_the_file(tmp_path: Path) -> None:
-    torch.save(nn.Linear(3, 5).state_dict(), tmp_path / "state.pt")
-    cls = quantized_class()
-    every_way(cls)
-    model = quantized(nn.Linear(3, 5), cls)
-    ms.load(model, tmp_path / "state.pt")
-    assert not shows_file(model.weight.elem, tmp_path / "state.pt")
-
-
 def test_dtype_reaches_the_payload() -> None:
     state = nn.Linear(3, 5).state_dict()
     model = skeleton()
@@ -72,11 +63,3 @@ def test_dtype_reaches_the_payload() -> None:
     assert torch.equal(model.weight.elem, state["weight"].bfloat16())
     assert model.bias.dtype is torch.bfloat16
     assert {step.dtype for step in report.steps} == {torch.bfloat16}
-
-
-def test_the_models_dtype_holds() -> None:
-    state = nn.Linear(3, 5).half().state_dict()
-    model = skeleton()
-    ms.load(model, state)
-    assert model.bias.dtype is torch.float32
-    assert model.weight.dtype is model.weight.elem.dtype is torch.float32

@@ -46,15 +46,6 @@ def test_values_that_differ(stock_fails: StockFails) -> None:
     assert whole(ours) == before
 
 
-@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
-def test_values_that_are_equal(value: float) -> None:
-    ours = Tied()
-    assert ms.load(ours, state(value, value, value, value)).coverage == 1
-    assert ours.head.weight is ours.embed.weight
-    assert ours.head.scale is ours.scale
-    assert torch.equal(ours.embed.weight.isnan(), torch.full((5, 3), value != value))
-
-
 @pytest.mark.parametrize("given", NAMES[:2])
 def test_one_value_is_enough(given: str, stock_fails: StockFails) -> None:
     """Writers that know of ties leave one of the names out, and not always the same."""

@@ -26,10 +26,6 @@ def test_a_segment_within() -> None:
     assert list(suggested(pairs)) == [ms.rules.Rename("*._orig_mod.*", "*.*")]
 
 
-def test_what_fits_is_left_alone() -> None:
-    assert len(suggested({"net.a.w": "a.w", "net.b.w": "b.w"}, ("net.head",))) <= 2
-
-
 def test_numbers_that_change_stay_numbers() -> None:
     pairs = {f"layer{i}.{j}.{w}": f"stages.{i - 1}.{j}.{w}" for i in (1, 2) for j in range(3) for w in ("w", "v.b")}
     assert set(suggested(pairs)) == {ms.rules.Rename(f"layer{i}.*", f"stages.{i - 1}.*") for i in (1, 2)}

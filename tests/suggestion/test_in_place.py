@@ -50,13 +50,6 @@ def test_square_ones_say_nothing(old: tuple[str, ...]) -> None:
     assert opened(found) == set(GATED)
 
 
-@pytest.mark.parametrize("old", [("fc1", "fc2", "fc3"), ("w1", "w2", "c_proj")])
-def test_numbers_of_other_weights_say_nothing_either(old: tuple[str, ...]) -> None:
-    new = layers("layers.*.mlp", dict.fromkeys(("w1", "w2", "w3"), SQUARE))
-    found = ms.suggest(tree(new), values(layers("h.*.ffn", dict.fromkeys(old, SQUARE))))
-    assert list(found) == []
-
-
 def test_llamas_convention_is_said() -> None:
     found = gated(("w1", "w2", "w3"), (WIDE, NARROW, WIDE))
     assert not found.complete
@@ -84,13 +77,6 @@ def test_the_same_names_are_the_same_convention(down: str) -> None:
     assert found.complete
     assert renaming(found)("h.0.ffn.w1.weight") == "layers.0.mlp.w1.weight"
     assert found.notes == ()
-
-
-def test_two_alone_go_up_and_down() -> None:
-    model = tree(layers("layers.*.mlp", {"up_proj": SQUARE, "down_proj": SQUARE}))
-    found = ms.suggest(model, values(layers("h.*.ffn", {"fc1": SQUARE, "fc2": SQUARE})))
-    assert found.complete
-    assert renaming(found)("h.0.ffn.fc1.weight") == "layers.0.mlp.up_proj.weight"
 
 
 def test_one_after_the_other_by_number() -> None:

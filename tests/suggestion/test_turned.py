@@ -8,12 +8,6 @@ def transposed(found: ms.suggestion.Suggestion) -> list[ms.rules.Transpose]:
     return [rule for rule in found if isinstance(rule, ms.rules.Transpose)]
 
 
-def test_what_fits_as_it_lies_is_not_turned() -> None:
-    old = {"w1.weight": (32, 8), "w2.weight": (32, 8), "w3.weight": (8, 32)}
-    new = {"mlp.gate_proj.weight": (32, 8), "mlp.up_proj.weight": (32, 8), "mlp.down_proj.weight": (8, 32)}
-    assert transposed(ms.suggest(tree(new), values(old))) == []
-
-
 def test_words_alone_turn_nothing() -> None:
     old = {f"h.{i}.{name}.weight": shape for i in range(2) for name, shape in (("up", (8, 32)), ("down", (32, 8)))}
     new = {f"b.{i}.{name}_proj.weight": shape[::-1] for i in range(2) for name, shape in (("up", (8, 32)),)}
