@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -28,7 +27,6 @@ from tests.distributed import models
 from tests.distributed.ranks import Outcome, Ranks
 
 pytestmark = pytest.mark.slow
-NOT_FOUND = errors.StepNotFoundError
 
 
 def agreement(timeout_seconds: float = 20) -> Agreement:
@@ -204,21 +202,6 @@ def test_a_rank_that_dies_before_the_first_vote(ranks: Ranks, connecting: bool) 
         assert later == "committed"  # the other ranks can go on with a mesh of their own
 
 
-def first_without_an_answer() -> tuple[str, str]:
-    """The error of a phase in which the first rank chooses what cannot be sent, and the end of the next call."""
-    kind_of_error = ""
-    try:
-        agreement(60).decided("choosing", lambda: {1, 2})
-    except Exception as error:
-        kind_of_error = type(error).__name__
-    return kind_of_error, phases()
-
-
-def test_a_choice_that_cannot_be_sent_is_an_error_on_all_ranks(ranks: Ranks) -> None:
-    outcomes = ranks.values(first_without_an_answer, timeout=20)
-    assert outcomes == [(name, "committed") for name in ["TypeError", *["DistributedError"] * 3]]
-
-
 def split_votes() -> str:
     """Some ranks see that all have ended a phase, and others lose the connection in that moment."""
     connections = connections_module.connections_of(dist.group.WORLD, (0, 1, 2, 3), 20, "")
@@ -281,50 +264,6 @@ def test_dtensors_without_a_process_group() -> None:
     dist.destroy_process_group()
     with pytest.raises(errors.DistributedError, match="there is no process group"):
         ms.load(net, {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)})
-
-
-def first_decides(fails: bool) -> object:
-    def choose() -> object:
-        if fails:
-            raise errors.StepNotFoundError("there is no checkpoint", where="somewhere")
-        return [dist.get_rank() + 7, "a"]
-
-    return agreement().decided("choosing", choose)
-
-
-def texts() -> list[list[str]]:
-    of_all = [agreement().texts("saying", text) for text in ("", "b" * dist.get_rank())]
-    assert agreement().maximum("counting", [dist.get_rank(), -dist.get_rank()]) == [3, 0]
-    assert agreement().maximum("counting", [1] * dist.get_rank()) == []
-    return [*of_all, Agreement((), 1).texts("saying", "alone")]
-
-
-def on_two_channels() -> list[str]:
-    """Votes of a thread beside those of the main thread, in another order on each rank."""
-    other = agreement().on_channel("other")
-    said: list[str] = []
-    thread = threading.Thread(target=lambda: said.extend(other.texts("saying", f"thread {dist.get_rank()}")))
-    if dist.get_rank() % 2:
-        thread.start()
-    said_here = agreement().texts("saying", f"main {dist.get_rank()}")
-    if not dist.get_rank() % 2:
-        thread.start()
-    thread.join(60)
-    return [*said_here, *said]
-
-
-def test_the_first_rank_decides(ranks: Ranks) -> None:
-    assert ranks.values(first_decides, False) == [[7, "a"]] * 4
-    assert all("there is no checkpoint" in text for text in failures(ranks.run(first_decides, True), NOT_FOUND))
-
-
-def test_every_rank_has_the_texts_of_all(ranks: Ranks) -> None:
-    assert ranks.values(texts) == [[[""] * 4, ["", "b", "bb", "bbb"], ["alone"]]] * 4
-
-
-def test_threads_vote_on_channels_of_their_own(ranks: Ranks) -> None:
-    expected = [f"{where} {rank}" for where in ("main", "thread") for rank in range(4)]
-    assert ranks.values(on_two_channels) == [expected] * 4
 
 
 VOTE_AND_END = """

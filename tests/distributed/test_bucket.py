@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import modelstate as ms
 from modelstate.distributed import uploading
 from modelstate.formats.manifest import KEY
-from modelstate.remote import requests, upload
+from modelstate.remote import requests
 from modelstate.store import bucket as buckets
 from tests.distributed import models
 from tests.distributed.ranks import WORLD_SIZE, Ranks, error_of
@@ -157,33 +157,6 @@ def test_the_checkpoint_is_that_of_one_machine(
         assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in state.items())
 
 
-def large() -> dict[str, torch.Tensor]:
-    torch.manual_seed(7)
-    return {"rows": torch.rand(3000, 1100), "columns": torch.rand(1024, 4096), "plain": torch.rand(2_400_001)}
-
-
-def save_large(urls: list[str], path: str) -> None:
-    connect(urls)
-    uploading.PART_BYTES = upload.PART_BYTES
-    state = large()
-    for name, placement in (("rows", Shard(0)), ("columns", Shard(1))):
-        state[name] = distribute_tensor(state[name], models.mesh(4), [placement], src_data_rank=None)
-    ms.save(state, path)
-
-
-def test_each_byte_of_large_tensors_is_uploaded_once(ranks: Ranks, server: Server, tmp_path: Path) -> None:
-    path = f"s3://{server.bucket}/model.safetensors"
-    ranks.values(save_large, server.urls, path)
-    nbytes = sum(tensor.nbytes for tensor in large().values())
-    assert nbytes <= sum(proxy.uploaded_bytes for proxy in server.proxies) <= 1.01 * nbytes
-    assert sum(proxy.uploaded_bytes > 1 << 20 for proxy in server.proxies) == 3  # as many as there are tensors
-    ms.save(large(), tmp_path / "model.safetensors", shard_size_bytes=1)
-    index = (tmp_path / "model.safetensors.index.json").read_bytes()
-    assert manifest_of(server.read("model.safetensors.index.json")) == manifest_of(index)
-    with ms.open(path) as checkpoint:
-        assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in large().items())
-
-
 # A store.
 
 
@@ -252,32 +225,6 @@ def referenced(store: ms.Store) -> set[str]:
 
 
 # Errors.
-
-
-def save_with_other_arguments(urls: list[str], bucket: str) -> dict[str, tuple[str, str]]:
-    connect(urls)
-    odd = dist.get_rank() == 2
-    net = models.sharded("fsdp")
-    other, path = f"s3://{bucket}-other", f"s3://{bucket}/model.safetensors"
-    calls = {
-        "bucket": lambda: ms.save(net, f"{other}/model.safetensors" if odd else path),
-        "scheme": lambda: ms.save(net, path.replace("s3", "https") if odd else path),
-        "size": lambda: ms.save(net, path, shard_size_bytes=0 if odd else 10),
-        "overwrite": lambda: ms.save(net, path, overwrite=not odd),
-        "store": lambda: ms.Store(other if odd else f"s3://{bucket}").save(1, {"model": net}),
-        "step": lambda: ms.Store(f"s3://{bucket}").save(2 if odd else 1, {"model": net}),
-    }
-    return {case: error_of(call) for case, call in calls.items()}
-
-
-def test_other_arguments_on_one_rank(ranks: Ranks, server: Server) -> None:
-    kinds = {"scheme": "UnsavableError", "size": "OptionError"}
-    for found in ranks.values(save_with_other_arguments, server.urls, server.bucket, timeout=60):
-        for case, (kind, text) in found.items():
-            assert kind == kinds.get(case, "DistributedError"), text
-        assert f"ranks 0-1, 3: s3://{server.bucket}/model.safetensors, overwrite=True" in found["overwrite"][1]
-        assert f"ranks 2: s3://{server.bucket}/model.safetensors, overwrite=False" in found["overwrite"][1]
-    assert server.names() == []
 
 
 def save_value(urls: list[str], url: str, value: int, how: str, overwrite: bool = True) -> tuple[str, str]:

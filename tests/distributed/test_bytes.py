@@ -125,21 +125,6 @@ def test_the_ranks_read_the_model_from_other_formats(form: str, ranks: Ranks, tm
     assert held <= by_calls <= most, results
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["hsdp", "replicated"])
-def test_replicas_that_are_read_once(kind: str, ranks: Ranks, tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    ms.save(_plain(), path)
-    state_bytes = path.stat().st_size
-    with _kept_in_memory(path):
-        results = ranks.values(_load, kind, path, False, True)
-    held, by_kernel, by_calls, reported, reread = map(sum, zip(*results, strict=True))
-    assert not reread
-    assert held > 1.9 * state_bytes
-    for counted in (by_kernel, by_calls, reported):
-        assert 0.99 * state_bytes <= counted <= SURPLUS * state_bytes, results
-
-
 # From a server, which counts by a proxy.
 
 

@@ -3,9 +3,7 @@
 MODELSTATE_EXHAUSTIVE=1 kills a rank before each of its calls that write, and all ranks at 100 random moments.
 """
 
-import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +17,6 @@ import torch.distributed as dist
 import modelstate as ms
 from tests.distributed import models
 from tests.distributed.ranks import WORLD_SIZE, Ranks
-from tests.faults import Request, faulty_writes
 from tests.store.common import litter
 from tests.sweeps import EXHAUSTIVE
 
@@ -58,52 +55,6 @@ def values_in(objects: dict[str, Any]) -> list[float]:
 
 
 # Kills.
-
-
-def save_and_be_killed(folder: Path, rank: int, number: int) -> int:
-    """Saves step 1, and step 2, in which a rank is killed before one of its calls that write, counted from 1.
-
-    Returns the number of these calls.
-    """
-    objects = objects_of(1)
-    with ms.Store(folder, timeout_seconds=20) as store:
-        store.save(1, objects)
-        fill(objects, 2)
-        dist.barrier()
-
-        def kill(request: Request) -> None:
-            if request.number == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        with faulty_writes(before=kill if dist.get_rank() == rank else None) as seen:
-            store.save(2, objects)
-        return len(seen.requests)
-
-
-def restored_values(folder: Path) -> list[float]:
-    objects = objects_of(7)
-    assert ms.Store(folder).restore(objects).step in values_in(objects)
-    return values_in(objects)
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_is_killed(ranks: Ranks, tmp_path: Path, rank: int) -> None:
-    calls, steps = ranks.values(save_and_be_killed, tmp_path / "clean", rank, 0)[rank], set()
-    for number in range(1, calls + 1) if EXHAUSTIVE else {calls // 2, calls}:
-        folder = tmp_path / str(number)
-        saved = ranks.until_failure(save_and_be_killed, folder, rank, number)
-        assert any(outcome.died for outcome in saved.values())
-        is_reported = any(not outcome.died and outcome.failure is None for outcome in saved.values())
-        ranks.discard()
-        step = ms.Store(folder).latest()
-        assert step == 2 or not is_reported
-        steps.add(step)
-        assert ranks.values(restored_values, folder) == [[step]] * WORLD_SIZE
-        with ms.Store(folder) as store:
-            assert set(store.verify().values()) == {""}
-            store.save(3, {"value": 3})
-        assert not litter(folder)
-    assert steps == ({1, 2} if rank == 0 else {1})
 
 
 def go_on(folder: Path, steps: int) -> int:

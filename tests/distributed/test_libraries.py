@@ -72,29 +72,6 @@ def test_from_pretrained_reads_the_files(
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
 
 
-def restore_quantized(folder: Path) -> tuple[str, str, bool]:
-    """The error of a restore of a quantized weight into a sharded one, and whether anything has changed."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    if dist.get_rank() == 0:
-        quantized = torch.nn.Sequential(torch.nn.Linear(8, 8))
-        quantize_(quantized, Int8WeightOnlyConfig())
-        with ms.Store(folder / "store") as store:
-            store.save(1, {"model": quantized})
-    dist.barrier()
-    net = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    fully_shard(net, mesh=models.mesh(4))
-    before = models.gathered(net)
-    kind, text = error_of(lambda: ms.Store(folder / "store").restore({"model": net}))
-    return kind, text, all(map(torch.equal, before.values(), models.gathered(net).values()))
-
-
-def test_a_quantized_tensor_for_a_sharded_one_is_an_error_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    for kind, text, is_unchanged in ranks.values(restore_quantized, tmp_path):
-        assert (kind, is_unchanged) == ("PlanError", True)
-        assert "model.0.weight" in text
-
-
 def objects_of(workers: int) -> dict[str, Any]:
     """A sharded network, and the loader of this rank, which shuffles."""
     rank, size = dist.get_rank(), dist.get_world_size()

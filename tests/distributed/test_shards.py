@@ -1,7 +1,7 @@
 """The shard that a rank holds, against the local tensors that torch itself makes on every rank of a mesh."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,11 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -94,47 +91,6 @@ def test_a_distributed_tensor(shape: tuple[int, ...], mesh_shape: tuple[int, ...
     for rank in range(math.prod(mesh_shape)):
         with rank_of(mesh_shape, rank) as mesh:
             agrees(distribute_tensor(whole, mesh, placements, src_data_rank=None), whole, mesh)
-
-
-def mlp() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6), nn.LayerNorm(6))
-    for param in model.parameters():
-        nn.init.normal_(param)
-    return model
-
-
-PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-
-
-def fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
-    fully_shard(model, mesh=mesh)
-
-
-def columns(model: nn.Module, mesh: DeviceMesh) -> None:
-    fully_shard(model[2], mesh=mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1))  # type: ignore[index]
-
-
-def fsdp_and_tp(model: nn.Module, mesh: DeviceMesh) -> None:
-    parallelize_module(model, mesh["tp"], PLAN, src_data_rank=None)  # type: ignore[arg-type]
-    fully_shard(model, mesh=mesh["dp"])
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "parallelise"), [((4,), fsdp), ((2,), columns), ((2, 2), fsdp), ((2, 2), fsdp_and_tp)]
-)
-def test_a_sharded_module(mesh_shape: tuple[int, ...], parallelise: Callable[[nn.Module, DeviceMesh], None]) -> None:
-    sharded = 0
-    for rank in range(math.prod(mesh_shape)):
-        with rank_of(mesh_shape, rank) as mesh:
-            torch.manual_seed(0)
-            model = mlp()
-            whole = {name: param.detach().clone() for name, param in model.named_parameters()}
-            parallelise(model, mesh)
-            for name, param in model.named_parameters():
-                if isinstance(param, DTensor) and param.device_mesh.ndim == len(mesh_shape):
-                    agrees(param, whole[name], mesh)
-                    sharded += 1
-    assert sharded
 
 
 @st.composite

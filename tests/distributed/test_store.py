@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -467,27 +466,6 @@ def after_an_error_in_the_background(folder: Path, call: str) -> tuple[str, str,
 def test_an_error_in_the_background_is_raised_once_on_all_ranks(ranks: Ranks, tmp_path: Path, call: str) -> None:
     expected = ("WriteFailedError", "", (1, 4))
     assert ranks.values(after_an_error_in_the_background, tmp_path, call, timeout=100) == [expected] * 4
-
-
-def interrupted_at_the_start(folder: Path) -> tuple[str, tuple[int, ...]]:
-    """The error of a save in the background whose thread one rank does not start, and the steps after the next save."""
-    objects = sharded_objects("fsdp", seed=1)
-    interrupt = mock.patch.object(PendingSave, "start", side_effect=KeyboardInterrupt)
-    kind = ""
-    with ms.Store(folder / "store", timeout_seconds=300) as store:
-        try:
-            with interrupt if dist.get_rank() == 1 else nullcontext():
-                store.save(1, objects, background=True)
-        except BaseException as error:
-            kind = type(error).__name__
-        dist.barrier()
-        store.save(2, objects)
-        return kind, store.steps()
-
-
-def test_an_interrupt_at_the_start_of_a_thread_ends_the_wait_of_the_others(ranks: Ranks, tmp_path: Path) -> None:
-    names = ["DistributedError", "KeyboardInterrupt", "DistributedError", "DistributedError"]
-    assert ranks.values(interrupted_at_the_start, tmp_path, timeout=60) == [(name, (2,)) for name in names]
 
 
 def save_to_two_stores(folder: Path) -> list[tuple[int, ...]]:
