@@ -2,12 +2,10 @@
 
 import gzip
 import json
-import re
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +30,7 @@ from tests.remote.servers import FileServer, http_server
 pytest.importorskip("obstore")
 
 
-class Odd(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
+class Odd(FileServer):
     def do_GET(self) -> None:
         status, headers, body = {
             "/page": (200, {"Content-Type": "text/html; charset=utf-8"}, b"<!doctype html>"),
@@ -61,17 +57,9 @@ class Odd(BaseHTTPRequestHandler):
             "/short": (206, {"Content-Range": "bytes 0-4/5"}, b""),
             "/empty": (416, {}, b"") if "Range" in self.headers else (200, {}, b""),
         }.get(self.path.partition("?")[0], (404, {}, b""))
-        self.send_response_only(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self._reply(status, body, headers)
 
     do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        """Writes nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -113,36 +101,22 @@ def test_each_answer_is_an_error_of_its_own(odd: str, name: str, kind: type[ms.M
     assert "word" not in str(raised.value)
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "deflate"])
-def test_a_tensor_is_not_taken_from_compressed_bytes(encoding: str) -> None:
-    weight = torch.zeros(256, 256)
-    data = save({"w": weight})
+@pytest.mark.parametrize("encoding", ["gzip", "br"])
+def test_a_tensor_is_not_taken_from_compressed_bytes(encoding: str, tmp_path: Path) -> None:
     asked: list[str] = []
 
-    class Compresses(BaseHTTPRequestHandler):
+    class Compresses(FileServer):
         """Sends the header of the file as it is, and everything else compressed."""
 
-        protocol_version = "HTTP/1.1"
+        directory = tmp_path
 
-        def do_GET(self) -> None:
-            match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"])
-            assert match
-            asked.append(match[0])
-            start, end = int(match[1]), min(int(match[2]), len(data) - 1)
-            body = data[start : end + 1]
-            self.send_response_only(206)
-            if start:
-                body = gzip.compress(body)
-                self.send_header("Content-Encoding", encoding)
-            self.send_header("ETag", '"one"')
-            self.send_header("Content-Range", f"bytes {start}-{end}/{len(data)}")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+        def _reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+            asked.append(self.headers["Range"])
+            if headers and not headers["Content-Range"].startswith("bytes 0-"):
+                body, headers = gzip.compress(body), headers | {"Content-Encoding": encoding}
+            super()._reply(status, body, headers)
 
-        def log_message(self, *_: object) -> None:
-            """Writes nothing."""
-
+    save_file({"w": torch.zeros(256, 256)}, tmp_path / "x.safetensors")
     model = torch.nn.ParameterDict({"w": torch.ones(256, 256)})
     with http_server(Compresses) as url:
         with pytest.raises(ReadFailedError, match="compresses") as raised:
@@ -166,29 +140,12 @@ def test_an_encoding_that_leaves_the_bytes_alone(s3_client: Any, bucket: str) ->
         ms.open(f"s3://{bucket}/y.safetensors")
 
 
-def test_errors_of_servers_name_the_page_about_reading(
-    proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, odd: str
-) -> None:
-    missing = "s3://there-is-no-such-bucket/x"
-    for call in (
-        lambda: ms.open("http://127.0.0.1:9/x.safetensors"),
-        lambda: ms.open(f"{odd}/forbidden"),
-        lambda: ms.open(f"{odd}/broken"),
-        lambda: ms.open(missing),
-        lambda: ms.open(f"{missing}.safetensors"),
-        lambda: ms.verify(f"{missing}/"),
-        lambda: ms.Store(missing).steps(),
-        lambda: ms.Store(missing).open("model"),
-        lambda: ms.save(torch.nn.Linear(2, 2), f"{missing}.safetensors"),
-    ):
-        with pytest.raises(ms.ModelStateError) as raised:
-            call()
-        assert raised.value.page == "reading"
-        assert "modelstate explain reading" in str(raised.value)
+def test_a_server_that_is_not_there(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    for source in ("s3://bucket/x.safetensors", "s3://bucket/x/"):
-        with pytest.raises(ReadFailedError, match="does not answer"):
+    for source in ("s3://bucket/x.safetensors", "s3://bucket/x/", "http://127.0.0.1:9/x.safetensors"):
+        with pytest.raises(ReadFailedError, match="does not answer") as raised:
             ms.open(source)
+        assert "modelstate explain reading" in str(raised.value)
 
 
 @pytest.mark.slow
@@ -204,14 +161,9 @@ def test_errors_of_servers_name_the_page_about_reading(
 def test_what_a_bucket_answers(
     proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, status: int, code: str, cause: str, remedy: str
 ) -> None:
-    class Answers(BaseHTTPRequestHandler):
+    class Answers(FileServer):
         def do_GET(self) -> None:
-            self.send_response_only(status)
-            self.end_headers()
-            self.wfile.write(f"<Error><Code>{code}</Code></Error>".encode())
-
-        def log_message(self, *_: object) -> None:
-            """Writes nothing."""
+            self._reply(status, f"<Error><Code>{code}</Code></Error>".encode())
 
     with http_server(Answers) as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
@@ -240,10 +192,7 @@ def test_the_user_of_a_url_goes_to_its_host_alone() -> None:
         class Redirects(Elsewhere):
             def do_GET(self) -> None:
                 seen.append((self.path, self.headers.get("Authorization")))
-                self.send_response_only(302)
-                self.send_header("Location", f"{other}/text")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+                self._reply(302, b"", {"Location": f"{other}/text"})
 
         with http_server(Redirects) as url, pytest.raises(UnknownFormatError, match="a text file") as raised:
             ms.open(f"{url.replace('://', '://us%40er:word@')}/a")
@@ -263,12 +212,6 @@ def test_an_endpoint_that_is_no_url(bucket: str, monkeypatch: pytest.MonkeyPatch
 def test_a_bucket_that_is_not_there(proxy: Any) -> None:
     with pytest.raises(SourceNotFoundError, match="no such bucket"):
         ms.open("s3://no-such-bucket-at-all/model.safetensors")
-
-
-@pytest.mark.parametrize("name", ["Credentials", "NoSuchBucket", "PermanentRedirect", "169.254.1"])
-def test_a_name_does_not_decide_what_an_error_means(bucket: str, name: str) -> None:
-    with pytest.raises(SourceNotFoundError, match="no such object"):
-        ms.open(f"s3://{bucket}/{name}/model.safetensors")
 
 
 def test_what_a_bucket_lacks(bucket: str, s3_client: Any) -> None:

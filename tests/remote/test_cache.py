@@ -62,17 +62,6 @@ def test_a_second_load_asks_for_the_version_alone(proxy: FaultProxy, cache: ms.C
 
 
 @pytest.mark.slow
-def test_a_load_that_casts_requests_each_block_once(files: tuple[Path, str], cache: ms.Cache) -> None:
-    model = nn.Linear(2048, 2048)
-    ms.save(model, files[0] / "large.safetensors")
-    with fault_proxy(files[1]) as proxy:
-        target = nn.Linear(2048, 2048, dtype=torch.bfloat16)
-        ms.load(target, f"{proxy.url}/large.safetensors", dtype="bfloat16", cache=cache)
-    assert torch.equal(target.weight, model.weight.bfloat16())
-    assert proxy.downloaded_bytes <= 1.02 * (files[0] / "large.safetensors").stat().st_size + HEADER_BYTES
-
-
-@pytest.mark.slow
 def test_each_function_that_opens_takes_a_cache(proxy: FaultProxy, cache: ms.Cache, files: tuple[Path, str]) -> None:
     check_load(proxy, cache)
     proxy.reset()
@@ -118,16 +107,6 @@ def test_the_oldest_blocks_make_room(proxy: FaultProxy, tmp_path: Path) -> None:
         blocks = [path for path in blocks_of(small) if path.name != "mine"]
         assert 0 < sum(path.stat().st_size for path in blocks) <= 3 * BLOCK_BYTES
     assert (tmp_path / "cache" / "mine").exists()
-
-
-def test_blocks_in_use_stay_and_others_go(tmp_path: Path) -> None:
-    cache = ms.Cache(tmp_path, max_bytes=4 * BLOCK_BYTES)
-    block = bytes(BLOCK_BYTES)
-    for index in range(8):
-        cache.write("0" * 32, index, block)
-        assert cache.read("0" * 32, 0, BLOCK_BYTES) == block
-    assert cache.read("0" * 32, 1, BLOCK_BYTES) is None
-    assert len(blocks_of(cache)) <= 4
 
 
 @pytest.mark.slow
@@ -204,14 +183,6 @@ def test_commands_take_the_directory(proxy: FaultProxy, files: tuple[Path, str],
     assert (len(proxy.requests), proxy.downloaded_bytes) == (1, HEADER_BYTES)
 
 
-def test_the_smallest_cache_keeps_a_block(tmp_path: Path) -> None:
-    cache = ms.Cache(tmp_path, max_bytes=2 * BLOCK_BYTES)
-    for index in range(3):
-        block = bytes([index]) * BLOCK_BYTES
-        cache.write("0" * 32, index, block)
-        assert cache.read("0" * 32, index, BLOCK_BYTES) == block
-
-
 @pytest.mark.parametrize("argument", ["/tmp", 5, True])
 def test_other_arguments_are_refused(argument: object) -> None:
     with pytest.raises(ms.errors.OptionError, match="must be a modelstate"):
@@ -243,19 +214,6 @@ def test_what_was_not_asked_for_is_not_kept(tmp_path: Path, cache: ms.Cache) -> 
         Long.more = b""
         with ms.open(f"{url}/model.safetensors", cache=cache) as checkpoint:
             assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in stored.items())
-
-
-@pytest.mark.slow
-def test_each_checkpoint_keeps_the_cache_it_was_opened_with(proxy: FaultProxy, cache: ms.Cache, tmp_path: Path) -> None:
-    small = ms.Cache(tmp_path / "small", max_bytes=2 * BLOCK_BYTES)
-    first = ms.open(url_of(proxy), cache=cache)
-    second = ms.open(url_of(proxy), cache=small)
-    third = ms.open(url_of(proxy))
-    for checkpoint in (third, second, first):
-        for name, tensor in make_model().state_dict().items():
-            assert torch.equal(checkpoint.tensor(name), tensor)
-    assert sum(path.stat().st_size for path in blocks_of(small)) <= small.max_bytes < 4 * BLOCK_BYTES
-    assert sum(path.stat().st_size for path in blocks_of(cache)) >= 4 * BLOCK_BYTES
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -23,11 +22,9 @@ pytestmark = pytest.mark.slow
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(FileServer):
     """Answers for the repository `org/name`, which has the branch main and the tag v1; large files are elsewhere."""
 
-    protocol_version = "HTTP/1.1"
-    directory: Path
     elsewhere: str
     files: type["Elsewhere"]
     requests: list[tuple[str, str, str]]
@@ -66,17 +63,6 @@ class Hub(BaseHTTPRequestHandler):
         return self._reply(302, b"", {"X-Repo-Commit": COMMIT, "Location": signed, **linked})
 
     do_HEAD = do_GET
-
-    def _reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response_only(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Writes nothing."""
 
 
 class Elsewhere(FileServer):

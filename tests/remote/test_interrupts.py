@@ -198,25 +198,3 @@ def test_a_store(bucket: str, proxy: FaultProxy) -> None:
             if not stalled:
                 break
         assert number > 2
-
-
-def test_a_background_save_is_cancelled(bucket: str, proxy: FaultProxy, s3_client: Callable[[], Any]) -> None:
-    with ms.Store(f"s3://{bucket}/run") as store:
-        store.save(1, {"model": make_model(0)})
-        before = names(s3_client(), bucket)
-        proxy.fault = lambda request: Fault.STALL if request.method == "PUT" and "/data/" in request.target else None
-        pending = store.save(2, {"model": make_model(1)}, background=True)
-        assert proxy.stalled.wait(AT_ONCE_SECONDS)
-        assert pending.cancel(wait=False)
-        assert pending.wait(AT_ONCE_SECONDS)
-        proxy.fault = None
-        proxy.resumed.set()
-        assert store.latest() == 1
-        assert names(s3_client(), bucket) == before
-        assert not s3_client().list_multipart_uploads(Bucket=bucket).get("Uploads")
-        store.save(2, {"model": make_model(1)})
-        assert store.verify() == {1: "", 2: ""}
-
-
-def names(client: Any, bucket: str) -> set[str]:
-    return {item["Key"] for item in client.list_objects_v2(Bucket=bucket)["Contents"]}

@@ -64,21 +64,6 @@ def test_names_that_the_client_would_change_are_requested_as_they_are(url: str, 
     assert beside(location.url, "d e") == locate(f"{url.rpartition('/')[0]}/d%20e").url
 
 
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("s3://bucket/a/b.json", "s3://bucket/a/d e"),
-        ("s3://bucket/b.json", "s3://bucket/d e"),
-        ("hf://org/name@main/a/b.json", "hf://org/name@main/a/d e"),
-        ("https://host:80/a%20b/c.json", "https://host:80/a%20b/d%20e"),
-        ("https://user:word@host/a/c.json?x=1", "https://user:word@host/a/d%20e"),
-        ("https://host/c.json?x=1", "https://host/d%20e"),
-    ],
-)
-def test_the_address_beside_another(url: str, expected: str) -> None:
-    assert beside(url, "d e") == locate(expected).url
-
-
 def test_only_urls_are_remote() -> None:
     assert is_remote("hf://org/name")
     assert not is_remote("file:///x")

@@ -116,25 +116,6 @@ def test_a_run(url: str, names: Callable[[], list[str]]) -> None:
 
 
 @pytest.mark.slow
-def test_the_pin_of_a_save_that_failed_is_not_that_of_the_next_one(url: str, proxy: FaultProxy) -> None:
-    def refuse(request: HttpRequest) -> Fault | None:
-        is_claim = request.method == "PUT" and "/claim-" in request.target
-        return Fault.UNAVAILABLE if is_claim or request.method in ("DELETE", "POST") else None
-
-    with ms.Store(url, keep=1) as store:
-        save(store, 1)
-        proxy.fault = refuse
-        with pytest.raises(WriteFailedError):
-            save(store, 2, pin=True)
-        proxy.fault = None
-        save(store, 2)
-        assert [info.pinned for info in store.infos()] == [False]
-        assert save(store, 3).pruned == (2,)
-        store.pin(3)
-        assert save(store, 4).pruned == ()
-
-
-@pytest.mark.slow
 def test_a_record_that_the_server_does_not_send_for_now_is_not_pruned(url: str, proxy: FaultProxy) -> None:
     with ms.Store(url, keep=ms.Keep(last=1, best=1, metric="loss")) as store:
         for step in (1, 2, 3):
@@ -348,17 +329,6 @@ def test_each_fault_at_each_request_of_other_calls(
             call(run)
             assert ms.Store(run).steps() == expected
     record_property("faults", f"{index}, {errors} errors")
-
-
-@pytest.mark.slow
-def test_a_stale_listing_loses_no_step(url: str, proxy: FaultProxy) -> None:
-    with ms.Store(url) as store:
-        save(store, 1)
-        proxy.fault = lambda request: Fault.STALE if "list-type" in request.target else None
-        for step in (2, 3):
-            save(store, step)
-        proxy.fault = None
-        assert store.steps() == (1, 2, 3)
 
 
 @pytest.mark.slow
