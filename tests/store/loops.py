@@ -70,9 +70,8 @@ class Stream(IterableDataset[torch.Tensor]):
 class Trained:
     """A model with dropout, its optimizer, scheduler, scaler and average; gradients of two steps are added up."""
 
-    def __init__(self, compiled: bool = False) -> None:
+    def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
-        self.run = torch.compile(self.model, backend="aot_eager") if compiled else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, 200)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
@@ -84,7 +83,7 @@ class Trained:
         return {name: getattr(self, name) for name in names} | {"rng": ms.RNG()}
 
     def step(self, batch: torch.Tensor) -> str:
-        loss = (self.run(batch) - batch.sum(1, keepdim=True)).square().mean()
+        loss = (self.model(batch) - batch.sum(1, keepdim=True)).square().mean()
         self.scaler.scale(loss / 2).backward()
         return float(loss.detach()).hex()
 
@@ -127,16 +126,6 @@ def iterator_before(loop: Loop, loader: Any) -> Said:
         yield step, (*loss, trained.update())
 
 
-def iterator_within(loop: Loop, loader: Any) -> Said:
-    """The iterator is made in the first step."""
-    trained = Trained()
-    batches = None
-    for step in loop({**trained.objects, "loader": loader}, STEPS):
-        if batches is None:
-            batches = endless(loader)
-        yield step, trained.two(lambda: next(batches))  # noqa: B023
-
-
 def epochs(loop: Loop, loader: Any, objects: dict[str, Any]) -> Said:
     """A step of the loop is an epoch."""
     trained = Trained()
@@ -155,24 +144,7 @@ def steps_with_validation(loop: Loop, loader: Any) -> Said:
         losses = trained.two(lambda: next(batches))
         if step % 6 == 5:
             trained.model.eval()
-            losses += tuple(trained.run(batch).sum().item() for batch in validation)
-            trained.model.train()
-        yield step, losses
-
-
-def short_validation(loop: Loop, loader: Any) -> Said:
-    """After every third step, a look at the first batches of other data, in an order that is drawn."""
-    trained = Trained()
-    validation = DataLoader(Samples(), BATCH, shuffle=True)
-    batches = endless(loader)
-    for step in loop({**trained.objects, "loader": loader}, STEPS):
-        losses = trained.two(lambda: next(batches))
-        if step % 3 == 2:
-            trained.model.eval()
-            for number, batch in enumerate(validation):
-                losses += (trained.run(batch).sum().item(),)
-                if number == 3:
-                    break
+            losses += tuple(trained.model(batch).sum().item() for batch in validation)
             trained.model.train()
         yield step, losses
 
@@ -188,14 +160,6 @@ def persistent_epochs(loop: Loop) -> Said:
             yield epoch * 100 + number, (trained.step(batch), trained.update() if number % 2 or number == 10 else None)
 
 
-def compiled(loop: Loop) -> Said:
-    trained = Trained(compiled=True)
-    loader = StatefulDataLoader(Samples(), BATCH, shuffle=True)
-    batches = endless(loader)
-    for step in loop({**trained.objects, "loader": loader}, STEPS):
-        yield step, trained.two(lambda: next(batches))
-
-
 def seeded(seed: int = 3) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -206,7 +170,6 @@ def stateful(samples: Any, **options: Any) -> Any:
 
 LOOPS: dict[str, Callable[[Loop], Said]] = {
     "iterator before the loop": lambda loop: iterator_before(loop, stateful(Samples())),
-    "iterator in the first step": lambda loop: iterator_within(loop, stateful(Samples())),
     "two workers": lambda loop: iterator_before(loop, stateful(SamplesInWorkers(), num_workers=2)),
     "workers that persist": lambda loop: steps_with_validation(
         loop, stateful(SamplesInWorkers(), num_workers=2, persistent_workers=True)
@@ -217,9 +180,7 @@ LOOPS: dict[str, Callable[[Loop], Said]] = {
         stateful(Samples(), generator=seeded())
     ),
     "epochs with workers that persist": persistent_epochs,
-    "steps with a short validation": lambda loop: short_validation(loop, stateful(Samples())),
     "a stream with workers": lambda loop: iterator_before(loop, stateful(Stream(), num_workers=2)),
-    "compiled": compiled,
 }
 """By names for the reports of tests."""
 

@@ -133,26 +133,6 @@ def test_an_error_comes_through_once(tmp_path: Path, gate: Gate, heard: str) -> 
 
 
 @pytest.mark.slow
-def test_the_buffer_is_used_again_and_stated(tmp_path: Path) -> None:
-    def staging_bytes(step: int, model: nn.Module) -> tuple[int, int]:
-        pending = store.save(step, {"model": model}, background=True)
-        assert pending is not None
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return pending.result().staging_bytes, resident
-
-    store, model = ms.Store(tmp_path, keep=1), nn.Linear(2000, 2000)
-    needed = sum(param.nbytes for param in model.parameters())
-    sizes, resident = zip(*(staging_bytes(step, model) for step in range(4)), strict=True)
-    assert len(set(sizes)) == 1
-    assert needed <= sizes[0] < needed + 1000
-    assert resident[-1] - resident[0] < needed / 2
-    assert staging_bytes(9, nn.Linear(2, 2))[0] == sizes[0]  # what is kept
-    store.close()
-    assert staging_bytes(10, nn.Linear(2, 2))[0] < 1000
-    store.close()
-
-
-@pytest.mark.slow
 def test_an_interrupted_close_does_not_let_another_writer_in(tmp_path: Path, gate: Gate) -> None:
     store, training = ms.Store(tmp_path), Training().train()
     gate.close()

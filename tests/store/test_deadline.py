@@ -3,8 +3,6 @@
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -94,13 +92,6 @@ def test_the_margin_is_learned(clock: Clock) -> None:
     short = ms.Deadline(0.1, since="now")
     short.saved(0)
     assert short.margin_seconds == pytest.approx(18)
-
-
-def test_a_margin_that_is_given_is_not_learned(clock: Clock) -> None:
-    deadline = ms.Deadline(4, 60, since="now")
-    deadline.saved(1000)
-    deadline.stepped(1000)
-    assert deadline.margin_seconds == 60
 
 
 def test_reached_does_not_take_itself_back(clock: Clock) -> None:
@@ -259,58 +250,6 @@ def test_a_forked_child_has_the_handler_that_was_there(handlers: None) -> None:
         assert exit_of_a_child_with_a_signal() == 9
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_forked_child_may_enter_what_its_parent_has(handlers: None) -> None:
-    with ms.Deadline(since="now") as deadline:
-        child = os.fork()
-        if child == 0:
-            with deadline:
-                os.kill(os.getpid(), signal.SIGUSR1)
-                os._exit(5 if deadline.reached else 1)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 5
-
-
-LOOP = """
-import sys, time
-import modelstate as ms
-with ms.Deadline(hours={hours}, since="now", margin_seconds={margin}) as deadline:
-    print("ready", flush=True)
-    for step in range(6000):
-        if deadline.reached:
-            break
-        time.sleep(0.01)
-    print("saving", flush=True)
-    sys.stdin.readline()
-    print("saved:", deadline.reason, flush=True)
-print("left", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_process_that_is_told_to_end_saves_first(number: signal.Signals) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", LOOP.format(hours=None, margin="'auto'")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)
-    assert process.stdout.readline() == "saving\n"
-    process.send_signal(number)
-    print(file=process.stdin, flush=True)
-    assert process.stdout.readline() == f"saved: {number.name} was received\n"
-    assert process.stdout.readline() == "left\n"
-    process.send_signal(number)
-    assert process.wait(60) == -number
-    process.stdin.close()
-    process.stdout.close()
 
 
 BAD: list[dict[str, Any]] = [

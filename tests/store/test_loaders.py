@@ -48,15 +48,6 @@ def test_persistent_workers_that_start_in_a_step_are_a_warning(tmp_path: Path, k
     assert "StatefulDataLoader" in message
 
 
-def test_the_warning_comes_before_the_first_batch(tmp_path: Path) -> None:
-    loader = persistent()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ResumeWarning)
-        for _ in ms.resumable(tmp_path, {"rng": ms.RNG()}, steps=1, save_every=1):
-            with pytest.raises(ResumeWarning):
-                iter(loader)
-
-
 @pytest.mark.slow
 def test_an_object_that_holds_the_loader_saves_its_state(tmp_path: Path) -> None:
     class Holder:

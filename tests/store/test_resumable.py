@@ -100,27 +100,6 @@ def test_metrics_and_values_come_back(tmp_path: Path) -> None:
 FULL = OSError(28, "No space left on device")
 
 
-def test_a_save_in_the_background_that_fails_does_not_end_it(tmp_path: Path) -> None:
-    store, of, done = ms.Store(tmp_path), objects(), []
-
-    def train() -> None:
-        with ExitStack() as full:
-            for number in ms.resumable(store, of, steps=9, save_every=2):
-                done.append(number)
-                if number == 3:
-                    store.wait()
-                    full.enter_context(failing(FULL, "pwritev"))
-                if number == 4:
-                    with suppress(WriteFailedError):
-                        store.wait()
-                    full.close()
-
-    with pytest.warns(SaveFailedWarning, match="(?s)step 4 was not saved: .*No space left"):
-        train()
-    assert done == list(range(9))
-    assert store.steps() == (2, 6, 8, 9)
-
-
 @pytest.mark.parametrize("call", ["mkdir", "fsync"])
 def test_where_the_disk_stays_full_the_last_save_raises(tmp_path: Path, call: str) -> None:
     store, of, done = ms.Store(tmp_path), objects(), []

@@ -1,12 +1,10 @@
 """Which checkpoints are kept: rules by example, and the laws by which pruning at any time is safe."""
 
 import math
-import pickle
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from msgspec.structs import replace
 
 import modelstate as ms
 from modelstate.errors import OptionError
@@ -62,14 +60,6 @@ def infos(*steps: int, **values: Any) -> list[ms.store.CheckpointInfo]:
 
 
 @pytest.mark.slow
-@given(histories(), rules())
-@settings(max_examples=examples(300))
-def test_pruning_twice_is_pruning_once(history: list[ms.store.CheckpointInfo], keep: ms.Keep) -> None:
-    first = kept(history, keep)
-    assert kept(of(history, first), keep) == first
-
-
-@pytest.mark.slow
 @given(histories(ascending=True), rules())
 @settings(max_examples=examples(300))
 def test_pruning_after_each_save_keeps_what_pruning_at_the_end_does(
@@ -94,18 +84,6 @@ def test_what_is_never_removed(history: list[ms.store.CheckpointInfo], keep: ms.
     else:
         assert max(info.step for info in intact) in stay
         assert max(intact, key=lambda info: (info.time, info.step)).step in stay
-
-
-@pytest.mark.slow
-@given(histories(), rules())
-@settings(max_examples=examples(300))
-def test_damaged_ones_take_nobodys_place(history: list[ms.store.CheckpointInfo], keep: ms.Keep) -> None:
-    intact = [info for info in history if info.intact]
-    stay = kept(history, keep)
-    assert kept(intact, keep) == stay & {info.step for info in intact}
-    if intact:
-        sound = [replace(info, problem="") for info in history]
-        assert stay - kept(intact, keep) <= kept(sound, keep)
 
 
 def test_the_last() -> None:
@@ -178,11 +156,3 @@ def test_what_is_no_rule(given: Any) -> None:
         as_keep(given)
     with pytest.raises(OptionError):
         kept(infos(1), given)
-
-
-def test_both_are_values() -> None:
-    keep, info = ms.Keep(last=3), ms.store.CheckpointInfo(1, 2.0, {"loss": 3.0}, path="a")
-    assert pickle.loads(pickle.dumps((keep, info))) == (keep, info)
-    assert len({keep, ms.Keep(last=3)}) == 1
-    with pytest.raises(AttributeError):
-        keep.last = 1  # type: ignore[misc]

@@ -16,7 +16,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.formats import manifest, sharded
-from modelstate.formats.manifest import OPEN_SEAL, SEAL, sealed
+from modelstate.formats.manifest import OPEN_SEAL, sealed
 from modelstate.io import lock
 from tests.commands import run_command
 from tests.store.common import Held, Training, contents, flip, litter, network, state
@@ -373,18 +373,6 @@ def test_two_stores_in_one_directory(tmp_path: Path) -> None:
     with pytest.raises(errors.LockedError):
         first.save(3, {"value": 3})
     assert first.steps() == (1, 2)
-
-
-@pytest.mark.parametrize("version", ["1", None, [1], 1.5, 2, True])
-def test_a_store_file_with_another_format(version: object, tmp_path: Path) -> None:
-    with ms.Store(tmp_path) as store:
-        store.save(1, {"epoch": 3})
-    content = json.loads((tmp_path / "store.json").read_bytes())
-    content |= {SEAL: OPEN_SEAL, "format": version}
-    (tmp_path / "store.json").write_bytes(sealed(json.dumps(content).encode()))
-    assert ms.Store(tmp_path).restore({"epoch": None})["epoch"] == 3
-    with pytest.raises(errors.NewerManifestError), ms.Store(tmp_path) as store:
-        store.save(2, {"epoch": 4})
 
 
 @pytest.mark.parametrize("kind", ["file", "link to nothing", "link to itself", "empty directory"])
