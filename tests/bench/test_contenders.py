@@ -9,7 +9,7 @@ import torch
 from bench import files
 from bench.child import fingerprint
 from bench.contenders import TABLES, Case
-from bench.models import KINDS, QUICK, on_meta, run
+from bench.models import KINDS, QUICK, run
 from bench.sections import LOADS, ON_GPU
 
 WAYS = [(table, name) for table, ways in TABLES.items() for name in ways]
@@ -75,33 +75,9 @@ def test_the_first_of_a_table_loads_what_the_file_has(table: str, dtype: torch.d
     assert all(torch.equal(state[key], value.to(dtype)) for key, value in expected.items())
 
 
-def test_a_fingerprint_is_of_every_bit() -> None:
-    model = torch.nn.Linear(3, 3)
-    before = fingerprint(model)
-    with torch.no_grad():
-        model.weight[2, 2] += 1e-6
-    changed = fingerprint(model)
-    assert changed != before
-    assert fingerprint(model.to(torch.float64)) != changed
-
-
-def test_shards_have_an_index_and_every_tensor_once(folder: Path) -> None:
-    files.write("tiny-2", QUICK, folder, ["safetensors"])
-    case = Case("tiny-2", QUICK, folder)
-    assert len(case.shards) == 2
-    assert case.safetensors == case.directory
-    state = next(iter(TABLES["meta"].values())).prepare(case)().state_dict()
-    expected = torch.load(Case("tiny", QUICK, folder).torch_file, weights_only=True)
-    assert all(torch.equal(state[key], value) for key, value in expected.items())
-
-
 def test_what_the_sections_name_is_there() -> None:
     for section in (section for sections in (LOADS | ON_GPU).values() for section in sections):
         names = set(TABLES[section.table])
         assert set(section.only) <= names
         assert names - {*section.without} != names or not section.without
         assert set(section.cases.values()) <= set(KINDS)
-
-
-def test_models_are_built_on_meta_with_real_buffers() -> None:
-    assert all(value.is_meta for value in on_meta("tiny", QUICK).parameters())

@@ -48,21 +48,6 @@ stages.end("second")
     assert found["first"].seconds > 0.05
 
 
-@pytest.mark.slow
-def test_mapped_pages_count_only_in_the_total(tmp_path: Path) -> None:
-    (tmp_path / "data").write_bytes(b"x" * (100 * MEGABYTE))
-    code = f"""
-stages = Stages()
-file = open({str(tmp_path / "data")!r}, "rb")
-view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-total = sum(view[i] for i in range(0, len(view), 4096))
-stages.end("read")
-"""
-    found = run([program(tmp_path, code)])["read"]
-    assert found.anonymous_bytes < 8 * MEGABYTE
-    assert found.total_bytes > 95 * MEGABYTE
-
-
 @pytest.mark.parametrize(
     "code", ['raise SystemExit("no luck")', 'stages = Stages()\nstages.end("a")\nraise SystemExit("no luck")']
 )

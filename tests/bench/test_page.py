@@ -1,8 +1,6 @@
 """The page is what was measured, and says what was not."""
 
-import platform
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +18,11 @@ from bench.sections import Load
 from tests.bench.forked import run_forked
 
 MB = 1_000_000
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def one_run(ready: float, forward: float, weights: str = "x", own: int = 0, pages: int = 0) -> dict[str, Stage]:
     check = Stage(9.0, 0, 0, {"weights": weights, "nbytes": 100 * MB, "references_kept": True})
     return {"ready": Stage(ready, own, pages, {}), "forward": Stage(forward, 0, 0, {}), "check": check}
-
-
-def table_of(key: str, rows: Mapping[str, dict[str, Stage]], form: str = "load") -> Measured:
-    return Measured(key, f"Title of {key}", "Words.", form, {"": {name: [run] for name, run in rows.items()}}, 1)
 
 
 @pytest.mark.slow
@@ -108,16 +101,6 @@ def texts_of(image: str) -> set[str]:
     return set(re.findall(r"<text[^>]*>([^<]+)</text>", image))
 
 
-def test_parts_of_different_code_make_no_page(tmp_path: Path) -> None:
-    for name, code in (("large", "a"), ("small", measured.code())):
-        measured.keep(Part(name, [table_of(name, {"modelstate.load": one_run(1, 2)})], code, "a machine"), tmp_path)
-    assert [part.name for part in measured.kept(tmp_path, PARTS)] == ["large", "small"]
-    (tmp_path / "pages").mkdir()
-    with pytest.raises(SystemExit, match=r"2 versions of the code: large with a; .* --only large$"):
-        main(["--from", str(tmp_path), "--out", str(tmp_path / "pages")])
-    assert not list((tmp_path / "pages").iterdir())
-
-
 @pytest.mark.slow
 def test_the_page_says_what_the_results_say() -> None:
     parts = measured.kept(RESULTS, PARTS)
@@ -125,12 +108,6 @@ def test_the_page_says_what_the_results_say() -> None:
     assert pages.PAGE.read_text() == text
     assert texts_of((pages.PAGE.parent / pages.PLOT).read_text()) == texts_of(image)
     assert (RESULTS / pages.TABLES).read_text() == pages.tables(parts)
-
-
-def test_what_is_kept_comes_back_as_it_was(tmp_path: Path) -> None:
-    part = Part("large", [table_of("large/meta", {"ours": one_run(0.1, 0.2)})], "code", "machine")
-    measured.keep(part, tmp_path)
-    assert measured.kept(tmp_path, ["large", "small"]) == [part]
 
 
 def test_a_contender_that_fails_is_named_with_the_reason(tmp_path: Path) -> None:
@@ -157,8 +134,3 @@ def test_ratios_are_to_the_first_row() -> None:
     assert lines[2] == "| ours | 100.0 | 1.00 | 200.0 | 1.00 | 1.0 kB | 2.0 MB |"
     assert lines[3] == "| theirs | 300.0 | 3.00 | 300.0 | 1.50 | 0 B | 0 B |"
     assert different_weights(runs) == ["theirs"]
-
-
-def test_the_machine_is_described_without_its_name() -> None:
-    assert platform.node() not in pages.machine().split()
-    assert "cores" in pages.machine()

@@ -1,6 +1,5 @@
 """What HTTP adds to a live program, with a program that waits until it is told to go on."""
 
-import http.client
 import json
 import os
 import socket
@@ -261,44 +260,6 @@ def test_a_connection_beyond_the_limit_gets_an_answer(slow: Slow, tmp_path: Path
     slow.go.set()
     assert [later.result() for later in several] == [1, 1]
     served.end()
-
-
-def test_the_client_goes_on_after_an_answer_that_is_not_the_servers() -> None:
-    answers = [b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 6\r\n\r\n<html>", b"", b"HTTP/1.1 ", NUMBER_3]
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        client = Client(listening.getsockname()[1])
-
-        def serve() -> None:
-            for answer in answers:
-                with listening.accept()[0] as connection:
-                    connection.recv(10_000)
-                    connection.sendall(answer)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        with pytest.raises(RefusedError, match="502 Bad Gateway: <html>"):
-            client.version()
-        client.close()
-        for _ in range(2):
-            with pytest.raises((OSError, http.client.HTTPException)):
-                client.version()
-        assert client.version() == 3
-        client.close()
-        thread.join()
-
-
-NUMBER_3 = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n3"
-
-
-@pytest.mark.slow
-def test_a_client_that_does_not_read_is_closed(slow: Slow, served: InThread) -> None:
-    request = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", served.port)) as one:
-        one.settimeout(60)
-        with suppress(ConnectionError):
-            while True:  # until the server closes the connection; where it does not, the socket times out
-                one.sendall(request * 1000)
-    assert Client(served.port).version()["version"] == 1
 
 
 def test_versions_that_are_long_gone_have_no_line() -> None:

@@ -170,19 +170,6 @@ def test_in_place_says_what_an_io_error_leaves(tmp_path: Path) -> None:
         ms.load(trained(hooked=False)[0], path, in_place=True)
 
 
-def test_a_file_that_is_cut_or_replaced_after_it_was_opened(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    path = checkpoint_of(model, tmp_path / "x.pt")
-    checkpoint = ms.open(path)
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    with unchanged(model, optimizer), pytest.raises(errors.ReadFailedError, match="has changed"):
-        ms.load(model, checkpoint)
-    path.unlink()
-    with unchanged(model, optimizer), pytest.raises(errors.ReadFailedError):
-        ms.load(model, checkpoint)
-
-
 def test_damage_is_found_before_anything_is_changed(tmp_path: Path) -> None:
     model, optimizer = trained()
     path = checkpoint_of(model, tmp_path / "x.pt")

@@ -194,19 +194,6 @@ def test_a_transform_is_called_once_for_each_in_the_order_of_the_file(path: Path
     assert gate.names == [name for name in other(Tied()) if name not in ("head.weight", "body.same")]
 
 
-def test_the_model_may_be_trained_meanwhile(path: Path, gate: Gate) -> None:
-    module = made("materialised")
-    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad])
-    handle = ms.load(module, path, background=True, transform=gate, optimizers=[optimizer])
-    assert gate.reached.wait(SOON)
-    module(torch.tensor([1, 2])).sum().backward()
-    optimizer.step()
-    gate.opened.set()
-    handle.result()
-    assert torch.equal(module.embed.weight, other(Tied())["embed.weight"])
-    assert module.embed.weight in optimizer.state
-
-
 def test_optimizers_follow_as_they_are_at_the_result(path: Path) -> None:
     module = made("materialised")
     optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad])

@@ -127,20 +127,6 @@ def test_a_mapped_model_survives_the_replacement_of_its_file(tmp_path: Path) -> 
     assert described_module(module) == before
 
 
-def test_two_models_from_one_checkpoint_are_independent(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({name: value.clone() for name, value in other(Tied()).items()}, path)
-    checkpoint = ms.open(path)
-    first, second = made("skeleton"), made("skeleton")
-    ms.load(first, checkpoint)
-    with torch.no_grad():
-        for p in first.parameters():
-            p.zero_()
-    ms.load(second, checkpoint)
-    assert torch.equal(second.embed.weight, other(Tied())["embed.weight"])
-    assert torch.equal(checkpoint.tensor("embed.weight"), other(Tied())["embed.weight"])
-
-
 def test_the_state_of_the_module_itself() -> None:
     """Loading what the module has, and what it has crosswise: the values of before the load count."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

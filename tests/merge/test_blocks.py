@@ -1,6 +1,5 @@
 """Merges and averages that are computed block by block, into the memory of a live module."""
 
-import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import modelstate as ms
-from tests.faults import Request, faulty_reads
 from tests.formats.files import same
 from tests.io.test_lease import can_lease
 
-LEASED = "into the existing memory, directly, while a read lease holds the file"
 STAGED = "into the existing memory, after all reads"
 RANK, ALPHA = 4, 6
 
@@ -146,22 +143,3 @@ def test_tensors_in_memory_in_another_order() -> None:
     a, b = whole_numbers(30, 50), whole_numbers(50, 30)
     average = ms.open([{"w": a}, {"w": b.T}], combine=ms.merge.Average())
     assert same(average.tensor("w"), (a + b.T) / 2)
-
-
-@KINDS
-def test_a_sector_that_goes_bad_within_the_commit_is_named(make: Make, how: ms.merge.LoRA, folder: Path) -> None:
-    paths, merged = make(folder, torch.float32)
-    net = Net()
-    before = net.linear.weight.detach().clone()
-    start = ms.open(paths[0])["linear.weight"].location
-    assert start is not None
-
-    def fail(request: Request) -> None:
-        inside = request.start <= start.start + 4 < request.start + request.nbytes
-        if request.call.startswith("preadv") and request.path == str(paths[0]) and inside:
-            raise OSError(errno.EIO, "bad sector")
-
-    with faulty_reads(before=fail), pytest.raises(ms.errors.ReadFailedError, match=r"linear\.weight"):
-        ms.load(net, ms.open(paths, combine=how))
-    assert "linear.weight" in wrong(net, merged)
-    assert same(net.linear.weight[:8].detach(), before[:8])  # the block that could not be read

@@ -23,7 +23,7 @@ EAGER = ("Adagrad",)
 CASES = [
     (name, order, target)
     for name, order, target in product(OPTIMIZERS, ("before", "after"), ("materialised", "skeleton"))
-    if not (name in EAGER and order == "before" and target == "skeleton")  # see `test_optimizer_state`
+    if not (name in EAGER and order == "before" and target == "skeleton")  # see the last test
 ]
 TOKENS = torch.arange(6)
 
@@ -136,3 +136,23 @@ def test_stock_needs_the_optimizer_last(name: str, path: Path, stock_fails: Stoc
         train(module, steps)
     still = all(torch.equal(param, before[key]) for key, param in module.named_parameters())
     stock_fails(f"{name}, made before a load with assign=True, trains nothing", still)
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_state_of_parameters_that_had_no_memory(name: str, stock_fails: StockFails, tmp_path: Path) -> None:
+    torch.save(model(name, 1).state_dict(), tmp_path / "model.pt")
+    with ms.skeleton():
+        theirs, module = model(name, 3), model(name, 3)
+    their_steps, steps = optimizer(name, theirs), optimizer(name, module)
+    theirs.load_state_dict(torch.load(tmp_path / "model.pt"), assign=True)
+    for group in their_steps.param_groups:
+        group["params"] = list(theirs.parameters())
+    stock_fails("state that was made on meta is lost", not any(p in their_steps.state for p in theirs.parameters()))
+
+    ms.load(module, tmp_path / "model.pt", optimizers=[steps])
+    assert not any(
+        value.is_meta for state in steps.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    )
+    trained, expected = train(module, steps), reference(name, tmp_path / "model.pt")
+    for key, value in expected.items():
+        torch.testing.assert_close(trained[key], value)

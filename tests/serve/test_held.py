@@ -157,20 +157,8 @@ class Listed(nn.Module):
         return self.all["call"](x) + self.bound(x) + self.all["layers"][0](x) + self.shift
 
 
-def accelerated() -> nn.Module:
-    accelerate = pytest.importorskip("accelerate")
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    made: nn.Module = accelerate.dispatch_model(module, {"0": "cpu", "1": "cpu"}, force_hooks=True)
-    return made
-
-
 def pruned() -> nn.Module:
     return prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)  # the masked weight has a graph
-
-
-def normed() -> nn.Module:
-    with pytest.warns(FutureWarning):
-        return nn.utils.weight_norm(nn.Linear(4, 4))  # the weight has a graph
 
 
 class Signature(tuple[int, ...]):
@@ -205,9 +193,7 @@ FOLLOWED: dict[str, Callable[[], nn.Module]] = {
     "nn.LSTM": lambda: Recurrent(4, 4),
     "a parametrized nn.LSTM": lambda: nn.utils.parametrizations.weight_norm(Recurrent(4, 4), "weight_hh_l0"),
     "containers": Listed,
-    "accelerate": accelerated,
     "prune": pruned,
-    "weight_norm, the old one": normed,
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
     "spectral_norm, the old one": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
     "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),

@@ -40,13 +40,6 @@ def swapped_for_a_while(readers: Readers, swap: Callable[[int], object], seconds
     return k - 1
 
 
-def summary(what: str, readers: Readers, swaps: int) -> None:
-    print(
-        f"{what}: {readers.torn} of {readers.requests} torn, {swaps} swaps, {len(readers.errors)} errors, "
-        f"{len(readers.seen)} versions seen"
-    )
-
-
 @pytest.mark.parametrize("way", ["single", "pinned", "file"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_request_is_torn(kind: str, way: str, tmp_path: Path) -> None:
@@ -70,7 +63,6 @@ def test_no_request_is_torn(kind: str, way: str, tmp_path: Path) -> None:
 
     readers = Readers(request)
     swaps = swapped_for_a_while(readers, swap)
-    summary(f"{kind}, {way}", readers, swaps)
     assert not readers.errors
     assert readers.torn == readers.wrong_version == readers.went_back == 0
     assert swaps > 5
