@@ -15,7 +15,7 @@ import torch
 from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux, page_cache
 from modelstate.io.engine import LocalFile, OpenFiles, Request, read_ranges
-from modelstate.io.files import current_fingerprints
+from modelstate.io.files import SourceFile
 from modelstate.io.page_cache import leased_files
 from modelstate.spec import ByteRange
 from tests.faults import faulty_reads
@@ -46,7 +46,10 @@ def whole(path: Path) -> list[ByteRange]:
 
 @contextmanager
 def leasing(path: Path) -> Iterator[OpenFiles]:
-    with OpenFiles(current_fingerprints([str(path)])) as files, leased_files(whole(path), files) as refusal:
+    with (
+        OpenFiles({str(path): SourceFile(str(path)).fingerprint}) as files,
+        leased_files(whole(path), files) as refusal,
+    ):
         assert refusal == ""
         yield files
 
@@ -92,7 +95,7 @@ def test_refusals(
 
 
 def test_a_file_that_has_changed_is_not_leased(path: Path) -> None:
-    fingerprints = current_fingerprints([str(path)])
+    fingerprints = {str(path): SourceFile(str(path)).fingerprint}
     os.utime(path, ns=(0, 0))
     files = OpenFiles(fingerprints)
     with pytest.raises(ReadFailedError, match="changed"), leased_files(whole(path), files):

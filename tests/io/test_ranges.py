@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from modelstate.errors import ReadFailedError
 from modelstate.io import system
 from modelstate.io.engine import Batch, Request, coalesce, read_ranges
-from modelstate.io.files import current_fingerprints
+from modelstate.io.files import SourceFile
 from modelstate.spec import ByteRange
 from tests.faults import Request as SystemCall, faulty_reads
 
@@ -184,7 +184,7 @@ def test_a_file_that_is_gone(files: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_a_file_that_has_changed_is_not_read(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    stamps = current_fingerprints(files.values())
+    stamps = {path: SourceFile(path).fingerprint for path in files.values()}
     Path(files["b"]).write_bytes(b"another")
     monkeypatch.setattr(system, "preadv", lambda *_: pytest.fail("read"))
     sources = [ByteRange(files["a"], 0, 9), ByteRange(files["b"], 0, 3)]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from modelstate.io.engine import Block, ReadStrategy, Wait, Wanted, in_blocks, stream
-from modelstate.io.files import current_fingerprints
+from modelstate.io.files import SourceFile
 from modelstate.process import parallel_for
 from modelstate.spec import ByteRange
 
@@ -72,7 +72,7 @@ def streamed(path: str, threads: int, waits: bool = False, delay: float = 0.0) -
         wanted,
         consume,
         strategy=ReadStrategy(threads, 9_000),
-        files=current_fingerprints([path]),
+        files={path: SourceFile(path).fingerprint},
         on_block=lambda block, seconds: told.append(block.wanted_bytes),
     )
     assert sum(told) == 200_000
@@ -111,7 +111,7 @@ def test_nothing_that_was_started_goes_on_after_an_error(threads: int, path: str
             [Wanted(ByteRange(path, 0, 200_000), 4)],
             consume,
             strategy=ReadStrategy(threads, 9_000),
-            files=current_fingerprints([path]),
+            files={path: SourceFile(path).fingerprint},
             on_block=on_block,
         )
     assert sorted(ended) == started

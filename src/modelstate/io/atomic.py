@@ -33,7 +33,7 @@ from modelstate.errors import (
 )
 from modelstate.io import linux, system
 from modelstate.io.files import Descriptor, mode_of
-from modelstate.io.lock import descriptors_to_close
+from modelstate.io.lock import DIRECTORY_REMEDIES, descriptors_to_close
 from modelstate.text_format import printable
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
@@ -41,18 +41,13 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _NO_PREALLOCATION = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENODEV)
 _UNTOUCHED = "what was there before is untouched"
 _NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
-_REMEDIES = {
+_REMEDIES = DIRECTORY_REMEDIES | {
     errno.ENOSPC: f"free some space, or write to another disk; {_UNTOUCHED}",
     errno.EDQUOT: f"free some of your quota, or write to another disk; {_UNTOUCHED}",
     errno.EFBIG: f"raise the limit of file sizes (ulimit -f), or write smaller files: shard_size_bytes=; {_UNTOUCHED}",
     errno.EMFILE: f"raise the limit of open files (ulimit -n), or close some; {_UNTOUCHED}",
     errno.EIO: f"look at the disk (dmesg), or write to another one; {_UNTOUCHED}",
-    errno.ENOENT: "create the directory first; if it is there, its file system takes no new files",
-    errno.ENOTDIR: "give a path in a directory",
     errno.EEXIST: "give a path in a directory",  # a file stands in the place of one
-    errno.EACCES: "ask for the permission to write to the directory, or write to another one",
-    errno.EPERM: "ask for the permission to write to the directory, or write to another one",
-    errno.EROFS: "write to another disk",
     errno.ENAMETOOLONG: "give the file a shorter name",
 }
 

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -318,14 +318,6 @@ class FileFingerprint:
     """Whether the file is outside this machine."""
 
 
-def current_fingerprints(paths: Iterable[str]) -> dict[str, FileFingerprint]:
-    """The fingerprints of files as they are now. Raises `ReadFailedError`."""
-    try:
-        return {path: _current(path) for path in paths}
-    except OSError as error:
-        raise ReadFailedError("the file is gone", found=error, remedy="open the checkpoint again") from error
-
-
 def read_failed(
     what: str,
     where: str,
@@ -393,21 +385,8 @@ def _changed(path: str, expected: FileFingerprint, found: FileFingerprint, what:
     )
 
 
-def _current(path: str) -> FileFingerprint:
-    if not is_remote(path):
-        return _fingerprint(system.stat(path))
-    from modelstate.remote.file import RemoteFile
-
-    return _remote_fingerprint(RemoteFile(path))
-
-
 def _fingerprint(status: os.stat_result) -> FileFingerprint:
     return FileFingerprint(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
-
-
-def _remote_fingerprint(file: RemoteFile) -> FileFingerprint:
-    nbytes, modified_ns, tag = file.version
-    return FileFingerprint(nbytes, modified_ns, 0, 0, tag, file.cache, True)
 
 
 Opened = tuple[Descriptor, os.stat_result]
@@ -465,7 +444,8 @@ class SourceFile(AbstractContextManager["SourceFile"]):
             from modelstate.remote.file import opened
 
             self._remote = opened(path)
-            self.fingerprint = _remote_fingerprint(self._remote)
+            nbytes, modified_ns, tag = self._remote.version
+            self.fingerprint = FileFingerprint(nbytes, modified_ns, 0, 0, tag, self._remote.cache, True)
         else:
             try:
                 self._descriptor, self._status = open_regular(path)

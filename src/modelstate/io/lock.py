@@ -29,18 +29,22 @@ LOCK_FILE = ".lock"
 _MAX_TEXT_BYTES = 4096
 _TRIES = 100
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_REMEDIES = {
+DIRECTORY_REMEDIES = {
     errno.ENOENT: "create the directory first; if it is there, its file system takes no new files",
-    errno.ENOTDIR: "give the path of a directory",
-    errno.EACCES: "ask for the permission to write to the directory, or take another one",
-    errno.EPERM: "ask for the permission to write to the directory, or take another one",
+    errno.ENOTDIR: "give a path in a directory",
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM), "ask for the permission to write to the directory, or take another one"
+    ),
     errno.EROFS: "take a directory on another disk",
+}
+"""What to do where nothing can be written to a directory."""
+_REMEDIES = DIRECTORY_REMEDIES | {
     errno.ELOOP: f"remove {LOCK_FILE}, which is a symbolic link",
     errno.EISDIR: f"remove {LOCK_FILE}, which is a directory",
+    errno.ENXIO: f"remove {LOCK_FILE}, which is a pipe, a socket or a device",
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some of your quota",
 }
-_MOUNT = "mount it with locks (Lustre: -o flock; NFS: with lockd), or take a directory on another file system"
 
 descriptors_to_close: set[Descriptor] = set()
 """Descriptors of this process that hold a lock, or wait for one; a forked child closes them. No lock guards the set,
@@ -140,17 +144,26 @@ class WriterLock:
             try:
                 descriptor = Descriptor(os.open(LOCK_FILE, flags, 0o666, dir_fd=directory))
             except OSError as error:
-                raise (self._not_a_file() if error.errno == errno.ENXIO else self._no_access(error)) from error
+                raise self._no_access(error) from error
             try:
                 descriptors_to_close.add(descriptor)
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise self._not_a_file()
+                    raise self._no_access(OSError(errno.ENXIO, "not a regular file"))
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise self._locked(_holder(descriptor)) from None
+                    text = os.pread(descriptor, _MAX_TEXT_BYTES, 0)
+                    raise self._locked(holder_text(text, f"{LOCK_FILE} does not say who has it")) from None
                 except OSError as error:
-                    raise (self._no_locks if error.errno in _NO_LOCKS else self._no_access)(error) from error
+                    if error.errno not in _NO_LOCKS:
+                        raise self._no_access(error) from error
+                    raise WriteFailedError(
+                        "the file system has no locks, which keep two writers apart",
+                        where=self.directory,
+                        found=error,
+                        remedy="mount it with locks (Lustre: -o flock; NFS: with lockd), or take a directory on "
+                        "another file system",
+                    ) from error
                 if is_at(descriptor, self._path):
                     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
                     with suppress(OSError):  # a full disk: only the text of an error depends on it
@@ -175,23 +188,6 @@ class WriterLock:
             expected="one writer at a time",
             found=found,
             remedy=f"{other}, or take another directory; a writer that has ended keeps no lock",
-        )
-
-    def _no_locks(self, error: OSError) -> WriteFailedError:
-        return WriteFailedError(
-            "the file system has no locks, which keep two writers apart",
-            where=self.directory,
-            found=error,
-            remedy=_MOUNT,
-        )
-
-    def _not_a_file(self) -> WriteFailedError:
-        return WriteFailedError(
-            "the directory cannot be locked for writing",
-            where=self._path,
-            expected="a regular file, or none",
-            found="a pipe, a socket or a device",
-            remedy=f"remove {LOCK_FILE}",
         )
 
     def _no_access(self, error: OSError) -> WriteFailedError:
@@ -250,13 +246,13 @@ def _release(opened: list[Descriptor], pid: int) -> None:
 _THIS_PROCESS = "this process"
 
 
-def _holder(descriptor: int) -> str:
-    """Describes the holder of the lock, as it has written itself into the file."""
+def holder_text(content: bytes, unknown: str) -> str:
+    """Describes the holder of a lock, as it has written itself; returns `unknown` where it has not."""
     try:
-        holder = json.loads(os.pread(descriptor, _MAX_TEXT_BYTES, 0))
+        holder = json.loads(content)
         pid, host, since = holder["pid"], holder["host"], holder["since"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return f"{LOCK_FILE} does not say who has it"
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return unknown
     try:
         when = f"since {datetime.fromtimestamp(since).astimezone().isoformat(' ', 'seconds')}"
     except (TypeError, ValueError, OverflowError, OSError):

@@ -25,7 +25,7 @@ from modelstate.io.engine import (
     stream,
 )
 from modelstate.io.memory import aligned, fresh_tensors
-from modelstate.io.pinned import pinned_memory
+from modelstate.io.staging import pinned_memory
 from modelstate.loading.staging import Staging
 from modelstate.planning.transfer import BY_SUBCLASS, Transfer, Transfers, Way, choose_way
 from modelstate.planning.transforms import BlockFunction, transform_errors

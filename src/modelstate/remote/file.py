@@ -291,17 +291,14 @@ class RemoteFile:
                 found="0 bytes",
                 remedy="its writer was stopped: take an older one, or copy it again",
             )
-        is_open = self._pinned is not None
-        where = f"{self.path}, byte {offset}" if is_open else self.path
-        if is_open:
+        if self._pinned is not None:
             what, remedy = f"reading failed: {failure.cause.value}", failure.remedy
-            kind: type[ReadFailedError] = ReadFailedError
             if failure.cause in (Cause.CHANGED, Cause.NO_SUCH_RANGE):
-                what, kind = "the object has changed since it was opened", ReadFailedError
+                what = "the object has changed since it was opened"
             elif failure.cause in (Cause.NO_OBJECT, Cause.NO_BUCKET):
-                what, kind = "the object has been removed since it was opened", ReadFailedError
+                what = "the object has been removed since it was opened"
                 remedy = "open the checkpoint again, or another one: what wrote or cleans up there has removed this one"
-            return kind(what, where=where, found=failure.found, remedy=remedy)
+            return ReadFailedError(what, where=f"{self.path}, byte {offset}", found=failure.found, remedy=remedy)
         if failure.cause is Cause.NO_RANGES and (page := self._page()):
             return page
         return _open_error(failure, self.path)

@@ -27,11 +27,11 @@ from modelstate.errors import (
 from modelstate.formats.torch_zip import archive_file
 from modelstate.io.atomic import Output, atomic_file, check_target
 from modelstate.serve.aoti import inputs_of
-from modelstate.serve.canary import compare, wide
 from modelstate.serve.live import target_factory
 from modelstate.serve.meta_clone import buffers_of, check_captured_references, meta_clone, runtime_state, state_module
 from modelstate.serve.program_file import NAME, Kind, Manifest, ProgramInputs, ProgramTensor
 from modelstate.serve.state_names import NameMap
+from modelstate.serve.swap import compare, wide
 from modelstate.serve.targets import Target, check_mode
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import unwrapped

@@ -28,8 +28,8 @@ from modelstate.errors import (
 )
 from modelstate.process import Stopped, stopped_by
 from modelstate.remote.location import is_remote
-from modelstate.serve.canary import Canary, prepared
 from modelstate.serve.live import FOREIGN, Event, Live
+from modelstate.serve.swap import Canary, prepared
 from modelstate.store.directory import ages
 from modelstate.store.retention import CheckpointInfo
 from modelstate.store.store import Store

@@ -32,18 +32,21 @@ from modelstate.planning.options import checked_options
 from modelstate.process import gc_paused
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
-from modelstate.serve.canary import Calls, Canary, prepared, run_canary
 from modelstate.serve.meta_clone import runtime_state
 from modelstate.serve.state_names import NameMap
 from modelstate.serve.swap import (
     BufferDigests,
     Buffers,
+    Calls,
+    Canary,
     SwapOptions,
     SwapReport,
     buffer_digests,
     carry_over,
     modified_buffers,
     on_gpu,
+    prepared,
+    run_canary,
     settle,
     stage,
 )

@@ -40,13 +40,13 @@ from modelstate.errors import LockedError, ReadFailedError, TargetExistsError, U
 from modelstate.formats.manifest import digest
 from modelstate.formats.safetensors import FileLayout, Written, write_in_order
 from modelstate.formats.sharded import INDEX_SUFFIX, SUFFIX
+from modelstate.io.lock import holder_text
 from modelstate.process import try_start
 from modelstate.remote.location import Location, locate
 from modelstate.remote.requests import cleanup, pause
 from modelstate.remote.upload import ObjectWriter, get, head, list_all, listing, new_object, put, remove
 from modelstate.store.backend import DATA, STORE_FILE, Place
 from modelstate.store.record import RECORD_FILE, FileRecord
-from modelstate.text_format import printable
 
 LEASE_SECONDS = 60.0
 """How long a lease lasts after its holder has written it for the last time."""
@@ -446,7 +446,7 @@ class _Lease:
             "another writer uses this store",
             where=self._bucket.at("").url,
             expected="one writer at a time",
-            found=_described(holder),
+            found=holder_text(holder or b"{}", "a writer that has taken the lease over"),
             remedy="end the other writer, or take another prefix; the lease of a writer that has ended expires after "
             f"{LEASE_SECONDS:g} s",
         )
@@ -487,16 +487,3 @@ def _fields(holder: bytes | None) -> dict[str, Any]:
     except ValueError:
         return {}
     return fields if isinstance(fields, dict) else {}
-
-
-def _described(holder: bytes | None) -> str:
-    fields = _fields(holder)
-    if "pid" not in fields:
-        return "a writer that has taken the lease over"
-    is_own = fields["pid"] == os.getpid() and fields.get("host") == socket.gethostname()
-    try:
-        since = datetime.fromtimestamp(fields["since"]).astimezone().isoformat(" ", "seconds")
-    except (LookupError, TypeError, ValueError, OverflowError, OSError):
-        since = "an unknown time"
-    process = f"this process ({fields['pid']})" if is_own else f"process {fields['pid']} on {fields.get('host')}"
-    return printable(f"{process}, since {since}")[:300]
