@@ -21,7 +21,7 @@ import modelstate as ms
 from modelstate import errors
 from modelstate.distributed import connections as connections_module
 from modelstate.distributed.agreement import Agreement, agreement_of
-from modelstate.distributed.reports import Digest
+from modelstate.distributed.connections import Digest
 from modelstate.problems import Problem, ProblemKind, plan_error
 from tests.distributed import models
 from tests.distributed.ranks import Outcome, Ranks

@@ -54,7 +54,7 @@ def agrees(tensor: DTensor, whole: torch.Tensor, mesh: DeviceMesh) -> None:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     try:
-        shard = local_shard(tensor.shape, tensor.placements, mesh.shape, coordinate)
+        shard = local_shard(tuple(tensor.shape), tuple(tensor.placements), tuple(mesh.shape), tuple(coordinate))
     except errors.DistributedError:
         if not STATES_WRONG_LAYOUTS:
             raise
@@ -114,7 +114,7 @@ def test_all_ranks_together_hold_every_element_as_often_as_it_is_replicated(
     for rank in range(math.prod(mesh_shape)):
         coordinate = [int(index) for index in torch.unravel_index(torch.tensor(rank), mesh_shape)]
         try:
-            shard = local_shard(shape, placements, mesh_shape, coordinate)
+            shard = local_shard(tuple(shape), tuple(placements), tuple(mesh_shape), tuple(coordinate))
         except errors.DistributedError:
             if not STATES_WRONG_LAYOUTS:
                 raise
@@ -129,18 +129,18 @@ def test_all_ranks_together_hold_every_element_as_often_as_it_is_replicated(
 
 def test_a_shard_reads_its_bytes_only() -> None:
     stored = StoredTensor.view(torch.float32, (64, 16), (16, 1), ByteRange("file", 0, 64 * 16 * 4))
-    rows = local_shard((64, 16), [Shard(0)], (8,), (3,)).of(stored)
+    rows = local_shard((64, 16), (Shard(0),), (8,), (3,)).of(stored)
     assert isinstance(rows, StoredTensor)
     assert rows.extent == ByteRange("file", 24 * 16 * 4, 8 * 16 * 4)
-    strided = local_shard((64, 16), [_StridedShard(0, split_factor=2), Shard(0)], (2, 2), (1, 0)).of(stored)
+    strided = local_shard((64, 16), (_StridedShard(0, split_factor=2), Shard(0)), (2, 2), (1, 0)).of(stored)
     assert read_bytes(strided) == 16 * 16 * 4
 
 
 def test_layouts_that_cannot_be_loaded() -> None:
     with pytest.raises(errors.DistributedError, match="partial sums"):
-        local_shard((4,), [Partial()], (2,), (0,))
+        local_shard((4,), (Partial(),), (2,), (0,))
     with pytest.raises(errors.DistributedError, match="a dimension that it does not have"):
-        local_shard((4,), [Shard(1)], (2,), (0,))
+        local_shard((4,), (Shard(1),), (2,), (0,))
     with rank_of((2,), 0) as mesh:
         uneven = DTensor.from_local(torch.zeros(3), mesh, [Shard(0)], run_check=False, shape=(4,), stride=(1,))
         with pytest.raises(errors.DistributedError, match="does not have the shape"):
@@ -162,5 +162,5 @@ def test_a_mesh_that_does_not_list_its_ranks_in_order() -> None:
 
 
 def test_a_large_dimension_takes_no_memory() -> None:
-    shard = local_shard((1 << 40, 2), [Shard(0), Shard(0)], (2, 4), (1, 3))
+    shard = local_shard((1 << 40, 2), (Shard(0), Shard(0)), (2, 4), (1, 3))
     assert shard.runs == ((range(7 << 37, 8 << 37),), (range(2),))

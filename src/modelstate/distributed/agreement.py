@@ -32,16 +32,21 @@ from torch import nn
 
 from modelstate.arguments import TIMEOUT_SECONDS as TIMEOUT_SECONDS, seconds_of
 from modelstate.distributed.connections import (
+    THE_CALL,
     AbandonedError,
     Connections,
+    Digest,
+    Report,
     connections_of,
+    difference_of,
     drop_abandoned,
+    error_of,
     made_connections,
     number_of,
     ranks_text,
+    report_of,
     without_frames,
 )
-from modelstate.distributed.reports import THE_CALL, Digest, Report, difference_of, error_of, report_of
 from modelstate.errors import (
     DistributedError,
     ModelBusyError,

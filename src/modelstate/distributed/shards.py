@@ -98,8 +98,9 @@ def _boxes(runs: tuple[tuple[range, ...], ...]) -> tuple[tuple[Box, Box], ...]:
     return tuple((tuple(run for run, _ in dims), tuple(place for _, place in dims)) for dims in product(*placed))
 
 
+@lru_cache(maxsize=4096)  # the tensors of a model have few different shapes
 def local_shard(
-    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> LocalShard:
     """Returns the part of a tensor that one rank of a mesh holds.
 
@@ -117,16 +118,9 @@ def local_shard(
         DistributedError: A placement is `Partial`, or neither splits nor replicates; or it does not fit the shape.
 
     Examples:
-        >>> local_shard((8, 8), [Shard(0)], mesh_shape=(4,), coordinate=(1,)).runs
+        >>> local_shard((8, 8), (Shard(0),), mesh_shape=(4,), coordinate=(1,)).runs
         ((range(2, 4),), (range(0, 8),))
     """
-    return _local_shard(tuple(shape), tuple(placements), tuple(mesh_shape), tuple(coordinate))
-
-
-@lru_cache(maxsize=4096)  # the tensors of a model have few different shapes
-def _local_shard(
-    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
-) -> LocalShard:
     splits: dict[int, list[DimensionSplit]] = {}
     for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True):
         if placement.is_replicate():
@@ -180,7 +174,7 @@ def shard_of(tensor: torch.Tensor) -> LocalShard | None:
             expected="ascending numbers along each dimension of the mesh",
             found=mesh.mesh.tolist(),
         )
-    shard = local_shard(tensor.shape, held.placements, mesh.shape, coordinate)
+    shard = local_shard(tuple(tensor.shape), tuple(held.placements), tuple(mesh.shape), tuple(coordinate))
     if (found := tuple(local_tensor(tensor).shape)) != shard.shape:
         raise DistributedError(
             "the local tensor of a DTensor does not have the shape that its placements say",

@@ -21,7 +21,6 @@ import xxhash
 from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.shards import Mesh, Part, replicated
 from modelstate.distributed.writing import (
-    CREATING,
     FINISHING,
     ROUND_BYTES,
     WRITING,
@@ -83,7 +82,7 @@ class CollectiveUploader(CollectiveWriter):
         after the uploads, the first rank removes all.
         """
         agreement = self._agreement
-        meshes, urls = self._planned(layouts, compared, CREATING, names)
+        meshes, urls = self._planned(layouts, compared, names)
         owned = self._owned([planned.nbytes for planned in layouts])
         uploads = _Objects({number: layouts[number] for number in owned[self._agreement.rank]}, urls)
         try:

@@ -25,11 +25,10 @@ import torch
 
 from modelstate import __version__
 from modelstate.distributed.agreement import Agreement
-from modelstate.distributed.connections import number_of
-from modelstate.distributed.reports import Digest
+from modelstate.distributed.connections import Digest, number_of
 from modelstate.distributed.shards import Mesh, Part, Parts, common_range, parts_of, replicated, shard_of
 from modelstate.errors import DistributedError
-from modelstate.formats.block_writer import LazyTensor, Uncached, past_page_cache, write_blocks
+from modelstate.formats.block_writer import LazyTensor, past_page_cache, write_blocks
 from modelstate.formats.manifest import BLOCK_BYTES
 from modelstate.formats.safetensors import FileLayout, Written, write_header
 from modelstate.formats.writing import CheckpointWriter, Files, Outputs
@@ -166,7 +165,7 @@ class CollectiveWriter(CheckpointWriter):
         No error leaves a file, but for what the first rank has created; the caller removes that.
         """
         agreement, directory = self._agreement, os.path.dirname(self._path)
-        meshes, names = self._planned(layouts, compared, CREATING, lambda: self._create(layouts, outputs))
+        meshes, names = self._planned(layouts, compared, lambda: self._create(layouts, outputs))
         files = self._pieces(layouts, meshes)
         paths = [os.path.join(directory, name) for name in names]
         with agreement.phase(OPENING), write_errors(self._path):
@@ -189,7 +188,6 @@ class CollectiveWriter(CheckpointWriter):
         self,
         layouts: Sequence[FileLayout],
         compared: Callable[[], Mapping[str, object]],
-        phase: str,
         on_first: Callable[[], Sequence[str]],
     ) -> tuple[dict[Mesh, Mesh], Sequence[str]]:
         """Returns the ranks that write for each mesh, and what the first rank returns in a phase."""
@@ -206,7 +204,7 @@ class CollectiveWriter(CheckpointWriter):
             for (number, name, _), hashed in zip(plain, hashes, strict=True):
                 values[name if name not in values else f"{name} (tensor {number})"] = hashed
         agreement.check_equal(PLANNING, values)
-        with agreement.phase(phase), write_errors(self._path):
+        with agreement.phase(CREATING), write_errors(self._path):
             found, first_meshes = agreement.on_first(lambda: (on_first(), meshes)) or ([], [])
         # Ranks of other replicas may have meshes of their own: those of the first rank write.
         of_first = {own: (tuple(shape), tuple(ranks)) for own, (shape, ranks) in zip(meshes, first_meshes, strict=True)}
@@ -329,20 +327,27 @@ class CollectiveWriter(CheckpointWriter):
         with self._agreement.barrier():
             for planned, path, pieces in zip(layouts, paths, files, strict=True):
                 own = [piece for piece in pieces if piece.rank == self._agreement.rank]
-                file = _RankFile(path, planned.nbytes)
-                held = [(piece, elements_of(piece)) for piece in own if piece.part.region is not None]
+                chunk = [(piece, elements_of(piece)) for piece in own if piece.part.region is not None]
                 rounds = _rounds(pieces)
-                for number in range(len(rounds) + 1):
-                    chunk = self._exchanged(rounds[number - 1]) if number else held
-                    if failed is None:
+                output: Output | None = None
+                with ExitStack() as opened:
+                    for number in range(len(rounds) + 1):
+                        if number:
+                            chunk = self._exchanged(rounds[number - 1])
                         try:
-                            hashes += file.write(chunk)
-                            if number == len(rounds):
-                                file.close()
+                            if failed is None and own:
+                                if output is None:
+                                    output = opened.enter_context(_opened(path))
+                                    file = opened.enter_context(past_page_cache(output, planned.nbytes))
+                                places = [piece.at for piece, _ in chunk]
+                                texts = write_blocks(file, places, [elements for _, elements in chunk])
+                                hashed = zip(chunk, texts, strict=True)
+                                hashes += [(*piece.place, piece.at, text) for (piece, _), text in hashed]
+                                if number == len(rounds):
+                                    output.sync()
                         except Exception as error:
                             failed = error
-                    chunk = []  # frees its memory before the next one is received
-                file.abandon()
+                        chunk = []  # frees its memory before the next one is received
         if failed is not None:
             raise failed
         return hashes
@@ -413,34 +418,6 @@ class CollectiveWriter(CheckpointWriter):
         for file, tensor, _, hashed in sorted(item for text in texts for item in json.loads(text)):
             of_files[file][tensor] += hashed
         return of_files
-
-
-class _RankFile:
-    """A file that this rank writes a part of. It is opened when there is something to write."""
-
-    def __init__(self, path: str, nbytes: int) -> None:
-        self._path, self._nbytes = path, nbytes
-        self._opened = ExitStack()
-        self._output: Output | None = None
-        self._file: Output | Uncached | None = None
-
-    def write(self, chunk: Sequence[tuple[Piece, torch.Tensor | LazyTensor]]) -> list[Hashed]:
-        """Writes the elements of pieces. Returns their digests."""
-        if not chunk:
-            return []
-        if self._output is None:
-            self._output = self._opened.enter_context(_opened(self._path))
-            self._file = self._opened.enter_context(past_page_cache(self._output, self._nbytes))
-        hashes = write_blocks(self._file, [piece.at for piece, _ in chunk], [elements for _, elements in chunk])
-        return [(*piece.place, piece.at, hashed) for (piece, _), hashed in zip(chunk, hashes, strict=True)]
-
-    def close(self) -> None:
-        """Flushes the file to the disk."""
-        if self._output is not None:
-            self._output.sync()
-
-    def abandon(self) -> None:
-        self._opened.close()
 
 
 @contextmanager

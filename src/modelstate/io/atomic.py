@@ -111,13 +111,12 @@ class Output:
 
 
 @contextmanager
-def atomic_file(path: str, *, overwrite: bool, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[Output]:
+def atomic_file(path: str, *, overwrite: bool) -> Iterator[Output]:
     """Yields a file to write to, which is put at `path` when the block ends, and removed when the block raises.
 
     Args:
         path: The target.
         overwrite: Whether an existing file is replaced.
-        lock_timeout_seconds: How long to wait for the lock of the directory.
 
     Raises:
         TargetExistsError: Something is at the path, and `overwrite` is False.
@@ -126,10 +125,10 @@ def atomic_file(path: str, *, overwrite: bool, lock_timeout_seconds: float = LOC
         WriteFailedError: An I/O error. What was at the path before is untouched, or the error says that it is not.
     """
     check_target(path, overwrite=overwrite)
-    with write_errors(path), unfinished_file(path, existing_mode(path), lock_timeout_seconds) as output:
+    with write_errors(path), unfinished_file(path, existing_mode(path), LOCK_TIMEOUT_SECONDS) as output:
         yield output
         output.sync()
-        with locked_directory(os.path.dirname(path), lock_timeout_seconds):
+        with locked_directory(os.path.dirname(path), LOCK_TIMEOUT_SECONDS):
             put_durably(output.path, path, overwrite)
 
 
@@ -163,8 +162,12 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
     output = Output(Descriptor(system.open_to_write(path, flags, 0o666 if mode is None else mode)), path)
     try:
         try:
-            if mode is not None:
-                _set_mode(output, mode)
+            if mode is not None:  # the umask may have removed permission bits, which some file systems lack
+                try:
+                    system.fchmod(output.descriptor, mode)
+                except OSError as error:
+                    if error.errno not in _NO_MODES:
+                        raise
             yield output
             if not output.is_synced:
                 output.sync()
@@ -183,15 +186,6 @@ def write_new_file(path: str, content: bytes) -> None:
     """Creates a file with this content, which is on the disk when the function returns, as of `new_file`."""
     with new_file(path) as output:
         output.append(content)
-
-
-def _set_mode(output: Output, mode: int) -> None:
-    """Sets permission bits that the umask has removed, where the file system has permission bits."""
-    try:
-        system.fchmod(output.descriptor, mode)
-    except OSError as error:
-        if error.errno not in _NO_MODES:
-            raise
 
 
 def check_target(path: str, *, overwrite: bool) -> None:

@@ -123,7 +123,7 @@ def local_path(path: str) -> str:
 def not_found(path: str, given: str) -> SourceNotFoundError:
     """The error for a path at which there is no file; `given` is the path as the caller wrote it."""
     if os.path.islink(path):
-        if _is_loop(path):
+        if os.path.islink(os.path.realpath(path)):
             return SourceNotFoundError(
                 "this is a symbolic link that leads back to itself",
                 where=path,
@@ -232,7 +232,7 @@ class Descriptor(int):
         self.close()
 
 
-def open_regular(path: str, flags: int = 0) -> tuple[Descriptor, os.stat_result]:
+def open_regular(path: str) -> tuple[Descriptor, os.stat_result]:
     """Opens a regular file for reading. Every file that may come from an untrusted place is opened here.
 
     Opening a pipe waits for a writer, and reading a device may never end, so anything but a regular file is refused
@@ -240,7 +240,6 @@ def open_regular(path: str, flags: int = 0) -> tuple[Descriptor, os.stat_result]
 
     Args:
         path: The file. Symbolic links are followed.
-        flags: Flags of `os.open`, in addition to those for reading.
 
     Returns:
         A descriptor, and the status of the file.
@@ -249,7 +248,7 @@ def open_regular(path: str, flags: int = 0) -> tuple[Descriptor, os.stat_result]
         SourceTypeError: The path names a pipe, a socket, a device or a directory.
         OSError: The file cannot be opened.
     """
-    flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
     try:
         descriptor = Descriptor(system.open(path, flags | os.O_NONBLOCK))
     except BlockingIOError:
@@ -268,14 +267,6 @@ def open_regular(path: str, flags: int = 0) -> tuple[Descriptor, os.stat_result]
     except BaseException:
         descriptor.close()
         raise
-
-
-def _is_loop(path: str) -> bool:
-    try:
-        os.stat(path)
-    except OSError as error:
-        return error.errno == errno.ELOOP
-    return False
 
 
 _SPECIAL = {

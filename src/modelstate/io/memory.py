@@ -93,10 +93,7 @@ def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
             return fresh_tensors(like)
     tensors: list[torch.Tensor] = []
     counts = [shape.numel() if stride is None else span(shape, stride) for shape, stride, _ in like]
-    sizes = [
-        -(-count * dtype.itemsize // TENSOR_ALIGN_BYTES) * TENSOR_ALIGN_BYTES
-        for count, (_, _, dtype) in zip(counts, like, strict=True)
-    ]
+    sizes = [aligned(count * dtype.itemsize) for count, (_, _, dtype) in zip(counts, like, strict=True)]
     arena: mmap.mmap | None = None
     free = left = 0
     for index, ((shape, stride, dtype), count, nbytes) in enumerate(zip(like, counts, sizes, strict=True)):

@@ -20,11 +20,10 @@ import torch
 
 from modelstate.io import linux
 from modelstate.io.engine import for_each, read_threads
-from modelstate.io.memory import HUGE_PAGE_BYTES, empty_cpu
+from modelstate.io.memory import HUGE_PAGE_BYTES, aligned, empty_cpu
 from modelstate.process import deferred_signals
 from modelstate.spec import contiguous_stride
 
-_ALIGN = 64
 _BLOCK_BYTES = 4 << 20
 
 
@@ -53,7 +52,7 @@ class StagingBuffer:
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
-            end += -(-tensor.nbytes // _ALIGN) * _ALIGN
+            end += aligned(tensor.nbytes)
         device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
         buffer = self._buffer
         if buffer is None or buffer.numel() < end or (device is not None and not buffer.is_pinned()):

@@ -29,9 +29,7 @@ def preadv_cached(descriptor: int, buffers: Sequence[memoryview], offset: int) -
     return os.preadv(descriptor, buffers, offset, _RWF_NOWAIT)
 
 
-def mmap(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> _mmap.mmap:
-    """`mmap.mmap`."""
-    return _mmap.mmap(descriptor, nbytes, flags=flags, offset=offset)
+mmap = _mmap.mmap
 
 
 # Writes.

@@ -20,7 +20,7 @@ from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.distributed.agreement import Agreement, agreement_of
-from modelstate.distributed.reports import Digest
+from modelstate.distributed.connections import Digest
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.memory import fresh_tensors
 from modelstate.planning.matching import MatchedCheckpoint

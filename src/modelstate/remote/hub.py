@@ -70,7 +70,7 @@ def at_commit(url: str) -> str:
             elif not wanted.file:
                 files_of_commit(wanted.name, commit)  # they are needed next, and the cache may have them
     except ReadFailedError:
-        directory = _cached(wanted, wanted.revision)
+        directory = _cached(wanted)
         if directory is None:
             raise
         return os.path.join(directory, wanted.file).rstrip(os.sep)
@@ -80,7 +80,7 @@ def at_commit(url: str) -> str:
 def cached(path: str, others: Iterable[str] = ()) -> str | None:
     """The path of a file in the cache of huggingface_hub; None where it, or one of the others beside it, is missing."""
     wanted = parse(path)
-    directory = _cached(wanted, wanted.revision)
+    directory = _cached(wanted)
     if directory is None:
         return None
     here = os.path.join(directory, wanted.file)
@@ -158,14 +158,14 @@ def _unquoted(revision: str) -> str | None:
     return revision.replace("%2F", "/") or None
 
 
-def _cached(wanted: HubFile, revision: str) -> str | None:
+def _cached(wanted: HubFile) -> str | None:
     """The directory of a commit in the cache; None where the cache lacks it."""
     import huggingface_hub
 
     with _hub_errors(wanted):
         try:
             path: str = huggingface_hub.snapshot_download(
-                wanted.name, revision=_unquoted(revision), local_files_only=True
+                wanted.name, revision=_unquoted(wanted.revision), local_files_only=True
             )
             return path
         except FileNotFoundError:

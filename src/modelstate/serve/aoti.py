@@ -288,16 +288,12 @@ class _Call:
 def _compiled_conditions(conditions: Sequence[str]) -> Callable[[list[object]], str | None]:
     """Returns a function that returns the first condition that the inputs of a call do not fulfil."""
     codes = [(text, compile(text.strip(), "<condition>", "eval")) for text in conditions]
-    whole = compile(" and ".join(f"({text.strip()})" for text in conditions) or "True", "<conditions>", "eval")
     usual = {"args", "size", "shape", "stride", "math", *_FUNCTIONS, *dir(math)}
     is_usual = all(usual.issuperset(code.co_names) for _, code in codes)
     functions = {**_FUNCTIONS, **({} if is_usual else condition_names())}
 
     def first_failed(args: list[object]) -> str | None:
-        inputs = {"args": args}
-        if eval(whole, functions, inputs):
-            return None
-        return next(text for text, code in codes if not eval(code, functions, inputs))
+        return next((text for text, code in codes if not eval(code, functions, {"args": args})), None)
 
     return first_failed
 

@@ -88,8 +88,8 @@ class SwapReport(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        served = f"{self.source} into {self.target}: version {self.version} serves, after {self.previous}"
-        return f"<{type(self).__name__}: {served}, {self.tensors} tensors, {size(self.bytes)}>"
+        served, tensors, *_ = str(self).splitlines()
+        return f"<{type(self).__name__}: {served}, {tensors.strip()}>"
 
     def __str__(self) -> str:
         lines = [

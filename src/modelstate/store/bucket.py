@@ -85,7 +85,7 @@ class Bucket:
         self._names: dict[tuple[int, datetime], str] = {}
         """What has a serial number, where the listing leaves that open. Claims do not change."""
         self._last_serial = 0
-        self._listed = _Listing({}, {}, {}, frozenset())
+        self.listed = _Listing({}, {}, {}, frozenset())
         self._cleared_for = ""
 
     def at(self, name: str) -> Location:
@@ -114,8 +114,8 @@ class Bucket:
                 leases.setdefault(int(match[1]), []).append((item.name, item.time))
             elif match := _PIN.fullmatch(item.name):
                 pins.add(int(match[1]))
-        self._listed = _Listing(claims, steps, leases, frozenset(pins))
-        return self._listed
+        self.listed = _Listing(claims, steps, leases, frozenset(pins))
+        return self.listed
 
     def name_of(self, listed: _Listing, serial: int) -> str:
         """Returns the name of the checkpoint or the lease that has a serial number; empty where there is none.
@@ -156,17 +156,13 @@ class Bucket:
         return path.rpartition(".")[2] in os.path.basename(source).split(".")  # the nonce of the save
 
     def is_pinned(self, place: Place) -> bool:
-        return self.has_pin(place.revision)
+        return place.revision in self.listed.pins
 
     def problem_of(self, place: Place, files: Mapping[str, FileRecord]) -> str:
         return ""
 
     def is_untouched(self, path: str, record: FileRecord) -> bool:
         return True
-
-    def has_pin(self, serial: int) -> bool:
-        """Whether the last listing has a pin for a serial number."""
-        return serial in self._listed.pins
 
     # Writing.
 
@@ -188,7 +184,7 @@ class Bucket:
     def serial(self, last: int) -> int:
         # A listing may be old: the numbers that this process has claimed count in any case. A listing that shows the
         # lease of another writer gives no number: the next one would be free, and the claim would not fail.
-        listed = self._listed
+        listed = self.listed
         self.lock.check_listing(listed)
         self._last_serial = max(self._last_serial, *listed.claims, last)
         return self._last_serial + 1
@@ -294,7 +290,7 @@ class NewObjects:
         pin = f"pin-{self._serial:012d}"
         if pinned:
             put(self._new(pin), b"", overwrite=True)
-        elif self._bucket.has_pin(self._serial):  # left by a save that failed with this number
+        elif self._serial in self._bucket.listed.pins:  # left by a save that failed with this number
             remove([self._bucket.at(pin)])
         put(self._new(f"{self._name}/{RECORD_FILE}"), text, overwrite=True)
         check()

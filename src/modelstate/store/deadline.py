@@ -88,7 +88,8 @@ class Deadline:
         self._signals = _checked_signals(signals)
         if hours is None and not self._signals:
             raise OptionError("a Deadline needs hours= or signals=", expected="hours, or signals", found="neither")
-        self._start = now_seconds() - _elapsed_seconds(since)
+        self.start = now_seconds() - _elapsed_seconds(since)
+        """Where the time begins, in seconds since the machine started."""
         self._longest_save: float | None = None
         self._longest_step = 0.0
         self._time_reason = ""
@@ -122,7 +123,7 @@ class Deadline:
     @property
     def remaining_seconds(self) -> float:
         """The seconds until the end, with the margin; 0 after it, infinite without `hours`."""
-        return max(0.0, self._start + self._total_seconds - now_seconds())
+        return max(0.0, self.start + self._total_seconds - now_seconds())
 
     @property
     def margin_seconds(self) -> float:
@@ -133,11 +134,6 @@ class Deadline:
         if self._longest_save is None:
             return min(_MAX_FIRST_MARGIN_SECONDS, share) + self._longest_step
         return max(min(_MIN_MARGIN_SECONDS, share), 2 * self._longest_save + self._longest_step)
-
-    @property
-    def start(self) -> float:
-        """Where the time begins, in seconds since the machine started."""
-        return self._start
 
     def saved(self, seconds: float) -> None:
         """Records how long a save took until it was durable.
@@ -233,7 +229,7 @@ class Deadline:
         """Returns the first of the signals that has come; 0 where none has."""
         if not self._received:
             begins = {
-                number: self._entered_seconds if number == signal.SIGINT else self._start for number in self._signals
+                number: self._entered_seconds if number == signal.SIGINT else self.start for number in self._signals
             }
             came = {number: _came[number] for number in self._signals if _came.get(number, -math.inf) >= begins[number]}
             self._received = min(came, key=lambda number: came[number], default=0)

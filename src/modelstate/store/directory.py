@@ -168,7 +168,10 @@ class StepEntry:
         """The public description of the checkpoint."""
         step, path = self.place.step, self.place.path
         record = self.record
-        pinned, problem = self.is_pinned, self._problem
+        pinned, problem = self.is_pinned, ""
+        if not self.is_whole:
+            newer = "newer version" if isinstance(self.error, NewerManifestError) else "damaged"
+            problem = "not readable" if self.is_unreadable else "other store" if self.is_foreign else newer
         if record is None:
             seconds = 0.0
             with suppress(OSError):
@@ -185,17 +188,6 @@ class StepEntry:
             serial=record.serial,
             store=record.store,
         )
-
-    @property
-    def _problem(self) -> str:
-        """`CheckpointInfo.problem`."""
-        if self.is_whole:
-            return ""
-        if self.is_unreadable:
-            return "not readable"
-        if self.is_foreign:
-            return "other store"
-        return "newer version" if isinstance(self.error, NewerManifestError) else "damaged"
 
 
 def ages(serials: Mapping[int, int | None]) -> dict[int, tuple[int, int]]:
@@ -490,7 +482,7 @@ class StepIndex:
         """
         if not agreement.is_collective:
             return entry.usable_record, self.read_parts(entry, verify, progress=progress)
-        from modelstate.distributed.reports import Digest
+        from modelstate.distributed.connections import Digest
 
         place = entry.place
 

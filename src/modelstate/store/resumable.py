@@ -10,7 +10,6 @@ import inspect
 import logging
 import math
 import os
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from typing import Any
 
 from modelstate.arguments import check_integer, check_keywords, checked_call, invalid_option
 from modelstate.distributed.agreement import Agreement, agreement_of
-from modelstate.distributed.reports import Digest
+from modelstate.distributed.connections import Digest
 from modelstate.errors import (
     OptionError,
     ReadFailedError,
@@ -30,6 +29,7 @@ from modelstate.errors import (
 )
 from modelstate.objects.objects import targets_of, tensors_within
 from modelstate.objects.stateful import checked_iterators
+from modelstate.process import ThreadValue
 from modelstate.store.deadline import Deadline, now_seconds
 from modelstate.store.directory import warn_caller
 from modelstate.store.retention import Keep, check_metric, metric_value
@@ -167,17 +167,14 @@ class Resumable:
         self._check_is_newest()
         self._checked_at = time.perf_counter()
         deadline_start = math.inf if self._deadline is None else self._deadline.start
-        if self.done < self._steps and self._stop() and _loops.last_stop >= deadline_start:
+        if self.done < self._steps and self._stop() and _last_stop.value >= deadline_start:
             return  # an earlier loop of the program was stopped, and this one may need the result of that
         while self.done < self._steps and not self._stop():
             is_first, self._is_first = self._is_first, False
             if is_first and self.restored is not None:
                 self.restored.rewind_generators()  # undoes draws since the restore
-            _loops.is_in_step = True
-            try:
+            with _in_step.replaced(True):
                 yield self.done
-            finally:
-                _loops.is_in_step = False
             self._check_is_newest()
             self.done += 1
             for name, value in self.metrics.items():
@@ -193,7 +190,7 @@ class Resumable:
                 # Optimizers and loaders have state only after the first step, so it is checked again.
                 self.store._check_state(self._objects, self._agreement)
         if self.stopped:
-            _loops.last_stop = now_seconds()
+            _last_stop.value = now_seconds()
         self._save(background=False)
         self.store.wait()
         keep = self.store.keep
@@ -229,23 +226,17 @@ class Resumable:
         self._saver.save(self.done, self._objects, metrics=dict(self.metrics), overwrite=True, background=background)
 
 
-class _Loops(threading.local):
-    """The loops of a thread."""
-
-    is_in_step = False
-    """Whether a loop is in a step."""
-    last_stop = -math.inf
-    """When a loop was last stopped before its last step, in seconds since the machine started."""
-
-
-_loops = _Loops()
+_in_step = ThreadValue(False)
+"""Whether a loop of this thread is in a step."""
+_last_stop = ThreadValue(-math.inf)
+"""When a loop of this thread was last stopped before its last step, in seconds since the machine started."""
 _newest: dict[str, weakref.ref[Resumable]] = {}
 """The loop over each directory that was made last."""
 
 
 def _check_no_outer(store: Store) -> None:
     """Raises `OptionError` within a step of another loop of this thread."""
-    if _loops.is_in_step:
+    if _in_step.value:
         raise OptionError(
             "a loop within another loop's step: restoring its objects would undo steps of the outer loop",
             where=store.directory,

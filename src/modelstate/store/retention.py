@@ -167,7 +167,7 @@ def as_keep(keep: Keep | int | None) -> Keep | None:
     return Keep(last=keep)
 
 
-def kept(infos: Iterable[CheckpointInfo], keep: Keep | int | None) -> set[int]:
+def kept(infos: Iterable[CheckpointInfo], keep: Keep) -> set[int]:
     """Returns the steps of the checkpoints that stay.
 
     A damaged checkpoint never takes the place of an intact one, and is removed when it would be removed if it were
@@ -176,13 +176,13 @@ def kept(infos: Iterable[CheckpointInfo], keep: Keep | int | None) -> set[int]:
     Each rule chooses by an order that does not depend on other checkpoints. So pruning twice has the effect of pruning
     once, and pruning after each save keeps what pruning at the end would keep, as long as steps and times increase.
     """
-    infos, rules = list(infos), as_keep(keep)
+    infos = list(infos)
     intact = [info for info in infos if info.intact]
-    if rules is None or not intact:
+    if not intact:
         return {info.step for info in infos}
     kept_steps = {info.step for info in infos if info.pinned}
-    kept_steps |= {info.step for info in _chosen(intact, rules)}
-    kept_steps |= {info.step for info in _chosen(infos, rules) if not info.intact}
+    kept_steps |= {info.step for info in _chosen(intact, keep)}
+    kept_steps |= {info.step for info in _chosen(infos, keep) if not info.intact}
     # The serial comes before the time, since a clock may be set back.
     newest = max(intact, key=lambda info: (info.serial, info.time, info.step))
     return kept_steps | {max(intact, key=_by_step).step, newest.step}

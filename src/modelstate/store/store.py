@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Self, TypedDict, Unpack, overload
 
 from modelstate import __version__
 from modelstate.arguments import check_choice, check_integer, checked_call, invalid_option, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import check_budget_option, patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
-from modelstate.distributed.reports import Digest
+from modelstate.distributed.connections import Digest
 from modelstate.distributed.writing import CollectiveWriter
 from modelstate.errors import (
     BackgroundCancelledError,
@@ -73,6 +73,13 @@ class RestoredStep(Restored):
     skipped: Mapping[int, str]
     """What is wrong with the newer checkpoints that were passed over, by step. The restored step itself is among them
     where an earlier save of it was restored: of a save that was to be replaced, by one that is damaged."""
+
+
+class _SaveOptions(TypedDict, total=False):
+    metrics: Mapping[str, float] | None
+    pin: bool
+    overwrite: bool
+    when_busy: Literal["wait", "skip"]
 
 
 class Store(Shown):
@@ -151,22 +158,11 @@ class Store(Shown):
         objects: Mapping[str, object],
         *,
         background: Literal[False] = False,
-        metrics: Mapping[str, float] | None = ...,
-        pin: bool = ...,
-        overwrite: bool = ...,
-        when_busy: Literal["wait", "skip"] = ...,
+        **of: Unpack[_SaveOptions],
     ) -> SavedStep: ...
     @overload
     def save(
-        self,
-        step: int,
-        objects: Mapping[str, object],
-        *,
-        background: Literal[True],
-        metrics: Mapping[str, float] | None = ...,
-        pin: bool = ...,
-        overwrite: bool = ...,
-        when_busy: Literal["wait", "skip"] = ...,
+        self, step: int, objects: Mapping[str, object], *, background: Literal[True], **of: Unpack[_SaveOptions]
     ) -> PendingSave | None: ...
     @checked_call(
         "store.save",
