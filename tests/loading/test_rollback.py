@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -332,6 +333,14 @@ def change_leaf(owner: Any) -> None:
         ),
         (lambda: None, change_class, type),
         (lambda: torch.ones(2), change_leaf, lambda m: (m.held.is_leaf, m.held.tolist())),
+        (lambda: np.random.default_rng(1), lambda m: m.held.random(), lambda m: m.held.bit_generator.state),
+        (lambda: np.random.PCG64(1), lambda m: m.held.random_raw(), lambda m: m.held.state),
+        (
+            lambda: np.random.RandomState(1),
+            lambda m: m.held.rand(),
+            lambda m: m.held.get_state(legacy=False)["state"]["pos"],
+        ),
+        (torch.Generator, lambda m: torch.rand(1, generator=m.held), lambda m: m.held.get_state().tolist()),
     ],
 )
 def test_everything_that_can_be_reached(held: Any, change: Any, look: Any) -> None:

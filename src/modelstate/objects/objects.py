@@ -87,12 +87,9 @@ def capture(targets: Mapping[str, Target]) -> dict[str, Part]:
         OptimizerStateError: An optimizer has parameters of a module that is not among the objects.
         ObjectStateError: The own code of an object raised.
     """
-    modules: nn.Module | None = None
-    if any(target.kind is Kind.OPTIMIZER for target in targets.values()):
-        modules = modules_of(targets)
-    parts = {}
-    for path, target in restore_order(targets):
-        parts[path] = Part(target.kind, _state_of(path, target, modules))
+    has_optimizer = any(target.kind is Kind.OPTIMIZER for target in targets.values())
+    modules = modules_of(targets) if has_optimizer else None
+    parts = {path: Part(target.kind, _state_of(path, target, modules)) for path, target in restore_order(targets)}
     return {path: parts[path] for path in targets}
 
 

@@ -173,10 +173,8 @@ def _nested(by_path: Mapping[str, object]) -> dict[str, object]:
     root: dict[str, object] = {}
     for path, value in by_path.items():
         *parents, name = path.split(".")
-        mapping = root
+        mapping: Any = root
         for key in parents:
-            inner = mapping.setdefault(key, {})
-            assert isinstance(inner, dict)
-            mapping = inner
+            mapping = mapping.setdefault(key, {})
         mapping[name] = value
     return root

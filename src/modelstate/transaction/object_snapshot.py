@@ -108,11 +108,13 @@ class ObjectSnapshot:
         if isinstance(value, random.Random):
             add(partial(value.setstate, value.getstate()))
             return ()
-        if isinstance(value, torch.Generator) or (_is_numpy_random(value) and not hasattr(value, "bit_generator")):
+        is_of_numpy = type(value).__module__.startswith("numpy.random")  # which torch does not import
+        if isinstance(value, torch.Generator) or (is_of_numpy and hasattr(value, "get_state")):
             add(partial(value.set_state, value.get_state()))
             return ()
-        if _is_numpy_random(value):
-            add(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        if is_of_numpy:
+            bits: Any = getattr(value, "bit_generator", value)
+            add(partial(setattr, bits, "state", bits.state))
             return ()
         if isinstance(value, partial):
             return value.args, value.keywords
@@ -155,10 +157,6 @@ class ObjectSnapshot:
             referents.append(saved)
             self.restores.append(partial(_restore_slot, value, name, saved))
         return referents
-
-
-def _is_numpy_random(value: object) -> bool:
-    return type(value).__module__.startswith("numpy.random")
 
 
 def _refill(clear: Callable[..., None], fill: Callable[..., None], container: object, items: Iterable[object]) -> None:
