@@ -214,13 +214,15 @@ def _walk(objects: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple
         )
     for name, value in objects.items():
         path = f"{prefix}{name}"
-        _check_name(name, prefix)
-        if len(path.encode()) > _MAX_NAME_BYTES:
+        nbytes = len(path.encode(errors="replace"))
+        is_text = isinstance(name, str) and name != "" and name.isprintable() and _NOT_IN_NAMES.isdisjoint(name)
+        if not is_text or nbytes > _MAX_NAME_BYTES:
             raise OptionError(
-                "a name that is too long: files are called by it",
-                where=path[:80],
-                expected=f"at most {_MAX_NAME_BYTES} bytes, with the names above it",
-                found=len(path.encode()),
+                "not a name for an object: files are called by it",
+                where=prefix.rstrip("."),
+                expected=f"printable text without a dot or a slash, as 'optimizer', of at most {_MAX_NAME_BYTES} bytes "
+                "with the names above it",
+                found=f"{short_repr(name)}, {nbytes} bytes",
             )
         kind = _kind(value)
         listed_objects = [item for item in value if _kind(item) is not None] if isinstance(value, list | tuple) else []
@@ -248,16 +250,6 @@ def _walk(objects: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple
                 path,
                 Target(kind or Kind.VALUE, unwrapped(value) if is_module else value, value if is_module else None),
             )
-
-
-def _check_name(name: object, prefix: str) -> None:
-    if not isinstance(name, str) or not name or not name.isprintable() or not _NOT_IN_NAMES.isdisjoint(name):
-        raise OptionError(
-            "not a name for an object: files are called by it",
-            where=prefix.rstrip("."),
-            expected="printable text without a dot or a slash, as 'optimizer'",
-            found=short_repr(name),
-        )
 
 
 def _kind(value: object) -> Kind | None:
