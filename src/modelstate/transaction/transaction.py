@@ -172,7 +172,7 @@ class Transaction:
             self._without_modes.close()
             return
         failures: list[Exception] = []
-        unreadable: list[str] = []
+        unreadable = {} if self._snapshot is None else dict.fromkeys(self._snapshot.unreadable)
         with deferred_signals(), self._without_modes:
             if self._guard is not None:
                 self._guard.stop()
@@ -183,8 +183,6 @@ class Transaction:
                     except Exception as error:
                         failures.append(error)
                 torch.set_grad_enabled(self._grad_enabled)  # an interrupted `torch.no_grad` may have left it off
-            if self._snapshot is not None:
-                unreadable = list(dict.fromkeys(self._snapshot.unreadable))
             self._end()
         if unreadable:
             _log.warning(
