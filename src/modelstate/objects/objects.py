@@ -159,7 +159,7 @@ def targets_of(objects: Mapping[str, object]) -> dict[str, Target]:
             expected='such as {"model": model, "optimizer": optimizer}',
             found=type(objects).__name__,
         )
-    return dict(_walk(objects, "", 0))
+    return dict(_walk(objects, ""))
 
 
 def restore_order(targets: Mapping[str, Target]) -> list[tuple[str, Target]]:
@@ -207,11 +207,7 @@ def object_code(path: str, message: str) -> Iterator[None]:
             raise
 
 
-def _walk(objects: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Target]]:
-    if depth > _MAX_DEPTH:
-        raise OptionError(
-            f"mappings nested deeper than {_MAX_DEPTH}", where=prefix[:80], remedy="look for one that holds itself"
-        )
+def _walk(objects: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Target]]:
     for name, value in objects.items():
         path = f"{prefix}{name}"
         nbytes = len(path.encode(errors="replace"))
@@ -219,10 +215,11 @@ def _walk(objects: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple
         if not is_text or nbytes > _MAX_NAME_BYTES:
             raise OptionError(
                 "not a name for an object: files are called by it",
-                where=prefix.rstrip("."),
+                where=prefix.rstrip(".")[:80],
                 expected=f"printable text without a dot or a slash, as 'optimizer', of at most {_MAX_NAME_BYTES} bytes "
                 "with the names above it",
                 found=f"{short_repr(name)}, {nbytes} bytes",
+                remedy="look for a mapping that holds itself" if prefix.count(".") > 20 else "",
             )
         kind = _kind(value)
         listed_objects = [item for item in value if _kind(item) is not None] if isinstance(value, list | tuple) else []
@@ -234,7 +231,7 @@ def _walk(objects: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple
                 remedy='give a mapping: {"first": ..., "second": ...}',
             )
         if kind is None and holds_objects(value):
-            yield from _walk(value, f"{path}.", depth + 1)
+            yield from _walk(value, f"{path}.")
         elif isinstance(value, DataLoader) and not hasattr(value, "state_dict"):
             raise OptionError(
                 "a DataLoader of torch has no state that could be saved",
