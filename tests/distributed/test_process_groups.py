@@ -45,11 +45,7 @@ def begins(address: str) -> None:
         return
     if len(STORES) == 0:
         host, _, port = place.partition(":")
-        STORES.append(
-            dist.FileStore(place, size)
-            if kind == "file"
-            else dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timedelta(seconds=10))
-        )
+        STORES.append(dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timedelta(seconds=10)))
     FakeStore()  # has torch know the backend
     dist.init_process_group("fake", store=STORES[0], rank=rank, world_size=size)
 
@@ -71,13 +67,13 @@ def votes() -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["tcp", "file", "new"])
-def test_process_groups_one_after_another_in_a_process(pair: Ranks, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tcp", "new"])
+def test_process_groups_one_after_another_in_a_process(pair: Ranks, kind: str) -> None:
     # A mesh of the first group keeps its store, with its keys. Torch itself cannot make a group over the keys of a
     # group that is gone: no connection of ours may keep a store.
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        place = f"{tmp_path}/store" if kind == "file" else f"127.0.0.1:{listener.getsockname()[1]}"
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
     for life in range(4):
         pair.values(ends, life > 0)
         pair.values(begins, f"{kind}://{place}")

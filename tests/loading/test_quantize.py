@@ -395,9 +395,6 @@ def test_a_config_that_changes_more_than_the_weight_is_refused(change: Any, path
 def test_what_is_no_config(config: Any) -> None:
     with pytest.raises(errors.OptionError, match="not a config"):
         ms.loading.Quantize(config)
-
-
-def test_a_config_of_names() -> None:
     with pytest.raises(errors.OptionError, match="transform="):
         ms.loading.Quantize(Q.FqnToConfig({"up": Q.Int8WeightOnlyConfig()}))
 

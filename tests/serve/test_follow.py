@@ -70,28 +70,6 @@ def test_the_object_that_has_the_weights(tmp_path: Path) -> None:
     assert "ema, model, nets.small" in str(log[0]) or "model, ema, nets.small" in str(log[0])
 
 
-def test_a_checkpoint_is_tried_again_after_a_swap_that_was_busy(tmp_path: Path) -> None:
-    store, live = ms.Store(tmp_path), ms.Live(linear(0))
-    save(store, 1)
-    following, log = by_hand(live, store, timeout_seconds=0)
-    inside, may_end = threading.Event(), threading.Event()
-
-    def slow(_: Any) -> bool:
-        inside.set()
-        return may_end.wait(60)
-
-    thread = threading.Thread(target=lambda: live.swap(linear(5).state_dict(), canary=slow))
-    thread.start()
-    inside.wait(60)
-    assert actions(following) == [("waiting", 1)]
-    assert log.causes == ["SwapBusyError"]
-    may_end.set()
-    thread.join()
-    assert serves(live) == 5
-    assert actions(following) == [("swapped", 1)]
-    assert serves(live) == 1
-
-
 def test_training_that_goes_back_and_on_from_there(tmp_path: Path) -> None:
     store, live = ms.Store(tmp_path), ms.Live(linear(0))
     following, _ = by_hand(live, store)

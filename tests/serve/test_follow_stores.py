@@ -84,9 +84,7 @@ def test_a_step_that_is_taken_away_while_it_is_read_is_not_bad(
     assert (len(target.given), log) == (2, [])
 
 
-@pytest.mark.parametrize(
-    "error", [SwapBusyError("busy"), SwapBusyError("late"), ConnectionRefusedError("no"), TimeoutError("late")]
-)
+@pytest.mark.parametrize("error", [SwapBusyError("busy"), ConnectionRefusedError("no"), TimeoutError("late")])
 def test_what_is_not_the_checkpoints_fault_is_tried_again(tmp_path: Path, error: Exception) -> None:
     store, target = ms.Store(tmp_path), Target(*[error] * 10)
     following, log = by_hand(target, store)
