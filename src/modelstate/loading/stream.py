@@ -234,7 +234,7 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
     def run() -> None:
         try:
             if maps:
-                for_each(blocks, [cast_from_maps] * min(strategy.threads, len(blocks)), on_block, with_torch=True)
+                for_each(blocks, [cast_from_maps], on_block)  # in this thread: torch's own threads share each cast
             else:
                 stream(
                     *(wanted, consume),

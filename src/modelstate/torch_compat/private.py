@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from modelstate.errors import ModelStateError, keep_interrupt
+from modelstate.process import deferred_signals
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -214,7 +215,11 @@ Watch = Callable[["torch._ops.OpOverload", Sequence[object], Mapping[str, object
 
 @contextmanager
 def _watched_operations(watch: Watch) -> Iterator[None]:
-    """A context in which a function is called after each operation of torch in this thread."""
+    """A context in which a function is called after each operation of torch in this thread.
+
+    Signals wait while the dispatch mode is entered and left. An interrupt in the middle would leave the mode, or a part
+    of what torch notes about it, active for the rest of the program: nothing would be compiled any more.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -230,8 +235,26 @@ def _watched_operations(watch: Watch) -> Iterator[None]:
             watch(func, args, named, result)
             return result
 
-    with Watching():  # type: ignore[no-untyped-call]
+    mode, is_active = Watching(), False  # type: ignore[no-untyped-call]
+
+    def leave() -> None:
+        nonlocal is_active
+        with deferred_signals():
+            if is_active:
+                is_active = False
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    try:
+        with deferred_signals():
+            mode.__enter__()  # type: ignore[no-untyped-call]
+            is_active = True
         yield
+    finally:
+        try:
+            leave()
+        except BaseException:  # an interrupt that came before signals waited
+            leave()
+            raise
 
 
 def drop_frozen_code() -> list[str]:
