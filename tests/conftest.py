@@ -157,7 +157,7 @@ def no_signal_of_another_test() -> None:
     from modelstate.store import deadline, resumable
 
     deadline._came.clear()
-    resumable._last_stop.value = -math.inf
+    resumable._loops.last_stop = -math.inf
 
 
 class Log(logging.Handler):

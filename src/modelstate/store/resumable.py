@@ -167,13 +167,13 @@ class Resumable:
         self._check_is_newest()
         self._checked_at = time.perf_counter()
         deadline_start = math.inf if self._deadline is None else self._deadline.start
-        if self.done < self._steps and self._stop() and _last_stop.value >= deadline_start:
+        if self.done < self._steps and self._stop() and _loops.last_stop >= deadline_start:
             return  # an earlier loop of the program was stopped, and this one may need the result of that
         while self.done < self._steps and not self._stop():
             is_first, self._is_first = self._is_first, False
             if is_first and self.restored is not None:
                 self.restored.rewind_generators()  # undoes draws since the restore
-            with _in_step.replaced(True):
+            with _loops.replaced(True):
                 yield self.done
             self._check_is_newest()
             self.done += 1
@@ -190,7 +190,7 @@ class Resumable:
                 # Optimizers and loaders have state only after the first step, so it is checked again.
                 self.store._check_state(self._objects, self._agreement)
         if self.stopped:
-            _last_stop.value = now_seconds()
+            _loops.last_stop = now_seconds()
         self._save(background=False)
         self.store.wait()
         keep = self.store.keep
@@ -226,17 +226,21 @@ class Resumable:
         self._saver.save(self.done, self._objects, metrics=dict(self.metrics), overwrite=True, background=background)
 
 
-_in_step = ThreadValue(False)
-"""Whether a loop of this thread is in a step."""
-_last_stop = ThreadValue(-math.inf)
-"""When a loop of this thread was last stopped before its last step, in seconds since the machine started."""
+class _Loops(ThreadValue[bool]):
+    """Whether a loop of this thread is in a step."""
+
+    last_stop = -math.inf
+    """When a loop was last stopped before its last step, in seconds since the machine started."""
+
+
+_loops = _Loops(False)
 _newest: dict[str, weakref.ref[Resumable]] = {}
 """The loop over each directory that was made last."""
 
 
 def _check_no_outer(store: Store) -> None:
     """Raises `OptionError` within a step of another loop of this thread."""
-    if _in_step.value:
+    if _loops.value:
         raise OptionError(
             "a loop within another loop's step: restoring its objects would undo steps of the outer loop",
             where=store.directory,
