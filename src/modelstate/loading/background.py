@@ -11,8 +11,7 @@ import torch
 
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import BackgroundCancelledError, OptionError
-from modelstate.loading.stage import stage
-from modelstate.loading.staging import Staging, prefetch_range
+from modelstate.loading.stage import Staging, prefetch_range, stage
 from modelstate.loading.stream import Progress
 from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner

@@ -38,14 +38,13 @@ from modelstate.loading.collective import (
     to_read_here,
 )
 from modelstate.loading.commit import (
+    Place,
     commit_values,
     leased_for_commit,
     overwrite,
     place_fallible,
 )
-from modelstate.loading.place import Place
-from modelstate.loading.stage import reads_into_slots, stage
-from modelstate.loading.staging import Staging, limit_memory, prefetch_range
+from modelstate.loading.stage import Staging, limit_memory, prefetch_range, reads_into_slots, stage
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadArguments, LoadOptions, PlanArguments, check_model, checked_options
 from modelstate.planning.plan import LoadPlan, LoadReport

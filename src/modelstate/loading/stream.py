@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,13 +26,15 @@ from modelstate.io.engine import (
 )
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.staging import pinned_memory
-from modelstate.loading.staging import Staging
 from modelstate.planning.transfer import BY_SUBCLASS, Transfer, Transfers, Way, choose_way
 from modelstate.planning.transforms import BlockFunction, transform_errors
 from modelstate.spec import ByteRange
 from modelstate.torch_compat.dtypes import UNCHECKED, Overflows, can_overflow, extremes, is_range_within
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import copy_each
+
+if TYPE_CHECKING:
+    from modelstate.loading.stage import Staging
 
 Progress = Callable[[int], None]
 _QUEUED_DEVICES = ("cuda",)

@@ -22,7 +22,7 @@ from modelstate.codec.codec import encode
 from modelstate.errors import OptimizerStateError, OptionError, keep_interrupt
 from modelstate.formats.tree import deep_copy, leaf_paths, map_leaves, same_value
 from modelstate.objects.parts import class_name, is_same_class
-from modelstate.planning.sharded import ShardedSlot, sharded_slot
+from modelstate.planning.transforms import ShardedSlot, sharded_slot
 from modelstate.rules.expression import Read, values_of
 from modelstate.rules.optimizer import changed_values
 from modelstate.rules.rule import Rule

@@ -19,7 +19,6 @@ from modelstate.io.engine import ReadStrategy
 from modelstate.planning.mapped_state import MappedState
 from modelstate.planning.matching import MatchedCheckpoint, ModelSchemaView, StoredEntries
 from modelstate.planning.plan import Binding, LoadPlan, Step
-from modelstate.planning.sharded import LocalSlot, ShardedSlot, sharded_slot
 from modelstate.planning.transfer import (
     BY_SUBCLASS,
     DEVICES_READ_INTO,
@@ -35,9 +34,12 @@ from modelstate.planning.transforms import (
     NO_TRANSFORM,
     BlockTransform,
     Choice,
+    LocalSlot,
+    ShardedSlot,
     Transforms,
     block_shape_of,
     extra_bytes_of,
+    sharded_slot,
 )
 from modelstate.problems import (
     CHANGES_KIND,

@@ -25,8 +25,7 @@ from modelstate.io.engine import ROWS_BYTES, OpenFiles, ReadStrategy, Request, R
 from modelstate.io.memory import Layout, aligned
 from modelstate.io.page_cache import why_no_lease
 from modelstate.planning.options import LoadOptions
-from modelstate.planning.sharded import ShardedSlot
-from modelstate.planning.transforms import BlockFunction, Bound, Transform
+from modelstate.planning.transforms import BlockFunction, Bound, ShardedSlot, Transform
 from modelstate.rules.expression import Derived, Source, placed_runs
 from modelstate.spec import (
     GAP_BYTES,
