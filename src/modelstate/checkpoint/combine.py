@@ -38,7 +38,20 @@ def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:
     if not sources:
         raise CombineError("there is nothing to combine", expected="at least one checkpoint", found="an empty list")
     if how is None:
-        merged = _disjoint(sources)
+        # Combines parts of one model: every name is in exactly one of them.
+        holders = holders_of([{**source.flat.tensors, **source.flat.values} for source in sources])
+        twice = [f"{name!r} in {_places(indices)}" for name, indices in holders.items() if len(indices) > 1]
+        if twice:
+            raise CombineError(
+                f"names that are in more than one checkpoint ({len(twice):,})",
+                where=where(sources),
+                found=listed(twice),
+                remedy="choose how they are combined: combine=ms.merge.Average() averages checkpoints of one model; "
+                "combine=ms.merge.LoRA() merges adapters into the first; a function of name and tensors does the rest",
+            )
+        tensors = {name: stored for source in sources for name, stored in source.flat.tensors.items()}
+        values = {name: value for source in sources for name, value in source.flat.values.items()}
+        merged = FlatTree(tensors, values, containers_of(sources), versions_of(sources))
     elif isinstance(how, Combination):
         merged = how.merge(sources)
     elif callable(how) and not isinstance(how, type):
@@ -78,23 +91,6 @@ def holders_of(parts: Sequence[Mapping[str, object]]) -> dict[str, list[int]]:
         for name in names:
             holders.setdefault(name, []).append(index)
     return holders
-
-
-def _disjoint(sources: Sequence[Checkpoint]) -> FlatTree:
-    """Combines parts of one model: every name is in exactly one of them."""
-    holders = holders_of([{**source.flat.tensors, **source.flat.values} for source in sources])
-    twice = [f"{name!r} in {_places(indices)}" for name, indices in holders.items() if len(indices) > 1]
-    if twice:
-        raise CombineError(
-            f"names that are in more than one checkpoint ({len(twice):,})",
-            where=where(sources),
-            found=listed(twice),
-            remedy="choose how they are combined: combine=ms.merge.Average() averages checkpoints of one model; "
-            "combine=ms.merge.LoRA() merges adapters into the first; a function of name and tensors does the rest",
-        )
-    tensors = {name: stored for source in sources for name, stored in source.flat.tensors.items()}
-    values = {name: value for source in sources for name, value in source.flat.values.items()}
-    return FlatTree(tensors, values, containers_of(sources), versions_of(sources))
 
 
 def _places(indices: Sequence[int]) -> str:

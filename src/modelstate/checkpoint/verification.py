@@ -63,7 +63,13 @@ class DigestCheck(msgspec.Struct, frozen=True):
                     begin, stop = storage.start + first, storage.start + end
                     part = [buffer[begin - start : stop - start]]
                     chunks = part if is_read else _chunks(files[path], begin, stop, buffer)
-                    values.append(_checksum(chunks, checksum.algorithm))
+                    crc, hashed = 0, xxhash.xxh3_128()
+                    for chunk in chunks:
+                        if checksum.algorithm == ALGORITHM:
+                            hashed.update(chunk)
+                        else:
+                            crc = zlib.crc32(chunk, crc)
+                    values.append(hashed.hexdigest() if checksum.algorithm == ALGORITHM else f"{crc:08x}")
                 computed[storage] = "".join(values)
 
         def on_done(run: list[ByteRange], _: float) -> None:
@@ -111,13 +117,3 @@ def _chunks(file: RangeFile, start: int, end: int, buffer: memoryview) -> Iterat
         chunk = buffer[: min(len(buffer), end - at)]
         read_fully(file, [chunk], at, len(chunk))
         yield chunk
-
-
-def _checksum(chunks: Iterable[memoryview], algorithm: str) -> str:
-    crc, hashed = 0, xxhash.xxh3_128()
-    for chunk in chunks:
-        if algorithm == ALGORITHM:
-            hashed.update(chunk)
-        else:
-            crc = zlib.crc32(chunk, crc)
-    return hashed.hexdigest() if algorithm == ALGORITHM else f"{crc:08x}"

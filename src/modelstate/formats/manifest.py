@@ -116,7 +116,23 @@ def apply(contents: Contents, text: str, path: str, place: str, allow: Sequence[
     """
     where = f"{path}: {place}[{KEY!r}]"
     with _damage(where):
-        return _applied(contents, _parse(text, where), path, where, allow)
+        if len(text) > MAX_PARTS:  # otherwise it has no more parts than that
+            check_size(text)
+        manifest = parse_json(text.encode())
+        if type(manifest.get("format")) is not int:
+            raise damaged(where, "no format version")
+        if manifest["format"] > FORMAT:
+            raise NewerManifestError(
+                "the file was written by a newer version of modelstate, in a format that this version does not know",
+                where=where,
+                expected=f"format {FORMAT} or older",
+                found=f"format {manifest['format']}, by {str(manifest.get('writer', '?'))[:80]}",
+                remedy="update modelstate; the safetensors library reads the tensors alone",
+            )
+        for key, value in manifest.items():
+            if key != "format" and not isinstance(value, _FIELDS.get(key, ())):
+                raise damaged(where, f"{quote(key)} is unknown, or not what it must be")
+        return _applied(contents, manifest, path, where, allow)
 
 
 @contextmanager
@@ -270,26 +286,6 @@ def _versions(tree: object) -> OrderedDict[str, object]:
     if not isinstance(versions, dict) or not all(isinstance(entry, dict) for entry in versions.values()):
         raise ValueError("the versions of modules are not a dict of dicts")
     return OrderedDict(versions)
-
-
-def _parse(text: str, where: str) -> dict[str, Any]:
-    if len(text) > MAX_PARTS:  # otherwise it has no more parts than that
-        check_size(text)
-    manifest = parse_json(text.encode())
-    if type(manifest.get("format")) is not int:
-        raise damaged(where, "no format version")
-    if manifest["format"] > FORMAT:
-        raise NewerManifestError(
-            "the file was written by a newer version of modelstate, in a format that this version does not know",
-            where=where,
-            expected=f"format {FORMAT} or older",
-            found=f"format {manifest['format']}, by {str(manifest.get('writer', '?'))[:80]}",
-            remedy="update modelstate; the safetensors library reads the tensors alone",
-        )
-    for key, value in manifest.items():
-        if key != "format" and not isinstance(value, _FIELDS.get(key, ())):
-            raise damaged(where, f"{quote(key)} is unknown, or not what it must be")
-    return manifest
 
 
 def _names(names: list[str], known: Mapping[str, object], where: str) -> list[str]:

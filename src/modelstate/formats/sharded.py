@@ -104,7 +104,28 @@ def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], a
     paths = safe_paths(index_path, directory, shards)
     contents = {shard: read_file(path) for shard, path in zip(shards, paths, strict=True)}
     trees = {shard: _flat(shard, contents[shard].tree, index_path) for shard in shards}
-    _check_names(index_path, weight_map, trees)
+    # Every name must be in the shard that the index states, and in no other.
+    stated = dict.fromkeys(weight_map.items())
+    held = {
+        (name, shard): None
+        for shard, tree in trees.items()
+        for name in tree
+        if isinstance(tree, StoredTensors) or isinstance(tree[name], Described) or name in weight_map
+    }
+    lacking, unnamed = (
+        [f"{quote(name)} in {quote(shard)}" for name, shard in pairs if (name, shard) not in others]
+        for pairs, others in ((stated, held), (held, stated))
+    )
+    if lacking or unnamed:
+        of_index = f"{count(len(lacking), 'tensor')} of the index not in the shard"
+        raise DamagedFileError(
+            f"the shards do not hold what the index says: {of_index}, {len(unnamed):,} of the shards not in the index",
+            where=index_path,
+            expected=listed(lacking, 5),
+            found=listed(unnamed, 5),
+            remedy="index and shards may be of different versions, or shards of two checkpoints are mixed: download or "
+            "write them again, elsewhere",
+        )
 
     versions: OrderedDict[str, object] = OrderedDict()
     for tree in trees.values():
@@ -225,31 +246,6 @@ def _flat(shard: str, tree: object, index_path: str) -> Mapping[str, object]:
         found=type(tree).__name__,
         remedy="open the shard by itself",
     )
-
-
-def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[str, Mapping[str, object]]) -> None:
-    """Checks that every name is in the shard that the index states, and in no other."""
-    stated = dict.fromkeys(weight_map.items())
-    held = {
-        (name, shard): None
-        for shard, tree in trees.items()
-        for name in tree
-        if isinstance(tree, StoredTensors) or isinstance(tree[name], Described) or name in weight_map
-    }
-    lacking, unnamed = (
-        [f"{quote(name)} in {quote(shard)}" for name, shard in pairs if (name, shard) not in others]
-        for pairs, others in ((stated, held), (held, stated))
-    )
-    if lacking or unnamed:
-        of_index = f"{count(len(lacking), 'tensor')} of the index not in the shard"
-        raise DamagedFileError(
-            f"the shards do not hold what the index says: {of_index}, {len(unnamed):,} of the shards not in the index",
-            where=index_path,
-            expected=listed(lacking, 5),
-            found=listed(unnamed, 5),
-            remedy="index and shards may be of different versions, or shards of two checkpoints are mixed: download or "
-            "write them again, elsewhere",
-        )
 
 
 def merged_metadata(contents: Mapping[str, Contents]) -> dict[str, str]:

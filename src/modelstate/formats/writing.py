@@ -210,8 +210,21 @@ def write_checkpoint(
             names = shard_names(path, [file.content for file in written])
             digests = {name: value for file in written for name, value in file.digests.items()}
             output.append(index_of(dict(zip(names, groups, strict=True)), total_bytes, state.manifest(schema, digests)))
-            sizes = {name: planned.nbytes for name, planned in zip(names, layouts, strict=True)}
-            return _put_shards(output, path, unfinished, sizes, overwrite, lock_timeout_seconds)
+            output.sync()
+            directory = os.path.dirname(path)
+            paths = [os.path.join(directory, name) for name in names]
+            with locked_directory(directory, lock_timeout_seconds):
+                check_both(path, overwrite)
+                old = old_files(path, but=(index, *paths))
+                for shard, target in zip(list(unfinished), paths, strict=True):
+                    if not os.path.lexists(target):  # it is removed after an error, unless a file had its name before
+                        unfinished.append(target)
+                    system.replace(shard, target)
+                sync_directory(directory)
+                put_durably(output.path, index, overwrite, instead_of=path)
+                remove_all(old)
+            sizes = (planned.nbytes for planned in layouts)
+            return {index: output.nbytes, **dict(zip(paths, sizes, strict=True))}
 
         return writer.commit(put)
 
@@ -335,34 +348,6 @@ def _put_file(output: Output, path: str, overwrite: bool, lock_timeout_seconds: 
         put_durably(output.path, path, overwrite)
         remove_all(old)
     return {path: output.nbytes}
-
-
-def _put_shards(
-    output: Output,
-    path: str,
-    unfinished: list[str],
-    sizes: Mapping[str, int],
-    overwrite: bool,
-    lock_timeout_seconds: float,
-) -> Files:
-    """Puts finished shards beside a path, and their index, durably; removes what was there.
-
-    A shard that has got its name is added to `unfinished`, unless a file had it before.
-    """
-    directory, index = os.path.dirname(path), path + INDEX_SUFFIX
-    output.sync()
-    paths = [os.path.join(directory, name) for name in sizes]
-    with locked_directory(directory, lock_timeout_seconds):
-        check_both(path, overwrite)
-        old = old_files(path, but=(index, *paths))
-        for shard, target in zip(list(unfinished), paths, strict=True):
-            if not os.path.lexists(target):
-                unfinished.append(target)
-            system.replace(shard, target)
-        sync_directory(directory)
-        put_durably(output.path, index, overwrite, instead_of=path)
-        remove_all(old)
-    return {index: output.nbytes, **dict(zip(paths, sizes.values(), strict=True))}
 
 
 def check_both(path: str, overwrite: bool) -> None:

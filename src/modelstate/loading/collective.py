@@ -240,7 +240,12 @@ def shared_reads(transfers: Sequence[Transfer], agreement: Agreement) -> list[Sh
         ranks = agreement.ranks
         if item.sharded is not None:
             ranks = replicas_of(item.sharded.tensor)
-        if len(ranks) < 2 or not _is_shared(item):
+        stored = item.stored
+        is_computed = item.is_transformed or item.way is Way.CODE
+        is_certain = stored.is_certain if isinstance(stored, Derived) else True
+        in_file = stored is not None and not isinstance(stored, torch.Tensor)
+        has_bytes = item.param.numel() > 0 and item.maps is None
+        if len(ranks) < 2 or not (in_file and is_certain and has_bytes and item.on_cpu and not is_computed):
             continue
         reader = min(ranks, key=turns[ranks].__getitem__)
         turns[ranks][reader] += item.nbytes
@@ -248,15 +253,6 @@ def shared_reads(transfers: Sequence[Transfer], agreement: Agreement) -> list[Sh
         if item.way in (Way.INTO, Way.STAGED):
             item.stage_instead(f"rank {reader} reads it for {len(ranks)} ranks")
     return found
-
-
-def _is_shared(item: Transfer) -> bool:
-    stored = item.stored
-    is_computed = item.is_transformed or item.way is Way.CODE
-    is_certain = stored.is_certain if isinstance(stored, Derived) else True
-    in_file = stored is not None and not isinstance(stored, torch.Tensor)
-    has_bytes = item.param.numel() > 0 and item.maps is None
-    return in_file and is_certain and has_bytes and item.on_cpu and not is_computed
 
 
 def notes_on_shared(shared: Sequence[SharedRead]) -> list[str]:

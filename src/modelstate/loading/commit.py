@@ -65,14 +65,30 @@ class Place(Write):
             with torch.no_grad():
                 self._replace(param, final, transaction)
         if transfer.freezes and transfer.slot_tensor.requires_grad:
-            _freeze(transfer.slot_tensor, transaction)
+            slot_tensor, grad = transfer.slot_tensor, transfer.slot_tensor.grad
+
+            def undo() -> None:
+                slot_tensor.requires_grad_()
+                slot_tensor.grad = grad
+
+            if transaction is not None:
+                transaction.register_undo(undo)
+            slot_tensor.grad = None
+            slot_tensor.requires_grad_(False)
 
     def _replace(self, param: torch.Tensor, final: torch.Tensor, transaction: Transaction) -> None:
         transfer = self.transfer
         if transfer.way is Way.CODE or not is_plain(final):
             if transfer.way is Way.CODE:
                 transaction.save_tensor(param)
-                _by_handler(transfer.name, param, final, transaction)
+                # As torch does when swapping is switched on.
+                new = param.module_load(final, assign=param.is_meta)  # type: ignore[no-untyped-call]
+                if new is final or new is param:
+                    raise RuntimeError("module_load returned self or other; it must return a new tensor")
+                if is_plain(new) and not is_plain(param):
+                    what = "no handler converts a plain tensor to this class"
+                    raise RuntimeError(f"its class would no longer be {type(param).__name__}: {what}")
+                _take_over(transfer.name, param, new, transaction)
             else:
                 transaction.save_metadata(param)
                 _take_over(transfer.name, param, final, transaction)
@@ -93,32 +109,6 @@ def _converted_grad(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor |
     """The gradient of a tensor with the dtype and device of its new value; None where the value cannot have one."""
     grad = tensor.grad if tensor.is_leaf and (value.is_floating_point() or value.is_complex()) else None
     return None if grad is None else grad.to(value.device, value.dtype)
-
-
-def _by_handler(name: str, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:
-    """Replaces a tensor by the result of its `module_load` handler, as torch does when swapping is switched on."""
-    new = param.module_load(value, assign=param.is_meta)  # type: ignore[no-untyped-call]
-    if new is value or new is param:
-        raise RuntimeError("module_load returned self or other; it must return a new tensor")
-    if is_plain(new) and not is_plain(param):
-        raise RuntimeError(
-            f"its class would no longer be {type(param).__name__}: no handler converts a plain tensor to this class"
-        )
-    _take_over(name, param, new, transaction)
-
-
-def _freeze(param: torch.Tensor, transaction: Transaction | None) -> None:
-    """Clears `requires_grad` and the gradient of a parameter."""
-    grad = param.grad
-
-    def undo() -> None:
-        param.requires_grad_()
-        param.grad = grad
-
-    if transaction is not None:
-        transaction.register_undo(undo)
-    param.grad = None
-    param.requires_grad_(False)
 
 
 def _take_over(name: str, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:

@@ -89,21 +89,17 @@ def load_state_dict(
                 common, outcome.missing, outcome.unexpected = compare_names(slots, state_dict.keys())
                 for key in common:
                     sink.tensor(key, slots.by_name[key].tensor, state_dict[key], None, outcome.errors)
-        _raise_errors(model, outcome, strict)
+        errors = outcome.errors
+        if strict and outcome.unexpected:
+            errors.insert(0, f"Unexpected key(s) in state_dict: {_quoted(outcome.unexpected)}. ")
+        if strict and outcome.missing:
+            errors.insert(0, f"Missing key(s) in state_dict: {_quoted(outcome.missing)}. ")
+        if errors:
+            lines = "\n\t".join(errors)
+            raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{lines}")
         transaction.register_undo(refresh_shards(model.modules()))
         transaction.commit()
     return ReturnedKeys(outcome.missing, outcome.unexpected)
-
-
-def _raise_errors(module: nn.Module, outcome: IncompatibleKeys, strict: bool) -> None:
-    errors = outcome.errors
-    if strict and outcome.unexpected:
-        errors.insert(0, f"Unexpected key(s) in state_dict: {_quoted(outcome.unexpected)}. ")
-    if strict and outcome.missing:
-        errors.insert(0, f"Missing key(s) in state_dict: {_quoted(outcome.missing)}. ")
-    if errors:
-        lines = "\n\t".join(errors)
-        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{lines}")
 
 
 def _quoted(keys: list[str]) -> str:

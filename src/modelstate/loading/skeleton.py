@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, GetSetDescriptorType
 from weakref import WeakValueDictionary
@@ -72,18 +72,14 @@ def skeleton() -> Iterator[None]:
         marked_empties(),
     ):
         yield
-    for tensor in _tensors_of(modules.values()):
-        if is_plain(tensor) and not tensor.is_meta and not isinstance(tensor, nn.Parameter) and is_unwritten(tensor):
-            give_memory(tensor, torch.empty_like(tensor, device="meta"))
-
-
-def _tensors_of(created: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Returns the buffers of modules and of those below them, and the tensors among their attributes, each once."""
-    values = [value for root in created for module in modules_of(root) for value in vars(module).values()]
+    # The buffers of modules and of those below them, and the tensors among their attributes, each once.
+    values = [value for root in modules.values() for module in modules_of(root) for value in vars(module).values()]
     within = [item for value in values if isinstance(value, dict) for item in value.values()]
     within += [item for value in values if isinstance(value, list | tuple) for item in value]
     tensors = {id(value): value for value in (*values, *within) if isinstance(value, torch.Tensor)}
-    return [*tensors.values()]
+    for tensor in tensors.values():
+        if is_plain(tensor) and not tensor.is_meta and not isinstance(tensor, nn.Parameter) and is_unwritten(tensor):
+            give_memory(tensor, torch.empty_like(tensor, device="meta"))
 
 
 def _new(stock: Callable[..., nn.Parameter], cls: type[nn.Parameter], *args: object, **named: object) -> nn.Parameter:

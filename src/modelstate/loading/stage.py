@@ -148,7 +148,11 @@ def reads_into_slots(
     straight, blocks, computed, whole = by_sink(transfers)
     assert staging.options.in_place or not whole  # they are written before the commit
     for item in whole:
-        _finish_in_slot(staging, item)
+        with staging.memory.reserved(item.buffer_bytes), torch.no_grad():
+            value = _own_value(staging, item)
+            item.param.copy_(value)
+            staging.overflows.check(item.name, value, item.param)
+        item.finals = item.params
         progress(item.nbytes)
     reads: list[Callable[[], object]] = [streamed_read(staging, blocks, progress)] if blocks else []
     if computed:
@@ -273,9 +277,8 @@ def _stage_one(staging: Staging, transfer: Transfer) -> None:
         if transfer.module_transform is not None:
             _apply_module_transform(staging, transfer, transfer.module_transform, value)
             return
-        final = (
-            value if isinstance(stored, Derived) and _is_final(transfer, value) else _as_slot(staging, transfer, value)
-        )
+        is_final = isinstance(stored, Derived) and _is_final(transfer, value)
+        final = value if is_final else _as_slot(staging, transfer, value)
     transfer.finals = [final]
 
 
@@ -285,8 +288,7 @@ def _is_final(transfer: Transfer, value: torch.Tensor) -> bool:
     in_order = value.is_contiguous() if stride is None else tuple(value.stride()) == stride
     fits = value.dtype == dtype and value.device == transfer.device and value.shape == transfer.param.shape
     own = is_plain(value) and storage_owners(value) == 1 and value.untyped_storage().nbytes() == value.nbytes
-    own = own and not value.is_inference() and not value.is_conj()
-    return own and fits and in_order
+    return own and fits and in_order and not value.is_inference() and not value.is_conj()
 
 
 def _own_value(staging: Staging, transfer: Transfer) -> torch.Tensor:
@@ -324,15 +326,6 @@ def _as_slot(staging: Staging, transfer: Transfer, value: torch.Tensor) -> torch
         final = value.to(transfer.dtype)
     staging.overflows.check(transfer.name, value, final)
     return final.to(transfer.device)
-
-
-def _finish_in_slot(staging: Staging, transfer: Transfer) -> None:
-    """Copies a value into the memory of its slot."""
-    with staging.memory.reserved(transfer.buffer_bytes), torch.no_grad():
-        value = _own_value(staging, transfer)
-        transfer.param.copy_(value)
-        staging.overflows.check(transfer.name, value, transfer.param)
-    transfer.finals = transfer.params
 
 
 # Transforms.

@@ -242,7 +242,15 @@ def match(checkpoint: Checkpoint, options: LoadOptions, view: ModelSchemaView) -
         if wrappers is None and saved != (own := {*names, *slots.extra, *slots.lazy}):
             wrappers = wrapper_rule(given, own, view.model, kept_names=kept)
         if wrappers is not None:
-            applied, before_wrappers = _rewrapped(applied, wrappers)
+            renamed: dict[str, Entry] = {}
+            for name, entry in applied.entries.items():
+                changed = wrappers.rename(name) if entry.sources else None
+                if changed is None:
+                    renamed[name] = entry
+                else:
+                    renamed[changed] = entry._replace(rules=(*entry.rules, repr(wrappers)))
+                    before_wrappers[changed] = name
+            applied = replace(applied, entries=renamed)
             all_rules = (*rules, wrappers)
             notes.append(wrappers.note(len(before_wrappers)))
     versions = part.versions
@@ -276,20 +284,6 @@ def _applied_mapping(
     if fits_in_part and wrapper_rule(list(own.entries), slots.by_name, view.model) is not None:
         return own, (), "", False
     return mapped, rules, "", fits_in_part
-
-
-def _rewrapped(applied: Applied, rule: Rewrapped) -> tuple[Applied, dict[str, str]]:
-    """Returns the entries by their names after the rule for wrappers, and a map from these names to the old names."""
-    renamed: dict[str, Entry] = {}
-    before: dict[str, str] = {}
-    for name, entry in applied.entries.items():
-        changed = rule.rename(name) if entry.sources else None
-        if changed is None:
-            renamed[name] = entry
-        else:
-            renamed[changed] = entry._replace(rules=(*entry.rules, repr(rule)))
-            before[changed] = name
-    return replace(applied, entries=renamed), before
 
 
 def fits(slots: Slots, entries: Entries, options: LoadOptions) -> bool:

@@ -238,7 +238,15 @@ class _Coverage:
             problems.append(Problem(ProblemKind.NOTHING_FITS, type(planner.model).__name__))
         self._note_lost_versions()
         self._note_own_code(missing, unexpected, unfilled)
-        self._note_dtypes()
+        # Notes tensors that get another dtype than the model's.
+        changed = [item for item in self.planner.singles if item.param.dtype != item.dtype]
+        live = [item.name for item in changed if not item.param.is_meta]
+        self._note(live, "change their dtype: pass optimizers= that have state for them")
+        if self.options.dtype is None and (others := [item for item in changed if item.param.is_meta]):
+            stored = ", ".join(sorted({short(item.dtype) for item in others}))
+            own = ", ".join(sorted({short(item.param.dtype) for item in others}))
+            what = f"get the checkpoint's {stored} instead of the model's {own}, as it has quantized tensors"
+            self._note([item.name for item in others], what)
         self._note(self._computed(), "made by the model's own loading code")
         self._note(planner.uninitialised, "stay uninitialised, as they were when the checkpoint was saved")
         for how in dict.fromkeys(initialised.values()):
@@ -462,17 +470,6 @@ class _Coverage:
         self._note(still, "left to the model's own loading code")
         emptied = self.slots.empty & planner.slots_before.by_name.keys()
         self._note(emptied, "become None, as the model's own loading code says")
-
-    def _note_dtypes(self) -> None:
-        """Notes tensors that get another dtype than the model's."""
-        changed = [item for item in self.planner.singles if item.param.dtype != item.dtype]
-        live = [item.name for item in changed if not item.param.is_meta]
-        self._note(live, "change their dtype: pass optimizers= that have state for them")
-        if self.options.dtype is None and (others := [item for item in changed if item.param.is_meta]):
-            stored = ", ".join(sorted({short(item.dtype) for item in others}))
-            own = ", ".join(sorted({short(item.param.dtype) for item in others}))
-            what = f"get the checkpoint's {stored} instead of the model's {own}, as it has quantized tensors"
-            self._note([item.name for item in others], what)
 
     def _note_lost_versions(self) -> None:
         """Notes modules whose loading code depends on a version that the checkpoint lacks."""

@@ -12,7 +12,7 @@ Most models have no loading code of their own. `torch_compat.modules.needs_proto
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from copy import copy
 from typing import Any, Protocol
@@ -152,7 +152,16 @@ def _visit(
             visit = _visit_alone if is_alone or has_own_pair else _visit
             visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
     if hooks := load_post_hooks(module):
-        _run_post_hooks(recording, module, hooks)
+        incompatible = ReturnedKeys(recording.outcome.missing, recording.outcome.unexpected)
+        for hook in hooks:
+            with recording.transaction.model_code():
+                returned = hook(module, incompatible)
+            if returned is not None:
+                raise AssertionError(
+                    "Hooks registered with ``register_load_state_dict_post_hook`` are not "
+                    "expected to return new values, if incompatible_keys need to be modified, "
+                    "it should be done inplace."
+                )
 
 
 class ModuleContainer(nn.Module):
@@ -295,19 +304,6 @@ def own_state(module: nn.Module) -> Mapping[str, object]:
     return state if isinstance(state, Mapping) else {}
 
 
-def _run_post_hooks(recording: _Recording, module: nn.Module, hooks: Iterable[Callable[..., object]]) -> None:
-    incompatible = ReturnedKeys(recording.outcome.missing, recording.outcome.unexpected)
-    for hook in hooks:
-        with recording.transaction.model_code():
-            returned = hook(module, incompatible)
-        if returned is not None:
-            raise AssertionError(
-                "Hooks registered with ``register_load_state_dict_post_hook`` are not "
-                "expected to return new values, if incompatible_keys need to be modified, "
-                "it should be done inplace."
-            )
-
-
 def _by_child(
     state_dict: Mapping[str, object], prefix: str, children: Mapping[str, object]
 ) -> tuple[dict[str, dict[str, object]], list[str]]:
@@ -352,7 +348,12 @@ def _load_local(
     owner = module if local_metadata.get("assign_to_params_buffers", False) else None
     extra_key = prefix + EXTRA_STATE
     own = {extra_key}
-    for name, param in _local_state(module):
+    # The module's own parameters and persistent buffers, without entries that are None.
+    tensors: list[tuple[str, torch.Tensor]] = [(name, p) for name, p in own_parameters(module).items() if p is not None]
+    if buffers := own_buffers(module):
+        hidden = non_persistent_buffers(module)
+        tensors += [(name, b) for name, b in buffers.items() if b is not None and name not in hidden]
+    for name, param in tensors:
         key = prefix + name
         own.add(key)
         if key in state_dict:
@@ -368,15 +369,6 @@ def _load_local(
     elif strict and extra_key in state_dict:
         unexpected_keys.append(extra_key)
     return own
-
-
-def _local_state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Returns the module's own parameters and persistent buffers, without entries that are None."""
-    tensors: list[tuple[str, torch.Tensor]] = [(name, p) for name, p in own_parameters(module).items() if p is not None]
-    if buffers := own_buffers(module):
-        hidden = non_persistent_buffers(module)
-        tensors += [(name, b) for name, b in buffers.items() if b is not None and name not in hidden]
-    return tensors
 
 
 KEEPS_NAMES = "modelstate_keeps_names"

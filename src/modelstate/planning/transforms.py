@@ -300,10 +300,11 @@ class ShardedSlot(msgspec.Struct, frozen=True, eq=False):
         param = local_tensor(self.tensor)
         if transform is not None:
             return LocalSlot(param, self.value, stored, partial(self._cropped, transform))
-        if is_sharded(self.value) and not self._is_whole_here(self.value):
-            local = local_tensor(self.value)
-            return LocalSlot(param, local, local if stored is not None else None)
-        value = local_tensor(self.value) if is_sharded(self.value) else self.value
+        value = self.value
+        if is_sharded(value):
+            given, value = shard_of(value), local_tensor(value)
+            if given is None or not given.is_whole:
+                return LocalSlot(param, value, value if stored is not None else None)
         if isinstance(stored, Derived) and not stored.parts and not isinstance(stored.change, Operation):
             # Initial values are computed once, and whole: they are random numbers, equal on all ranks.
             change, shape = stored.change, self.shard.shape
@@ -324,11 +325,6 @@ class ShardedSlot(msgspec.Struct, frozen=True, eq=False):
         if requested is not None or not self.tensor.is_meta:
             return requested or self.tensor.device
         return torch.empty(0, device=mesh_device_type(self.tensor)).device
-
-    @staticmethod
-    def _is_whole_here(value: torch.Tensor) -> bool:
-        shard = shard_of(value)
-        return shard is not None and shard.is_whole
 
     def _cropped(self, transform: Transform, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Returns the part of a transform's result that this rank holds."""
