@@ -514,12 +514,6 @@ class StoredTensors(Mapping[str, StoredTensor]):
         row, columns = self.rows[name], self.columns
         return ByteRange(columns.paths[row], columns.starts[row], columns.nbytes[row])
 
-    def storages(self) -> Iterator[tuple[str, ByteRange]]:
-        """Yields the name and the storage of each tensor; creates no `StoredTensor`."""
-        for name in self.rows:
-            stored = self._created.get(name)
-            yield name, self.extent(name) if stored is None else stored.storage
-
     def __contains__(self, name: object) -> bool:
         return name in self.rows
 

@@ -94,13 +94,9 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         self.flat = flat if key is None else _below(flat, key, source, self._decoded)
         """Tensors, values and containers by path. Must not be modified."""
         if contents.format == "mapping":
-            self._check_tensors()
-
-    def _check_tensors(self) -> None:
-        """Raises `UnsupportedTensorError` for a tensor in memory without a shape."""
-        for name, stored in self.flat.tensors.items():
-            if is_tensor(stored):
-                _spec(name, stored, self.source)
+            for name, stored in self.flat.tensors.items():
+                if is_tensor(stored):  # it has a shape, or this raises
+                    _spec(name, stored, source)
 
     def _decoded(self, value: object) -> object:
         """Decodes a value that `modelstate.save` has encoded; returns any other value as it is."""
@@ -375,8 +371,6 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         part.fingerprints, part._maps = self.fingerprints, self._maps
         part.flat = _below(self.flat, key, self.source, self._decoded)
         part.key = f"{self.key}.{key}" if self.key and key else self.key or key
-        if part.contents.format == "mapping":
-            part._check_tensors()
         return part
 
     def tensor(self, name: str, *, map: bool | None = None) -> torch.Tensor:
@@ -508,9 +502,10 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             ChecksumError: A storage has no checksum.
         """
         names_of: dict[ByteRange, list[str]] = {}
-        for name, storage in self._storages():
-            if storage.nbytes:
-                names_of.setdefault(storage, []).append(name)
+        for name, stored in self.flat.tensors.items():
+            for part in pieces(stored):
+                if isinstance(part, StoredTensor) and part.storage.nbytes:
+                    names_of.setdefault(part.storage, []).append(name)
         for place, value in (*self.flat.values.items(), *self.contents.metadata.items()):
             for leaf in (leaf for _, leaf in leaves(value) if isinstance(leaf, Encoded)):
                 for stored in referred_to(leaf):
@@ -533,17 +528,6 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
                 options="modelstate convert SOURCE PATH.safetensors writes a file that keeps checksums",
             )
         return DigestCheck(self.source, self.fingerprints, names_of, checksums)
-
-    def _storages(self) -> Iterator[tuple[str, ByteRange]]:
-        tensors = self.flat.tensors
-        if isinstance(tensors, StoredTensors):
-            return tensors.storages()
-        return (
-            (name, part.storage)
-            for name, stored in tensors.items()
-            for part in pieces(stored)
-            if isinstance(part, StoredTensor)
-        )
 
     def close(self) -> None:
         """Drops the maps. Tensors that were mapped stay valid."""

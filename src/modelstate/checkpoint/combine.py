@@ -55,7 +55,14 @@ def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:
     elif isinstance(how, Combination):
         merged = how.merge(sources)
     elif callable(how) and not isinstance(how, type):
-        merged = _per_name(sources, how)
+        tensors = {
+            name: _by_function(how, name, tuple(sources[index].stored(name) for index in indices))
+            for name, indices in holders_of([source.flat.tensors for source in sources]).items()
+        }
+        check_values(sources)
+        holders = holders_of([source.flat.values for source in sources])
+        values = {name: sources[indices[0]].flat.values[name] for name, indices in holders.items()}
+        merged = FlatTree(tensors, values, containers_of(sources), versions_of(sources))
     else:
         raise invalid_option(
             "combine",
@@ -95,19 +102,6 @@ def holders_of(parts: Sequence[Mapping[str, object]]) -> dict[str, list[int]]:
 
 def _places(indices: Sequence[int]) -> str:
     return " and ".join(f"[{index}]" for index in indices)
-
-
-def _per_name(sources: Sequence[Checkpoint], function: CombineFunction) -> FlatTree:
-    """Combines the tensors of each name with a function."""
-    tensors: dict[str, Stored] = {}
-    for name, indices in holders_of([source.flat.tensors for source in sources]).items():
-        tensors[name] = _by_function(function, name, tuple(sources[index].stored(name) for index in indices))
-    values = {
-        name: sources[indices[0]].flat.values[name]
-        for name, indices in holders_of([source.flat.values for source in sources]).items()
-    }
-    check_values(sources)
-    return FlatTree(tensors, values, containers_of(sources), versions_of(sources))
 
 
 def _by_function(function: CombineFunction, name: str, parts: tuple[Stored, ...]) -> Stored:

@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from modelstate.arguments import check_integer, checked_call
+from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import (
     AmbiguousCheckpointError,
@@ -54,11 +54,6 @@ if TYPE_CHECKING:
 
 Source = str | os.PathLike[str] | Mapping[Any, Any]
 """What `modelstate.open` accepts besides a sequence of sources."""
-
-
-def check_budget_option(max_memory_bytes: object, minimum: int = 0) -> None:
-    """Raises `OptionError` unless the budget is None or an integer of at least `minimum`."""
-    check_integer("max_memory_bytes", max_memory_bytes, least=minimum, accepts_none=True)
 
 
 def patterns_of(option: str, patterns: object) -> tuple[str, ...]:

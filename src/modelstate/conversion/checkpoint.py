@@ -11,9 +11,9 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from modelstate.arguments import checked_call
+from modelstate.arguments import check_integer, checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import Source, check_budget_option, open as open_checkpoint
+from modelstate.checkpoint.open import Source, open as open_checkpoint
 from modelstate.checkpoint.write import (
     LazyStateBuilder,
     SaveOptions,
@@ -115,7 +115,7 @@ def convert_checkpoint(
         progress=progress,
     ).checked(path)
     cast = floating_dtype(dtype)
-    check_budget_option(max_memory_bytes, minimum=1)
+    check_integer("max_memory_bytes", max_memory_bytes, least=1, accepts_none=True)
     check_both(path, overwrite)
     checkpoint = open_checkpoint(source, key=key, cache=cache)
     chain = rules.rules_for(checkpoint) if isinstance(rules, Schema) else check_rules(rules)

@@ -12,8 +12,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from modelstate.arguments import check_flag, checked_call, invalid_option
-from modelstate.checkpoint.open import check_budget_option
+from modelstate.arguments import check_flag, check_integer, checked_call, invalid_option
 from modelstate.conversion.conversion import Conversion, running_conversion
 from modelstate.conversion.tensors import ByFunction, CastAndMove, Target
 from modelstate.errors import MemoryBudgetError, ModelCodeError, OptionError, code_errors
@@ -83,7 +82,7 @@ def convert(
     """
     started = time.perf_counter()
     model = check_model(model)
-    check_budget_option(max_memory_bytes)
+    check_integer("max_memory_bytes", max_memory_bytes, least=0, accepts_none=True)
     checked = check_optimizers(optimizers, model)
     target = _target(dtype, device, transform, empty)
     with _memory_errors(), exclusive(model), gc_paused(), Transaction(model) as transaction:

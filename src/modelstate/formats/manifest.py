@@ -132,7 +132,55 @@ def apply(contents: Contents, text: str, path: str, place: str, allow: Sequence[
         for key, value in manifest.items():
             if key != "format" and not isinstance(value, _FIELDS.get(key, ())):
                 raise damaged(where, f"{quote(key)} is unknown, or not what it must be")
-        return _applied(contents, manifest, path, where, allow)
+        tensors: Any = contents.tree
+        if not isinstance(tensors, StoredTensors):
+            others = (name for name, value in tensors.items() if not isinstance(value, StoredTensor))
+            what = quote(next(others, contents.format))
+            raise damaged(where, f"the shards hold {what}, which is not a plain tensor of safetensors")
+        metadata = {**contents.metadata} | ({"schema": manifest["schema"]} if "schema" in manifest else {})
+        checksums = _checksums(manifest["digests"], tensors, where) if manifest.get("digests") else dict
+        if not contents.is_sealed:
+            checksums = dict  # the digests may be damaged themselves
+        hidden: dict[str, StoredTensor] = {}
+        if names := manifest.get("extra_tensors"):
+            hidden = {name: tensors[name] for name in _names(names, tensors, where)}
+        if "attached" in manifest:
+            metadata["extra"] = Encoded(manifest["attached"], hidden, f"{path}: extra")
+        composites: dict[str, Stored] = {}
+        known = ChainMap[str, Stored](composites, cast("Any", tensors))
+        parts: set[str] = set()
+        for name, description in manifest.get("subclasses", {}).items():
+            with _damage(f"{where}: {name}"):
+                composites[name], used = _composite(name, description, known, allow, where)
+            parts.update(used)
+        aliases, owners = manifest.get("aliases", {}), list[str]()
+        if aliases:
+            owners = _names(list(aliases.values()), known, where)
+        for alias, owner in zip(aliases, owners, strict=True):
+            if alias in tensors or owner in hidden:
+                raise damaged(where, f"{quote(alias)} is another name of {quote(owner)}, and one of them means more")
+        if "tree" in manifest:
+            tree = _restored(manifest["tree"], known, path, where)
+            return msgspec.structs.replace(contents, tree=tree, metadata=metadata, checksums=checksums)
+        state: Any = tensors
+        if hidden or composites or aliases:
+            old_names = {name: name for name in known if name not in hidden and name not in parts}
+            old_names.update(zip(aliases, owners, strict=True))
+            state = under_names(known if composites else tensors, old_names)
+        extra = manifest.get("extra", {})
+        if extra or composites:
+            state = OrderedDict(state)
+        for name, tree in extra.items():
+            if name in state or name in hidden:
+                raise damaged(where, f"{quote(name)} is both a tensor and another value")
+            state[name] = Encoded(tree, hidden, f"{path}: {name}")
+        if "versions" in manifest:
+            versions = _versions(manifest["versions"])
+            if isinstance(state, StoredTensors):
+                state.versions = versions
+            else:
+                set_version_metadata(state, versions)
+        return msgspec.structs.replace(contents, tree=state, metadata=metadata, checksums=checksums)
 
 
 @contextmanager
@@ -145,60 +193,6 @@ def _damage(where: str) -> Iterator[None]:
     except Exception as error:
         what = error.what if isinstance(error, JsonError | ModelStateError) else f"{type(error).__name__}: {error}"
         raise damaged(where, what) from error
-
-
-def _applied(
-    contents: Contents, manifest: Mapping[str, Any], path: str, where: str, allow: Sequence[object]
-) -> Contents:
-    tensors: Any = contents.tree
-    if not isinstance(tensors, StoredTensors):
-        others = (name for name, value in tensors.items() if not isinstance(value, StoredTensor))
-        what = quote(next(others, contents.format))
-        raise damaged(where, f"the shards hold {what}, which is not a plain tensor of safetensors")
-    metadata = {**contents.metadata} | ({"schema": manifest["schema"]} if "schema" in manifest else {})
-    checksums = _checksums(manifest["digests"], tensors, where) if manifest.get("digests") else dict
-    if not contents.is_sealed:
-        checksums = dict  # the digests may be damaged themselves
-    hidden: dict[str, StoredTensor] = {}
-    if names := manifest.get("extra_tensors"):
-        hidden = {name: tensors[name] for name in _names(names, tensors, where)}
-    if "attached" in manifest:
-        metadata["extra"] = Encoded(manifest["attached"], hidden, f"{path}: extra")
-    composites: dict[str, Stored] = {}
-    known = ChainMap[str, Stored](composites, cast("Any", tensors))
-    parts: set[str] = set()
-    for name, description in manifest.get("subclasses", {}).items():
-        with _damage(f"{where}: {name}"):
-            composites[name], used = _composite(name, description, known, allow, where)
-        parts.update(used)
-    aliases, owners = manifest.get("aliases", {}), list[str]()
-    if aliases:
-        owners = _names(list(aliases.values()), known, where)
-    for alias, owner in zip(aliases, owners, strict=True):
-        if alias in tensors or owner in hidden:
-            raise damaged(where, f"{quote(alias)} is another name of {quote(owner)}, and one of them means more")
-    if "tree" in manifest:
-        tree = _restored(manifest["tree"], known, path, where)
-        return msgspec.structs.replace(contents, tree=tree, metadata=metadata, checksums=checksums)
-    state: Any = tensors
-    if hidden or composites or aliases:
-        old_names = {name: name for name in known if name not in hidden and name not in parts}
-        old_names.update(zip(aliases, owners, strict=True))
-        state = under_names(known if composites else tensors, old_names)
-    extra = manifest.get("extra", {})
-    if extra or composites:
-        state = OrderedDict(state)
-    for name, tree in extra.items():
-        if name in state or name in hidden:
-            raise damaged(where, f"{quote(name)} is both a tensor and another value")
-        state[name] = Encoded(tree, hidden, f"{path}: {name}")
-    if "versions" in manifest:
-        versions = _versions(manifest["versions"])
-        if isinstance(state, StoredTensors):
-            state.versions = versions
-        else:
-            set_version_metadata(state, versions)
-    return msgspec.structs.replace(contents, tree=state, metadata=metadata, checksums=checksums)
 
 
 def _restored(root: object, known: Mapping[str, Any], path: str, where: str) -> Any:

@@ -54,7 +54,7 @@ def digests_of(planner: Planner) -> list[Digest]:
     return [
         Digest.of("the models", f"{model} with {count(len(slots), 'tensor')} on {', '.join(devices)}", _slots(planner)),
         digest_of_source(checkpoint),
-        Digest.of("the rules and options", _text(matched), _options(matched)),
+        Digest.of("the rules and options", _text(matched), [_text(matched), *map(text_of, matched.rules)]),
     ]
 
 
@@ -190,11 +190,6 @@ def _middle(tensor: torch.Tensor) -> torch.Tensor:
 def _has_bytes(tensor: torch.Tensor) -> bool:
     is_view = tensor.is_conj() or tensor.is_neg()  # its memory has other values
     return is_plain(tensor) and tensor.is_contiguous() and not is_view and not tensor.is_meta and tensor.numel() > 0
-
-
-def _options(matched: MatchedCheckpoint) -> Iterator[object]:
-    yield _text(matched)
-    yield from map(text_of, matched.rules)
 
 
 def text_of(value: object) -> str:

@@ -11,9 +11,10 @@ from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
 from modelstate.io.page_cache import leased_files
 from modelstate.loading.stage import Staging, limit_memory, reads_into_slots, stage, stage_one
 from modelstate.loading.stream import Progress
+from modelstate.planning.planner import refusal_of_writes
 from modelstate.planning.transfer import Transfer, Transfers, Way, copy_cannot_fail
 from modelstate.text_format import listed
-from modelstate.torch_compat.plain import is_dense, is_plain
+from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import without_modes
 from modelstate.torch_compat.sharding import dtensor_like
 from modelstate.transaction.swap_tensors import become, give_memory, give_memory_to_all, point_to, refusals
@@ -173,16 +174,9 @@ def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error
         where=name,
         expected=f"{type(target).__name__}, {target.dtype}",
         found=f"{type(value).__name__}, {value.dtype}: {error}",
-        remedy=_placement_remedy(target),
+        remedy=refusal_of_writes(target)[1]
+        or "give the tensor subclass a module_load handler, or convert the value with transform=",
     )
-
-
-def _placement_remedy(target: torch.Tensor) -> str:
-    if target.is_inference():
-        return "load under torch.inference_mode(), as the model was built, or build the model outside of it"
-    if target.layout is torch.strided and is_plain(target) and not is_dense(target):
-        return "if its elements share memory (expand), give each its own: tensor.data = tensor.data.clone()"
-    return "give the tensor subclass a module_load handler, or convert the value with transform="
 
 
 @contextmanager

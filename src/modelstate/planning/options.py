@@ -9,8 +9,8 @@ import msgspec
 import torch
 from torch import nn
 
-from modelstate.arguments import TIMEOUT_SECONDS, invalid_option
-from modelstate.checkpoint.open import check_budget_option, patterns_of
+from modelstate.arguments import TIMEOUT_SECONDS, check_integer, invalid_option
+from modelstate.checkpoint.open import patterns_of
 from modelstate.errors import OptionError, PlacementError
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import floating_dtype
@@ -227,7 +227,7 @@ def device_with_memory(device: object) -> torch.device | None:
 
 
 def _max_memory_bytes(nbytes: object) -> object:
-    check_budget_option(nbytes)
+    check_integer("max_memory_bytes", nbytes, least=0, accepts_none=True)
     return nbytes
 
 

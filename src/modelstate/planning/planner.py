@@ -492,7 +492,7 @@ class Planner:
             stored = param.untyped_storage().nbytes()
             self.problems.append(Problem(ProblemKind.FREED_MEMORY, item.name, param.nbytes, stored))
             return
-        if item.way is Way.STAGED and item.transform is None and (refusal := _refusal_of_writes(param)):
+        if item.way is Way.STAGED and item.transform is None and any(refusal := refusal_of_writes(param)):
             why, remedy = refusal
             self.problems.append(Problem(ProblemKind.NOT_WRITABLE, item.name, why=why, remedy=remedy))
         if storage_id(param):
@@ -652,14 +652,18 @@ def steps_of(transfers: Transfers) -> Callable[[], list[Step]]:
     return make
 
 
-def _refusal_of_writes(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """Returns why torch refuses to write to a plain tensor, and what to do; None where it does not refuse."""
+def refusal_of_writes(tensor: torch.Tensor) -> tuple[str, str]:
+    """Returns why torch refuses to write to a tensor, and what to do; empty where neither is known."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         remedy = "load under torch.inference_mode(), as the model was built, or build the model outside of it"
         return "it was created in inference mode", remedy
-    if tensor.numel() and any(size > 1 and not step for size, step in zip(tensor.size(), tensor.stride(), strict=True)):
+    if (
+        is_plain(tensor)
+        and tensor.numel()
+        and any(size > 1 and not step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
+    ):
         return "its elements share memory (expand)", "give each its own: tensor.data = tensor.data.clone()"
-    return None
+    return "", ""
 
 
 def _are_equal(value: torch.Tensor, buffer: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypedDict, Unpack, overload
 from modelstate import __version__
 from modelstate.arguments import check_choice, check_integer, checked_call, invalid_option, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import check_budget_option, patterns_of
+from modelstate.checkpoint.open import patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.distributed.connections import Digest
 from modelstate.distributed.writing import CollectiveWriter
@@ -435,7 +435,7 @@ class Store(Shown):
                 self.wait()
                 for name in ("allow_missing", "allow_unexpected", "keep_options"):  # may be used for several steps
                     options[name] = patterns_of(name, options.get(name, ()))
-                check_budget_option(options.get("max_memory_bytes"))
+                check_integer("max_memory_bytes", options.get("max_memory_bytes"), least=0, accepts_none=True)
             (record, restored), skipped = self.index.first_usable(step, attempt, agreement)
         self._access.note_in_use()
         inherited = {field.name: getattr(restored, field.name) for field in fields(restored)}
