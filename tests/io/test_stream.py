@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from modelstate.io.engine import Block, ReadStrategy, Wait, Wanted, in_blocks, stream
+from modelstate.io.engine import Block, Wait, Wanted, block_buffers, in_blocks, stream
 from modelstate.io.files import SourceFile
 from modelstate.process import parallel_for
 from modelstate.spec import ByteRange
@@ -68,10 +68,9 @@ def streamed(path: str, threads: int, waits: bool = False, delay: float = 0.0) -
             return None
         return lambda: take(block, buffer)  # as a device does, which goes on while other blocks are read
 
+    blocks = in_blocks(wanted, 9_000)
     stream(
-        wanted,
-        consume,
-        strategy=ReadStrategy(threads, 9_000),
+        *(wanted, blocks, block_buffers(blocks, threads), consume),
         files={path: SourceFile(path).fingerprint},
         on_block=lambda block, seconds: told.append(block.wanted_bytes),
     )
@@ -106,11 +105,11 @@ def test_nothing_that_was_started_goes_on_after_an_error(threads: int, path: str
         if len(started) > 7:
             raise ValueError("cancelled")
 
+    wanted = [Wanted(ByteRange(path, 0, 200_000), 4)]
+    blocks = in_blocks(wanted, 9_000)
     with pytest.raises(ValueError, match="cancelled"):
         stream(
-            [Wanted(ByteRange(path, 0, 200_000), 4)],
-            consume,
-            strategy=ReadStrategy(threads, 9_000),
+            *(wanted, blocks, block_buffers(blocks, threads), consume),
             files={path: SourceFile(path).fingerprint},
             on_block=on_block,
         )

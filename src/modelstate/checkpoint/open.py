@@ -358,29 +358,23 @@ NAMED = r"\.(safetensors|bin|pt|pth|ckpt|tar)(\.index\.json)?$"
 _INDEX = r"\.(safetensors|bin)\.index\.json$"
 _OTHER_TOOLS = (
     (
-        re.compile(r"__\d+\.metadata"),
+        r"__\d+\.metadata",
         "torch.distributed.checkpoint with metadata of each rank, which modelstate does not read",
         "load it with torch.distributed.checkpoint on as many ranks, and save it with use_collectives=True",
     ),
     (
-        re.compile(r".*\.distcp"),
+        r".*\.distcp",
         "torch.distributed.checkpoint without .metadata: its save was not finished, or the copy is not complete",
         "take a checkpoint whose save was finished, or copy this one again",
     ),
     (
-        re.compile(r"\.snapshot_metadata"),
+        r"\.snapshot_metadata",
         "torchsnapshot, which modelstate does not read",
         "load it with torchsnapshot, then torch.save",
     ),
-    (
-        re.compile(r"saved_model\.pb"),
-        "TensorFlow (SavedModel), which modelstate does not read",
-        "load it with TensorFlow, save with safetensors",
-    ),
-    (
-        re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt"),
-        "Orbax, which modelstate does not read",
-        "load it with Orbax, save with safetensors",
+    *(
+        (mark, f"{tool}, which modelstate does not read", f"load it with {tool}, save with safetensors")
+        for mark, tool in ((r"saved_model\.pb", "TensorFlow"), (r"_CHECKPOINT_METADATA|manifest\.ocdbt", "Orbax"))
     ),
 )
 
@@ -415,7 +409,7 @@ def find_in(directory: str) -> str:
             return os.path.join(directory, DCP_METADATA)
         named = [*files, *below]
         for mark, tool, remedy in _OTHER_TOOLS:
-            if any(map(mark.fullmatch, named)):
+            if any(re.fullmatch(mark, name) for name in named):
                 raise UnknownFormatError(
                     f"this is a checkpoint of {tool}", where=directory, found=listed(named), remedy=remedy
                 )

@@ -29,7 +29,7 @@ import torch
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ComparisonError, UnsupportedTensorError
 from modelstate.formats.block_writer import check_expanded
-from modelstate.io.engine import Block, Part, ReadStrategy, Wanted, read_ranges, read_threads, stream
+from modelstate.io.engine import Block, Part, Wanted, block_buffers, read_ranges, read_threads, stream
 from modelstate.io.files import FileFingerprint
 from modelstate.io.memory import aligned
 from modelstate.io.page_cache import read_ahead
@@ -263,10 +263,10 @@ def reduce(
     total_bytes = sum(math.prod(operand.shape) * operand.dtype.itemsize for operands in items for operand in operands)
     wanted, blocks = _streamed_blocks(items, streamed)
     blocks += [block for index in by_region for block in _region_blocks(index, items[index])]
-    strategy = ReadStrategy(read_threads(), _BLOCK_BYTES)
     with progress_bar(progress, total_bytes, what) as advance:
         if blocks:
-            stream(wanted, consume, strategy=strategy, files=fingerprints, on_block=on_block, blocks=blocks)
+            buffers = block_buffers(blocks, read_threads())
+            stream(wanted, blocks, buffers, consume, files=fingerprints, on_block=on_block)
     return total_bytes
 
 

@@ -376,7 +376,8 @@ class CollectiveWriter(CheckpointWriter):
                 if sender == here:
                     start = (before + overlap.start - own.start) * region.width
                     start += sum(len(common_range(own_columns, range(columns.start))) for own_columns in region.columns)
-                    sent[position[piece.rank]].append(_bytes(tensor.local, start, len(overlap) * width))
+                    octets = in_a_row(tensor.local, start, start + len(overlap) * width).view(torch.uint8)
+                    sent[position[piece.rank]].append(octets)
                 if piece.rank == here:
                     place = range(overlap.start - rows.start, overlap.stop - rows.start)
                     common = [range(both.start - columns.start, both.stop - columns.start) for both in common]
@@ -487,11 +488,6 @@ def _index(ranges: Sequence[range], index: int) -> int:
             return before + index - own.start
         before += len(own)
     raise AssertionError(f"{index} is in none of {ranges}")
-
-
-def _bytes(local: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Returns the bytes of some elements of a local tensor, on the CPU."""
-    return in_a_row(local, start, start + count).view(torch.uint8)
 
 
 def _make(first: int, end: int) -> torch.Tensor:

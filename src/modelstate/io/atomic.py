@@ -33,7 +33,7 @@ from modelstate.errors import (
 )
 from modelstate.io import linux, system
 from modelstate.io.files import Descriptor, mode_of
-from modelstate.io.lock import DIRECTORY_REMEDIES, descriptors_to_close
+from modelstate.io.lock import DIRECTORY_REMEDIES, NO_LOCKS, descriptors_to_close
 from modelstate.text_format import printable
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
@@ -59,7 +59,6 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV
 may have, or, with `EXDEV`, the file counts for another quota than its directory."""
 LOCK_TIMEOUT_SECONDS = 60.0
 """How long a save waits for the lock of the directory, which other saves hold for a few file operations."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 
 
 class Output:
@@ -419,7 +418,7 @@ def _ignore_missing_locks() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in (*NO_LOCKS, errno.EBADF):
             raise
 
 

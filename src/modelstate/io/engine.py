@@ -615,13 +615,12 @@ def block_buffers(blocks: Sequence[Block], threads: int) -> list[torch.Tensor]:
 
 def stream(
     wanted: Sequence[Wanted],
+    blocks: Sequence[Block],
+    buffers: Sequence[torch.Tensor],
     consume: Consume,
     *,
-    strategy: ReadStrategy,
     files: OpenFiles | Mapping[str, FileFingerprint],
     on_block: Callable[[Block, float], None],
-    blocks: Sequence[Block] | None = None,
-    buffers: list[torch.Tensor] | None = None,
 ) -> None:
     """Reads the requested ranges in blocks; the thread that has read a block consumes it while another one reads.
 
@@ -629,24 +628,17 @@ def stream(
 
     Args:
         wanted: The ranges to read.
+        blocks: The blocks, such as those of `in_blocks`.
+        buffers: A buffer for each thread, such as those of `block_buffers`.
         consume: Called with each block and its buffer, without autograd and outside of inference mode.
-        strategy: The number of threads and the size of a block.
         files: As for `read_ranges`.
         on_block: Called with each consumed block and the seconds that it took, by one thread at a time.
-        blocks: The blocks, for a caller that needs parts of several ranges in one block; by default `in_blocks`.
-        buffers: A buffer for each thread, for a caller that has allocated them before; by default `block_buffers`.
 
     Raises:
         ReadFailedError: An I/O error, a short read, or a file that has changed. What `consume` raises passes through.
     """
     import torch
 
-    if blocks is None:
-        paths = {entry.source.path for entry in wanted}
-        fingerprints = files.fingerprints if isinstance(files, OpenFiles) else files
-        blocks = in_blocks(wanted, strategy.block_bytes, common_align_bytes(paths, fingerprints))
-    if buffers is None:
-        buffers = block_buffers(blocks, strategy.threads)
     waits: list[Wait | None] = [None] * len(buffers)
 
     @torch.inference_mode(False)

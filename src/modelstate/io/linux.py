@@ -12,7 +12,7 @@ import errno
 import mmap
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from typing import cast
@@ -115,72 +115,16 @@ def filesystem_type(descriptor: int) -> int:
 
 
 def available_bytes() -> int:
-    """The memory that can be used without swapping, by the system and by the limits of the process's control groups.
+    """The memory of the system that can be used without swapping; half of all memory where the system does not say.
 
-    Half of all memory where the system does not say.
+    Limits of control groups do not count: within one, the kernel evicts what was read from files.
     """
-    return min([_available_of_system(), *_available_of_groups()])
-
-
-def _available_of_system() -> int:
     try:
         with open("/proc/meminfo", encoding="utf-8") as file:
             fields = dict(line.split(":", 1) for line in file)
         return int(fields["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError):
-        pass
-    page = os.sysconf("SC_PAGESIZE")
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * page
-    except (OSError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * page // 2
-
-
-_GROUPS = "/proc/self/cgroup"
-_GROUP_FILES = (
-    ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-)
-"""Of versions 2 and 1 of control groups: the directory, the files of the limit and of the use, which includes the page
-cache, and what the names in `memory.stat` begin with."""
-
-
-def _available_of_groups() -> Iterator[int]:
-    """Yields what each memory limit of a control group leaves. A container has one, and the system's memory is more."""
-    try:
-        with open(_GROUPS, encoding="utf-8", errors="surrogateescape") as file:
-            lines = [line.rstrip("\n").split(":", 2) for line in file]
-    except OSError:
-        return
-    for _, controllers, path in (line for line in lines if len(line) == 3):
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, *names = _GROUP_FILES[bool(controllers)]
-        # Within a container, the path may be that of the host; the group's own files are at the root then.
-        group = path if os.path.isdir(root + path) else "/"
-        while True:
-            left = _left_in_group(root + group, *names)
-            if left is not None:
-                yield left
-            if group in ("/", ""):
-                break
-            group = os.path.dirname(group)
-
-
-def _left_in_group(directory: str, limit: str, used: str, prefix: str) -> int | None:
-    """What the limit of a control group leaves, with what the kernel could evict; None where there is no limit."""
-    try:
-        limit_bytes, used_bytes = (int(_text(os.path.join(directory, name))) for name in (limit, used))
-        rows = dict(line.split() for line in _text(os.path.join(directory, "memory.stat")).splitlines())
-        evictable = sum(int(rows[f"{prefix}{name}"]) for name in ("inactive_file", "active_file"))
-    except (OSError, KeyError, ValueError):  # a group without a limit, which says "max"
-        return None
-    return max(limit_bytes - used_bytes + evictable, 0)
-
-
-def _text(path: str) -> str:
-    with open(path, encoding="utf-8") as file:  # Python has imported it already
-        return file.read()
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE") // 2
 
 
 def trim_heap() -> None:

@@ -28,7 +28,7 @@ from modelstate.text_format import printable
 LOCK_FILE = ".lock"
 _MAX_TEXT_BYTES = 4096
 _TRIES = 100
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 DIRECTORY_REMEDIES = {
     errno.ENOENT: "create the directory first; if it is there, its file system takes no new files",
     errno.ENOTDIR: "give a path in a directory",
@@ -155,7 +155,7 @@ class WriterLock:
                     text = os.pread(descriptor, _MAX_TEXT_BYTES, 0)
                     raise self._locked(holder_text(text, f"{LOCK_FILE} does not say who has it")) from None
                 except OSError as error:
-                    if error.errno not in _NO_LOCKS:
+                    if error.errno not in NO_LOCKS:
                         raise self._no_access(error) from error
                     raise WriteFailedError(
                         "the file system has no locks, which keep two writers apart",

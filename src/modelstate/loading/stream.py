@@ -238,14 +238,7 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
             if maps:
                 for_each(blocks, [cast_from_maps], on_block)  # in this thread: torch's own threads share each cast
             else:
-                stream(
-                    *(wanted, consume),
-                    strategy=strategy,
-                    files=staging.files,
-                    on_block=on_block,
-                    blocks=blocks,
-                    buffers=buffers,
-                )
+                stream(wanted, blocks, buffers, consume, files=staging.files, on_block=on_block)
         finally:
             # A block that has failed may have left copies behind: they use memory that is freed after an error.
             for queue in queues.values():
