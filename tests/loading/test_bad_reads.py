@@ -328,3 +328,21 @@ def test_a_file_system_without_maps(tmp_path: Path, suffix: str, number: int) ->
         checkpoint = ms.open(path)
         assert torch.equal(checkpoint.tensor("weight"), saved.weight)
         assert torch.equal(checkpoint.value(map=True)["bias"], saved.bias)
+
+
+@pytest.mark.parametrize("in_place", [None, True, False])
+def test_a_file_that_code_of_the_model_rewrites_changes_nothing(in_place: bool | None, tmp_path: Path) -> None:
+    """The file stays open from the reading of its header on, and is the same file."""
+    path, module = tmp_path / "x.safetensors", nn.Linear(600, 600)
+    state = module.state_dict()
+    ms.save({name: value + 1 for name, value in state.items()}, path)
+    content, before = path.read_bytes(), whole(module)
+
+    def rewrite(*_: object) -> None:
+        with path.open("r+b") as file:
+            file.write(content[:-4] + b"\0\0\0\0")
+
+    module.register_load_state_dict_pre_hook(rewrite)
+    with pytest.raises(ReadFailedError, match="changed"):
+        ms.load(module, path, in_place=in_place)
+    assert whole(module) == before

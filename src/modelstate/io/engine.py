@@ -4,7 +4,8 @@ Invariants:
 
 - Every byte of every request is written once, and no thread writes to a destination after a read has returned or
   raised.
-- A file is checked against its fingerprint before its first byte is read and after its last.
+- A file is checked against its fingerprint after its last byte is read, and before the first one where the read
+  overwrites values.
 """
 
 from __future__ import annotations

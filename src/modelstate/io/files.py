@@ -382,7 +382,7 @@ def _fingerprint(status: os.stat_result) -> FileFingerprint:
 
 Opened = tuple[Descriptor, os.stat_result]
 _kept = ThreadValue[dict[str, Opened] | None](None)
-_MOST_KEPT = 256
+_MOST_KEPT = 64
 """A process may usually have 1024 files open."""
 
 

@@ -125,12 +125,15 @@ def _take_over(name: str, param: torch.Tensor, value: torch.Tensor, transaction:
         transaction.register_undo(become(param, value, grad if fits else None))
 
 
-def overwrite(staging: Staging, transfers: Iterable[Transfers], advance: Progress) -> None:
+def overwrite(staging: Staging, transfers: Sequence[Transfers], advance: Progress) -> None:
     """Reads values straight into the memory of their slots, as a load with `in_place=True` does.
 
     Raises:
         ReadFailedError, MemoryBudgetError, PlacementError: Values may be partly overwritten, and the error says so.
     """
+    for path in {extent.path for item in transfers for extent in item.extents}:
+        _ = staging.files[path]
+    staging.files.check_unchanged()  # nothing has been overwritten yet
     try:
         for read in reads_into_slots(staging, transfers, advance):
             read()

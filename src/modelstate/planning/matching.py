@@ -328,8 +328,8 @@ def matching_part(
     if not counts:
         # A file of Lightning has the states of optimizers beside such names: the problems propose the rule.
         counts = _matches(checkpoint, containers, set(wanted), lambda name: _behind_prefix(name, wanted))
-    if not counts:
-        return checkpoint
+        innermost = [key for key in counts if key and not any(other.startswith(f"{key}.") for other in counts)]
+        return checkpoint.select(innermost[0]) if len(innermost) == 1 else checkpoint
     best, most = max(counts.items(), key=lambda item: (item[1], exact[item[0]], len(item[0])))
     rivals = {
         key: count
