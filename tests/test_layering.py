@@ -170,7 +170,7 @@ def test_an_import_pulls_in_nothing_of_the_library(fresh: Fresh) -> None:
         "import modelstate\n"
         "print(json.dumps({'new': sorted(set(sys.modules) - before)}))"
     )["new"]
-    assert found == ["modelstate", "modelstate.forks", "modelstate.lazy"]
+    assert found == ["modelstate", "modelstate.forks", "modelstate.lazy", "modelstate.version"]
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
 """modelstate moves model state between files and live PyTorch models: all or nothing, with every reference kept."""
 
 from modelstate.lazy import attach
-
-__version__ = "0.1.0"
+from modelstate.version import __version__ as __version__
 
 TYPE_CHECKING = False  # of `typing`, which `python -m modelstate` would take from the working directory
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import torch
 
-from modelstate import __version__
 from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.connections import Digest, number_of
 from modelstate.distributed.shards import Mesh, Part, Parts, common_range, parts_of, replicated, shard_of
@@ -41,6 +40,7 @@ from modelstate.text_format import count
 from modelstate.torch_compat.plain import in_a_row, why_not_plain
 from modelstate.torch_compat.private import storage_id
 from modelstate.torch_compat.sharding import local_tensor
+from modelstate.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

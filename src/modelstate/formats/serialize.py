@@ -11,7 +11,6 @@ import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 
-from modelstate import __version__
 from modelstate.codec.codec import encode
 from modelstate.errors import CodecError, UnsavableError, keep_interrupt
 from modelstate.formats.block_writer import LazyTensor, check_repeated
@@ -28,6 +27,7 @@ from modelstate.formats.tree import EXTRA_STATE
 from modelstate.text_format import is_unicode, quote
 from modelstate.torch_compat.plain import is_plain_or_sparse, is_sharded, remedies_for, why_not_plain
 from modelstate.torch_compat.values import version_metadata
+from modelstate.version import __version__
 
 _TORCHS_OWN = ("torch.distributed.", "torch.nested.", "torch._subclasses.")
 """Modules of wrapper subclasses that their parts do not describe completely."""

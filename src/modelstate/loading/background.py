@@ -11,8 +11,8 @@ import torch
 
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import BackgroundCancelledError, OptionError
-from modelstate.loading.stage import Staging, prefetch_range, stage
-from modelstate.loading.stream import Progress
+from modelstate.loading.stage import prefetch_range, stage
+from modelstate.loading.stream import Progress, Staging
 from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner
 from modelstate.planning.transfer import Transfer, Transfers, Way

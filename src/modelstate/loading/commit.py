@@ -9,8 +9,8 @@ import torch
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError
 from modelstate.io.page_cache import leased_files
-from modelstate.loading.stage import Staging, limit_memory, reads_into_slots, stage, stage_one
-from modelstate.loading.stream import Progress
+from modelstate.loading.stage import limit_memory, reads_into_slots, stage, stage_one
+from modelstate.loading.stream import Progress, Staging
 from modelstate.planning.planner import refusal_of_writes
 from modelstate.planning.transfer import Transfer, Transfers, Way, copy_cannot_fail
 from modelstate.text_format import listed

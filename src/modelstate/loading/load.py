@@ -44,7 +44,8 @@ from modelstate.loading.commit import (
     overwrite,
     place_fallible,
 )
-from modelstate.loading.stage import Staging, limit_memory, prefetch_range, reads_into_slots, stage
+from modelstate.loading.stage import limit_memory, prefetch_range, reads_into_slots, stage
+from modelstate.loading.stream import Staging
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadArguments, LoadOptions, PlanArguments, check_model, checked_options
 from modelstate.planning.plan import LoadPlan, LoadReport

@@ -1,7 +1,4 @@
-"""`stage`: reads, casts and transforms values, each into its final memory where possible.
-
-A `Staging` says how the values are read, and with which memory.
-"""
+"""`stage`: reads, casts and transforms values, each into its final memory where possible."""
 
 from __future__ import annotations
 
@@ -9,65 +6,28 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-import msgspec
 import torch
 from msgspec.structs import replace
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import MemoryBudgetError, PlacementError, TransformError, code_errors
-from modelstate.io.engine import OpenFiles, ReadStrategy, Request, memory_at, read_fully, read_ranges, read_threads
-from modelstate.io.files import Opened
+from modelstate.io.engine import ReadStrategy, Request, memory_at, read_fully, read_ranges, read_threads
 from modelstate.io.linux import trim_heap
-from modelstate.io.memory import MemoryTracker, fresh_tensors
+from modelstate.io.memory import fresh_tensors
 from modelstate.io.page_cache import read_ahead
-from modelstate.io.tensors import compute, elements, read_tensor
-from modelstate.loading.collective import SharedRead
-from modelstate.loading.stream import Progress, set_transformed, streamed_read
-from modelstate.planning.options import LoadOptions
+from modelstate.io.tensors import compute, elements
+from modelstate.loading.stream import Progress, Staging, set_transformed, streamed_read
 from modelstate.planning.transfer import Sink, Transfer, Transfers, Way, peak_bytes, placed_bytes
 from modelstate.planning.transforms import BY_TRANSFORM, Transform, called
-from modelstate.process import ONE_VARIABLE, cached_attribute, reference_count
+from modelstate.process import ONE_VARIABLE, reference_count
 from modelstate.remote.location import CONNECTIONS
 from modelstate.rules.expression import Derived, values_of
-from modelstate.spec import Stored, StoredComposite, StoredTensor
+from modelstate.spec import StoredComposite, StoredTensor
 from modelstate.text_format import size
-from modelstate.torch_compat.dtypes import AT_ONCE, Overflows, nonfinite, short
+from modelstate.torch_compat.dtypes import AT_ONCE, nonfinite, short
 from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.torch_compat.private import payload_of, storage_id, storage_owners, write_count
-from modelstate.transaction.slots import Addresses, slots_of
-
-
-class Staging(msgspec.Struct, eq=False, dict=True):
-    """How the values of a load are read: from where, with which threads and buffers, and the memory that they take."""
-
-    checkpoint: Checkpoint
-    options: LoadOptions
-    model: nn.Module
-    opened: dict[str, Opened] = msgspec.field(default_factory=dict)
-    """Files that are open since the checkpoint was opened."""
-    strategy: ReadStrategy = msgspec.field(default_factory=ReadStrategy.fastest)
-    """The threads, buffers and files of the reads."""
-    overflows: Overflows = msgspec.field(default_factory=Overflows)
-    """Counts values that casts make infinite or NaN."""
-    memory: MemoryTracker = msgspec.field(default_factory=MemoryTracker)
-    shared: list[SharedRead] = msgspec.field(default_factory=list)
-    """The values that one rank reads for several."""
-
-    @cached_attribute
-    def files(self) -> OpenFiles:
-        """The files, which are opened once, and compared with their fingerprints when all has been read."""
-        return OpenFiles(self.checkpoint.fingerprints, self.opened)
-
-    def read(self, stored: Stored) -> torch.Tensor:
-        """Reads the values of a stored tensor into memory of their own."""
-        return read_tensor(stored, partial(read_ranges, files=self.files))
-
-    @cached_attribute
-    def own_memory(self) -> Addresses:
-        """The memory of the model's tensors."""
-        return Addresses(slot.tensor for slot in slots_of(self.model).tensors)
 
 
 def limit_memory(staging: Staging, transfers: Sequence[Transfers]) -> None:

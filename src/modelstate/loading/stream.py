@@ -1,4 +1,7 @@
-"""Streams tensors: one thread casts, moves or transforms a block while another one reads the next."""
+"""Streams tensors: one thread casts, moves or transforms a block while another one reads the next.
+
+A `Staging` says how the values of a load are read, and with which memory.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +11,80 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
+import msgspec
 import torch
+from torch import nn
 
+from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.io.engine import (
     Block,
     LocalFile,
+    OpenFiles,
     Part,
+    ReadStrategy,
     Wait,
     Wanted,
     block_buffers,
     common_align_bytes,
     for_each,
     in_blocks,
+    read_ranges,
     stream,
 )
-from modelstate.io.memory import aligned, fresh_tensors
+from modelstate.io.files import Opened
+from modelstate.io.memory import MemoryTracker, aligned, fresh_tensors
 from modelstate.io.staging import pinned_memory
+from modelstate.io.tensors import read_tensor
+from modelstate.loading.collective import SharedRead
+from modelstate.planning.options import LoadOptions
 from modelstate.planning.transfer import BY_SUBCLASS, Transfer, Transfers, Way, choose_way
 from modelstate.planning.transforms import BlockFunction, transform_errors
-from modelstate.spec import ByteRange
+from modelstate.process import cached_attribute
+from modelstate.spec import ByteRange, Stored
 from modelstate.torch_compat.dtypes import UNCHECKED, Overflows, can_overflow, extremes, is_range_within
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import copy_each
-
-if TYPE_CHECKING:
-    from modelstate.loading.stage import Staging
+from modelstate.transaction.slots import Addresses, slots_of
 
 Progress = Callable[[int], None]
 _QUEUED_DEVICES = ("cuda",)
 """The types of devices to which copies are queued."""
 _MOST_DIRECT = 4
 """So many parts of a block are copied to a device one by one."""
+
+
+class Staging(msgspec.Struct, eq=False, dict=True):
+    """How the values of a load are read: from where, with which threads and buffers, and the memory that they take."""
+
+    checkpoint: Checkpoint
+    options: LoadOptions
+    model: nn.Module
+    opened: dict[str, Opened] = msgspec.field(default_factory=dict)
+    """Files that are open since the checkpoint was opened."""
+    strategy: ReadStrategy = msgspec.field(default_factory=ReadStrategy.fastest)
+    """The threads, buffers and files of the reads."""
+    overflows: Overflows = msgspec.field(default_factory=Overflows)
+    """Counts values that casts make infinite or NaN."""
+    memory: MemoryTracker = msgspec.field(default_factory=MemoryTracker)
+    shared: list[SharedRead] = msgspec.field(default_factory=list)
+    """The values that one rank reads for several."""
+
+    @cached_attribute
+    def files(self) -> OpenFiles:
+        """The files, which are opened once, and compared with their fingerprints when all has been read."""
+        return OpenFiles(self.checkpoint.fingerprints, self.opened)
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        """Reads the values of a stored tensor into memory of their own."""
+        return read_tensor(stored, partial(read_ranges, files=self.files))
+
+    @cached_attribute
+    def own_memory(self) -> Addresses:
+        """The memory of the model's tensors."""
+        return Addresses(slot.tensor for slot in slots_of(self.model).tensors)
 
 
 class Piece(NamedTuple):

@@ -18,7 +18,6 @@ from typing import IO, TYPE_CHECKING, Annotated, Literal, Self
 import msgspec
 import torch
 
-from modelstate import __version__
 from modelstate.errors import (
     ChecksumError,
     DamagedFileError,
@@ -29,6 +28,7 @@ from modelstate.formats.manifest import check_size
 from modelstate.io.files import SourceFile
 from modelstate.serve.state_names import NameMap
 from modelstate.text_format import size
+from modelstate.version import __version__
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

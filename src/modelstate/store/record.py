@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from modelstate import __version__
 from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import (
@@ -29,6 +28,7 @@ from modelstate.formats.safetensors import MAX_HEADER_BYTES
 from modelstate.formats.sharded import MAX_INDEX_BYTES
 from modelstate.io.files import SourceFile, read_whole
 from modelstate.objects.parts import Kind
+from modelstate.version import __version__
 
 if TYPE_CHECKING:
     from modelstate.remote.cache import Cache

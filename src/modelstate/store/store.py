@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, TypedDict, Unpack, overload
 
-from modelstate import __version__
 from modelstate.arguments import check_choice, check_integer, checked_call, invalid_option, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import patterns_of
@@ -46,6 +45,7 @@ from modelstate.store.saving import (
 )
 from modelstate.store.spread import SpreadWriter
 from modelstate.text_format import as_given, short_repr, size
+from modelstate.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without

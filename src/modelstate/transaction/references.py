@@ -11,7 +11,7 @@ import gc
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import cache
 from itertools import compress
@@ -359,15 +359,21 @@ def _place(wanted: object, depth: int, seen: set[int], until: float) -> str:
 
 
 def _name_in_frames(wanted: object) -> str:
-    for current in sys._current_frames().values():
-        frame: FrameType | None = current
-        while frame is not None:
-            if frame.f_globals.get("__name__", "").partition(".")[0] != _OWN_PACKAGE:
-                for name, value in variables_of(frame):
-                    if value is wanted:
-                        return f"held by `{name}` in frame `{frame.f_code.co_name}`"
-            frame = frame.f_back
+    for frame in _frames():
+        for name, value in variables_of(frame):
+            if value is wanted:
+                return f"held by `{name}` in frame `{frame.f_code.co_name}`"
     return ""
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames of all threads outside of the library. A variable for its own frame would keep a function's values."""
+    for frame in sys._current_frames().values():
+        current: FrameType | None = frame
+        while current is not None:
+            if current.f_globals.get("__name__", "").partition(".")[0] != _OWN_PACKAGE:
+                yield current
+            current = current.f_back
 
 
 def _referred_to(nodes: list[object]) -> list[bool]:
