@@ -11,8 +11,9 @@ import xxhash
 
 from modelstate.errors import ChecksumError
 from modelstate.formats.manifest import ALGORITHM
-from modelstate.io.engine import RangeFile, for_each, open_files, read_fully, threads_for
+from modelstate.io.engine import RangeFile, for_each, open_files, read_fully, read_threads
 from modelstate.io.files import FileFingerprint
+from modelstate.remote.location import CONNECTIONS
 from modelstate.spec import GAP_BYTES, ByteRange, Checksum
 from modelstate.text_format import listed
 
@@ -78,7 +79,7 @@ class DigestCheck(msgspec.Struct, frozen=True):
                     on_read(storage.nbytes)
 
         with open_files({run[0].path for run in runs}, self.fingerprints) as files:
-            threads = min(threads_for(is_remote), len(runs))
+            threads = min(CONNECTIONS if is_remote else read_threads(), len(runs))
             for_each(runs, [partial(compute, memoryview(bytearray(chunk_bytes))) for _ in range(threads)], on_done)
         damaged = [
             name

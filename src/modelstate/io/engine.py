@@ -69,11 +69,6 @@ def read_threads() -> int:
     return min(len(affinity(0)) if affinity else os.cpu_count() or 1, MOST_THREADS)
 
 
-def threads_for(is_remote: bool) -> int:
-    """The number of threads for a read: many where they wait for a network."""
-    return CONNECTIONS if is_remote else read_threads()
-
-
 def common_align_bytes(paths: Iterable[str], fingerprints: Mapping[str, FileFingerprint]) -> int:
     """A multiple at which reads end: with a cache two threads would request the block that they share."""
     known = (fingerprints.get(path) for path in paths)
@@ -449,7 +444,7 @@ def read_ranges(
     fingerprints = files.fingerprints if isinstance(files, OpenFiles) else files
     remote = [path for path in paths if path in fingerprints and fingerprints[path].is_remote]
     align_bytes = common_align_bytes(remote, fingerprints) if remote else 1
-    threads = threads or threads_for(bool(remote))
+    threads = threads or (CONNECTIONS if remote else read_threads())
     if batch_bytes is None:
         batch_bytes = BATCH_BYTES
         share = sum(request.source.nbytes for request in single) // threads

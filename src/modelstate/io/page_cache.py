@@ -40,7 +40,6 @@ _JOINED_BYTES = 1 << 20
 _STEP_BYTES = 128 << 10
 """The length of one read-ahead request. The kernel silently cuts a larger one to the read-ahead of its block device."""
 _LOOKS, _SAMPLE_BYTES = 32, 1 << 20
-_MOST_OF_MEMORY = 0.5
 _LEAST_SECONDS = 5.0
 """With a shorter break time there are no leases."""
 _BYTES_PER_SECOND = 2e9
@@ -88,7 +87,7 @@ def merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
 
 def most_to_read() -> int:
     """The most bytes to bring into the page cache before they are used: half of the available memory."""
-    return int(linux.available_bytes() * _MOST_OF_MEMORY)
+    return linux.available_bytes() // 2
 
 
 def is_cold(span: ByteRange, files: OpenFiles) -> bool:
