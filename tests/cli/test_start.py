@@ -50,7 +50,7 @@ def test_the_commands_are_known_without_the_library(without_torch: Forks) -> Non
     ended = without_torch.run(
         "import sys; print(*(n.split('.')[1] for n in sys.modules if n.startswith('modelstate.')))"
     )
-    assert {*ended.stdout.split()} == {"cli", "forks", "lazy", "text_format"}, ended
+    assert {*ended.stdout.split()} == {"cli", "forks", "lazy", "text_format", "version"}, ended
 
 
 @pytest.fixture(scope="module")
