@@ -17,7 +17,7 @@ does not return it again; or a writer waits, and the process is stopped for long
 after which some values are old or damaged. `in_place=False` excludes them.
 
 Values are read from the page cache, which takes as long as a copy from a map, and where a disk fails is an error and no
-SIGBUS. Values that are cast on the CPU come from a map: through a buffer they take a third more processor time.
+SIGBUS. Values that are cast on the CPU come from a map, which needs no memory for buffers.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
 
     It reads into the slots where that is the way. Values that adjoin in a file are read as one range, and the bytes of
     a value that has several names once. All buffers have been allocated when this returns. Values of leased files that
-    are cast on the CPU are cast out of maps of the files: that takes less time than through a buffer.
+    are cast on the CPU are cast out of maps of the files, without buffers.
 
     It raises `ReadFailedError` and `TransformError`; memory that is read into is then partly overwritten.
     """
@@ -280,7 +280,7 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
     def run() -> None:
         try:
             if maps:
-                for_each(blocks, [cast_from_maps], on_block)  # in this thread: torch's own threads share each cast
+                for_each(blocks, [cast_from_maps] * min(strategy.threads, len(blocks)), on_block, with_torch=True)
             else:
                 stream(wanted, blocks, buffers, consume, files=staging.files, on_block=on_block)
         finally:
