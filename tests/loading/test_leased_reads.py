@@ -99,11 +99,10 @@ def test_the_values_are_read_into_the_memory_that_is_there(form: str, folder: Pa
 
 @pytest.mark.parametrize("name", ["cut", "overwritten"])
 def test_a_writer_waits_for_a_cast(name: str, folder: Path) -> None:
-    """The values are cast out of a map of the file, which must not become shorter."""
     path, net, processes = saved(folder), module(1.0, torch.bfloat16), list[subprocess.Popen[bytes]]()
     with faulty_reads() as faults:
         ms.load(net, path, dtype=torch.bfloat16)
-    last = [request.number for request in faults.requests if request.call == "mmap"][-1]
+    last = [request.number for request in faults.requests if request.call == "preadv_cached"][-1]
     net = module(1.0, torch.bfloat16)
 
     def before(request: Request) -> None:

@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import threading
 import time
@@ -190,17 +189,6 @@ class LocalFile:
     def compare(self) -> None:
         """Raises `ReadFailedError` where the file is not what its fingerprint says."""
         check_unchanged(self.descriptor, self.path, self._fingerprint)
-
-    def mapped(self) -> torch.Tensor | None:
-        """The bytes of a leased file as a private map; None where it has no lease, or there is no room for a map."""
-        if self._leased_at is None or self._fingerprint is None:
-            return None
-        import torch
-
-        with suppress(OSError):
-            mapping = system.mmap(self.descriptor, self._fingerprint.nbytes, mmap.MAP_PRIVATE)
-            return torch.frombuffer(mapping, dtype=torch.uint8)
-        return None
 
     def release(self) -> None:
         """Releases the lease: a writer that waits goes on."""

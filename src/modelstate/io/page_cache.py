@@ -16,8 +16,8 @@ Then the bytes are read from the page cache. What remains: the kernel evicts a p
 does not return it again; or a writer waits, and the process is stopped for longer than the break time. Both are errors,
 after which some values are old or damaged. `in_place=False` excludes them.
 
-Values are read from the page cache, which takes as long as a copy from a map, and where a disk fails is an error and no
-SIGBUS. Values that are cast on the CPU come from a map, which needs no memory for buffers.
+Values are read from the page cache and not copied from a map: that takes as long, casts included, and a disk that fails
+then is an error and no SIGBUS.
 """
 
 from __future__ import annotations

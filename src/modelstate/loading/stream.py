@@ -21,7 +21,6 @@ from torch import nn
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.io.engine import (
     Block,
-    LocalFile,
     OpenFiles,
     Part,
     ReadStrategy,
@@ -29,7 +28,6 @@ from modelstate.io.engine import (
     Wanted,
     block_buffers,
     common_align_bytes,
-    for_each,
     in_blocks,
     read_ranges,
     stream,
@@ -216,8 +214,7 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
     """Returns a function that reads the final values of transfers that pass through blocks.
 
     It reads into the slots where that is the way. Values that adjoin in a file are read as one range, and the bytes of
-    a value that has several names once. All buffers have been allocated when this returns. Values of leased files that
-    are cast on the CPU are cast out of maps of the files, without buffers.
+    a value that has several names once. All buffers have been allocated when this returns.
 
     It raises `ReadFailedError` and `TransformError`; memory that is read into is then partly overwritten.
     """
@@ -237,13 +234,12 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
         strategy = strategy.for_devices(sum(aligned(entry.source.nbytes) for entry in wanted))
     align_bytes = common_align_bytes({entry.source.path for entry in wanted}, staging.checkpoint.fingerprints)
     blocks = in_blocks(wanted, strategy.block_bytes, align_bytes)
-    maps = _maps_of(staging, transfers)
     block_bytes = max((block.nbytes for block in blocks), default=0)
     queues = {device: CudaQueue(device, block_bytes) for device in devices}
     if devices and blocks:
         buffers = _pinned_buffers(blocks, strategy.threads, devices[0])
     else:
-        buffers = [] if maps else block_buffers(blocks, strategy.threads)
+        buffers = block_buffers(blocks, strategy.threads)
     taken = (len(buffers) + len(queues)) * block_bytes
     staging.memory.reserve(taken)
 
@@ -263,15 +259,6 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
                 copy_pieces(of_device, buffer, staging.overflows)
         return (lambda: [wait() for wait in waits]) if waits else None
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def cast_from_maps(block: Block) -> None:
-        staging.files.check_unchanged()  # a file that has become shorter would end the process
-        for part in block.parts:
-            owner, extent = owners[part.which]
-            assert isinstance(owner, _Rows)
-            copy_pieces(owner.pieces(part, extent, extent.start + part.first), maps[extent.path], staging.overflows)
-
     def on_block(block: Block, seconds: float) -> None:
         for part in block.parts:
             owners[part.which][0].transfers.seconds += seconds * part.nbytes / block.wanted_bytes
@@ -279,10 +266,7 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
 
     def run() -> None:
         try:
-            if maps:
-                for_each(blocks, [cast_from_maps] * min(strategy.threads, len(blocks)), on_block, with_torch=True)
-            else:
-                stream(wanted, blocks, buffers, consume, files=staging.files, on_block=on_block)
+            stream(wanted, blocks, buffers, consume, files=staging.files, on_block=on_block)
         finally:
             # A block that has failed may have left copies behind: they use memory that is freed after an error.
             for queue in queues.values():
@@ -295,24 +279,6 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
         progress(sum(item.nbytes for item in transfers) - sum(entry.source.nbytes for entry in wanted))
 
     return run
-
-
-def _maps_of(staging: Staging, transfers: Sequence[Transfers]) -> dict[str, torch.Tensor]:
-    """The bytes of leased files, as maps; empty unless all files are leased, and all values aligned and on the CPU."""
-    maps = dict[str, torch.Tensor]()
-    for item in transfers:
-        if item.way is not Way.INTO or item.device.type in _QUEUED_DEVICES:
-            return {}
-        for path, start, _ in item.sources:
-            if path not in maps:
-                file = staging.files[path]
-                memory = file.mapped() if isinstance(file, LocalFile) else None
-                if memory is None:
-                    return {}
-                maps[path] = memory
-            if start % item.stored_dtype.itemsize:
-                return {}
-    return maps
 
 
 class _Rows:
