@@ -37,7 +37,6 @@ FILES = {
     "facenet-onet": RealFile(_FACENET, "facenet_pytorch/data/onet.pt"),
     "silero-vad": RealFile("silero-vad==6.2.3", "silero_vad/data/silero_vad_16k.safetensors"),
     "torchtune-fusion": RealFile("torchtune==0.6.1", "torchtune/modules/model_fusion/_fusion_layers.py"),
-    "silero-vad-jit": RealFile("silero-vad==6.2.3", "silero_vad/data/silero_vad.jit"),
 } | {
     f"lpips-{net}-v{version}": RealFile(_LPIPS, f"lpips/weights/v{version}/{net}.pth")
     for version in ("0.0", "0.1")

@@ -112,7 +112,7 @@ class Target(ABC):
     def read_plan(self, names: Collection[str]) -> tuple[nn.Module, tuple[Rule, ...], bool]:
         """Returns how a checkpoint with these names is read.
 
-        A module without memory, into a copy of which it is loaded; rules that rename its entries for that module; and
+        A module without memory, whose copy gets the values; rules that rename the entries for that module; and
         whether these have runtime names, which the module's state-dict hooks would not accept.
         """
         if not isinstance(self._names, nn.Module):
