@@ -1,8 +1,10 @@
 """`Live` where threads meet: pins, swaps, rollbacks, canaries that serve, and interrupts."""
 
+import functools
+import itertools
 import signal
+import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -93,29 +95,42 @@ def test_a_rollback_does_not_wait_for_a_canary(kind: str) -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_at_any_moment_leaves_one_version_that_serves() -> None:
-    """By a timer of the processor's time, as Ctrl-C interrupts."""
-    before = signal.signal(signal.SIGVTALRM, signal.default_int_handler)
+    """Ctrl-C at 40 of the calls of a swap, evenly spread."""
     live = live_of()
-    swap = lambda k: live.swap(state(k), canary=ms.Canary((X,), atol=999.0), timeout_seconds=60)  # noqa: E731
+
+    def swap(k: int) -> None:
+        live.swap(state(k), canary=ms.Canary((X,), atol=999.0), timeout_seconds=60)
+
     swap(2)
-    began = time.process_time()
-    swap(3)
-    seconds, interrupted, serves = time.process_time() - began, 0, 3
-    try:
-        for moment in range(40):
-            old, k = live.version().id, moment + 4
-            try:
-                signal.setitimer(signal.ITIMER_VIRTUAL, max(seconds * moment / 40, 1e-6))
-                swap(k)
-                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            except KeyboardInterrupt:
-                interrupted += 1
-            value, version = live.answer(X)
-            serves = k if version != old else serves
-            assert value.unique().tolist() == [serves]
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-    assert interrupted
+    events = interrupt_at(0, functools.partial(swap, 3))
+    interrupted, serves = 0, 3
+    for moment in range(40):
+        old, k = live.version().id, moment + 4
+        try:
+            interrupt_at(1 + events * moment // 40, functools.partial(swap, k))
+        except KeyboardInterrupt:
+            interrupted += 1
+        value, version = live.answer(X)
+        serves = k if version != old else serves
+        assert value.unique().tolist() == [serves]
+    assert interrupted > 20
     swap(99)
     assert live(X).unique().tolist() == [99.0]
+
+
+def interrupt_at(number: int, call: Callable[[], object]) -> int:
+    """Sends SIGINT at the start of function number `number` that `call` runs (0: never); returns how many it ran."""
+    started = itertools.count(1)
+
+    def on_event(_frame: object, event: str, _argument: object) -> None:
+        if event == "call" and next(started) == number:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.setprofile(on_event)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGINT, before)
+    return next(started) - 1
