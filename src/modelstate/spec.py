@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, TypeGuard
@@ -19,6 +20,7 @@ from modelstate.errors import DamagedFileError, OpenError
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import TypeIs
 
 
 class ByteRange(NamedTuple):
@@ -690,3 +692,37 @@ def bytes_key(stored: Stored, name: str) -> object:
         bits = stored.data_ptr(), str(stored.device), stored.shape, stored.stride(), stored.dtype
         return (*bits, stored.is_conj(), stored.is_neg())
     return id(stored)
+
+
+# Live values. As long as torch has not been imported, no value is of a class of torch.
+
+
+def is_tensor(value: object) -> TypeIs[torch.Tensor]:
+    """Whether a value is a `torch.Tensor`."""
+    # The attribute is missing while another thread imports torch.
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def is_size(value: object) -> bool:
+    """Whether a value is a `torch.Size`, which is a tuple, too."""
+    return isinstance(value, getattr(sys.modules.get("torch"), "Size", ()))
+
+
+def is_uninitialised(value: object) -> bool:
+    """Whether a value is a parameter or buffer of a lazy module, which has no shape yet."""
+    if not is_tensor(value):
+        return False
+    from torch.nn.parameter import is_lazy
+
+    return is_lazy(value)
+
+
+def set_version_metadata(state_dict: object, versions: Mapping[str, object]) -> None:
+    """Attaches the version metadata of modules to an `OrderedDict`, where `load_state_dict` looks for it."""
+    state_dict._metadata = versions  # type: ignore[attr-defined]
+
+
+def version_metadata(state_dict: object) -> Mapping[str, object] | None:
+    """The version metadata of modules that `state_dict()` or a reader attaches; None without it."""
+    versions = state_dict.versions if isinstance(state_dict, StoredTensors) else getattr(state_dict, "_metadata", None)
+    return versions if isinstance(versions, Mapping) else None

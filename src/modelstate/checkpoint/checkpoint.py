@@ -51,12 +51,12 @@ from modelstate.spec import (
     bytes_key,
     dtype_name,
     is_run,
+    is_tensor,
     pieces,
     under_names,
 )
 from modelstate.tensor_spec import TensorSpec, specs_of
 from modelstate.text_format import count, listed, short_repr, size
-from modelstate.torch_compat.values import is_tensor
 
 if TYPE_CHECKING:
     import torch

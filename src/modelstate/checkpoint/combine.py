@@ -13,10 +13,9 @@ from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.errors import CombineError, code_errors
 from modelstate.formats.sharded import merged_metadata
 from modelstate.formats.tree import FlatTree, same_value
-from modelstate.spec import Combined, Stored, StoredTensor
+from modelstate.spec import Combined, Stored, StoredTensor, set_version_metadata
 from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_plain
-from modelstate.torch_compat.values import set_version_metadata
 
 CombineFunction = Callable[[str, list[torch.Tensor]], torch.Tensor]
 """Returns one tensor from a name, and the tensors of all checkpoints that have it, in the order of the checkpoints."""

@@ -21,10 +21,9 @@ from modelstate.formats.tree import decoded, leaves
 from modelstate.html.page import Page, Shown
 from modelstate.process import progress_bar
 from modelstate.remote.cache import Cache
-from modelstate.spec import Refused, StoredTensor
+from modelstate.spec import Refused, StoredTensor, is_tensor, is_uninitialised
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import columns, count, folded, folded_label, printable, safe_repr, seconds, shorten, size
-from modelstate.torch_compat.values import is_tensor, is_uninitialised
 
 if TYPE_CHECKING:
     import torch

@@ -34,12 +34,11 @@ from modelstate.problems import glob_patterns
 from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote, locate, redacted_url
 from modelstate.remote.upload import check_writable
-from modelstate.spec import Encoded, Refused, Stored, bytes_key
+from modelstate.spec import Encoded, Refused, Stored, bytes_key, set_version_metadata, version_metadata
 from modelstate.text_format import as_given, count, listed, printable, seconds, short_repr, size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.torch_compat.plain import is_quantized
 from modelstate.torch_compat.private import sparse_values
-from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 
 class StateToWrite(msgspec.Struct):

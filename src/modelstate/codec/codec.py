@@ -31,9 +31,9 @@ from torch import nn
 
 from modelstate.codec.walk import FIELD, REGISTER, Decoder, Encoder, Leaf, Tree, ValueKind, Walk
 from modelstate.errors import CodecError, OptionError, UnknownClassError, code_errors
+from modelstate.spec import set_version_metadata
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.plain import byte_tensor
-from modelstate.torch_compat.values import set_version_metadata
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

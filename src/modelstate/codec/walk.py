@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from modelstate.errors import CodecError, ModelStateError
+from modelstate.spec import is_tensor
 from modelstate.text_format import is_unicode, printable
-from modelstate.torch_compat.values import is_tensor
 
 if TYPE_CHECKING:
     import torch

@@ -36,12 +36,11 @@ from modelstate.remote.cache import Cache
 from modelstate.rules.expression import Derived, Source as DerivedSource, leaves, values_of
 from modelstate.rules.rule import Entry, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
-from modelstate.spec import Refused
+from modelstate.spec import Refused, set_version_metadata
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.modules import unwrapped
-from modelstate.torch_compat.values import set_version_metadata
 from modelstate.transaction.slots import slots_of
 
 

@@ -23,10 +23,9 @@ from modelstate.formats.unpickle import (
     invalid,
 )
 from modelstate.problems import option
-from modelstate.spec import Refused, StoredComposite, StoredTensor
+from modelstate.spec import Refused, StoredComposite, StoredTensor, set_version_metadata, version_metadata
 from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import QUANTIZED
-from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 MAX_DEPTH = 100
 _SAME_VERSION = "use the version of the library that wrote it"

@@ -52,10 +52,10 @@ from modelstate.spec import (
     StoredComposite,
     StoredTensor,
     StoredTensors,
+    set_version_metadata,
     under_names,
 )
 from modelstate.text_format import excerpt, is_unicode, printable, quote, size
-from modelstate.torch_compat.values import set_version_metadata
 
 if TYPE_CHECKING:
     import torch

@@ -24,9 +24,9 @@ from modelstate.formats.manifest import (
 )
 from modelstate.formats.safetensors import NOT_A_NAME, listed_problems, why_not
 from modelstate.formats.tree import EXTRA_STATE
+from modelstate.spec import version_metadata
 from modelstate.text_format import is_unicode, quote
 from modelstate.torch_compat.plain import is_plain_or_sparse, is_sharded, remedies_for, why_not_plain
-from modelstate.torch_compat.values import version_metadata
 from modelstate.version import __version__
 
 _TORCHS_OWN = ("torch.distributed.", "torch.nested.", "torch._subclasses.")

@@ -34,9 +34,8 @@ from modelstate.formats.safetensors import strings_of
 from modelstate.formats.tree import Contents
 from modelstate.io.files import FileFingerprint, SourceFile
 from modelstate.remote.location import beside, is_remote
-from modelstate.spec import Described, StoredTensors
+from modelstate.spec import Described, StoredTensors, set_version_metadata, version_metadata
 from modelstate.text_format import count, listed, quote
-from modelstate.torch_compat.values import set_version_metadata, version_metadata
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +202,7 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
             found=listed(unsafe, 5),
             remedy="if you trust the index, put the files or links to them beside it, and their names there into it",
         )
-    if is_remote(directory):
+    if "://" in directory and is_remote(directory):
         from modelstate.remote.file import open_all
 
         paths = [beside(index_path, shard) for shard in shards]

@@ -12,8 +12,21 @@ import msgspec
 
 from modelstate.errors import AmbiguousCheckpointError, CodecError, KeyNotFoundError, SourceTypeError, keep_interrupt
 from modelstate.io.files import FileFingerprint
-from modelstate.spec import ByteRange, Checksum, Described, Encoded, Refused, Stored, StoredTensor, StoredTensors
-from modelstate.torch_compat.values import is_size, is_tensor, is_uninitialised, set_version_metadata, version_metadata
+from modelstate.spec import (
+    ByteRange,
+    Checksum,
+    Described,
+    Encoded,
+    Refused,
+    Stored,
+    StoredTensor,
+    StoredTensors,
+    is_size,
+    is_tensor,
+    is_uninitialised,
+    set_version_metadata,
+    version_metadata,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -25,9 +25,8 @@ import torch
 
 from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError, UnknownFormatError
 from modelstate.process import gc_paused
-from modelstate.spec import ByteRange, Refused
+from modelstate.spec import ByteRange, Refused, set_version_metadata
 from modelstate.text_format import excerpt
-from modelstate.torch_compat.values import set_version_metadata
 
 # What a pickle becomes before any object of it is created.
 

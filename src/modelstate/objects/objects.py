@@ -24,6 +24,7 @@ from modelstate.objects.stateful import rewind, state_of
 from modelstate.planning.options import LoadOptions
 from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.modules import (
+    ModuleContainer,
     broadcast_buffers,
     has_own_state_dict,
     modules_of as modules_within,
@@ -35,7 +36,6 @@ from modelstate.torch_compat.sharding import reshard
 
 if TYPE_CHECKING:
     from modelstate.planning.plan import LoadReport
-    from modelstate.planning.recorder import ModuleContainer
     from modelstate.rules.rule import Rule
     from modelstate.rules.schema import Schema
 
@@ -169,8 +169,6 @@ def restore_order(targets: Mapping[str, Target]) -> list[tuple[str, Target]]:
 
 def modules_of(targets: Mapping[str, Target]) -> ModuleContainer:
     """Returns all modules among the targets as submodules of one container."""
-    from modelstate.planning.recorder import ModuleContainer  # a save without optimizers needs no recorder
-
     return ModuleContainer({path: target.obj for path, target in targets.items() if target.kind is Kind.MODULE})
 
 
@@ -199,11 +197,13 @@ def tensors_within(objects: object, reshards: bool = False) -> Iterator[torch.Te
 @contextmanager
 def object_code(path: str, message: str) -> Iterator[None]:
     """Runs the own code of the object at `path`: an error names the path, or becomes `ObjectStateError(message)`."""
-    with code_errors(ObjectStateError, message, where=path):
-        try:
-            yield
-        except ModelStateError as error:
-            error.where = f"{path}: {error.where}" if error.where else path
+    try:
+        yield
+    except ModelStateError as error:
+        error.where = f"{path}: {error.where}" if error.where else path
+        raise
+    except Exception:
+        with code_errors(ObjectStateError, message, where=path):
             raise
 
 

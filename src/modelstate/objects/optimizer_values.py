@@ -27,9 +27,9 @@ from modelstate.rules.expression import Read, values_of
 from modelstate.rules.optimizer import changed_values
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renaming
+from modelstate.spec import is_uninitialised
 from modelstate.torch_compat.plain import is_sharded
 from modelstate.torch_compat.sharding import dtensor_like, local_tensor
-from modelstate.torch_compat.values import is_uninitialised
 from modelstate.transaction.optimizers import follows_dtype
 from modelstate.transaction.transaction import Transaction
 

@@ -69,12 +69,12 @@ from modelstate.objects.stateful import check_class, go_on_from_kept_rates, load
 from modelstate.planning.matching import Patterns
 from modelstate.planning.options import checked_options
 from modelstate.planning.planner import Planner
-from modelstate.planning.recorder import ModuleContainer
 from modelstate.problems import RULES_FROM_SUGGEST, Problem, ProblemKind, glob_patterns, plan_error
 from modelstate.rules.rule import Rule, Scoped
 from modelstate.rules.schema import Schema, check_rules
+from modelstate.spec import set_version_metadata
 from modelstate.text_format import listed, short_repr
-from modelstate.torch_compat.values import set_version_metadata
+from modelstate.torch_compat.modules import ModuleContainer
 from modelstate.transaction.transaction import Transaction, exclusive
 
 if TYPE_CHECKING:
@@ -228,12 +228,13 @@ def restore_objects(
             )
         options = checked_options(key="", **arguments)
         kept_options = patterns_of("keep_options", keep_options)
-        names: list[str] = []
-        for path, target in targets.items():
-            if target.kind is Kind.OPTIMIZER:
-                options_of_groups = {str(key) for group in target.obj.param_groups for key in group_options(group)}
-                names += [path, *(f"{path}.{name}" for name in sorted(options_of_groups))]
-        check_keep_options(kept_options, names)
+        if kept_options:
+            names: list[str] = []
+            for path, target in targets.items():
+                if target.kind is Kind.OPTIMIZER:
+                    options_of_groups = {str(key) for group in target.obj.param_groups for key in group_options(group)}
+                    names += [path, *(f"{path}.{name}" for name in sorted(options_of_groups))]
+            check_keep_options(kept_options, names)
         if any(part.ranks for part in saved.values()):
             saved = of_this_rank(saved, targets, agreement)
         may_miss = Patterns("allow_missing", options.allow_missing)
@@ -246,7 +247,7 @@ def restore_objects(
             if target.kind is Kind.MODULE and path in saved:
                 with object_code(path, "its state cannot be opened"):
                     checkpoints[path] = open_checkpoint(saved[path].tree)
-        own_rules = _rules(rules, checkpoints)
+        own_rules = () if rules == () else _rules(rules, checkpoints)
         restored = [
             (path, target) for path, target in restore_order(targets) if path in saved and saved[path].tree is not KEPT
         ]

@@ -201,9 +201,11 @@ def select_part(
     Raises `AmbiguousCheckpointError`, `KeyNotFoundError` and the errors of schemas.
     """
     part, rules = checkpoint, options.rules
-    if options.key is not None:
+    if options.key:
         part = checkpoint.select(options.key)
-    elif checkpoint.flat.containers != [""] or (checkpoint.flat.values and not checkpoint.flat.tensors):
+    elif options.key is None and (
+        checkpoint.flat.containers != [""] or (checkpoint.flat.values and not checkpoint.flat.tensors)
+    ):
         renamings = rules.renamings(checkpoint) if isinstance(rules, Schema) else [renaming(rules)]
         part = matching_part(checkpoint, names(), renamings)
     # The rules follow from the version of the selected part, not from other parts of the file.

@@ -24,9 +24,11 @@ from torch import nn
 
 from modelstate.formats.tree import EXTRA_STATE, leaves
 from modelstate.process import ThreadValue
+from modelstate.spec import set_version_metadata, version_metadata
 from modelstate.torch_compat.modules import (
     IncompatibleKeys as ReturnedKeys,
     MethodOverride,
+    ModuleContainer,
     Overrides,
     has_own_load,
     has_own_state_dict,
@@ -39,7 +41,6 @@ from modelstate.torch_compat.modules import (
     own_modules,
     own_parameters,
 )
-from modelstate.torch_compat.values import set_version_metadata, version_metadata
 from modelstate.transaction.slots import Slots
 from modelstate.transaction.transaction import Transaction
 
@@ -162,25 +163,6 @@ def _visit(
                     "expected to return new values, if incompatible_keys need to be modified, "
                     "it should be done inplace."
                 )
-
-
-class ModuleContainer(nn.Module):
-    """Modules under dotted paths of any spelling, so that several modules are loaded as one.
-
-    Unlike `nn.ModuleDict`, a key may be the name of a method, such as "forward". Loading code of the modules, such as
-    hooks, sees the names that a load of the module alone has.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for path, module in modules.items():
-            *parents, key = path.split(".")
-            container: nn.Module | None = self
-            for name in parents:
-                assert container is not None
-                container = own_modules(container).setdefault(name, ModuleContainer({}))
-            assert container is not None
-            own_modules(container)[key] = module
 
 
 def _visit_alone(

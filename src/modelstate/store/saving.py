@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import msgspec
@@ -244,7 +244,7 @@ class WriteAccess:
 
     def __init__(self, index: StepIndex) -> None:
         self._index, self.lock = index, index.backend.lock
-        self._in_use: os.stat_result | None = None
+        self.in_use: os.stat_result | None = None
         """The directory of the last restore or save, which no other directory may replace."""
         self._pid, self._thread_lock = os.getpid(), threading.RLock()
         self._is_writing = False
@@ -284,8 +284,8 @@ class WriteAccess:
                 except LockedError:
                     # The lock file was replaced. The lock is acquired again, unless another process has it.
                     self.lock.release()
-            if self._in_use is not None:
-                check_directory(index.directory, self._in_use)
+            if self.in_use is not None:
+                check_directory(index.directory, self.in_use)
             index.backend.make()
             try:
                 self.lock.acquire()
@@ -300,17 +300,12 @@ class WriteAccess:
             try:
                 # Before anything is removed: a store of a newer version is refused here.
                 store = index.ensure_name()
-                self._in_use = index.backend.in_use()
+                self.in_use = index.backend.in_use()
                 index.backend.clear(index.file_names)
                 return store
             except BaseException:
                 self.lock.release()
                 raise
-
-    def note_in_use(self) -> None:
-        """Has a later `acquire` refuse a directory that has replaced the present one."""
-        with suppress(OSError):
-            self._in_use = self._index.backend.in_use()
 
     @contextmanager
     def errors(self, *name: str) -> Iterator[None]:
@@ -332,7 +327,7 @@ class WriteAccess:
     def release(self) -> None:
         """Unlocks the store for other processes."""
         self.lock.release()
-        self._in_use = None
+        self.in_use = None
 
 
 class NewStep:
@@ -468,7 +463,8 @@ class NewStep:
                 agreement.check_equal(f"comparing the ranks in step {record.step}", values)
                 if write_spread is not None:
                     files += write_spread()
-                with unstoppable():  # a commit without an answer may have succeeded, so `cancel` waits for it
+                # A commit without an answer may have succeeded, so `cancel` waits for it.
+                with nullcontext() if check_cancelled is None else unstoppable():
                     path, written, linked, seconds, pruned = agreement.decided(
                         f"committing step {record.step}",
                         commit,

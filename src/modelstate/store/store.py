@@ -437,7 +437,8 @@ class Store(Shown):
                     options[name] = patterns_of(name, options.get(name, ()))
                 check_integer("max_memory_bytes", options.get("max_memory_bytes"), least=0, accepts_none=True)
             (record, restored), skipped = self.index.first_usable(step, attempt, agreement)
-        self._access.note_in_use()
+        with suppress(OSError):
+            self._access.in_use = self._backend.in_use()
         inherited = {field.name: getattr(restored, field.name) for field in fields(restored)}
         return RestoredStep(
             **inherited,

@@ -515,3 +515,22 @@ class Overrides:
                     method.install()
                 else:
                     method.remove()
+
+
+class ModuleContainer(nn.Module):
+    """Modules under dotted paths of any spelling, so that several modules are loaded as one.
+
+    Unlike `nn.ModuleDict`, a key may be the name of a method, such as "forward". Loading code of the modules, such as
+    hooks, sees the names that a load of the module alone has.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for path, module in modules.items():
+            *parents, key = path.split(".")
+            container: nn.Module | None = self
+            for name in parents:
+                assert container is not None
+                container = own_modules(container).setdefault(name, ModuleContainer({}))
+            assert container is not None
+            own_modules(container)[key] = module
