@@ -86,12 +86,15 @@ class Problem(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         return {"problem": self.kind.name.lower(), "name": self.name, **facts, **texts}
 
 
+_WILDCARD = re.compile(r"([*?[])")
+
+
 def glob_patterns(names: Iterable[str]) -> list[str]:
     """Returns glob patterns that match these names: the names where they are few, or wildcards in place of numbers.
 
     Where the names still differ, the patterns are the beginnings that several names have.
     """
-    patterns = list(dict.fromkeys(re.sub(r"([*?[])", r"[\1]", name) for name in names))
+    patterns = list(dict.fromkeys(_WILDCARD.sub(r"[\1]", name) for name in names))
     if len(patterns) > MOST_NAMES:
         patterns = folded(patterns)
     depth = max((pattern.count(".") for pattern in patterns), default=0)

@@ -7,7 +7,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Sequence
 
-_NUMBER = r"(?:(?<=\.)|^)\d+(?=\.|$)"
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
 given_directories: dict[str, str] = {}
 """The directories of the relative paths that callers gave, as they wrote them, by their absolute paths."""
@@ -139,12 +139,12 @@ def shorten(text: str, width: int) -> str:
 
 def without_numbers(name: str) -> str:
     """The name of a tensor with # for each part that is a number."""
-    return re.sub(_NUMBER, "#", name)
+    return _NUMBER.sub("#", name)
 
 
 def folded(names: Iterable[str]) -> list[str]:
     """The distinct names with * for each part that is a number."""
-    return list(dict.fromkeys(without_numbers(name).replace("#", "*") for name in names))
+    return list(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
 
 
 def folded_label(names: Sequence[str]) -> str:

@@ -1,12 +1,10 @@
-"""Allocates the memory that values are read into, and counts what a load holds."""
+"""Allocates the memory that values are read into."""
 
 from __future__ import annotations
 
 import math
 import mmap
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -21,37 +19,6 @@ TENSOR_ALIGN_BYTES = 64
 _ARENA_BYTES = 256 << 20
 _LARGE_BYTES = 1 << 20
 """Smaller tensors are not worth system calls of their own."""
-
-
-class MemoryTracker:
-    """Counts the bytes that a load holds beyond the final tensors, and the most that it has held at once.
-
-    It counts buffers, values that wait to be copied, and what is kept to undo; not each tensor that is read to where it
-    stays, so that very many small ones cost nothing.
-    """
-
-    def __init__(self) -> None:
-        self.peak_bytes = self._now = 0
-        self._lock = threading.Lock()
-
-    def reserve(self, nbytes: int) -> None:
-        """Adds to the running total; a negative value releases memory."""
-        if nbytes:
-            with self._lock:
-                self._now += nbytes
-                self.peak_bytes = max(self.peak_bytes, self._now)
-
-    @contextmanager
-    def reserved(self, nbytes: int) -> Iterator[None]:
-        """Counts memory as long as the context lasts."""
-        self.reserve(nbytes)
-        try:
-            yield
-        finally:
-            self.reserve(-nbytes)
-
-
-# Allocation.
 
 Layout = tuple["torch.Size", tuple[int, ...] | None, "torch.dtype"]
 """Shape, stride (None for contiguous) and dtype of a tensor."""

@@ -389,7 +389,7 @@ def _execute(
         notes=(*notes, *transaction.notes, *(staging.overflows.notes() if staging.overflows.counts else ())),
         slots=planner.slot_count,
         seconds=time.perf_counter() - started,
-        peak_memory_bytes=staging.memory.peak_bytes,
+        peak_memory_bytes=staging.peak_memory_bytes,
         verified_bytes=verified,
         # The writes of this library keep every object. Code of the model may replace objects.
         references_lost=lost_references(planner.slots_before, planner.model) if transaction.armed else (),

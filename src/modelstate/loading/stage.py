@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -12,13 +13,13 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, PlacementError, TransformError, code_errors
-from modelstate.io.engine import ReadStrategy, Request, memory_at, read_fully, read_ranges, read_threads
+from modelstate.io.engine import ReadStrategy, Request, memory_at, read_fully, read_ranges
 from modelstate.io.linux import trim_heap
 from modelstate.io.memory import fresh_tensors
 from modelstate.io.page_cache import read_ahead
 from modelstate.io.tensors import compute, elements
 from modelstate.loading.stream import Progress, Staging, set_transformed, streamed_read
-from modelstate.planning.transfer import Sink, Transfer, Transfers, Way, peak_bytes, placed_bytes
+from modelstate.planning.transfer import Sink, Transfer, Transfers, Way, peak_bytes
 from modelstate.planning.transforms import BY_TRANSFORM, Transform, called
 from modelstate.process import ONE_VARIABLE, reference_count
 from modelstate.remote.location import CONNECTIONS
@@ -31,16 +32,14 @@ from modelstate.torch_compat.private import payload_of, storage_id, storage_owne
 
 
 def limit_memory(staging: Staging, transfers: Sequence[Transfers]) -> None:
-    """Chooses a read strategy that keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
-    most_bytes = staging.options.max_memory_bytes
-    if most_bytes is None:
-        return
-    usual = ReadStrategy.fastest()
+    """Chooses a read strategy, which keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
+    budget, strategy = staging.options.max_memory_bytes, ReadStrategy.fastest()
     if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
-        usual = replace(usual, threads=CONNECTIONS, remote=True)
+        strategy = replace(strategy, threads=CONNECTIONS, remote=budget is not None)
+    most_bytes = sys.maxsize if budget is None else budget
     needed = 0
-    for strategy in (usual, *usual.smaller()):
-        staging.strategy, needed = strategy, peak_bytes(transfers, strategy)
+    for staging.strategy in (strategy, *strategy.smaller()):
+        staging.peak_memory_bytes = needed = peak_bytes(transfers, staging.strategy)
         if needed <= most_bytes:
             return
     staged = 0 if staging.options.in_place else sum(item.staged_bytes for item in transfers)
@@ -55,10 +54,7 @@ def limit_memory(staging: Staging, transfers: Sequence[Transfers]) -> None:
 
 def prefetch_range(staging: Staging, transfers: Sequence[Transfers]) -> list[str]:
     """Makes the kernel read what is not in the page cache, and does not wait. Returns remarks for the report."""
-    fingerprints = staging.checkpoint.fingerprints
-    if any(file.is_remote for file in fingerprints.values()):
-        if staging.options.max_memory_bytes is None:
-            staging.strategy = replace(staging.strategy, threads=CONNECTIONS)
+    if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
         return []
     nbytes = read_ahead([extent for item in transfers for extent in item.extents], staging.files)
     return [f"the file was not in the page cache: {size(nbytes)} of it are read ahead"] if nbytes else []
@@ -83,13 +79,11 @@ def stage(staging: Staging, transfers: Iterable[Transfers], progress: Progress) 
             progress(item.nbytes)
     straight, blocks, computed, whole = by_sink(item for item in waiting if not item.finals)
     if straight:
-        staging.memory.reserve(sum(item.staged_bytes for item in straight))
         memory = iter(fresh_tensors([layout for item in straight for layout in item.layouts()]))
         _read_straight(staging, [(item, [next(memory) for _ in item.names]) for item in straight], progress)
     if blocks:
         streamed_read(staging, blocks, progress)()
     if computed:
-        staging.memory.reserve(sum(item.staged_bytes for item in computed))
         _compute(staging, computed, fresh_tensors([layout for item in computed for layout in item.layouts()]), progress)
     for item in whole:
         stage_one(staging, item)
@@ -108,7 +102,7 @@ def reads_into_slots(
     straight, blocks, computed, whole = by_sink(transfers)
     assert staging.options.in_place or not whole  # they are written before the commit
     for item in whole:
-        with staging.memory.reserved(item.buffer_bytes), torch.no_grad():
+        with torch.no_grad():
             value = _own_value(staging, item)
             item.param.copy_(value)
             staging.overflows.check(item.name, value, item.param)
@@ -151,14 +145,13 @@ def _read_straight(staging: Staging, pairs: Pairs, progress: Progress) -> None:
 def _read(staging: Staging, pairs: Pairs, progress: Progress) -> None:
     """Reads values that are ranges of files into tensors. Raises `ReadFailedError`."""
     started, strategy = time.perf_counter(), staging.strategy
-    with staging.memory.reserved(placed_bytes(item for item, _ in pairs) + strategy.buffer_bytes):
-        read_ranges(
-            [request for item, targets in pairs for request in item.requests(targets)],
-            files=staging.files,
-            on_read=progress,
-            threads=strategy.threads if strategy.remote else None,
-            batch_bytes=strategy.block_bytes if strategy.remote else None,
-        )
+    read_ranges(
+        [request for item, targets in pairs for request in item.requests(targets)],
+        files=staging.files,
+        on_read=progress,
+        threads=strategy.threads if strategy.remote else None,
+        batch_bytes=strategy.block_bytes if strategy.remote else None,
+    )
     seconds, total = time.perf_counter() - started, sum(item.nbytes for item, _ in pairs)
     for item, _ in pairs:
         item.seconds += seconds * item.nbytes / max(total, 1)
@@ -179,9 +172,8 @@ def _compute(
     """Computes combined tensors into their final memory. Raises `ReadFailedError`."""
     pairs = zip(computed, finals, strict=True)
     targets = [(item.combined, final) for item, final in pairs if item.combined is not None]
-    started, thread_bytes = time.perf_counter(), max(stored.thread_bytes for stored, _ in targets)
-    with staging.memory.reserved(read_threads() * thread_bytes):
-        compute(targets, partial(_read_here, staging), read_whole=staging.read, on_done=lambda _: progress(0))
+    started = time.perf_counter()
+    compute(targets, partial(_read_here, staging), read_whole=staging.read, on_done=lambda _: progress(0))
     seconds, total = time.perf_counter() - started, sum(item.nbytes for item in computed)
     for item, final in zip(computed, finals, strict=True):
         item.finals = [final]
@@ -198,17 +190,13 @@ def stage_one(staging: Staging, transfer: Transfer) -> None:
     Raises `PlacementError` where a tensor subclass cannot be copied.
     """
     started = time.perf_counter()
-    with (
-        code_errors(
-            PlacementError,
-            f"a {type(transfer.value).__name__} cannot be copied out of the checkpoint; nothing has been changed",
-            where=transfer.name,
-            remedy="convert the value with transform=",
-        ),
-        staging.memory.reserved(transfer.turn_bytes),
+    with code_errors(
+        PlacementError,
+        f"a {type(transfer.value).__name__} cannot be copied out of the checkpoint; nothing has been changed",
+        where=transfer.name,
+        remedy="convert the value with transform=",
     ):
         _stage_one(staging, transfer)
-        staging.memory.reserve(transfer.staged_bytes)
     if transfer.transform_bytes >= _LEAST_TRIMMED_BYTES:
         trim_heap()
     transfer.seconds += time.perf_counter() - started
@@ -336,8 +324,7 @@ def _nonfinite_before(staging: Staging, transfer: Transfer) -> int:
     if isinstance(stored, StoredTensor) and transfer.columns is not None:
         starts = range(0, stored.numel, AT_ONCE)
         return sum(nonfinite(elements(stored, at, min(AT_ONCE, stored.numel - at), read_all)) for at in starts)
-    with staging.memory.reserved(transfer.buffer_bytes):
-        return nonfinite(transfer.value if stored is None else values_of(stored, staging.read))
+    return nonfinite(transfer.value if stored is None else values_of(stored, staging.read))
 
 
 @torch.inference_mode(False)

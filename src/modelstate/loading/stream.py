@@ -33,7 +33,7 @@ from modelstate.io.engine import (
     stream,
 )
 from modelstate.io.files import Opened
-from modelstate.io.memory import MemoryTracker, aligned, fresh_tensors
+from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.staging import pinned_memory
 from modelstate.io.tensors import read_tensor
 from modelstate.loading.collective import SharedRead
@@ -66,7 +66,8 @@ class Staging(msgspec.Struct, eq=False, dict=True):
     """The threads, buffers and files of the reads."""
     overflows: Overflows = msgspec.field(default_factory=Overflows)
     """Counts values that casts make infinite or NaN."""
-    memory: MemoryTracker = msgspec.field(default_factory=MemoryTracker)
+    peak_memory_bytes: int = 0
+    """The most memory that the load takes at once in addition to the final tensors."""
     shared: list[SharedRead] = msgspec.field(default_factory=list)
     """The values that one rank reads for several."""
 
@@ -228,7 +229,6 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
             owner = _Rows(item, _memory_for(item))
         wanted += [Wanted(extent, item.unit_bytes) for extent in item.extents]
         owners += [(owner, extent) for extent in item.extents]
-    staging.memory.reserve(sum(item.staged_bytes for item in transfers))
     devices = sorted({item.device for item in transfers if item.device.type in _QUEUED_DEVICES}, key=str)
     if devices:
         strategy = strategy.for_devices(sum(aligned(entry.source.nbytes) for entry in wanted))
@@ -240,8 +240,6 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
         buffers = _pinned_buffers(blocks, strategy.threads, devices[0])
     else:
         buffers = block_buffers(blocks, strategy.threads)
-    taken = (len(buffers) + len(queues)) * block_bytes
-    staging.memory.reserve(taken)
 
     def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
         pieces = defaultdict[torch.device, list[Piece]](list)
@@ -273,7 +271,6 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
                 queue.wait()
         buffers.clear()
         queues.clear()
-        staging.memory.reserve(-taken)
         for owner in dict.fromkeys(owner for owner, _ in owners):
             owner.end()
         progress(sum(item.nbytes for item in transfers) - sum(entry.source.nbytes for entry in wanted))
@@ -326,13 +323,11 @@ class _Transformed:
         value = buffer[part.at : part.at + part.nbytes].view(transfer.stored_dtype)
         rows = value.view(-1, *transfer.value.shape[1:])
         first = part.first // transfer.unit_bytes
-        cast_bytes = 0 if value.dtype == transfer.dtype else rows.numel() * transfer.dtype.itemsize
-        with self._staging.memory.reserved(function.extra_bytes + cast_bytes):
-            cast = rows.to(transfer.dtype)
-            self._staging.overflows.check(transfer.name, rows, cast)
-            parts = {name: tensor[first : first + len(rows)] for name, tensor in self._parts.items()}
-            with transform_errors(transfer.name):
-                function.write(cast, parts)
+        cast = rows.to(transfer.dtype)
+        self._staging.overflows.check(transfer.name, rows, cast)
+        parts = {name: tensor[first : first + len(rows)] for name, tensor in self._parts.items()}
+        with transform_errors(transfer.name):
+            function.write(cast, parts)
 
     @torch.inference_mode(False)
     def end(self) -> None:

@@ -286,9 +286,8 @@ class LoadReport(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
     seconds: float
     """The time from the call to the return."""
     peak_memory_bytes: int
-    """The most memory that the load used at once in addition to the final tensors: buffers, values before they are
-    copied, old values for an undo, and the memory that a `ModuleTransform` declares. At most
-    `LoadPlan.peak_memory_bytes` and the buffers of files that are read past the page cache."""
+    """The most memory that the load took at once in addition to the final tensors, as `LoadPlan.peak_memory_bytes`
+    says it: with the blocks and threads of this load, and with the values that had to be staged after all."""
     verified_bytes: int = 0
     """Bytes that were compared with their checksums."""
     references_lost: tuple[str, ...] = ()
