@@ -16,7 +16,7 @@ from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux, page_cache
 from modelstate.io.engine import LocalFile, OpenFiles, Request, read_ranges
 from modelstate.io.files import SourceFile
-from modelstate.io.page_cache import leased_files
+from modelstate.io.page_cache import bring_into_cache, lease_files
 from modelstate.spec import ByteRange
 from tests.faults import faulty_reads
 from tests.formats.files import evict
@@ -46,11 +46,9 @@ def whole(path: Path) -> list[ByteRange]:
 
 @contextmanager
 def leasing(path: Path) -> Iterator[OpenFiles]:
-    with (
-        OpenFiles({str(path): SourceFile(str(path)).fingerprint}) as files,
-        leased_files(whole(path), files) as refusal,
-    ):
-        assert refusal == ""
+    with OpenFiles({str(path): SourceFile(str(path)).fingerprint}) as files:
+        assert bring_into_cache(whole(path), files)
+        assert lease_files(whole(path), files) == ""
         yield files
 
 
@@ -81,15 +79,14 @@ TOO_SHORT = "the kernel lets a writer wait for a shorter time than the read may 
             "the kernel lets a writer wait for a shorter time than the read may take",
         ),
         ((page_cache, "_BYTES_PER_SECOND", 1.0), TOO_SHORT),
-        ((linux, "_mincore", None), "the page cache has not all of it"),
     ],
 )
 def test_refusals(
     change: tuple[object, str, object], refusal: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*change)
-    with OpenFiles({}) as files, leased_files(whole(path), files) as found:
-        assert found == refusal
+    with OpenFiles({}) as files:
+        assert lease_files(whole(path), files) == refusal
     with path.open("r+b") as file:  # no lease is left
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
 
@@ -98,8 +95,14 @@ def test_a_file_that_has_changed_is_not_leased(path: Path) -> None:
     fingerprints = {str(path): SourceFile(str(path)).fingerprint}
     os.utime(path, ns=(0, 0))
     files = OpenFiles(fingerprints)
-    with pytest.raises(ReadFailedError, match="changed"), leased_files(whole(path), files):
-        pytest.fail("leased")
+    with pytest.raises(ReadFailedError, match="changed"):
+        lease_files(whole(path), files)
+
+
+def test_where_the_kernel_does_not_say_what_is_in_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linux, "_mincore", None)
+    with OpenFiles({}) as files:
+        assert not bring_into_cache(whole(path), files)
 
 
 def test_pages_that_are_evicted_meanwhile_are_read_again(path: Path) -> None:

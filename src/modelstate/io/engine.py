@@ -180,15 +180,15 @@ class LocalFile:
         self._has_name = status.st_nlink > 0
 
     def lease(self) -> str:
-        """Takes a read lease. Returns an empty string, or the reason why there is none."""
+        """Takes a read lease. Returns an empty string, or the reason why there is none.
+
+        Raises `ReadFailedError` where the file is not what its fingerprint says.
+        """
         refusal = lease.hold_for_now(self.descriptor) if self._has_name else lease.NAMELESS
         if not refusal:
             self._leased_at = time.monotonic()
+            check_unchanged(self.descriptor, self.path, self._fingerprint)
         return refusal
-
-    def compare(self) -> None:
-        """Raises `ReadFailedError` where the file is not what its fingerprint says."""
-        check_unchanged(self.descriptor, self.path, self._fingerprint)
 
     def release(self) -> None:
         """Releases the lease: a writer that waits goes on."""
@@ -210,7 +210,7 @@ class LocalFile:
     def check_unchanged(self) -> None:
         """As `RangeFile.check_unchanged`. A leased file has not changed before a writer has waited for too long."""
         if self._leased_at is None:
-            self.compare()
+            check_unchanged(self.descriptor, self.path, self._fingerprint)
             return
         seconds = lease.safe_seconds()
         if not lease.is_intact(self.descriptor) and time.monotonic() - self._leased_at > seconds:
@@ -261,6 +261,12 @@ class OpenFiles:
         """Raises `ReadFailedError` where a file has changed since it was opened."""
         for file in self._files.values():
             file.check_unchanged()
+
+    def release(self) -> None:
+        """Releases the leases: a writer that waits goes on."""
+        for file in self._files.values():
+            if isinstance(file, LocalFile):
+                file.release()
 
     def close(self) -> None:
         """Closes the files. The next use of a file opens it again."""
@@ -604,7 +610,7 @@ def stream(
     consume: Consume,
     *,
     files: OpenFiles | Mapping[str, FileFingerprint],
-    on_block: Callable[[Block, float], None],
+    on_block: Callable[[Block, float], object],
 ) -> None:
     """Reads the requested ranges in blocks; the thread that has read a block consumes it while another one reads.
 

@@ -139,12 +139,9 @@ def hold_for_now(descriptor: int) -> str:
         return "this system has no file leases"
     if filesystem_type(descriptor) not in _FILE_SYSTEMS:
         return "other machines may write to its file system"
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, _SIGNAL)  # the default, SIGIO, would end the process
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-        fcntl.fcntl(descriptor, fcntl.F_SETOWN, 0)
-    except OSError as error:
-        return _reason(error.errno or errno.EINVAL)
+    if failed := _take(descriptor, 0):
+        return _reason(failed)
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, 0)
     return ""
 
 
@@ -186,7 +183,7 @@ def _take(descriptor: int, watcher: int) -> int:
     Where the watcher does not run yet (0), it sets the owner itself when it starts.
     """
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, _SIGNAL)
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, _SIGNAL)  # the default, SIGIO, would end the process
         if watcher:
             _set_owner(descriptor, watcher)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)

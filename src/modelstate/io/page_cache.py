@@ -24,12 +24,21 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux
-from modelstate.io.engine import LocalFile, OpenFiles, for_each, open_files, read_fully, read_threads
+from modelstate.io.engine import (
+    LocalFile,
+    OpenFiles,
+    Wanted,
+    block_buffers,
+    in_blocks,
+    open_files,
+    read_threads,
+    stream,
+)
 from modelstate.io.files import FileFingerprint, open_unchanged
 from modelstate.process import run_detached
 from modelstate.spec import ByteRange
@@ -121,66 +130,26 @@ def _read_ahead(spans: Sequence[ByteRange], total: int, fingerprints: Mapping[st
 # Leases for a commit.
 
 
-def why_no_lease(extents: Sequence[ByteRange], files: OpenFiles) -> str:
-    """Why files cannot be leased; empty where they can be. Takes the leases, and releases them at once.
+def lease_files(extents: Sequence[ByteRange], files: OpenFiles) -> str:
+    """Leases the files of ranges until `OpenFiles.release`. Returns why no file is leased; empty where all are.
 
     Raises `ReadFailedError` where a file does not match its fingerprint.
     """
-    with _leased(extents, files) as (_, refusal):
-        return refusal
-
-
-@contextmanager
-def leased_files(
-    extents: Sequence[ByteRange], files: OpenFiles, on_read: Callable[[int], object] = lambda _: None
-) -> Iterator[str]:
-    """Brings ranges of files into the page cache, and leases the files.
-
-    Args:
-        extents: The ranges that are going to be read.
-        files: The files.
-        on_read: Called with numbers of bytes that are brought in from the disk; may raise.
-
-    Yields:
-        An empty string, or why no file is leased: a read could fail.
-
-    Raises:
-        ReadFailedError: A range cannot be read, or a file has changed.
-    """
-    if not bring_into_cache(extents, files, on_read):
-        yield "the page cache has not all of it"
-        return
-    with _leased(extents, files) as (leased, refusal):
-        for file in leased:
-            file.compare()
-        yield refusal
-
-
-@contextmanager
-def _leased(extents: Sequence[ByteRange], files: OpenFiles) -> Iterator[tuple[list[LocalFile], str]]:
-    """Leases the file of each range. Yields the leased files, and why there is none; an empty string if there is."""
-    nbytes, leased, refusal = sum(extent.nbytes for extent in extents), list[LocalFile](), ""
+    nbytes = sum(extent.nbytes for extent in extents)
+    if lease.safe_seconds() < max(_LEAST_SECONDS, 2 * nbytes / _BYTES_PER_SECOND):
+        return "the kernel lets a writer wait for a shorter time than the read may take"
+    are_leased = False
     try:
-        if lease.safe_seconds() < max(_LEAST_SECONDS, 2 * nbytes / _BYTES_PER_SECOND):
-            refusal = "the kernel lets a writer wait for a shorter time than the read may take"
-        for path in () if refusal else dict.fromkeys(extent.path for extent in extents):
+        for path in dict.fromkeys(extent.path for extent in extents):
             file = files[path]
-            if not isinstance(file, LocalFile):
-                refusal = "it is not a file of this machine"
-                break
-            leased.append(file)
-            if refusal := file.lease():
-                break
-        if refusal:
-            _release_all(leased)
-        yield leased, refusal
+            refusal = file.lease() if isinstance(file, LocalFile) else "it is not a file of this machine"
+            if refusal:
+                return refusal
+        are_leased = True
     finally:
-        _release_all(leased)
-
-
-def _release_all(files: list[LocalFile]) -> None:
-    while files:
-        files.pop().release()
+        if not are_leased:
+            files.release()
+    return ""
 
 
 def bring_into_cache(
@@ -205,35 +174,29 @@ def bring_into_cache(
         if not isinstance(file, LocalFile):
             return False
         for start in range(first, first + nbytes, _LOOK_BYTES):
+            end = min(start + _LOOK_BYTES, first + nbytes)
             # `cachestat` is faster, and also counts pages whose read is not over or has failed.
-            pages = linux.resident(file.descriptor, start, min(_LOOK_BYTES, first + nbytes - start))
+            pages = linux.resident(file.descriptor, start, end - start)
             if pages is None:
                 return False
-            missing += _absent(pages, path, start)
+            missing += _absent(pages, path, start, end)
     if not missing:
         return True
     if sum(span.nbytes for span in missing) > most_to_read():
         return False
-    pieces = [
-        ByteRange(path, at, min(_READ_BYTES, start + nbytes - at))
-        for path, start, nbytes in missing
-        for at in range(start, start + nbytes, _READ_BYTES)
-    ]
-
-    def read(buffer: memoryview, piece: ByteRange) -> None:
-        read_fully(files[piece.path], [buffer[: piece.nbytes]], piece.start, 1)
-
-    workers = [partial(read, memoryview(bytearray(_READ_BYTES))) for _ in range(min(read_threads(), len(pieces)))]
-    for_each(pieces, workers, lambda piece, _: on_read(piece.nbytes))
+    wanted = [Wanted(span, 1) for span in missing]
+    blocks = in_blocks(wanted, _READ_BYTES)
+    buffers = block_buffers(blocks, read_threads())
+    stream(wanted, blocks, buffers, lambda *_: None, files=files, on_block=lambda block, _: on_read(block.wanted_bytes))
     return True
 
 
-def _absent(pages: bytes, path: str, start: int) -> Iterator[ByteRange]:
-    """The runs of pages that are 0, of those from the one on that has the byte `start`."""
-    first = start // mmap.PAGESIZE * mmap.PAGESIZE
-    at = pages.find(b"\0")
+def _absent(pages: bytes, path: str, start: int, end: int) -> Iterator[ByteRange]:
+    """The parts of a range that have pages which are 0; the first page has the byte `start`."""
+    origin, at = start // mmap.PAGESIZE * mmap.PAGESIZE, pages.find(b"\0")
     while at >= 0:
         present = pages.find(b"\1", at)
-        until = len(pages) if present < 0 else present
-        yield ByteRange(path, first + at * mmap.PAGESIZE, (until - at) * mmap.PAGESIZE)
-        at = pages.find(b"\0", until)
+        first = max(origin + at * mmap.PAGESIZE, start)
+        until = end if present < 0 else min(origin + present * mmap.PAGESIZE, end)
+        yield ByteRange(path, first, until - first)
+        at = pages.find(b"\0", present) if present >= 0 else -1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError
-from modelstate.io.page_cache import leased_files
+from modelstate.io.page_cache import bring_into_cache, lease_files
 from modelstate.loading.stage import limit_memory, reads_into_slots, stage, stage_one
 from modelstate.loading.stream import Progress, Staging
 from modelstate.planning.planner import refusal_of_writes
@@ -182,10 +182,9 @@ def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error
     )
 
 
-@contextmanager
-def leased_for_commit(
+def lease_for_commit(
     staging: Staging, waiting: Sequence[Transfers], transfers: Sequence[Transfers], advance: Progress
-) -> Iterator[None]:
+) -> None:
     """Leases the files that are read at the commit. Where they cannot be leased, their values are staged now.
 
     Args:
@@ -200,16 +199,16 @@ def leased_for_commit(
     """
     # Progress may be shown in a way that fails, so it comes before the commit.
     extents = [extent for item in waiting for extent in item.extents]
-    with leased_files(extents, staging.files, lambda _: advance(0)) as refusal:
-        if not refusal:
-            advance(sum(item.nbytes for item in waiting))
-            yield
-            return
+    refusal = "the page cache has not all of it"
+    if bring_into_cache(extents, staging.files, lambda _: advance(0)):
+        refusal = lease_files(extents, staging.files)
+    if not refusal:
+        advance(sum(item.nbytes for item in waiting))
+        return
     for item in waiting:
         item.stage_instead(refusal)
     limit_memory(staging, transfers)
     stage(staging, transfers, advance)
-    yield
 
 
 def commit_values(

@@ -40,7 +40,7 @@ from modelstate.loading.collective import (
 from modelstate.loading.commit import (
     Place,
     commit_values,
-    leased_for_commit,
+    lease_for_commit,
     overwrite,
     place_fallible,
 )
@@ -371,7 +371,7 @@ def _execute(
                 then()
             waiting = [item for item in waiting if item.way is Way.INTO]  # `then` may have used others
             if waiting:
-                held.enter_context(leased_for_commit(staging, waiting, transfers, advance))
+                lease_for_commit(staging, waiting, transfers, advance)
             if not staging.options.in_place:  # reads in place have checked, and their error names what they leave
                 staging.files.check_unchanged()
             waiting = [item for item in waiting if item.way is Way.INTO]

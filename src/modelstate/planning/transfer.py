@@ -23,7 +23,7 @@ import torch
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
 from modelstate.io.engine import ROWS_BYTES, OpenFiles, ReadStrategy, Request, Rows, read_threads
 from modelstate.io.memory import Layout, aligned
-from modelstate.io.page_cache import why_no_lease
+from modelstate.io.page_cache import lease_files
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.transforms import BlockFunction, Bound, ShardedSlot, Transform
 from modelstate.rules.expression import Derived, Source, placed_runs
@@ -510,7 +510,8 @@ def stage_unleased(transfers: Iterable[Transfers], files: OpenFiles, in_use: str
         reason = "they are small"
     else:
         extents = [extent for item in waiting for extent in item.extents]
-        reason = why_no_lease(extents, files) or in_use
+        reason = lease_files(extents, files) or in_use
+        files.release()
     for item in waiting if reason else ():
         item.stage_instead(reason)
 
