@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 import modelstate as ms
 from modelstate.errors import CombineError, ModelStateError, OptionError
@@ -72,6 +72,7 @@ def test_the_sum_is_rounded_once(data: st.DataObject, dtype: torch.dtype, n: int
     """Against the sum in double precision: half a unit in the last place, and what the wider sum itself may lose."""
     found = [data.draw(tensors(dtype)) for _ in range(n)]
     weights = data.draw(st.lists(st.floats(0, 1), min_size=n, max_size=n))
+    assume(dtype != torch.float32 or abs(sum(weights) - 1) > 2.0**-30)  # such sums are made of differences
     wide = torch.complex128 if dtype.is_complex else torch.float64
     exact = sum(
         (one.to(wide) * weight for one, weight in zip(found, weights, strict=True)), torch.zeros(37, dtype=wide)

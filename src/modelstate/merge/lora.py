@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from enum import Enum
 from functools import lru_cache
 from itertools import permutations
-from typing import Annotated, TypeGuard, TypeVar
+from typing import Annotated, TypeGuard
 
 import msgspec
 import torch
@@ -38,7 +38,6 @@ from modelstate.spec import Allocate, Blocks, Combined, FillBlock, Stored, block
 from modelstate.text_format import listed, short_repr
 
 _CONVOLUTIONS = {3: torch.nn.functional.conv1d, 4: torch.nn.functional.conv2d, 5: torch.nn.functional.conv3d}
-_T = TypeVar("_T")
 _Rank = Annotated[int, msgspec.Meta(ge=1)]
 _MAX_BYTES = 10_000_000
 _MAX_PATTERN = 500
@@ -51,7 +50,8 @@ _NOT_MERGED = (
 """Settings of variants with other arithmetic, or for another model than their base."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq", "mica")
 """Prefixes of `init_lora_weights` that change the base when the adapter is made. No file says how."""
-_SAVED = re.compile(r"\.modules_to_save(\.[^.]+)?(?=\.)")
+_WRAPPED = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
+"""The parts of a name by which peft wraps the modules of a model."""
 _OTHER_METHODS = re.compile(
     r"\.(?:(?P<DoRA_of_LyCORIS>dora_scale)|(?P<LoHa>hada_\w+)|(?P<LoKr>lokr_\w+)|(?P<LoCon>lora_mid\.weight)"
     r"|(?P<OFT>oft_\w+))$"
@@ -69,6 +69,9 @@ _COMPONENTS = {
 _PARTS = {*_COMPONENTS, *(path for paths in _COMPONENTS.values() for path in paths)}
 _MOST_SUGGESTED = 3
 """Problems that suggest a similar name: finding it compares a name with all names of the base, which is slow."""
+_WITHOUT_ALPHA = (".lora_A.weight", ".lora_down.weight")
+"""The ends of names in files of diffusers and of kohya's tools, for which alpha is the rank by convention."""
+_WAY_OF_INIT = ", or save it for the untouched base: save_pretrained(path_initial_model_for_weight_conversion=...)"
 _MOST_NESTED = 6
 """The most parameters of a module for which the order of their adapters is searched."""
 
@@ -147,12 +150,12 @@ class LoRA(Combination):
         if len(sources) < 2:
             raise CombineError("there is no adapter", where=base.source, expected="a base, and one adapter or more")
         problems: list[str] = []
-        deltas: dict[str, list[_Delta]] = {}
+        products: dict[str, list[_Product]] = {}
         replaced: dict[str, tuple[str, Stored]] = {}
         for index, adapter in enumerate(sources[1:], 1):
             at = label(sources, index)
             _check_adapter(adapter, at)
-            _AdapterReader(base, adapter, at, _configs_of(adapter, at), self, problems, deltas, replaced).read()
+            _AdapterReader(base, adapter, at, _configs_of(adapter, at), self, problems, products, replaced).read()
         if problems:
             raise CombineError(
                 f"tensors of adapters that do not fit the base ({len(problems):,})",
@@ -164,21 +167,18 @@ class LoRA(Combination):
             )
         # A tied tensor that something is added to is computed once for all its names.
         keys = {name: bytes_key(stored, name) for name, stored in base.flat.tensors.items()}
-        names_of: dict[object, list[str]] = {}
-        for name in deltas:
-            names_of.setdefault(keys[name], []).append(name)
-        sums: dict[object, Stored] = {}
-        for key, names in names_of.items():
-            weight = base.stored(names[0])
-            replacement = next((replaced[name][1] for name in names if name in replaced), weight)
-            sums[key] = _merged(replacement, weight.dtype, [delta for name in names for delta in deltas[name]])
-        tensors = {name: sums.get(keys[name], stored) for name, stored in base.flat.tensors.items()}
+        added: dict[object, list[_Product]] = {}
+        for name, of_name in products.items():
+            added.setdefault(keys[name], []).extend(of_name)
+        weights = {keys[name]: stored for name, (_, stored) in replaced.items() if name in products}
+        merged = {
+            keys[name]: _merged(weights.get(keys[name], base.stored(name)), base[name].dtype, added[keys[name]])
+            for name in products
+        }
+        tensors = {name: merged.get(keys[name], stored) for name, stored in base.flat.tensors.items()}
         for name, (_, stored) in replaced.items():
-            if name not in deltas:
-                like = base.get(name)
-                tensors[name] = (
-                    stored if like is None or like.dtype == stored.dtype else _merged(stored, like.dtype, ())
-                )
+            if name not in products:
+                tensors[name] = _merged(stored, base[name].dtype if name in base else stored.dtype, ())
         return FlatTree(tensors, dict(base.flat.values), base.flat.containers, versions_of([base]))
 
 
@@ -213,19 +213,122 @@ class _MisfitError(Exception):
     """A tensor of an adapter that does not fit the base: its name, and why."""
 
 
-class _Pair(msgspec.Struct, frozen=True):
-    """The matrices of a module, with the weight that their product is added to."""
+class _Layout(Enum):
+    """The tensor that the matrices A and B of an adapter belong to."""
 
-    text: str
-    """The module as the adapter names it."""
-    kinds: Mapping[str, str]
-    """The names of the tensors: "A", "B", "B.bias", "magnitude_vector", "alpha"."""
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+    CONV = "conv"
+    EXPERTS = "experts"
+    """A weight for each of several experts."""
+    BIAS = "bias"
+    """One tensor in the place of A and B."""
+
+
+class _Product(msgspec.Struct, frozen=True):
+    """What an adapter adds to one tensor of the base: scaling * B @ A, to which DoRA gives a norm; or a bias."""
+
+    roles: Mapping[str, str]
+    """The names of the tensors of the module: "A", "B", "B.bias", "magnitude_vector", "alpha"."""
+    path: str
+    """The module, or the parameter, as the adapter's configuration names it."""
     weight: str
-    is_parameter: bool
-    """Whether the weight is one of `target_parameters`."""
     layout: _Layout
-    is_transposed: bool | None
+    is_transposed: bool | None = False
     """Whether the weight has its inputs first; None if its shape allows both."""
+    is_parameter: bool = False
+    """Whether the weight is one of `target_parameters`."""
+    experts: int = 1
+    """The number of weights that have matrices of their own."""
+    scaling: float = 1
+    factors: tuple[Stored, ...] = ()
+    """A, B and the magnitude of DoRA, or a bias."""
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether the rows of the weight cannot be computed one by one."""
+        return self.layout is _Layout.CONV or (len(self.factors) == 3 and bool(self.is_transposed))
+
+    def add_to(
+        self,
+        block: torch.Tensor,
+        original: torch.Tensor,
+        rows: slice,
+        factors: Sequence[torch.Tensor],
+        memory: torch.Tensor,
+    ) -> None:
+        """Adds the product for some rows to them.
+
+        Args:
+            block: The rows of the weight.
+            original: The rows of the weight before anything was added to it.
+            rows: The place of the rows in the weight.
+            factors: The values of the factors.
+            memory: Memory for a product and a copy of the rows in its dtype.
+        """
+        product = self._multiply(rows, factors, memory[: block.numel()]).mul_(self.scaling)
+        if len(factors) == 3:
+            total = original + product
+            norm = torch.linalg.norm((total.T if self.is_transposed else total).flatten(1), dim=1)
+            factor = factors[2].view(-1)[slice(None) if self.is_transposed else rows] / norm
+            factor = factor if self.is_transposed else factor.view(-1, *[1] * (block.dim() - 1))
+            block.copy_(factor * (total if original is block else block + product))
+        elif block.dtype == product.dtype or self.layout is _Layout.EMBEDDING or self.is_parameter:
+            block += product.to(block.dtype)  # peft rounds these products
+        else:  # twice as fast as an addition of two dtypes
+            block.copy_(memory[-block.numel() :].view(block.shape).copy_(block).add_(product))
+
+    def _multiply(self, rows: slice, factors: Sequence[torch.Tensor], memory: torch.Tensor) -> torch.Tensor:
+        if self.layout is _Layout.BIAS:
+            return factors[0][rows].clone()
+        a, b = factors[:2]
+        if self.layout is _Layout.EXPERTS:
+            of_experts = b.view(len(b), -1, self.experts)[..., rows], a.view(self.experts, -1, a.shape[1])[rows]
+            return torch.einsum(f"ore,eri->{'eio' if self.is_transposed else 'eoi'}", *of_experts)
+        if self.layout is not _Layout.CONV:
+            if self.is_transposed:
+                return torch.mm(b, a[:, rows], out=memory.view(len(b), -1)).T
+            return torch.mm(b[rows], a, out=memory.view(-1, a.shape[1]))
+        if a.dim() == 4 and a.shape[2:] == (1, 1):
+            return (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).unsqueeze(2).unsqueeze(3)
+        return _CONVOLUTIONS[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
+
+
+def _merged(weight: Stored, dtype: torch.dtype, products: Sequence[_Product]) -> Stored:
+    """Returns a weight in a dtype, with everything that is added to it, to be computed when it is read."""
+    if weight.dtype == dtype and not products:
+        return weight
+    shape = tuple(weight.shape)
+    row = max(math.prod(shape[1:]), 1)
+    unit = max(math.prod(shape), 1) if any(product.needs_whole for product in products) else row
+    # peft keeps adapters of a base in half precision in float32.
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    has_dora = any(len(product.factors) == 3 for product in products)
+
+    def begin(factors: Sequence[torch.Tensor], allocate: Allocate) -> FillBlock:
+        memory = allocate((2 * block_elements(shape, unit),), wide)
+        values = iter([factor.to(wide) for factor in factors])
+        prepared = [(product, [next(values) for _ in product.factors]) for product in products]
+
+        def fill(out: torch.Tensor, blocks: Sequence[torch.Tensor], first: int) -> None:
+            if blocks[0].data_ptr() != out.data_ptr():
+                out.copy_(blocks[0])
+            block = out.view(-1, *shape[1:])
+            original = block.clone() if has_dora and len(products) > 1 else block
+            rows = slice(first // row, (first + out.numel()) // row)
+            for product, of_product in prepared:
+                product.add_to(block, original, rows, of_product, memory)
+
+        return fill
+
+    parts = tuple(factor for product in products for factor in product.factors)
+    temporaries = 2 + 3 * has_dora + 2 * any(product.layout is _Layout.CONV for product in products)
+    elements = sum(math.prod(part.shape) for part in parts) + temporaries * block_elements(shape, unit)
+    build = Blocks(begin, len(parts), unit, aligned(elements * wide.itemsize))
+    return Combined(f"merged with {len(products)}", dtype, shape, (weight, *parts), build)
+
+
+# Matching the tensors of an adapter with those of the base.
 
 
 class _AdapterReader(msgspec.Struct):
@@ -237,52 +340,49 @@ class _AdapterReader(msgspec.Struct):
     configs: Mapping[str, _AdapterConfig]
     options: LoRA
     problems: list[str]
-    deltas: dict[str, list[_Delta]]
+    products: dict[str, list[_Product]]
     """What all adapters so far add to the tensors of the base, by their names."""
     replaced: dict[str, tuple[str, Stored]]
     """The tensors that replace those of the base, by their names in the base, each with its adapter."""
     by_spelling: dict[str, list[str]] = {}
-    """The modules of the base with a weight, by their paths with underscores, if the adapter has such names."""
+    """The modules of the base with a weight, by their paths with underscores."""
 
     def read(self) -> None:
-        """Fills `deltas`, `replaced` and `problems`."""
-        if any(name.startswith(KOHYA_PREFIXES) for name in self.adapter):
-            for path in (name.removesuffix(".weight") for name in self.base if name.endswith(".weight")):
-                self.by_spelling.setdefault(path.replace(".", "_"), []).append(path)
-        by_text: dict[str, dict[str, str]] = {}
+        """Fills `products`, `replaced` and `problems`."""
+        for path in (name.removesuffix(".weight") for name in self.base if name.endswith(".weight")):
+            self.by_spelling.setdefault(path.replace(".", "_"), []).append(path)
+        roles_of: dict[str, dict[str, str]] = {}
         adapters: set[str] = set()
         for full in self.adapter:
             name = full.removeprefix(PEFT_PREFIX)
-            match = LORA_MATRIX.match(name)
-            if match is not None:
-                parts = (match["rest"] or "").split(".")
-                last = parts.pop() if parts[-1] in ("weight", "bias", "") else ""
-                adapters.add(".".join(parts))  # the adapter's name, empty if it is not in the file
-                text, kind = match["module"], {"down": "A", "up": "B"}.get(match["kind"], match["kind"])
-                kind = f"{kind}.bias" if last == "bias" else kind
+            if match := LORA_MATRIX.match(name):
+                adapters.add(match["adapter"] or "")  # empty if the adapter's name is not in the file
+                text, role = match["module"], {"down": "A", "up": "B"}.get(match["kind"], match["kind"])
+                role = "B.bias" if (role, match["last"]) == ("B", "bias") else role
             elif name.endswith(".alpha") and name not in self.base:
-                text, kind = name.removesuffix(".alpha"), "alpha"
+                text, role = name.removesuffix(".alpha"), "alpha"
             else:
                 with self._gathering():
-                    self._read_replacement(full, name.replace(".base_layer.", "."))
+                    self._read_replacement(full, name)
                 continue
-            if (other := by_text.setdefault(text, {}).setdefault(kind, full)) != full:
-                self._add_problem(full, f"is another matrix for the same as {other!r}")
+            with self._gathering():
+                if (other := roles_of.setdefault(text, {}).setdefault(role, full)) != full:
+                    raise _MisfitError(full, f"is another matrix for the same as {other!r}")
         if len(adapters) > 1:
             self.problems.append(f"{self.label} holds several adapters: {listed(sorted(adapters))}")
             return
         by_module: dict[str, dict[str, dict[str, str]]] = {}
-        for text, kinds in by_text.items():
+        for text, roles in roles_of.items():
             with self._gathering():
-                by_module.setdefault(self._module(text.replace(".base_layer", ""), kinds), {})[text] = kinds
-        pairs: list[_Pair] = []
-        for module, matrices in by_module.items():
+                by_module.setdefault(self._module(text.replace(".base_layer", ""), roles), {})[text] = roles
+        products: list[_Product] = []
+        for module, wrappers in by_module.items():
             with self._gathering():
-                pairs += self._pairs(module, matrices)
-        flips = {layout: self._flips_square(pairs, layout) for layout in (_Layout.LINEAR, _Layout.EXPERTS)}
-        for pair in pairs:
+                products += self._products(module, wrappers)
+        flips = {layout: self._flips_square(products, layout) for layout in (_Layout.LINEAR, _Layout.EXPERTS)}
+        for product in products:
             with self._gathering():
-                self._read_pair(pair, flips.get(pair.layout))
+                self._add_product(product, flips.get(product.layout))
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -290,27 +390,24 @@ class _AdapterReader(msgspec.Struct):
         try:
             yield
         except _MisfitError as error:
-            self._add_problem(*error.args)
+            full, what = error.args
+            self.problems.append(f"{full!r} of {self.label} {what}")
 
-    def _add_problem(self, full: str, what: str) -> None:
-        self.problems.append(f"{full!r} of {self.label} {what}")
-
-    def _module(self, text: str, kinds: Mapping[str, str]) -> str:
+    def _module(self, text: str, roles: Mapping[str, str]) -> str:
         """Returns the path in the base of a module of the adapter.
 
         Files of diffusers put the part of the pipeline before it. Those of kohya's tools write it with underscores.
         """
-        full = next(iter(kinds.values()))
-        matrices = kinds.keys() - {"alpha", "magnitude_vector"}
-        if matrices != {"embedding_A", "embedding_B"} and not {"A", "B"} <= matrices <= {"A", "B", "B.bias"}:
-            there = ", ".join(sorted(matrices)) or "no matrices of this module"
+        full = next(iter(roles.values()))
+        matrices = sorted(roles.keys() - {"alpha", "magnitude_vector"})
+        if matrices not in (["A", "B"], ["A", "B", "B.bias"], ["embedding_A", "embedding_B"]):
+            there = ", ".join(matrices) or "no matrices of this module"
             raise _MisfitError(full, f"lacks its counterpart: there are {there}")
         component, _, rest = text.partition(".")
-        is_flat = not rest and text.startswith(KOHYA_PREFIXES)
-        if f"{text}.weight" in self.base or full.startswith(PEFT_PREFIX) or not (is_flat or component in _PARTS):
+        if f"{text}.weight" in self.base or full.startswith(PEFT_PREFIX):
             return text
-        if not is_flat:
-            return rest if f"{rest}.weight" in self.base else text
+        if rest or not text.startswith(KOHYA_PREFIXES):
+            return rest if component in _PARTS and f"{rest}.weight" in self.base else text
         flat = text.partition("_")[2]
         component, _, rest = flat.partition("_")
         paths = _COMPONENTS.get(component, ())
@@ -318,13 +415,13 @@ class _AdapterReader(msgspec.Struct):
         modules = sorted(module for spelling in spellings for module in self.by_spelling.get(spelling, ()))
         if len(modules) == 1:
             return modules[0]
-        if modules:
-            raise _MisfitError(full, f"is for one of several modules, and does not say which: {listed(modules)}")
-        name = rest if paths else flat
-        raise _MisfitError(full, f"is for {name!r} with dots for some underscores, which the base lacks")
+        what = f"one of several modules, and does not say which: {listed(modules)}"
+        if not modules:
+            what = f"{rest if paths else flat!r} with dots for some underscores, which the base lacks"
+        raise _MisfitError(full, f"is for {what}")
 
-    def _pairs(self, module: str, by_text: Mapping[str, Mapping[str, str]]) -> list[_Pair]:
-        """Returns the matrices of a module with the weights that they fit.
+    def _products(self, module: str, wrappers: Mapping[str, Mapping[str, str]]) -> list[_Product]:
+        """Returns the products of a module's matrices with the weights that they fit.
 
         peft wraps a module once for each of its parameters that has matrices. The wrappers do not name the parameter.
         """
@@ -333,47 +430,48 @@ class _AdapterReader(msgspec.Struct):
         weights = [name for name in parameters if any(f".{name}".endswith(f".{target}") for target in targets)]
         weights = [name for name in weights if name in self.base] or weights[:1]
         is_parameter, weights = bool(weights), weights or [f"{module}.weight"]
-        firsts = [kinds.get("A") or kinds["embedding_A"] for kinds in by_text.values()]
+        firsts = [roles.get("A") or roles["embedding_A"] for roles in wrappers.values()]
         self._check_name(weights[0], firsts[0])
         if not len(firsts) == len(weights) <= _MOST_NESTED:
             raise _MisfitError(firsts[-1], f"is another matrix for the same as {firsts[0]!r}, {listed(weights)}")
-        fitting: list[list[_Pair]] = []
+        fitting: list[list[_Product]] = []
         for order in permutations(weights):
-            of_weights = zip(by_text.items(), order, strict=True)
-            fits = [self._fit(text, kinds, weight, is_parameter) for (text, kinds), weight in of_weights]
+            of_weights = zip(wrappers.items(), order, strict=True)
+            fits = [self._fit(text, roles, weight, is_parameter) for (text, roles), weight in of_weights]
             if None not in fits:
-                fitting.append([pair for pair in fits if pair is not None])
+                fitting.append([product for product in fits if product is not None])
         if len(fitting) == 1:
             return fitting[0]
         if fitting:
             raise _MisfitError(firsts[0], f"fits several of {listed(weights)}: merge this adapter with peft")
-        kinds = next(iter(by_text.values()))
-        a, b = (self.adapter[name] for kind, name in sorted(kinds.items()) if kind[-1] in "AB")
+        roles = next(iter(wrappers.values()))
+        a, b = (self.adapter[name] for role, name in sorted(roles.items()) if role[-1] in "AB")
         like = f"{weights[0]!r} of shape {self.base[weights[0]].shape}"
         raise _MisfitError(firsts[0], f"{a.dtype} of shape {a.shape}, with {b.dtype} of {b.shape}, does not fit {like}")
 
-    def _fit(self, text: str, kinds: Mapping[str, str], weight: str, is_parameter: bool) -> _Pair | None:
-        """Returns the matrices with a weight, if their product fits it."""
-        layout = _Layout.EMBEDDING if "embedding_A" in kinds else _Layout.LINEAR
-        kinds = {kind.removeprefix("embedding_"): name for kind, name in kinds.items()}
-        specs = [self.adapter[kinds[kind]] for kind in "AB"]
+    def _fit(self, text: str, roles: Mapping[str, str], weight: str, is_parameter: bool) -> _Product | None:
+        """Returns the product of matrices for a weight, without its factors; None if it does not fit."""
+        layout = _Layout.EMBEDDING if "embedding_A" in roles else _Layout.LINEAR
+        roles = {role.removeprefix("embedding_"): name for role, name in roles.items()}
+        specs = [self.adapter[roles[role]] for role in "AB"]
         (a, b), sizes = (spec.shape for spec in specs), self.base[weight].shape
         if specs[0].dtype != specs[1].dtype or len(a) < 2 or len(a) != len(b) or a[0] != b[1] or not a[0]:
             return None
+        path = weight if is_parameter else text
         if len(a) > 2:
             fits = sizes == (b[0], *a[1:]) and {*b[2:]} == {1} and len(a) in _CONVOLUTIONS
-            return _Pair(text, kinds, weight, is_parameter, _Layout.CONV, False) if fits else None
+            return _Product(roles, path, weight, _Layout.CONV, False, is_parameter) if fits else None
+        experts = 1
         if is_parameter and len(sizes) == 3 and sizes[0] and a[0] % sizes[0] == 0:
-            layout, sizes = _Layout.EXPERTS, sizes[1:]
+            layout, experts, sizes = _Layout.EXPERTS, sizes[0], sizes[1:]
         is_straight = sizes == (b[0], a[1]) and layout is not _Layout.EMBEDDING
         is_transposed = sizes == (a[1], b[0]) and (layout is _Layout.EXPERTS or not is_parameter)
         if not (is_straight or is_transposed):
             return None
-        return _Pair(
-            text, kinds, weight, is_parameter, layout, None if is_straight and is_transposed else is_transposed
-        )
+        flips = None if is_straight and is_transposed else is_transposed
+        return _Product(roles, path, weight, layout, flips, is_parameter, experts)
 
-    def _flips_square(self, pairs: Sequence[_Pair], layout: _Layout) -> bool | None:
+    def _flips_square(self, products: Sequence[_Product], layout: _Layout) -> bool | None:
         """Whether square weights have their inputs first, as those of `Conv1D` do; None if that is ambiguous.
 
         peft knows the class of each module, and its configuration only records that of the last one; so the shapes of
@@ -381,87 +479,80 @@ class _AdapterReader(msgspec.Struct):
         """
         if self.options.fan_in_fan_out is not None:
             return self.options.fan_in_fan_out
-        seen = {pair.is_transposed for pair in pairs if pair.layout is layout}
+        seen = {product.is_transposed for product in products if product.layout is layout}
         if layout is _Layout.LINEAR:
             seen |= {config.fan_in_fan_out for config in self.configs.values()}
         seen -= {None}
         return True in seen if len(seen) == 1 or (layout is _Layout.LINEAR and not seen) else None
 
-    def _read_pair(self, pair: _Pair, flips_square: bool | None) -> None:
-        kinds, weight = pair.kinds, pair.weight
-        first, shape = kinds["A"], self.base[weight].shape
-        is_transposed = flips_square if pair.is_transposed is None else pair.is_transposed
+    def _add_product(self, product: _Product, flips_square: bool | None) -> None:
+        """Records a product with its scaling and factors, and the bias of its second matrix."""
+        roles, weight, path = product.roles, product.weight, product.path
+        first, shape = roles["A"], self.base[weight].shape
+        is_transposed = flips_square if product.is_transposed is None else product.is_transposed
         if is_transposed is None:
             what = f"is for the square {weight!r}, which may have its inputs first or last"
             raise _MisfitError(first, f"{what}: give ms.merge.LoRA(fan_in_fan_out=...)")
-        experts = shape[0] if pair.layout is _Layout.EXPERTS else 1
-        rank = self.adapter[first].shape[0] // experts
-        path = weight if pair.is_parameter else pair.text
         config = self.configs.get("")
         if (part := path.partition("."))[0] in self.configs:
             config, path = self.configs[part[0]], part[2]
-        if config is not None and config.rank_of(path) not in (None, rank):
-            raise _MisfitError(first, f"has rank {rank}, and rank {config.rank_of(path)} is expected")
-        alpha = self._alpha(kinds, config, path, rank)
-        by_root = config is not None and config.use_rslora if self.options.rslora is None else self.options.rslora
-        scaling = alpha / math.sqrt(rank) if by_root else alpha / rank
-        factors = [first, kinds["B"]]
-        if magnitude := kinds.get("magnitude_vector"):
-            if pair.is_parameter or math.prod(self.adapter[magnitude].shape) != shape[1 if is_transposed else 0]:
+        settings = config or _AdapterConfig()
+        rank = self.adapter[first].shape[0] // product.experts
+        if (expected := _by_pattern(settings.rank_pattern, path, settings.r)) not in (None, rank):
+            raise _MisfitError(first, f"has rank {rank}, and rank {expected} is expected")
+        by_root = settings.use_rslora if self.options.rslora is None else self.options.rslora
+        scaling = self._alpha(roles, config, path, rank) / (math.sqrt(rank) if by_root else rank)
+        factors = [first, roles["B"]]
+        if magnitude := roles.get("magnitude_vector"):
+            if product.is_parameter or math.prod(self.adapter[magnitude].shape) != shape[1 if is_transposed else 0]:
                 raise _MisfitError(magnitude, f"does not fit {weight!r} of shape {shape}")
             factors.append(magnitude)
-        elif config is not None and config.use_dora:
+        elif settings.use_dora:
             raise _MisfitError(first, "lacks its counterpart: there is no lora_magnitude_vector, which DoRA needs")
-        is_rounded = pair.layout is _Layout.EMBEDDING or pair.is_parameter
-        self._add(weight, factors, _Delta(pair.layout, (), scaling, is_transposed, is_rounded, experts))
-        if of_b := kinds.get("B.bias"):
+        product = msgspec.structs.replace(product, is_transposed=is_transposed, scaling=scaling)
+        self._add(weight, factors, product)
+        if of_b := roles.get("B.bias"):
             bias = self._check_name(f"{weight.rpartition('.')[0]}.bias", of_b)
             if self.base[bias].shape != self.adapter[of_b].shape:
                 raise _MisfitError(of_b, f"does not fit {bias!r} of shape {self.base[bias].shape}")
-            self._add(bias, [of_b], _Delta(_Layout.BIAS, (), scaling))
+            self._add(bias, [of_b], msgspec.structs.replace(product, layout=_Layout.BIAS))
 
-    def _alpha(self, kinds: Mapping[str, str], config: _AdapterConfig | None, path: str, rank: int) -> float:
-        alpha = self.options.alpha
-        if alpha is None and (full := kinds.get("alpha")):
+    def _alpha(self, roles: Mapping[str, str], config: _AdapterConfig | None, path: str, rank: int) -> float:
+        alpha, first = self.options.alpha, roles["A"]
+        if alpha is None and (full := roles.get("alpha")):
             is_number = math.prod(self.adapter[full].shape) == 1 and not lacks_values(self.adapter.stored(full))
             alpha = self.adapter.tensor(full).reshape(()).item() if is_number else None
             if not _is_finite_number(alpha):
                 raise _MisfitError(full, "is not one finite number")
         elif alpha is None and config is not None:
-            alpha = config.alpha_of(path)
-        elif alpha is None and not (first := kinds["A"]).startswith(PEFT_PREFIX):
-            # the convention of diffusers and of kohya's tools
-            alpha = rank if first.endswith((".lora_A.weight", ".lora_down.weight")) else None
+            alpha = _by_pattern(config.alpha_pattern, path, config.lora_alpha)
+        elif alpha is None and not first.startswith(PEFT_PREFIX) and first.endswith(_WITHOUT_ALPHA):
+            alpha = rank
         if alpha is None:
-            raise _MisfitError(kinds["A"], "comes without adapter_config.json: give ms.merge.LoRA(alpha=...)")
-        return float(alpha)
+            raise _MisfitError(first, "comes without adapter_config.json: give ms.merge.LoRA(alpha=...)")
+        return alpha
 
-    def _add(self, name: str, factors: Sequence[str], delta: _Delta) -> None:
+    def _add(self, name: str, factors: Sequence[str], product: _Product) -> None:
         stored = tuple(self.adapter.stored(factor) for factor in factors)
         if name in self.replaced and tuple(self.replaced[name][1].shape) != self.base[name].shape:
             raise _MisfitError(factors[0], f"is for {name!r}, which the adapter replaces by another shape")
         for full, tensor in ((name, self.base.stored(name)), *zip(factors, stored, strict=True)):
             if not (tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and kind_of(tensor) == "strided"):
                 raise _MisfitError(full, f"is {tensor.dtype}, to which nothing can be added")
-        self.deltas.setdefault(name, []).append(msgspec.structs.replace(delta, factors=stored))
+        self.products.setdefault(name, []).append(msgspec.structs.replace(product, factors=stored))
 
-    def _read_replacement(self, full: str, name: str) -> None:
-        """Records a tensor that replaces one of the base."""
-        if ".original_module." in name:
-            return  # the base's tensor at the time when the adapter was made
-        plain = {_SAVED.sub(r"\1", name), _SAVED.sub("", name)}  # with and without the adapter's name
-        if plain != {name}:
-            # The same tensor may be there by its plain name too.
-            name = next((candidate for candidate in sorted(plain) if candidate in self.base), _SAVED.sub("", name))
-            if PEFT_PREFIX + name in self.adapter or self.replaced.get(name, ("",))[0] == self.label:
-                return
+    def _read_replacement(self, full: str, wrapped: str) -> None:
+        """Records a tensor that replaces one of the base. The same tensor may be there by its plain name too."""
+        name = _WRAPPED.sub("", wrapped)
+        if ".original_module." in name or (name != wrapped and PEFT_PREFIX + name in self.adapter):
+            return
         module = f".{name.rpartition('.')[0]}."
         saved = [of for config in self.configs.values() for of in config.modules_to_save or ()]
         if not any(f".{of}." in module for of in saved):
             self._check_name(name, full)
         if name in self.replaced:
             raise _MisfitError(full, f"replaces {name!r}, and so does {self.replaced[name][0]}")
-        if name in self.deltas:
+        if name in self.products:
             raise _MisfitError(full, f"replaces {name!r}, after something is added to it")
         self.replaced[name] = self.label, self.adapter.stored(full)
 
@@ -501,32 +592,24 @@ class _AdapterConfig(msgspec.Struct, frozen=True):
         for pattern in {**(self.alpha_pattern or {}), **(self.rank_pattern or {})}:
             _compiled(pattern)
 
-    def alpha_of(self, path: str) -> float | None:
-        return _by_pattern(self.alpha_pattern, path, self.lora_alpha)
-
-    def rank_of(self, path: str) -> int | None:
-        return _by_pattern(self.rank_pattern, path, self.r)
-
 
 def _configs_of(adapter: Checkpoint, where: str) -> dict[str, _AdapterConfig]:
     """Returns the configurations of an adapter by the part of the pipeline; the key is "" for a model.
 
-    Raises `CombineError` if a configuration is damaged, or if the adapter is of a kind that is not merged here.
+    Raises `CombineError` if a configuration is damaged, or if the adapter is more than matrices that are added to an
+    unchanged base.
     """
-    if adapter.files:
-        path = os.path.join(os.path.dirname(adapter.files[0]), "adapter_config.json")
-        if os.path.lexists(path):  # a link to nothing is an error: without its settings, other values are merged
-            configs = _decoded(read_whole(path, _MAX_BYTES, "the adapter's configuration"), path)
-            return {"": configs.get("", _AdapterConfig())}
     text = adapter.metadata.get(_METADATA)
-    return _decoded(text, f"{where}, {_METADATA}") if isinstance(text, str) else {}
-
-
-def _decoded(text: bytes | str, where: str) -> dict[str, _AdapterConfig]:
+    where = f"{where}, {_METADATA}"
+    path = os.path.join(os.path.dirname(adapter.files[0]), "adapter_config.json") if adapter.files else ""
+    if os.path.lexists(path):  # a link to nothing is an error: without its settings, other values are merged
+        text, where = read_whole(path, _MAX_BYTES, "the adapter's configuration"), path
+    if not isinstance(text, str | bytes):
+        return {}
     try:
         settings = msgspec.json.decode(text, type=dict[str, object])
-        parts: dict[str, dict[str, object]] = {}
-        is_of_pipeline = any(name.endswith(".lora_alpha") for name in settings)
+        parts: dict[str, dict[str, object]] = {} if settings else {"": {}}
+        is_of_pipeline = isinstance(text, str) and any(name.endswith(".lora_alpha") for name in settings)
         for name, value in settings.items():
             part, _, setting = name.rpartition(".") if is_of_pipeline else ("", "", name)
             parts.setdefault(part, {})[setting] = value
@@ -539,29 +622,24 @@ def _decoded(text: bytes | str, where: str) -> dict[str, _AdapterConfig]:
             remedy="copy it again; or remove it, and give ms.merge.LoRA(alpha=...)",
         ) from error
     for of_part in parts.values():
-        _check_kind(of_part, where)
+        unsupported = [name for name in _NOT_MERGED if of_part.get(name)]
+        if of_part.get("peft_type", "LORA") != "LORA":
+            unsupported.append("peft_type")
+        way = "" if unsupported else _WAY_OF_INIT
+        if str(of_part.get("init_lora_weights")).startswith(_CHANGE_THE_BASE):
+            unsupported.append("init_lora_weights")
+        if unsupported:
+            raise CombineError(
+                "an adapter of this kind is not merged here",
+                where=where,
+                expected='peft_type "LORA", alone, with DoRA or with target_parameters',
+                found=", ".join(f"{name}: {of_part[name]!r}" for name in unsupported),
+                remedy=f"merge it with peft: PeftModel.merge_and_unload(){way}",
+            )
     return configs
 
 
-def _check_kind(settings: Mapping[str, object], where: str) -> None:
-    """Raises `CombineError` for an adapter that is more than matrices to be added to an unchanged base."""
-    unsupported = [name for name in _NOT_MERGED if settings.get(name)]
-    if settings.get("peft_type", "LORA") != "LORA":
-        unsupported.insert(0, "peft_type")
-    of_base = str(settings.get("init_lora_weights")).startswith(_CHANGE_THE_BASE)
-    if unsupported or of_base:
-        shown = [*unsupported, "init_lora_weights"] if of_base else unsupported
-        way = ", or save it for the untouched base: save_pretrained(path_initial_model_for_weight_conversion=...)"
-        raise CombineError(
-            "an adapter of this kind is not merged here",
-            where=where,
-            expected='peft_type "LORA", alone, with DoRA or with target_parameters',
-            found=", ".join(f"{name}: {settings[name]!r}" for name in shown),
-            remedy="merge it with peft: PeftModel.merge_and_unload()" + ("" if unsupported else way),
-        )
-
-
-def _by_pattern(patterns: Mapping[str, _T] | None, path: str, default: _T | None) -> _T | None:
+def _by_pattern(patterns: Mapping[str, float] | None, path: str, default: float | None) -> float | None:
     """Returns the value of the first pattern that matches the end of the path, as peft does."""
     return next((value for pattern, value in (patterns or {}).items() if _compiled(pattern).match(path)), default)
 
@@ -581,111 +659,3 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(rf"(.*\.)?({pattern})$")
     except re.error as error:
         raise ValueError(f"the pattern {pattern[:80]!r} is not a regular expression: {error}") from error
-
-
-class _Layout(Enum):
-    """The tensor that the matrices A and B of an adapter belong to."""
-
-    LINEAR = "linear"
-    EMBEDDING = "embedding"
-    CONV = "conv"
-    EXPERTS = "experts"
-    """A weight for each of several experts."""
-    BIAS = "bias"
-    """One tensor in the place of A and B."""
-
-
-class _Delta(msgspec.Struct, frozen=True):
-    """What an adapter adds to one tensor of the base."""
-
-    layout: _Layout
-    factors: tuple[Stored, ...]
-    """A, B and the magnitude of DoRA, or a bias."""
-    scaling: float
-    is_transposed: bool = False
-    """Whether the weight has its inputs first."""
-    is_rounded: bool = False
-    """Whether the product is rounded to the dtype of the weight before it is added."""
-    experts: int = 1
-    """The number of weights that have matrices of their own."""
-
-    @property
-    def needs_whole(self) -> bool:
-        """Whether the rows of the weight cannot be computed one by one."""
-        return self.layout is _Layout.CONV or (len(self.factors) == 3 and self.is_transposed)
-
-    def add_to(
-        self,
-        block: torch.Tensor,
-        original: torch.Tensor,
-        rows: slice,
-        factors: Sequence[torch.Tensor],
-        memory: torch.Tensor,
-    ) -> None:
-        """Adds the product for some rows to them.
-
-        Args:
-            block: The rows of the weight.
-            original: The rows of the weight before anything was added to it.
-            rows: The place of the rows in the weight.
-            factors: The values of the factors.
-            memory: Memory for a product and a copy of the rows in its dtype.
-        """
-        product = self._product(rows, factors, memory[: block.numel()]).mul_(self.scaling)
-        if len(factors) == 3:
-            total = original + product
-            norm = torch.linalg.norm((total.T if self.is_transposed else total).flatten(1), dim=1)
-            factor = factors[2].view(-1)[slice(None) if self.is_transposed else rows] / norm
-            factor = factor if self.is_transposed else factor.view(-1, *[1] * (block.dim() - 1))
-            block.copy_(factor * (total if original is block else block + product))
-        elif self.is_rounded or block.dtype == product.dtype:
-            block += product.to(block.dtype)
-        else:  # twice as fast as an addition of two dtypes
-            block.copy_(memory[-block.numel() :].view(block.shape).copy_(block).add_(product))
-
-    def _product(self, rows: slice, factors: Sequence[torch.Tensor], memory: torch.Tensor) -> torch.Tensor:
-        if self.layout is _Layout.BIAS:
-            return factors[0][rows].clone()
-        a, b = factors[:2]
-        if self.layout is _Layout.EXPERTS:
-            of_experts = b.view(len(b), -1, self.experts)[..., rows], a.view(self.experts, -1, a.shape[1])[rows]
-            return torch.einsum(f"ore,eri->{'eio' if self.is_transposed else 'eoi'}", *of_experts)
-        if self.layout is not _Layout.CONV:
-            if self.is_transposed:
-                return torch.mm(b, a[:, rows], out=memory.view(len(b), -1)).T
-            return torch.mm(b[rows], a, out=memory.view(-1, a.shape[1]))
-        if a.dim() == 4 and a.shape[2:] == (1, 1):
-            return (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).unsqueeze(2).unsqueeze(3)
-        return _CONVOLUTIONS[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
-
-
-def _merged(weight: Stored, dtype: torch.dtype, deltas: Sequence[_Delta]) -> Combined:
-    """Returns a weight in a dtype, with everything that is added to it, to be computed when it is read."""
-    shape = tuple(weight.shape)
-    row = max(math.prod(shape[1:]), 1)
-    unit = max(math.prod(shape), 1) if any(delta.needs_whole for delta in deltas) else row
-    # peft keeps adapters of a base in half precision in float32.
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    has_dora = any(len(delta.factors) == 3 for delta in deltas)
-
-    def begin(factors: Sequence[torch.Tensor], allocate: Allocate) -> FillBlock:
-        memory = allocate((2 * block_elements(shape, unit),), wide)
-        values = iter([factor.to(wide) for factor in factors])
-        prepared = [(delta, [next(values) for _ in delta.factors]) for delta in deltas]
-
-        def fill(out: torch.Tensor, blocks: Sequence[torch.Tensor], first: int) -> None:
-            if blocks[0].data_ptr() != out.data_ptr():
-                out.copy_(blocks[0])
-            block = out.view(-1, *shape[1:])
-            original = block.clone() if has_dora and len(deltas) > 1 else block
-            rows = slice(first // row, (first + out.numel()) // row)
-            for delta, of_delta in prepared:
-                delta.add_to(block, original, rows, of_delta, memory)
-
-        return fill
-
-    factors = tuple(factor for delta in deltas for factor in delta.factors)
-    temporaries = 2 + 3 * has_dora + 2 * any(delta.layout is _Layout.CONV for delta in deltas)
-    elements = sum(math.prod(factor.shape) for factor in factors) + temporaries * block_elements(shape, unit)
-    build = Blocks(begin, len(factors), unit, aligned(elements * wide.itemsize))
-    return Combined(f"merged with {len(deltas)}", dtype, shape, (weight, *factors), build)

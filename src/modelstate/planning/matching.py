@@ -48,7 +48,8 @@ _MOST_HEADS = 12
 _MOST_CANDIDATES = 4
 """A name that is the end of more names than this is not evidence of a prefix."""
 LORA_MATRIX = re.compile(
-    r"(?P<module>.+)\.lora_(?P<kind>embedding_A|embedding_B|A|B|magnitude_vector|down|up)(?:\.(?P<rest>.+))?$"
+    r"(?P<module>.+)\.lora_(?P<kind>embedding_A|embedding_B|A|B|magnitude_vector|down|up)"
+    r"(?:\.(?P<adapter>.+?))??(?:\.(?P<last>weight|bias))?$"
 )
 """The names that peft, diffusers (A and B) and the tools of kohya (down and up) give to the matrices of LoRA."""
 KOHYA_PREFIXES = ("lora_", "lycoris_")
