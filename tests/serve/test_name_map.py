@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import NameMapError, PlanError
+from modelstate.errors import ModelCodeError, NameMapError, PlanError
 from tests.serve.models import Decoder, Everything, Fused, Halves, Nested, randomised
 
 
@@ -138,6 +138,13 @@ def test_tied_names_with_two_values_are_a_conflict() -> None:
     state = dict(module.state_dict(), again=torch.zeros(4, 4))
     with pytest.raises(PlanError, match="several tensors"):
         ms.load(Everything(), state, rules=[names])
+
+
+def test_a_hook_that_raises() -> None:
+    module = nn.Linear(2, 2)
+    module.register_state_dict_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ModelCodeError, match="ZeroDivisionError"):
+        ms.serve.NameMap.of(module)
 
 
 GOOD = json.loads(ms.serve.NameMap.of(Nested()).to_json())
