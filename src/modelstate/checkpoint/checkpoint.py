@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
+import xxhash
+
 from modelstate.arguments import check_flag
 from modelstate.checkpoint.mapped import Maps
-from modelstate.checkpoint.verification import DigestCheck
 from modelstate.errors import (
     ChecksumError,
     KeyNotFoundError,
@@ -20,13 +23,13 @@ from modelstate.errors import (
     UnsupportedTensorError,
     code_errors,
 )
+from modelstate.formats.manifest import ALGORITHM
 from modelstate.formats.tree import (
     Contents,
     FlatTree,
+    below,
     decoded,
     flatten,
-    is_container,
-    items_of,
     leaves,
     rebuild,
     referred_to,
@@ -35,12 +38,19 @@ from modelstate.formats.tree import (
 )
 from modelstate.html.page import ColumnKind, Page, Shown
 from modelstate.io.engine import (
+    RangeFile,
     Request,
+    for_each,
+    open_files,
+    read_fully,
     read_ranges,
+    read_threads,
 )
 from modelstate.io.files import FileFingerprint
 from modelstate.process import cached_attribute
+from modelstate.remote.location import CONNECTIONS
 from modelstate.spec import (
+    GAP_BYTES,
     ByteRange,
     Checksum,
     Encoded,
@@ -53,10 +63,9 @@ from modelstate.spec import (
     is_run,
     is_tensor,
     pieces,
-    under_names,
 )
 from modelstate.tensor_spec import TensorSpec, specs_of
-from modelstate.text_format import count, listed, short_repr, size
+from modelstate.text_format import listed, size
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +100,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             flat = FlatTree(tree, {}, [""], {} if tree.versions is None else {"": tree.versions})
         else:
             flat = flatten(tree, source)
-        self.flat = flat if key is None else _below(flat, key, source, self._decoded)
+        self.flat = flat if key is None else below(flat, key, source, self._decoded)
         """Tensors, values and containers by path. Must not be modified."""
         if contents.format == "mapping":
             for name, stored in self.flat.tensors.items():
@@ -369,7 +378,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         part = object.__new__(Checkpoint)
         part.contents, part.source = self.contents, self.source
         part.fingerprints, part._maps = self.fingerprints, self._maps
-        part.flat = _below(self.flat, key, self.source, self._decoded)
+        part.flat = below(self.flat, key, self.source, self._decoded)
         part.key = f"{self.key}.{key}" if self.key and key else self.key or key
         return part
 
@@ -654,50 +663,106 @@ def _check_target(out: object, shape: tuple[int, ...], dtype: torch.dtype, where
     )
 
 
-def _below(flat: FlatTree, key: str, where: str, decode: Callable[[object], object]) -> FlatTree:
-    if not isinstance(key, str):
-        raise OptionError("key= must be a dotted path", where=where, expected="a str", found=short_repr(key))
-    if not key:
-        return flat
-    prefix, cut = key + ".", len(key) + 1
-    part = FlatTree(
-        under_names(flat.tensors, {name[cut:]: name for name in flat.tensors if name.startswith(prefix)}),
-        {name[cut:]: value for name, value in flat.values.items() if name.startswith(prefix)},
-        [path[cut:] for path in flat.containers if path == key or path.startswith(prefix)],
-        {path[cut:]: versions for path, versions in flat.versions.items() if path == key or path.startswith(prefix)},
-    )
-    above = max((path for path in flat.containers if not path or f"{key}.".startswith(f"{path}.")), key=len, default="")
-    if above != key and above in flat.versions:  # the key ends within names that contain dots
-        module = key[len(above) + 1 :] if above else key
-        part.versions[""] = {
-            name[len(module) + 1 :]: entry
-            for name, entry in flat.versions[above].items()
-            if f"{name}.".startswith(f"{module}.")
-        }
-    if not part.tensors and not part.values:
-        part.values = _values_below(flat, key, where, decode)
-    if not part.tensors and not part.values:
-        counts = Counter(name.split(".", 1)[0] for name in flat.tensors if "." in name)
-        parts = listed((f"{k!r} ({count(n, 'tensor')})" for k, n in counts.most_common()), 8)
-        raise KeyNotFoundError(
-            f"nothing in the checkpoint is under {key!r}",
-            where=where,
-            expected=f"one of {parts}" if parts else "",
-            remedy="give one of these as key=, or none" if parts else "leave key= out: the checkpoint has no parts",
-            options="--key KEY, or leave it out",
-        )
-    return part
+# Comparing the bytes with the digests that were stored when they were saved.
+
+_CHUNK_BYTES = 256 << 10
+"""The size of the buffer of each thread that verifies checksums."""
+_REMOTE_CHUNK_BYTES = 4 << 20
+"""The same, where each read is a request."""
 
 
-def _values_below(flat: FlatTree, key: str, where: str, decode: Callable[[object], object]) -> dict[str, object]:
-    """The items of a container without tensors, which the flat view keeps as one value."""
-    head = key
-    while head and head not in flat.values:
-        head = head.rpartition(".")[0]
-    if not head:
-        return {}
-    try:
-        node = decode(subtree(flat.values[head], key[len(head) + 1 :], where, decode))
-    except KeyNotFoundError:
-        return {}
-    return dict(items_of(node)) if is_container(node) else {}
+class DigestCheck(msgspec.Struct, frozen=True):
+    """What there is to compare of a checkpoint. Created by `Checkpoint.verification`."""
+
+    source: str
+    """The path of the checkpoint, for messages."""
+    fingerprints: Mapping[str, FileFingerprint]
+    """The files that are read."""
+    names_of: Mapping[ByteRange, list[str]]
+    """The storages to read, and for each of them the names of the tensors in it."""
+    checksums: Mapping[ByteRange, Checksum]
+    """The stored digest of each of these storages."""
+    what: str = "tensors"
+    """What the storages are, for messages."""
+
+    def run(self, on_read: Callable[[int], None] | None = None, share: slice = slice(None)) -> int:
+        """Reads the storages, compares them with their digests, and returns the number of bytes that were compared.
+
+        Small storages that lie next to each other are read at once. Several ranks verify a checkpoint together with a
+        `share` of these reads each. `on_read` is called with the size of each storage, and may raise to end it.
+
+        Raises:
+            ChecksumError: A storage differs from its digest.
+            ReadFailedError: A file cannot be read, or has changed since it was opened.
+        """
+        is_remote = any(self.fingerprints[storage.path].is_remote for storage in self.names_of)
+        chunk_bytes = _REMOTE_CHUNK_BYTES if is_remote else _CHUNK_BYTES
+        runs = _runs(self.names_of, chunk_bytes)[share]
+        computed: dict[ByteRange, str] = {}
+
+        def compute(buffer: memoryview, run: list[ByteRange]) -> None:
+            path, start, nbytes = run[0]
+            nbytes = run[-1].start + run[-1].nbytes - start
+            is_read = nbytes <= chunk_bytes
+            if is_read:
+                read_fully(files[path], [buffer[:nbytes]], start, nbytes)
+            for storage in run:
+                checksum, values = self.checksums[storage], []
+                for first, end in checksum.blocks(storage.nbytes):
+                    begin, stop = storage.start + first, storage.start + end
+                    part = [buffer[begin - start : stop - start]]
+                    chunks = part if is_read else _chunks(files[path], begin, stop, buffer)
+                    crc, hashed = 0, xxhash.xxh3_128()
+                    for chunk in chunks:
+                        if checksum.algorithm == ALGORITHM:
+                            hashed.update(chunk)
+                        else:
+                            crc = zlib.crc32(chunk, crc)
+                    values.append(hashed.hexdigest() if checksum.algorithm == ALGORITHM else f"{crc:08x}")
+                computed[storage] = "".join(values)
+
+        def on_done(run: list[ByteRange], _: float) -> None:
+            for storage in run:
+                if on_read:
+                    on_read(storage.nbytes)
+
+        with open_files({run[0].path for run in runs}, self.fingerprints) as files:
+            threads = min(CONNECTIONS if is_remote else read_threads(), len(runs))
+            for_each(runs, [partial(compute, memoryview(bytearray(chunk_bytes))) for _ in range(threads)], on_done)
+        damaged = [
+            name
+            for storage, names in self.names_of.items()
+            for name in names
+            if storage in computed and computed[storage] != self.checksums[storage].value
+        ]
+        if damaged:
+            raise ChecksumError(
+                f"{self.what} that are not what their checksums say ({len(damaged):,})",
+                where=self.source,
+                found=listed(damaged, 8),
+                remedy="the file is damaged, or was saved with checksums switched off: get it again from its source",
+            )
+        return sum(storage.nbytes for storage in computed)
+
+
+def _runs(storages: Iterable[ByteRange], most_bytes: int) -> list[list[ByteRange]]:
+    """Groups storages in the order of the files: one alone, or neighbours that are within `most_bytes` of a file."""
+    runs: list[list[ByteRange]] = []
+    end = 0
+    for storage in sorted(storages):
+        run = runs[-1] if runs else []
+        is_next = run and run[0].path == storage.path and 0 <= storage.start - end <= GAP_BYTES
+        end = storage.start + storage.nbytes
+        if is_next and end - run[0].start <= most_bytes:
+            run.append(storage)
+        else:
+            runs.append([storage])
+    return runs
+
+
+def _chunks(file: RangeFile, start: int, end: int, buffer: memoryview) -> Iterator[memoryview]:
+    """Yields a part of a file in pieces, each of them in the buffer."""
+    for at in range(start, end, len(buffer)):
+        chunk = buffer[: min(len(buffer), end - at)]
+        read_fully(file, [chunk], at, len(chunk))
+        yield chunk

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from modelstate.errors import AmbiguousCheckpointError, CodecError, KeyNotFoundError, SourceTypeError, keep_interrupt
+from modelstate.errors import (
+    AmbiguousCheckpointError,
+    CodecError,
+    KeyNotFoundError,
+    OptionError,
+    SourceTypeError,
+    keep_interrupt,
+)
 from modelstate.io.files import FileFingerprint
 from modelstate.spec import (
     ByteRange,
@@ -25,8 +32,10 @@ from modelstate.spec import (
     is_tensor,
     is_uninitialised,
     set_version_metadata,
+    under_names,
     version_metadata,
 )
+from modelstate.text_format import count, listed, short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -299,6 +308,56 @@ def _nodes_at(node: object, path: str, decode: Callable[[Encoded], object]) -> I
             yield child
         else:
             yield from _nodes_at(child, path[len(key) + 1 :], decode)
+
+
+def below(flat: FlatTree, key: str, where: str, decode: Callable[[object], object]) -> FlatTree:
+    """Returns the part of a tree under a dotted path. Raises `KeyNotFoundError`, and what `decode` raises."""
+    if not isinstance(key, str):
+        raise OptionError("key= must be a dotted path", where=where, expected="a str", found=short_repr(key))
+    if not key:
+        return flat
+    prefix, cut = key + ".", len(key) + 1
+    part = FlatTree(
+        under_names(flat.tensors, {name[cut:]: name for name in flat.tensors if name.startswith(prefix)}),
+        {name[cut:]: value for name, value in flat.values.items() if name.startswith(prefix)},
+        [path[cut:] for path in flat.containers if path == key or path.startswith(prefix)],
+        {path[cut:]: versions for path, versions in flat.versions.items() if path == key or path.startswith(prefix)},
+    )
+    above = max((path for path in flat.containers if not path or f"{key}.".startswith(f"{path}.")), key=len, default="")
+    if above != key and above in flat.versions:  # the key ends within names that contain dots
+        module = key[len(above) + 1 :] if above else key
+        part.versions[""] = {
+            name[len(module) + 1 :]: entry
+            for name, entry in flat.versions[above].items()
+            if f"{name}.".startswith(f"{module}.")
+        }
+    if not part.tensors and not part.values:
+        part.values = _values_below(flat, key, where, decode)
+    if not part.tensors and not part.values:
+        counts = Counter(name.split(".", 1)[0] for name in flat.tensors if "." in name)
+        parts = listed((f"{k!r} ({count(n, 'tensor')})" for k, n in counts.most_common()), 8)
+        raise KeyNotFoundError(
+            f"nothing in the checkpoint is under {key!r}",
+            where=where,
+            expected=f"one of {parts}" if parts else "",
+            remedy="give one of these as key=, or none" if parts else "leave key= out: the checkpoint has no parts",
+            options="--key KEY, or leave it out",
+        )
+    return part
+
+
+def _values_below(flat: FlatTree, key: str, where: str, decode: Callable[[object], object]) -> dict[str, object]:
+    """The items of a container without tensors, which the flat view keeps as one value."""
+    head = key
+    while head and head not in flat.values:
+        head = head.rpartition(".")[0]
+    if not head:
+        return {}
+    try:
+        node = decode(subtree(flat.values[head], key[len(head) + 1 :], where, decode))
+    except KeyNotFoundError:
+        return {}
+    return dict(items_of(node)) if is_container(node) else {}
 
 
 def decoded(node: object, tensor: Callable[[Stored], torch.Tensor]) -> object:
