@@ -124,7 +124,6 @@ SETUPS = {
     "store.SavedStep": STORE,
     "store.Resumable": LOOP,
     "resumable": LOOP,
-    "declare_extra_state": "class Net(nn.Linear):\n    epoch = 0\n",
     "serve.Following": FOLLOWED,
     "serve.Following.stop": FOLLOWING,
     "serve.SwapReport": LIVE,

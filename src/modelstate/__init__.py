@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from modelstate.loading.load import load as load, plan as plan
     from modelstate.loading.load_state_dict import load_state_dict as load_state_dict
     from modelstate.loading.skeleton import skeleton as skeleton
-    from modelstate.objects.extra_state import declare_extra_state as declare_extra_state, extra_state as extra_state
+    from modelstate.objects.extra_state import extra_state as extra_state
     from modelstate.objects.lazy_buffers import register_lazy_buffer as register_lazy_buffer
     from modelstate.objects.optimizer_state import (
         load_optimizer_state as load_optimizer_state,
@@ -84,7 +84,7 @@ else:
             "modelstate.loading.load": ("load", "plan"),
             "modelstate.loading.load_state_dict": ("load_state_dict",),
             "modelstate.loading.skeleton": ("skeleton",),
-            "modelstate.objects.extra_state": ("declare_extra_state", "extra_state"),
+            "modelstate.objects.extra_state": ("extra_state",),
             "modelstate.objects.lazy_buffers": ("register_lazy_buffer",),
             "modelstate.objects.optimizer_state": ("load_optimizer_state", "optimizer_state"),
             "modelstate.objects.restore": ("restore",),

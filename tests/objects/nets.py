@@ -53,7 +53,7 @@ def through_a_file(model: nn.Module, state: Any, path: Path) -> Any:
 def saved_as(cls: str = "", version: int = 1, **values: Any) -> dict[str, Any]:
     """What a class of that name has saved at some time."""
     holder = type("Holder", (nn.Module,), {})
-    ms.declare_extra_state(holder, *values, version=version)
+    ms.extra_state(*values, version=version)(holder)
     module = holder()
     for name, value in values.items():
         setattr(module, name, value)

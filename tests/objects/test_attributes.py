@@ -25,7 +25,7 @@ def test_a_property_that_raises(load: Load) -> None:
         def p(self, value: Any) -> None:
             self.taken = value
 
-    ms.declare_extra_state(Raising, "p")
+    ms.extra_state("p")(Raising)
     model = Raising()
     with pytest.raises(errors.ExtraStateError, match=r"Raising\.p[^!]*not yet"):
         model.state_dict()
@@ -44,7 +44,7 @@ class Bare(Plain):
     """With a name that is neither in the class nor in the instance."""
 
 
-ms.declare_extra_state(Bare, "p")
+ms.extra_state("p")(Bare)
 
 
 @pytest.mark.parametrize("kind", ["parameter", "submodule", "buffer", "hidden buffer", "buffer of None"])
@@ -92,7 +92,7 @@ class Watched(Plain):
             raise RuntimeError("not with me")
 
 
-ms.declare_extra_state(Watched, "plain", "slot", "prop", "fussy")
+ms.extra_state("plain", "slot", "prop", "fussy")(Watched)
 
 
 def test_properties_and_slots(load: Load) -> None:

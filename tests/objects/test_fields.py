@@ -1,4 +1,4 @@
-"""`extra_state` and `declare_extra_state`: attributes in state dicts, through torch's tools and ours."""
+"""`extra_state`: attributes in state dicts, through torch's tools and ours."""
 
 from collections.abc import Callable
 from typing import Any
@@ -139,17 +139,17 @@ def test_a_class_that_cannot_be_edited(load: Load) -> None:
 
     existing = Foreign()
     old = existing.state_dict()
-    assert ms.declare_extra_state(Foreign, "epoch", optional=True) is None
+    assert ms.extra_state("epoch", optional=True)(Foreign) is Foreign
     existing.epoch = 4
     made = Foreign()
     load(made, deep(existing)[0]["body"][1].state_dict())
     assert made.epoch == 4
     load(made, old)
     assert made.epoch == 4
-    ms.declare_extra_state(Foreign, "epoch", optional=True)  # as when a cell of a notebook is run again
+    ms.extra_state("epoch", optional=True)(Foreign)  # as when a cell of a notebook is run again
     for other in ({"optional": False}, {"version": 2}, {"defaults": {"epoch": 1}}, {"upgrade": max}):
         with pytest.raises(errors.OptionError, match="already"):
-            ms.declare_extra_state(Foreign, "epoch", **{"optional": True, **other})
+            ms.extra_state("epoch", **{"optional": True, **other})(Foreign)
     with pytest.raises(errors.OptionError, match="'epoch'"):
         ms.extra_state("more")(Foreign)
 
@@ -181,7 +181,7 @@ def test_arguments_that_mean_nothing(names: Any, options: Any) -> None:
         ms.extra_state(*names, **options)
     cls = type("Mine", (nn.Module,), {})
     with pytest.raises(errors.OptionError):
-        ms.declare_extra_state(cls, *names, **options)
+        ms.extra_state(*names, **options)(cls)
     assert not [name for name in vars(cls) if "state" in name]
 
 
@@ -190,16 +190,16 @@ def test_what_is_no_class_of_modules(cls: Any) -> None:
     with pytest.raises(errors.OptionError, match=r"subclass of torch\.nn\.Module"):
         ms.extra_state("p")(cls)
     with pytest.raises(errors.OptionError, match=r"subclass of torch\.nn\.Module"):
-        ms.declare_extra_state(cls, "p")
+        ms.extra_state("p")(cls)
 
 
 @pytest.mark.parametrize("half", ["get_extra_state", "set_extra_state"])
 def test_half_of_the_methods(half: str) -> None:
     cls = type("Half", (Plain,), {half: vars(Own)[half]})
     with pytest.raises(errors.OptionError, match=half):
-        ms.declare_extra_state(cls, "p")
+        ms.extra_state("p")(cls)
 
 
 def test_a_name_of_a_base_class() -> None:
     with pytest.raises(errors.OptionError, match="a base class has declared"):
-        ms.declare_extra_state(type("Again", (Net,), {}), "epoch")
+        ms.extra_state("epoch")(type("Again", (Net,), {}))

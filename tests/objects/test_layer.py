@@ -190,7 +190,7 @@ def test_a_base_that_was_declared_before_the_subclass(load: Load) -> None:
     load(made, Net(3).state_dict())
     assert (made.epoch, made.more) == (3, "as built")
     strict = type("Strict", (Net,), {"more": 1})
-    ms.declare_extra_state(strict, "more")
+    ms.extra_state("more")(strict)
     with pytest.raises((errors.ExtraStateError, errors.PlanError), match="'more'"):
         load(strict(), Net(3).state_dict())
 
@@ -199,7 +199,7 @@ def test_nothing_is_set_where_one_class_of_several_cannot_take_its_part() -> Non
     class Leaf(Two):
         pass
 
-    ms.declare_extra_state(Leaf, "leaf")
+    ms.extra_state("leaf")(Leaf)
     Leaf.leaf = 0
     state = Leaf().state_dict()
     for part in (state["_extra_state"], state["_extra_state"]["base"]):
@@ -218,7 +218,7 @@ def own() -> type[nn.Module]:
 def test_methods_that_are_there_already(load: Load, as_base: bool) -> None:
     cls = type("Below", (own(),), {}) if as_base else own()
     cls.p = "as built"
-    ms.declare_extra_state(cls, "p", optional=True)
+    ms.extra_state("p", optional=True)(cls)
     model, made = with_values(cls(), kept=3, p=[4]), cls()
     load(made, model.state_dict())
     assert (made.kept, made.p) == (3, [4])
@@ -243,7 +243,7 @@ def test_a_subclass_that_wraps(load: Load) -> None:
     model, made = with_values(Wrapping(3), mine=2), Wrapping()
     load(made, model.state_dict())
     assert (made.mine, made.epoch) == (2, 3)
-    ms.declare_extra_state(Wrapping, "third")
+    ms.extra_state("third")(Wrapping)
     model, made = with_values(Wrapping(3), mine=2, third=4), with_values(Wrapping(), third=0)
     load(made, model.state_dict())
     assert (made.mine, made.epoch, made.third) == (2, 3, 4)

@@ -58,6 +58,9 @@ def extra_state(
 ) -> Callable[[type[M]], type[M]]:
     """Declares attributes of a module class that are saved in its state dict and loaded from it; a decorator.
 
+    A class that cannot be edited is declared with a call, `ms.extra_state("epoch")(Net)`, which holds for existing
+    instances too. The same declaration a second time changes nothing.
+
     The class gets `get_extra_state` and `set_extra_state`, so that `torch.save`, `torch.load` with its defaults and a
     strict `load_state_dict` work as they are. A value may be of any kind that `modelstate.register_codec` documents:
     tensors, None, numbers, strings, containers, dataclasses and so on. A copy of it is saved. Subclasses
@@ -98,38 +101,7 @@ def extra_state(
         >>> other.epoch
         3
     """
-    layer = Layer(names, optional, version, {} if defaults is None else defaults, upgrade)
-
-    def declare(cls: type[M]) -> type[M]:
-        layer.install(cls)
-        return cls
-
-    return declare
-
-
-def declare_extra_state(
-    cls: type[nn.Module],
-    *names: str,
-    optional: bool = False,
-    version: int = 1,
-    defaults: Mapping[str, object] | None = None,
-    upgrade: Upgrade | None = None,
-) -> None:
-    """Declares extra state for a class that cannot be edited. It holds for all instances, also for existing ones.
-
-    The same declaration a second time changes nothing.
-
-    Args:
-        cls: the module class.
-        names, optional, version, defaults, upgrade: as in `extra_state`.
-
-    Raises:
-        OptionError: As in `extra_state`, and where the class has another declaration already.
-
-    Examples:
-        >>> ms.declare_extra_state(Net, "epoch", optional=True)
-    """
-    Layer(names, optional, version, {} if defaults is None else defaults, upgrade).install(cls)
+    return Layer(names, optional, version, {} if defaults is None else defaults, upgrade).install
 
 
 Prepared = tuple[list[tuple[str, object]], Callable[[], None] | None]
@@ -171,8 +143,8 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
         if self.upgrade is not None and not callable(self.upgrade):
             _refuse("upgrade= must be a function", self.upgrade, "a function upgrade(old_version, values) -> values")
 
-    def install(self, cls: type[nn.Module]) -> None:
-        """Gives a class the methods. Raises `OptionError` where it cannot have the declaration."""
+    def install(self, cls: type[M]) -> type[M]:
+        """Gives a class the methods, and returns it. Raises `OptionError` where it cannot have the declaration."""
         if not isinstance(cls, type) or not issubclass(cls, nn.Module) or cls is nn.Module:
             _refuse("extra state is declared for a subclass of torch.nn.Module", cls)
         for base in cls.__mro__:
@@ -181,7 +153,7 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
                 continue
             if base is cls:
                 if layer.is_same(self):
-                    return
+                    return cls
                 problem = f"the class {layer.name} has declared extra state already"
                 _refuse(problem, _quoted(layer.names), "name all attributes in one declaration")
             if twice := [name for name in self.names if name in layer.names]:
@@ -204,6 +176,7 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
             setattr(method, KEEPS_NAMES, name not in replaced)
             setattr(cls, name, method)
         setattr(cls, _LAYER, layer)
+        return cls
 
     def is_same(self, other: Layer) -> bool:
         """Whether the other declaration changes nothing, as when a notebook cell is run again."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import pairwise
@@ -30,6 +30,7 @@ from modelstate.objects.optimizer_values import (
     DTYPES,
     ORDERS,
     Group,
+    OptimizerPlan,
     ParamState,
     Path,
     Recorded,
@@ -229,7 +230,12 @@ def load_optimizer_state(
                     found=listed(planned.problems, _MAX_SHOWN, "\n    "),
                     remedy="; or ".join([*planned.remedies, *names]),
                 )
-        into_recorded_memory(planned.load(copying=agreement.phase("reading", decides=True)))
+        with ExitStack() as held, Transaction(model) as transaction:
+            with agreement.phase("reading", decides=True):
+                recorded = planned.load(transaction)
+                # A rank that is interrupted behind the vote would be the only one that keeps its old state.
+                held.enter_context(deferred_signals())
+            transaction.commit(partial(into_recorded_memory, recorded))
 
 
 def check_keep_options(patterns: Iterable[str], options: Sequence[str]) -> None:
@@ -259,82 +265,6 @@ def remedies_for_names(missing: Sequence[str], unexpected: Sequence[str], gone: 
     if unexpected:
         remedies.append(f"for those that are gone or frozen: {gone}")
     return remedies
-
-
-class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
-    """The plan of loading the state of an optimizer. Made by `plan_by_name`."""
-
-    optimizer: torch.optim.Optimizer
-    states: Mapping[torch.Tensor, ParamState]
-    """The saved state of each parameter that has some."""
-    other: Mapping[str, object]
-    """The saved state under other keys than parameters."""
-    options: list[tuple[dict[str, Any], dict[str, Any]]]
-    """Groups of the optimizer, each with the saved options that it gets."""
-    missing: list[str]
-    """Names of parameters that lack saved state, and may not."""
-    unexpected: list[str]
-    """Saved names that the optimizer does not have, and may not be there."""
-    problems: list[str]
-    """A line of text for each thing that does not fit."""
-    remedies: list[str]
-    """The remedies for all but the names of parameters."""
-    note: str
-    """Set where the state is of another class and is loaded all the same."""
-
-    def load(
-        self, transaction: Transaction | None = None, copying: AbstractContextManager[None] | None = None
-    ) -> list[Recorded]:
-        """Loads the state, all or nothing. Call it only where there are no problems.
-
-        Args:
-            transaction: gets the undo of the load.
-            copying: the context within which the values are copied. They take effect after it.
-
-        Returns:
-            What is for `into_recorded_memory` when all else has succeeded.
-
-        Raises:
-            OptimizerStateError: A value cannot be copied.
-        """
-        optimizer = self.optimizer
-        with ExitStack() as uninterrupted:
-            with copying or nullcontext():
-                try:
-                    new_state = placed_state(optimizer, self.states)
-                    other = placed_options(self.other, cast(Group, optimizer.state))
-                    new_options = [(group, placed_options(options, group)) for group, options in self.options]
-                except Exception as error:
-                    raise OptimizerStateError(
-                        "a value of the state cannot be copied; nothing has been changed",
-                        where=type(optimizer).__name__,
-                        found=error,
-                    ) from error
-                # A rank that is interrupted behind the vote would be the only one that keeps its old state.
-                uninterrupted.enter_context(deferred_signals())
-                uninterrupted.enter_context(without_modes())
-            if transaction is not None:
-                changed: list[dict[Any, Any]] = [optimizer.state, *optimizer.param_groups]
-                before = [dict(values) for values in changed]
-
-                def put_back() -> None:
-                    for values, old in zip(changed, before, strict=True):
-                        values.clear()
-                        values.update(old)
-
-                transaction.register_undo(put_back)
-            recorded: list[Recorded] = []
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    new = new_state.get(param, {})
-                    recorded += recorded_by_graphs(optimizer.state.pop(param, {}), new, new)
-            optimizer.state.clear()
-            optimizer.state.update(new_state)
-            cast(dict[str, object], optimizer.state).update(other)
-            for group, options in new_options:
-                recorded += recorded_by_graphs(group, options, group)
-                group.update(options)
-        return recorded
 
 
 def plan_by_name(
@@ -418,16 +348,63 @@ def plan_by_name(
     lines += [f"{name}: the optimizer has no such parameter" for name in unexpected]
     lines += [f"{name}: nothing was saved for it" for name in missing]
     return OptimizerPlan(
-        optimizer=optimizer,
-        states=states,
-        other=saved.other,
-        options=options,
-        missing=missing,
-        unexpected=unexpected,
+        load=partial(_load, optimizer, states, saved.other, options),
         problems=list(dict.fromkeys([*lines, *option_problems, *unfit])),
         remedies=remedies,
         note=note,
+        missing=missing,
+        unexpected=unexpected,
     )
+
+
+def _load(
+    optimizer: torch.optim.Optimizer,
+    states: Mapping[torch.Tensor, ParamState],
+    other: Mapping[str, object],
+    options: Iterable[tuple[dict[str, Any], Mapping[str, object]]],
+    transaction: Transaction,
+) -> list[Recorded]:
+    """Gives an optimizer copies of a saved state, as `OptimizerPlan.load` does.
+
+    Args:
+        optimizer: the optimizer.
+        states: the saved state of each parameter that has some.
+        other: the saved state under other keys than parameters.
+        options: groups of the optimizer, each with the saved options that it gets.
+        transaction: gets the undo.
+    """
+    try:
+        new_state = placed_state(optimizer, states)
+        new_other = placed_options(other, cast(Group, optimizer.state))
+        new_options = [(group, placed_options(of_group, group)) for group, of_group in options]
+    except Exception as error:
+        raise OptimizerStateError(
+            "a value of the state cannot be copied; nothing has been changed",
+            where=type(optimizer).__name__,
+            found=error,
+        ) from error
+    changed: list[dict[Any, Any]] = [optimizer.state, *optimizer.param_groups]
+    before = [dict(values) for values in changed]
+
+    def put_back() -> None:
+        for values, old in zip(changed, before, strict=True):
+            values.clear()
+            values.update(old)
+
+    transaction.register_undo(put_back)
+    recorded: list[Recorded] = []
+    with deferred_signals(), without_modes():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                new = new_state.get(param, {})
+                recorded += recorded_by_graphs(optimizer.state.pop(param, {}), new, new)
+        optimizer.state.clear()
+        optimizer.state.update(new_state)
+        cast(dict[str, object], optimizer.state).update(new_other)
+        for group, of_group in new_options:
+            recorded += recorded_by_graphs(group, of_group, group)
+            group.update(of_group)
+    return recorded
 
 
 class _SavedState(msgspec.Struct, frozen=True, eq=False):

@@ -12,6 +12,7 @@ import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -88,6 +89,26 @@ def same_state(first: Values, second: Values) -> bool:
 
 def is_torchs(cls: type) -> bool:
     return cls.__module__.startswith("torch.optim")
+
+
+class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
+    """The plan of loading the state of an optimizer. Made by `plan_by_name`, and by `plan_whole`."""
+
+    load: Callable[[Transaction], list[Recorded]]
+    """Loads the state, and registers the undo. Returns what is for `into_recorded_memory` when all else has succeeded.
+
+    Call it only where there are no problems. Raises `OptimizerStateError` for a value that the optimizer does not take.
+    """
+    problems: list[str]
+    """A line of text for each thing that does not fit."""
+    remedies: list[str]
+    """The remedies for all but the names of parameters."""
+    note: str
+    """Set where the state is not by name, or is of another class, and is loaded all the same."""
+    missing: Sequence[str] = ()
+    """Names of parameters that lack saved state, and may not."""
+    unexpected: Sequence[str] = ()
+    """Saved names that the optimizer does not have, and may not be there."""
 
 
 class ParamState(NamedTuple):
@@ -435,67 +456,6 @@ def _note(optimizer: _Optimizer) -> str:
     return f"not by name: what {type(optimizer).__name__}.state_dict returns, by positions of parameters"
 
 
-class WholePlan(msgspec.Struct, frozen=True, eq=False):
-    """The plan of restoring an optimizer whole. Made by `plan_whole`."""
-
-    optimizer: _Optimizer
-    state: Mapping[str, Any]
-    """The result of `whole_state`."""
-    keeps: Callable[[str], bool]
-    """Whether the optimizer keeps its own value of the option of a name."""
-    problems: list[str]
-    """A line of text for each thing that does not fit."""
-    remedies: list[str]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-
-    @property
-    def note(self) -> str:
-        return _note(self.optimizer)
-
-    def load(self, transaction: Transaction) -> list[Recorded]:
-        """Loads the state by the optimizer's own `load_state_dict`, and compares what the optimizer has then.
-
-        Torch's own `load_state_dict` casts tensors to the dtypes of the parameters. They get their saved dtypes again,
-        unless the parameters have other dtypes than the saved ones.
-
-        Raises:
-            OptimizerStateError: The optimizer does not have the state afterwards.
-        """
-        optimizer, state = self.optimizer, self.state
-        kept = [
-            (each, [{key: group[key] for key in group if self.keeps(str(key))} for group in each.param_groups])
-            for each in _optimizers_within(optimizer)
-        ]
-        saved = in_memory_orders(state[_STATE], state[ORDERS])
-        with transaction.model_code():
-            optimizer.load_state_dict(deep_copy(saved))
-            live = dict(leaf_paths(optimizer.state_dict()))
-        if [*state[DTYPES].values()] == [str(param.dtype) for param in _params(optimizer)]:
-            for path, value in leaf_paths(saved):
-                own = live.get(path)
-                if (
-                    isinstance(own, torch.Tensor)
-                    and isinstance(value, torch.Tensor)
-                    and own.shape == value.shape
-                    and own.dtype != value.dtype
-                ):
-                    transaction.save_metadata(own)
-                    own.data = value.detach().to(own.device, copy=True)
-                if not same_value(own, value):
-                    raise OptimizerStateError(
-                        "the optimizer's load_state_dict does not give it the state that its state_dict returned; "
-                        "nothing has been changed",
-                        where=type(optimizer).__name__,
-                        found=f"another value of {'.'.join(map(str, path))}",
-                        remedy="mend load_state_dict in the class of the optimizer",
-                    )
-        for each, of_groups in kept:
-            for group, options in zip(each.param_groups, of_groups, strict=False):
-                group.update(group_options(options))
-        return []
-
-
 def plan_whole(
     optimizer: _Optimizer,
     names: Mapping[torch.Tensor, Sequence[str]],
@@ -503,7 +463,7 @@ def plan_whole(
     rules: Sequence[Rule],
     keeps: Callable[[str], bool],
     start_anew: str,
-) -> WholePlan:
+) -> OptimizerPlan:
     """Compares the class and the parameters of a saved state with those of the optimizer, and changes nothing.
 
     Args:
@@ -533,7 +493,48 @@ def plan_whole(
         "build the optimizer that was saved: the same class over the same parameters in the same order",
         f"to begin without its state: {start_anew}",
     ]
-    return WholePlan(optimizer, state, keeps, problems, remedies)
+    return OptimizerPlan(partial(_load_whole, optimizer, state, keeps), problems, remedies, _note(optimizer))
+
+
+def _load_whole(
+    optimizer: _Optimizer, state: Mapping[str, Any], keeps: Callable[[str], bool], transaction: Transaction
+) -> list[Recorded]:
+    """Loads a state by the optimizer's own `load_state_dict`, and compares what the optimizer has then.
+
+    Torch's own `load_state_dict` casts tensors to the dtypes of the parameters. They get their saved dtypes again,
+    unless the parameters have other dtypes than the saved ones.
+    """
+    kept = [
+        (each, [{key: group[key] for key in group if keeps(str(key))} for group in each.param_groups])
+        for each in _optimizers_within(optimizer)
+    ]
+    saved = in_memory_orders(state[_STATE], state[ORDERS])
+    with transaction.model_code():
+        optimizer.load_state_dict(deep_copy(saved))
+        live = dict(leaf_paths(optimizer.state_dict()))
+    if [*state[DTYPES].values()] == [str(param.dtype) for param in _params(optimizer)]:
+        for path, value in leaf_paths(saved):
+            own = live.get(path)
+            if (
+                isinstance(own, torch.Tensor)
+                and isinstance(value, torch.Tensor)
+                and own.shape == value.shape
+                and own.dtype != value.dtype
+            ):
+                transaction.save_metadata(own)
+                own.data = value.detach().to(own.device, copy=True)
+            if not same_value(own, value):
+                raise OptimizerStateError(
+                    "the optimizer's load_state_dict does not give it the state that its state_dict returned; "
+                    "nothing has been changed",
+                    where=type(optimizer).__name__,
+                    found=f"another value of {'.'.join(map(str, path))}",
+                    remedy="mend load_state_dict in the class of the optimizer",
+                )
+    for each, of_groups in kept:
+        for group, options in zip(each.param_groups, of_groups, strict=False):
+            group.update(group_options(options))
+    return []
 
 
 def _optimizers_within(optimizer: _Optimizer) -> list[_Optimizer]:

@@ -48,15 +48,14 @@ from modelstate.objects.objects import (
     tensors_within,
 )
 from modelstate.objects.optimizer_state import (
-    OptimizerPlan,
     check_keep_options,
     plan_by_name,
     remedies_for_names,
 )
 from modelstate.objects.optimizer_values import (
     DTYPES,
+    OptimizerPlan,
     Recorded,
-    WholePlan,
     group_options,
     into_recorded_memory,
     is_whole,
@@ -380,7 +379,7 @@ class _Restoring(msgspec.Struct, eq=False):
     may_miss: Patterns
     may_exceed: Patterns
     keep_options: tuple[str, ...]
-    plans: dict[str, OptimizerPlan | WholePlan] = {}
+    plans: dict[str, OptimizerPlan] = {}
     notes: list[str] = []
     """Notes for the report."""
 
@@ -444,7 +443,7 @@ class _Restoring(msgspec.Struct, eq=False):
 
     def _plan_optimizer(
         self, path: str, optimizer: torch.optim.Optimizer, is_initialised: Callable[[str], bool]
-    ) -> OptimizerPlan | WholePlan:
+    ) -> OptimizerPlan:
         state, keeps, start_anew = self.saved[path].tree, partial(_keeps, self.keep_options, path), _start_anew(path)
         if is_whole(state):
             names = parameter_names(ModuleContainer(self.modules), optimizer)
