@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from modelstate.errors import DamagedFileError, OpenError
+from modelstate.process import cached_attribute
 
 if TYPE_CHECKING:
     import torch
@@ -408,7 +409,7 @@ else:
     Stored = Described  # for annotations only: `Described` tells the two apart
 
 
-class TensorColumns(msgspec.Struct, frozen=True):
+class TensorColumns(msgspec.Struct, frozen=True, dict=True):
     """Contiguous tensors in files, as the columns of a table. The reader of the files has checked them."""
 
     dtype_names: Sequence[str]
@@ -427,6 +428,30 @@ class TensorColumns(msgspec.Struct, frozen=True):
         dtypes = {name: getattr(torch, name) for name in {*self.dtype_names}}
         names = (dtypes[name] for name in self.dtype_names)
         return zip(names, self.shapes, self.paths, self.starts, self.nbytes, strict=True)
+
+    def ranges(self) -> list[ByteRange]:
+        """Returns the range of each tensor."""
+        return [*map(ByteRange, self.paths, self.starts, self.nbytes)]
+
+    @cached_attribute
+    def extents(self) -> list[ByteRange]:
+        """The ranges in the order of the files, where ranges that adjoin or are equal are one."""
+        if len(self.nbytes) == 1:
+            return self.ranges()
+        import numpy as np
+
+        numbers = dict[str, int]()
+        paths = np.array([numbers.setdefault(path, len(numbers)) for path in self.paths])
+        starts, nbytes = np.array(self.starts), np.array(self.nbytes)
+        order = np.lexsort((starts, paths))
+        paths, starts, ends = paths[order], starts[order], (starts + nbytes)[order]
+        is_first = np.ones(len(order), bool)
+        is_first[1:] = (paths[1:] != paths[:-1]) | (starts[1:] > ends[:-1])
+        first = np.flatnonzero(is_first)
+        last = np.append(first[1:], len(order)) - 1
+        names = [*numbers]
+        runs = zip(paths[first].tolist(), starts[first].tolist(), ends[last].tolist(), strict=True)
+        return [ByteRange(names[path], start, end - start) for path, start, end in runs]
 
     def selected(self, rows: Sequence[int]) -> TensorColumns:
         """Returns some rows, in this order; this object itself for all rows in their order."""

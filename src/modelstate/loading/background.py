@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
+from msgspec.structs import replace
 
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import BackgroundCancelledError, OptionError
@@ -15,7 +16,7 @@ from modelstate.loading.stage import prefetch_range, stage
 from modelstate.loading.stream import Progress, Staging
 from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner
-from modelstate.planning.transfer import Transfer, Transfers, Way
+from modelstate.planning.transfer import Execution, Way
 from modelstate.process import progress_bar, stopped_by
 from modelstate.torch_compat.plain import is_plain
 
@@ -31,13 +32,13 @@ class StagedLoad:
     again; values that depend on the model's values; and values that need no read.
     """
 
-    def __init__(self, plan: LoadPlan, staging: Staging, transfers: Iterable[Transfers], verify: bool) -> None:
+    def __init__(self, plan: LoadPlan, staging: Staging, executions: Iterable[Execution], verify: bool) -> None:
         """Takes over what a load reads, before the transaction in which it was planned is undone.
 
         Args:
             plan: The plan of the load.
             staging: How the values are read. The caller must not use it afterwards.
-            transfers: What the plan reads. The caller must not use it afterwards.
+            executions: What the plan reads. The caller must not use it afterwards.
             verify: Whether `read` compares the file with its checksums.
 
         Raises:
@@ -47,16 +48,13 @@ class StagedLoad:
         self.verified_bytes = 0
         self._verification = staging.checkpoint.verification() if verify else None
         self._notes: list[str] = []
-        self._handed_over: list[Transfers] = []
-        self._transfers = [item for item in transfers if item.is_from_files]
-        for item in self._transfers:
-            if isinstance(item, Transfer) and is_plain(item.param):
-                item.params = [item.param.detach()]  # keeps its metadata when the model changes
+        self._handed_over: list[Execution] = []
+        self._executions = [item for item in executions if item.transfers.is_from_files and not item.finals]
         if staging.options.transform is not None:
             _ = staging.own_memory  # computed now, in the thread that uses the model
         self.staging = staging
         """How the values are read, which the load that commits takes over."""
-        self.nbytes = sum(item.nbytes for item in self._transfers)
+        self.nbytes = sum(item.transfers.nbytes for item in self._executions)
 
     def read(self, progress: Progress) -> None:
         """Reads, casts and transforms the values.
@@ -69,40 +67,42 @@ class StagedLoad:
             ChecksumError: The file is damaged.
             TransformError: A transform raises, or returns a tensor that cannot be loaded.
         """
-        staging, transfers = self.staging, self._transfers
+        staging, executions = self.staging, self._executions
         if self._verification:
             self.verified_bytes = self._verification.run(lambda _: progress(0))
-        self._notes += prefetch_range(staging, transfers)
+        self._notes += prefetch_range(staging, [item.transfers for item in executions])
         with staging.files as files:
-            stage(staging, transfers, progress)
+            stage(staging, executions, progress)
             files.check_unchanged()
         # Other threads use the tensors on other streams: the copies on the streams of this thread must have ended.
-        for device in {final.device for item in transfers for final in item.finals}:
+        for device in {final.device for item in executions for final in item.finals}:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
     def hand_over(self, staging: Staging, planner: Planner) -> list[str]:
         """Hands the values to the load that commits. Returns notes for the report."""
-        ready = {name: (item, row) for item in self._transfers if item.finals for row, name in enumerate(item.names)}
-        columns = [item for item in self._transfers if not isinstance(item, Transfer)]
+        ready = {name: item for item in self._executions if item.finals for name in item.transfers.names}
+        columns = [item for item in self._executions if item.transfers.own is None]
         if planner.plain:  # no code of the model has come since: the columns are the same
             slots = planner.slots.by_name
             for item in columns:
-                item.params = [slots[name].tensor for name in item.names]
+                params = [slots[name].tensor for name in item.transfers.names]
+                item.transfers = replace(item.transfers, params=params)
             planner.plain = columns
             self._handed_over += columns
         for item in planner.singles:
-            staged, row = ready.get(item.name, (None, 0))
-            if staged is None or item.finals or item.stored is None:
+            staged = ready.get(item.transfers.name)
+            if staged is None or item.finals or item.transfers.facts.stored is None:
                 continue
-            final = staged.finals[row]
-            item.way, item.why, item.maps = staged.way, staged.why, staged.maps
-            if isinstance(staged, Transfer):
+            was, final = staged.transfers, staged.finals[staged.transfers.names.index(item.transfers.name)]
+            item.transfers = replace(item.transfers, way=was.way, why=was.why, maps=was.maps)
+            if was.own is not None:
                 # The model may have come to hold the memory that a transform returned.
-                if item.way is Way.STAGED and staged.transform is not None:
+                if was.way is Way.STAGED and was.own.transform is not None:
                     final = final.clone() if staging.own_memory.hold(final) else final
-                item.dtypes, item.freezes = staged.dtypes, staged.freezes
-            item.finals, item.seconds = [final], staged.seconds * item.nbytes / max(staged.nbytes, 1)
+                item.transfers, item.freezes = replace(item.transfers, dtypes=was.dtypes), staged.freezes
+            item.finals = [final]
+            item.seconds = staged.seconds * item.transfers.nbytes / max(was.nbytes, 1)
             self._handed_over.append(item)
         for final in (final for item in self._handed_over for final in item.finals):
             if final.is_cuda and is_plain(final):
@@ -113,9 +113,9 @@ class StagedLoad:
 
     def release(self) -> None:
         """Frees all values that have been read, also where other objects still refer to the plans."""
-        for item in (*self._transfers, *self._handed_over):
+        for item in (*self._executions, *self._handed_over):
             item.finals = []
-        self._transfers, self._handed_over = [], []
+        self._executions, self._handed_over = [], []
 
 
 class LoadHandle:

@@ -26,7 +26,7 @@ from modelstate.io.memory import fresh_tensors
 from modelstate.planning.matching import MatchedCheckpoint
 from modelstate.planning.plan import RankReport
 from modelstate.planning.planner import Planner
-from modelstate.planning.transfer import Transfer, Transfers, Way
+from modelstate.planning.transfer import Execution, Way
 from modelstate.rules.expression import Derived, leaves, read_bytes
 from modelstate.spec import AT_ONCE_BYTES, ByteRange, StoredTensor, pieces
 from modelstate.text_format import count, size
@@ -102,14 +102,15 @@ def rank_reports(
     A rank sends four numbers, whatever the size of the model.
     """
     # Those in columns are in no DTensor.
-    read_bytes_here = whole_bytes = sum(item.nbytes for item in planner.plain if item.maps is None)
+    read_bytes_here = whole_bytes = sum(item.transfers.nbytes for item in planner.plain if item.transfers.maps is None)
     is_read_here = set(map(id, to_read_here(planner.singles, shared)))
     for item in planner.singles:
-        stored, whole = item.stored, item.stored
-        if stored is None or item.maps is not None:
+        facts = item.transfers.facts
+        stored, whole = facts.stored, facts.stored
+        if stored is None or item.transfers.maps is not None:
             continue
-        if item.sharded is not None:
-            whole = planner.incoming.origin_of(item.sharded.value)[1]
+        if facts.sharded is not None:
+            whole = planner.incoming.origin_of(facts.sharded.value)[1]
         read_bytes_here += read_bytes(stored) if id(item) in is_read_here else 0
         whole_bytes += 0 if whole is None else read_bytes(whole)
     times = [int(agreement.seconds.get(name, 0) * 1e9) for name in (PLANNING, READING, COMMIT)]
@@ -142,7 +143,7 @@ def _slots(planner: Planner) -> Iterator[object]:
         yield slot.names, slot.kind, tuple(tensor.shape), tensor.dtype, layout
     if planner.options.read_once:
         # Which values one rank reads for others depends on where they go, and whether they may be maps.
-        for item in planner.singles:
+        for item in (single.transfers for single in planner.singles):
             yield item.name, item.on_cpu, bool(planner.options.map and item.param.is_meta)
 
 
@@ -212,7 +213,7 @@ def _text(matched: MatchedCheckpoint) -> str:
 class SharedRead(msgspec.Struct, frozen=True):
     """A value that one rank reads for several."""
 
-    transfer: Transfer
+    execution: Execution
     ranks: tuple[int, ...]
     """The ranks that hold the same part of the tensor."""
     reader: int
@@ -221,32 +222,33 @@ class SharedRead(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Bytes of the value as it is loaded."""
-        return self.transfer.param.numel() * self.transfer.dtype.itemsize
+        return self.execution.transfers.param.numel() * self.execution.transfers.dtype.itemsize
 
 
-def shared_reads(transfers: Sequence[Transfer], agreement: Agreement) -> list[SharedRead]:
+def shared_reads(executions: Sequence[Execution], agreement: Agreement) -> list[SharedRead]:
     """Chooses the values that one rank reads for its replicas, and has them staged before the commit.
 
     The ranks of a group take turns by bytes. All of them come to the same choice, since their transfers are the same.
     """
     turns: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     found: list[SharedRead] = []
-    for item in transfers:
+    for execution in executions:
+        item, facts = execution.transfers, execution.transfers.facts
         ranks = agreement.ranks
-        if item.sharded is not None:
-            ranks = replicas_of(item.sharded.tensor)
-        stored = item.stored
-        is_computed = item.is_transformed or item.way is Way.CODE
+        if facts.sharded is not None:
+            ranks = replicas_of(facts.sharded.tensor)
+        stored = facts.stored
+        is_computed = facts.is_transformed or item.way is Way.CODE
         is_certain = stored.is_certain if isinstance(stored, Derived) else True
-        in_file = stored is not None and not isinstance(stored, torch.Tensor)
+        in_file = stored is not None and not facts.is_live
         has_bytes = item.param.numel() > 0 and item.maps is None
         if len(ranks) < 2 or not (in_file and is_certain and has_bytes and item.on_cpu and not is_computed):
             continue
         reader = min(ranks, key=turns[ranks].__getitem__)
         turns[ranks][reader] += item.nbytes
-        found.append(SharedRead(item, ranks, reader))
+        found.append(SharedRead(execution, ranks, reader))
         if item.way in (Way.INTO, Way.STAGED):
-            item.stage_instead(f"rank {reader} reads it for {len(ranks)} ranks")
+            execution.stage_instead(f"rank {reader} reads it for {len(ranks)} ranks")
     return found
 
 
@@ -260,13 +262,13 @@ def notes_on_shared(shared: Sequence[SharedRead]) -> list[str]:
     ]
 
 
-def to_read_here(transfers: Sequence[Transfers], shared: Sequence[SharedRead]) -> list[Transfers]:
-    """Returns the transfers that this rank reads itself."""
+def to_read_here(executions: Sequence[Execution], shared: Sequence[SharedRead]) -> list[Execution]:
+    """Returns what this rank reads itself."""
     if not shared:
-        return list(transfers)
+        return list(executions)
     rank = dist.get_rank()
-    received = {id(read.transfer) for read in shared if read.reader != rank}
-    return [item for item in transfers if id(item) not in received]
+    received = {id(read.execution) for read in shared if read.reader != rank}
+    return [item for item in executions if id(item) not in received]
 
 
 def connect(shared: Sequence[SharedRead], agreement: Agreement) -> None:
@@ -283,8 +285,8 @@ def broadcast(shared: Sequence[SharedRead], agreement: Agreement) -> None:
     Small values are sent in a buffer of limited size. Raises `RankLostError` where a rank does not take part.
     """
     rank = dist.get_rank()
-    received = [read.transfer for read in shared if read.reader != rank]
-    finals = fresh_tensors([layout for item in received for layout in item.layouts()])
+    received = [read.execution for read in shared if read.reader != rank]
+    finals = fresh_tensors([layout for item in received for layout in item.transfers.layouts()])
     for item, final in zip(received, finals, strict=True):
         item.finals = [final]
     groups: dict[tuple[tuple[int, ...], int], list[SharedRead]] = defaultdict(list)
@@ -296,7 +298,7 @@ def broadcast(shared: Sequence[SharedRead], agreement: Agreement) -> None:
 
 
 def _send(batch: Sequence[SharedRead], ranks: tuple[int, ...], reader: int, agreement: Agreement) -> None:
-    finals = [read.transfer.final for read in batch if read.transfer.final is not None]
+    finals = [read.execution.final for read in batch if read.execution.final is not None]
     # Their elements may lie in another order on each rank.
     values = [final.detach().contiguous() for final in finals]
     tensors = [value.view(-1).view(torch.uint8) for value in values]

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
+from msgspec.structs import replace
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError
 from modelstate.io.page_cache import bring_into_cache, lease_files
 from modelstate.loading.stage import limit_memory, reads_into_slots, stage, stage_one
 from modelstate.loading.stream import Progress, Staging
 from modelstate.planning.planner import refusal_of_writes
-from modelstate.planning.transfer import Transfer, Transfers, Way, copy_cannot_fail
+from modelstate.planning.transfer import Execution, Transfers, Way, copy_cannot_fail
 from modelstate.text_format import listed
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import without_modes
@@ -24,39 +25,42 @@ from modelstate.transaction.transaction import Transaction, Write
 class Place(Write):
     """The write that executes a transfer. The final value decides how."""
 
-    __slots__ = ("staging", "transfer")
+    __slots__ = ("execution", "staging")
 
-    def __init__(self, staging: Staging, transfer: Transfer) -> None:
-        super().__init__(transfer.param, transfer.value)
-        self.staging, self.transfer = staging, transfer
+    def __init__(self, staging: Staging, execution: Execution) -> None:
+        super().__init__(execution.transfers.param, execution.transfers.facts.value)
+        self.staging, self.execution = staging, execution
 
     @property
     def cannot_fail(self) -> bool:
         """Whether only a copy between existing memory remains."""
-        transfer, param, final = self.transfer, self.transfer.param, self.transfer.final
+        transfer, param, final = self.execution.transfers, self.target, self.execution.final
         if final is None or transfer.way is Way.CODE or param.is_meta or not _keeps_memory(transfer):
             return False
         return final is param or copy_cannot_fail(param, final)
 
     def run(self, transaction: Transaction | None) -> None:
-        transfer, param = self.transfer, self.target
-        if transfer.final is None:
+        execution, param = self.execution, self.target
+        if execution.final is None:
             if transaction is not None:
-                if transfer.way is Way.INTO and self.staging.options.in_place is None:
-                    transfer.stage_instead("code of the model uses it")
-                transfer.maps = None  # the value is read: code uses it
-                if transfer.way is Way.MAP:
-                    transfer.way, transfer.why = Way.NEW, "was on meta: code of the model uses it"
-            stage_one(self.staging, transfer)
-        final = transfer.final
+                used = "code of the model uses it"
+                way = execution.transfers.way
+                if way is Way.INTO and self.staging.options.in_place is None:
+                    execution.stage_instead(used)
+                elif way is Way.MAP:
+                    execution.transfers = replace(execution.transfers, way=Way.NEW, why=f"was on meta: {used}")
+                execution.transfers = replace(execution.transfers, maps=None)  # the value is read
+            stage_one(self.staging, execution)
+        transfer, final = execution.transfers, execution.final
+        sharded = transfer.facts.sharded
         assert final is not None
         if final is param:
             return  # the value was read in place
         if transaction is None:
             param.copy_(final)
-        elif transfer.sharded is not None and (param.is_meta or not _keeps_memory(transfer) or not is_plain(final)):
+        elif sharded is not None and (param.is_meta or not _keeps_memory(transfer) or not is_plain(final)):
             # The DTensor stays the same object. In inference mode it would become one that cannot be trained.
-            held = transfer.sharded.tensor
+            held = sharded.tensor
             with torch.inference_mode(final.is_inference()), torch.no_grad():
                 transaction.save_metadata(held)
                 transaction.register_undo(become(held, dtensor_like(held, final), _converted_grad(held, final)))
@@ -65,8 +69,9 @@ class Place(Write):
         else:
             with torch.no_grad():
                 self._replace(param, final, transaction)
-        if transfer.freezes and transfer.slot_tensor.requires_grad:
-            slot_tensor, grad = transfer.slot_tensor, transfer.slot_tensor.grad
+        (slot_tensor,) = transfer.slot_tensors
+        if execution.freezes and slot_tensor.requires_grad:
+            grad = slot_tensor.grad
 
             def undo() -> None:
                 slot_tensor.requires_grad_()
@@ -78,7 +83,7 @@ class Place(Write):
             slot_tensor.requires_grad_(False)
 
     def _replace(self, param: torch.Tensor, final: torch.Tensor, transaction: Transaction) -> None:
-        transfer = self.transfer
+        transfer = self.execution.transfers
         if transfer.way is Way.CODE or not is_plain(final):
             if transfer.way is Way.CODE:
                 transaction.save_tensor(param)
@@ -93,7 +98,7 @@ class Place(Write):
             else:
                 transaction.save_metadata(param)
                 _take_over(transfer.name, param, final, transaction)
-            transfer.dtypes, transfer.device = [param.dtype], param.device
+            self.execution.transfers = replace(transfer, dtypes=[param.dtype], device=param.device)
         elif _keeps_memory(transfer):
             transaction.save_tensor(param)
             param.copy_(final)
@@ -101,7 +106,7 @@ class Place(Write):
             transaction.register_undo(point_to(param, final, _converted_grad(param, final)))
 
 
-def _keeps_memory(transfer: Transfer) -> bool:
+def _keeps_memory(transfer: Transfers) -> bool:
     """Whether the slot keeps its memory."""
     return transfer.param.dtype == transfer.dtype and transfer.param.device == transfer.device
 
@@ -125,17 +130,17 @@ def _take_over(name: str, param: torch.Tensor, value: torch.Tensor, transaction:
         transaction.register_undo(become(param, value, grad if fits else None))
 
 
-def overwrite(staging: Staging, transfers: Sequence[Transfers], advance: Progress) -> None:
+def overwrite(staging: Staging, executions: Sequence[Execution], advance: Progress) -> None:
     """Reads values straight into the memory of their slots, as a load with `in_place=True` does.
 
     Raises:
         ReadFailedError, MemoryBudgetError, PlacementError: Values may be partly overwritten, and the error says so.
     """
-    for path in {extent.path for item in transfers for extent in item.extents}:
+    for path in {extent.path for item in executions for extent in item.transfers.extents}:
         _ = staging.files[path]
     staging.files.check_unchanged()  # nothing has been overwritten yet
     try:
-        for read in reads_into_slots(staging, transfers, advance):
+        for read in reads_into_slots(staging, executions, advance):
             read()
     except Exception as error:
         kind: type[ModelStateError] = PlacementError  # of torch: what was read could not be cast or copied
@@ -149,18 +154,19 @@ def overwrite(staging: Staging, transfers: Sequence[Transfers], advance: Progres
         ) from error
 
 
-def place_fallible(transaction: Transaction, transfers: Iterable[Transfers]) -> None:
+def place_fallible(transaction: Transaction, executions: Iterable[Execution]) -> None:
     """Gives memory to slots on meta, and places values that may run code of a tensor subclass: all can be undone."""
-    for item in transfers:
-        if not isinstance(item, Transfer) and item.way in (Way.MAP, Way.NEW):
+    for item in executions:
+        transfers = item.transfers
+        if transfers.own is None and transfers.way in (Way.MAP, Way.NEW):
             try:
                 with without_modes():
-                    give_memory_to_all(item.params, item.finals, transaction.register_undo)
+                    give_memory_to_all(transfers.params, item.finals, transaction.register_undo)
             except Exception as error:
                 row = next(row for row, value in enumerate(item.finals) if not value.is_meta)
-                raise _placement_error(item.names[row], item.params[row], item.finals[row], error) from error
+                raise _placement_error(transfers.names[row], transfers.params[row], item.finals[row], error) from error
     for write in transaction.writes:
-        if not isinstance(write, Place) or write.done or write.transfer.way is Way.INTO:
+        if not isinstance(write, Place) or write.done or write.execution.transfers.way is Way.INTO:
             continue
         if write.target.is_meta or not write.cannot_fail:
             try:
@@ -168,7 +174,7 @@ def place_fallible(transaction: Transaction, transfers: Iterable[Transfers]) -> 
             except ModelStateError:
                 raise
             except Exception as error:
-                raise _placement_error(write.transfer.name, write.target, write.value, error) from error
+                raise _placement_error(write.execution.transfers.name, write.target, write.value, error) from error
 
 
 def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error: Exception) -> PlacementError:
@@ -183,14 +189,14 @@ def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error
 
 
 def lease_for_commit(
-    staging: Staging, waiting: Sequence[Transfers], transfers: Sequence[Transfers], advance: Progress
+    staging: Staging, waiting: Sequence[Execution], executions: Sequence[Execution], advance: Progress
 ) -> None:
     """Leases the files that are read at the commit. Where they cannot be leased, their values are staged now.
 
     Args:
         staging: How the values are read.
         waiting: What is read at the commit.
-        transfers: Everything that the load reads.
+        executions: Everything that the load reads.
         advance: Called with numbers of bytes that are done.
 
     Raises:
@@ -198,23 +204,23 @@ def lease_for_commit(
         MemoryBudgetError: The values have to be staged, and need too much memory.
     """
     # Progress may be shown in a way that fails, so it comes before the commit.
-    extents = [extent for item in waiting for extent in item.extents]
+    extents = [extent for item in waiting for extent in item.transfers.extents]
     refusal = "the page cache has not all of it"
     if bring_into_cache(extents, staging.files, lambda _: advance(0)):
         refusal = lease_files(extents, staging.files)
     if not refusal:
-        advance(sum(item.nbytes for item in waiting))
+        advance(sum(item.transfers.nbytes for item in waiting))
         return
     for item in waiting:
         item.stage_instead(refusal)
-    limit_memory(staging, transfers)
-    stage(staging, transfers, advance)
+    limit_memory(staging, [item.transfers for item in executions])
+    stage(staging, executions, advance)
 
 
 def commit_values(
     transaction: Transaction,
-    waiting: Sequence[Transfers],
-    transfers: Sequence[Transfers],
+    waiting: Sequence[Execution],
+    executions: Sequence[Execution],
     reads: Sequence[Callable[[], object]],
     last: Sequence[Callable[[], None]],
 ) -> None:
@@ -223,7 +229,7 @@ def commit_values(
     Args:
         transaction: The transaction of the load.
         waiting: What is read at the commit, if files are leased.
-        transfers: Everything that the load reads.
+        executions: Everything that the load reads.
         reads: Read from leased files. All of them are called, and the first error is raised after the commit.
         last: Called at the end of the commit; they must not raise.
 
@@ -232,7 +238,8 @@ def commit_values(
         PlacementError: The same for what was read, and could not be cast or copied.
     """
     error: Exception | None = None
-    staged = [item for item in transfers if not isinstance(item, Transfer) and item.way is Way.STAGED]
+    # Values with facts of their own have writes.
+    staged = [item for item in executions if item.transfers.own is None and item.transfers.way is Way.STAGED]
 
     @torch.no_grad()
     def first() -> None:
@@ -243,9 +250,9 @@ def commit_values(
             except Exception as raised:
                 error = error or raised
         for item in waiting if reads else ():
-            item.finals = item.params  # also after an error: nothing reads them again
+            item.finals = item.transfers.params  # also after an error: nothing reads them again
         for item in staged:
-            for param, value in zip(item.params, item.finals, strict=True):
+            for param, value in zip(item.transfers.params, item.finals, strict=True):
                 param.copy_(value)
 
     transaction.commit(*last, first=first if reads or staged else None)
@@ -254,7 +261,7 @@ def commit_values(
         raise kind(
             "values could not be read into the model at the commit: these tensors may be old or damaged, and all "
             "others are loaded",
-            where=listed([name for item in waiting for name in item.names], 8),
+            where=listed([name for item in waiting for name in item.transfers.names], 8),
             found=error if isinstance(error, ModelStateError) else f"{type(error).__name__}: {error}",
             remedy="load again with in_place=False, which keeps the old values until all is read",
         ) from error

@@ -51,7 +51,7 @@ from modelstate.planning.options import LoadArguments, LoadOptions, PlanArgument
 from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner
 from modelstate.planning.record import bind, record
-from modelstate.planning.transfer import Transfer, Transfers, Way, stage_unleased
+from modelstate.planning.transfer import Execution, Way, stage_unleased
 from modelstate.problems import glob_patterns
 from modelstate.process import deferred_signals, gc_paused, progress_bar
 from modelstate.text_format import listed
@@ -292,7 +292,7 @@ def _stage_in_background(model: nn.Module, source: Source | LoadPlan, options: L
             raise planner.error()
         limit_memory(staging, planner.transfers)
         _check_optimizers(planner.singles, options.optimizers)
-        return StagedLoad(planner.plan(), staging, planner.transfers, options.verify)
+        return StagedLoad(planner.plan(), staging, planner.executions, options.verify)
 
 
 def _execute(
@@ -337,9 +337,9 @@ def _execute(
             limit_memory(staging, planner.transfers)
         else:
             notes += staged.hand_over(staging, planner)
-        transfers = planner.transfers
-    to_stage = [*planner.moves, *(to_read_here(transfers, staging.shared) if staging.shared else transfers)]
-    nbytes = sum(item.nbytes for item in to_stage)
+        executions = planner.executions
+    to_stage = [*planner.moves, *(to_read_here(executions, staging.shared) if staging.shared else executions)]
+    nbytes = sum(item.transfers.nbytes for item in to_stage)
     with progress_bar(options.progress, nbytes, "loading") as advance, staging.files, ExitStack() as held:
         with phase(READING), ExitStack() as random:
             if agreement is not None:  # first of all, because the other ranks wait here for this one
@@ -347,7 +347,7 @@ def _execute(
                 random.enter_context(shared_generator(planner, agreement))
             if staged is None:
                 verified = staging.checkpoint.verify() if options.verify else 0
-                notes += prefetch_range(staging, to_stage)
+                notes += prefetch_range(staging, [item.transfers for item in to_stage])
             else:
                 verified = staged.verified_bytes
             stage(staging, to_stage, advance)
@@ -356,31 +356,31 @@ def _execute(
                 broadcast(staging.shared, agreement)
         effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
         with phase(LAST_CHECKS, decides=True, effect=effect):
-            new_state = following_state(optimizers, _final_values(transfers), before) if optimizers else []
-            place_fallible(transaction, transfers)
-            if any(item.sharded is not None for item in planner.singles):
+            new_state = following_state(optimizers, _final_values(executions), before) if optimizers else []
+            place_fallible(transaction, executions)
+            if any(item.transfers.facts.sharded is not None for item in planner.singles):
                 transaction.register_undo(refresh_shards(planner.slots.modules.values()))
             # Mapped values are not read, so no read notices a change.
-            for maps in {item.maps for item in transfers if item.maps is not None}:
+            for maps in {item.maps for item in planner.transfers if item.maps is not None}:
                 maps.check_unchanged()
-            waiting = [item for item in transfers if item.way is Way.INTO and not item.finals]
+            waiting = [item for item in executions if item.transfers.way is Way.INTO and not item.finals]
             if staging.options.in_place:
                 overwrite(staging, waiting, advance)
                 waiting = []
             if then is not None:
                 then()
-            waiting = [item for item in waiting if item.way is Way.INTO]  # `then` may have used others
+            waiting = [item for item in waiting if item.transfers.way is Way.INTO]  # `then` may have used others
             if waiting:
-                lease_for_commit(staging, waiting, transfers, advance)
+                lease_for_commit(staging, waiting, executions, advance)
             if not staging.options.in_place:  # reads in place have checked, and their error names what they leave
                 staging.files.check_unchanged()
-            waiting = [item for item in waiting if item.way is Way.INTO]
+            waiting = [item for item in waiting if item.transfers.way is Way.INTO]
             reads = reads_into_slots(staging, waiting, lambda _: None) if waiting else []
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
                 held.enter_context(deferred_signals())
         with phase(COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, key, value) for state, key, value in new_state]
-            commit_values(transaction, waiting, transfers, reads, last)
+            commit_values(transaction, waiting, executions, reads, last)
         ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(planner, staging.shared, agreement)
     target, source_name = planner.names
     return LoadReport(
@@ -445,11 +445,11 @@ def prepare(
         staging.shared = shared_reads(planner.singles, agreement or agreement_of(transaction.root))
         planner.notes += notes_on_shared(staging.shared)
     if staged is None and not options.in_place:
-        stage_unleased(planner.transfers, staging.files, in_use)
+        stage_unleased(planner.executions, staging.files, in_use)
     return planner, staging
 
 
-def _check_optimizers(transfers: Iterable[Transfer], optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+def _check_optimizers(executions: Iterable[Execution], optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
     """Raises `OptionError` where a transform of modules replaces a parameter of an optimizer.
 
     The state that fits the new tensor is unknown.
@@ -457,9 +457,9 @@ def _check_optimizers(transfers: Iterable[Transfer], optimizers: tuple[torch.opt
     optimized_parameters = {
         param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
     }
-    replaced = [
-        item for item in transfers if item.module_transform is not None and item.slot_tensor in optimized_parameters
-    ]
+    transfers = [item.transfers for item in executions]
+    transformed = [item for item in transfers if item.facts.module_transform is not None]
+    replaced = [item for item in transformed if not optimized_parameters.isdisjoint(item.slot_tensors)]
     if replaced:
         alone = ", ".join(f"{pattern!r}: None" for pattern in glob_patterns(item.name for item in replaced))
         raise OptionError(
@@ -471,11 +471,11 @@ def _check_optimizers(transfers: Iterable[Transfer], optimizers: tuple[torch.opt
         )
 
 
-def _final_values(transfers: Iterable[Transfers]) -> dict[torch.Tensor, torch.Tensor]:
+def _final_values(executions: Iterable[Execution]) -> dict[torch.Tensor, torch.Tensor]:
     """The final value of each parameter, before the commit. Parameters of tensor subclasses have theirs already."""
     return {
         tensor: final
-        for item in transfers
-        for tensor, final in zip(item.slot_tensors, item.finals, strict=False)
+        for item in executions
+        for tensor, final in zip(item.transfers.slot_tensors, item.finals, strict=False)
         if is_plain(final)
     }

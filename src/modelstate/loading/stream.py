@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -38,7 +39,7 @@ from modelstate.io.staging import pinned_memory
 from modelstate.io.tensors import read_tensor
 from modelstate.loading.collective import SharedRead
 from modelstate.planning.options import LoadOptions
-from modelstate.planning.transfer import BY_SUBCLASS, Transfer, Transfers, Way, choose_way
+from modelstate.planning.transfer import BY_SUBCLASS, Execution, Transfers, Way, choose_way
 from modelstate.planning.transforms import BlockFunction, transform_errors
 from modelstate.process import cached_attribute
 from modelstate.spec import ByteRange, Stored
@@ -211,7 +212,7 @@ def _pinned_buffers(blocks: Sequence[Block], threads: int, device: torch.device)
     return block_buffers(blocks, threads)
 
 
-def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Progress) -> Callable[[], None]:
+def streamed_read(staging: Staging, executions: Sequence[Execution], progress: Progress) -> Callable[[], None]:
     """Returns a function that reads the final values of transfers that pass through blocks.
 
     It reads into the slots where that is the way. Values that adjoin in a file are read as one range, and the bytes of
@@ -221,12 +222,13 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
     """
     strategy = staging.strategy
     wanted, owners = list[Wanted](), list[tuple[_Rows | _Transformed, ByteRange]]()
-    for item in transfers:
+    transfers = [execution.transfers for execution in executions]
+    for execution, item in zip(executions, transfers, strict=True):
         owner: _Rows | _Transformed
-        if isinstance(item, Transfer) and item.block_function is not None:
-            owner = _Transformed(staging, item, item.block_function)
+        if item.own is not None and item.own.block_function is not None:
+            owner = _Transformed(staging, execution, item.own.block_function)
         else:
-            owner = _Rows(item, _memory_for(item))
+            owner = _Rows(execution, _memory_for(item))
         wanted += [Wanted(extent, item.unit_bytes) for extent in item.extents]
         owners += [(owner, extent) for extent in item.extents]
     devices = sorted({item.device for item in transfers if item.device.type in _QUEUED_DEVICES}, key=str)
@@ -259,7 +261,7 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
 
     def on_block(block: Block, seconds: float) -> None:
         for part in block.parts:
-            owners[part.which][0].transfers.seconds += seconds * part.nbytes / block.wanted_bytes
+            owners[part.which][0].execution.seconds += seconds * part.nbytes / block.wanted_bytes
         progress(block.wanted_bytes)
 
     def run() -> None:
@@ -281,8 +283,9 @@ def streamed_read(staging: Staging, transfers: Sequence[Transfers], progress: Pr
 class _Rows:
     """The rows of transfers, in the order of the files, with their final memory."""
 
-    def __init__(self, transfers: Transfers, targets: list[torch.Tensor]) -> None:
-        self.transfers, self._targets, self._sources = transfers, targets, transfers.sources
+    def __init__(self, execution: Execution, targets: list[torch.Tensor]) -> None:
+        self.execution, self.transfers, self._targets = execution, execution.transfers, targets
+        self._sources = self.transfers.sources
         self._order = sorted(range(len(self._sources)), key=self._sources.__getitem__)
         ordered = [self._sources[row] for row in self._order]
         self._begins = [(path, start) for path, start, _ in ordered]
@@ -307,21 +310,22 @@ class _Rows:
 
     def end(self) -> None:
         """Sets the final values."""
-        self.transfers.finals = self._targets
+        self.execution.finals = self._targets
 
 
 class _Transformed:
     """A value that a function transforms block by block, with the parts of its result."""
 
-    def __init__(self, staging: Staging, transfer: Transfer, function: BlockFunction) -> None:
-        self.transfers, self._function, self._staging = transfer, function, staging
-        self._parts = function.parts(transfer.param.shape[0])
+    def __init__(self, staging: Staging, execution: Execution, function: BlockFunction) -> None:
+        self.execution, self._function, self._staging = execution, function, staging
+        self._shape = execution.transfers.facts.value.shape
+        self._parts = function.parts(self._shape[0])
 
     def write(self, part: Part, buffer: torch.Tensor) -> None:
         """Transforms the rows of a part, and writes them where they belong."""
-        transfer, function = self.transfers, self._function
+        transfer, function = self.execution.transfers, self._function
         value = buffer[part.at : part.at + part.nbytes].view(transfer.stored_dtype)
-        rows = value.view(-1, *transfer.value.shape[1:])
+        rows = value.view(-1, *self._shape[1:])
         first = part.first // transfer.unit_bytes
         cast = rows.to(transfer.dtype)
         self._staging.overflows.check(transfer.name, rows, cast)
@@ -332,21 +336,22 @@ class _Transformed:
     @torch.inference_mode(False)
     def end(self) -> None:
         """Sets the final value."""
-        result = self._function.whole(self._parts, self.transfers.param.shape)
-        set_transformed(self.transfers, result.detach(), freezes=not result.requires_grad)
+        result = self._function.whole(self._parts, self._shape)
+        set_transformed(self.execution, result.detach(), freezes=not result.requires_grad)
 
 
-def set_transformed(transfer: Transfer, final: torch.Tensor, *, freezes: bool) -> None:
+def set_transformed(execution: Execution, final: torch.Tensor, *, freezes: bool) -> None:
     """Sets the result of a module's transform, whose class and dtype the slot gets, as the final value."""
-    transfer.finals, transfer.freezes, transfer.dtypes = [final], freezes, [final.dtype]
+    transfer = execution.transfers
+    way, why = transfer.way, f"{type(final).__name__} {transfer.why}"
     if is_plain(final, transfer.param):
-        transfer.way, transfer.why = choose_way(
+        way, why = choose_way(
             *(transfer.param, final.dtype, final.device), can_map=False, in_place=False, can_read_into=False
         )
     elif is_plain(final):
-        transfer.way, transfer.why = Way.CODE, BY_SUBCLASS
-    else:
-        transfer.why = f"{type(final).__name__} {transfer.why}"
+        way, why = Way.CODE, BY_SUBCLASS
+    execution.transfers = replace(transfer, dtypes=[final.dtype], way=way, why=why)
+    execution.finals, execution.freezes = [final], freezes
 
 
 def _memory_for(transfers: Transfers) -> list[torch.Tensor]:

@@ -22,13 +22,15 @@ from modelstate.planning.plan import Binding, LoadPlan, Step
 from modelstate.planning.transfer import (
     BY_SUBCLASS,
     DEVICES_READ_INTO,
-    Transfer,
+    Execution,
+    RowFacts,
     Transfers,
     Way,
     choose_way,
     copy_cannot_fail,
     peak_bytes,
     plain_transfers,
+    single_transfer,
 )
 from modelstate.planning.transforms import (
     NO_TRANSFORM,
@@ -92,7 +94,7 @@ class Planner:
     """Plans a load: collects the values that go to the slots of a model, with the problems and notes.
 
     `record` and `bind` call `tensor` with the values of the checkpoint. `assign` turns a value and its slot into a
-    `Transfer`, and adds a write to the transaction. The write waits until the load is committed, unless code of the
+    transfer, and adds a write to the transaction. The write waits until the load is committed, unless code of the
     model uses the tensor before. The owner of the transaction must roll it back where there are problems.
 
     Args:
@@ -109,7 +111,7 @@ class Planner:
         transaction: Transaction,
         view: ModelSchemaView,
         matched: MatchedCheckpoint,
-        make_write: Callable[[Transfer], Write],
+        make_write: Callable[[Execution], Write],
         *,
         call_extra_state: bool,
         in_columns: bool = False,
@@ -126,11 +128,11 @@ class Planner:
         self.transforms = None if transform is None else Transforms(transform, transaction.root, self.slots)
         self.problems: list[Problem] = []
         self.notes: list[str] = []
-        self.singles: list[Transfer] = []
+        self.singles: list[Execution] = []
         """The values with facts of their own."""
-        self.plain: list[Transfers] = []
+        self.plain: list[Execution] = []
         """The other values."""
-        self.moves: list[Transfer] = []
+        self.moves: list[Execution] = []
         """Tensors that get no value, and only move to another device."""
         self.used: set[str] = set()
         """Names, after the rules, whose values have been assigned to a slot."""
@@ -139,9 +141,9 @@ class Planner:
         self.initialised: set[str] = set()
         """Names of tensors that the checkpoint lacks, and that the model's own code initialises."""
         self.extra_states: list[str] = []
-        self.filled: dict[int, Transfer | None] = {}
+        self.filled: dict[int, Execution | None] = {}
         """By the ids of the tensors that get a value, under whatever name. None stands for a row of `plain`."""
-        self._in_memory: list[Transfer] = []
+        self._in_memory: list[Execution] = []
         """Those that get into plain memory of the model, which that of others may overlap."""
         self._mapped_storages: set[ByteRange] = set()
         """The storages of files that slots map. Slots that are not tied must not share memory."""
@@ -181,16 +183,22 @@ class Planner:
         self.notes = [*dict.fromkeys(self.notes)]
 
     @property
-    def transfers(self) -> list[Transfers]:
+    def executions(self) -> list[Execution]:
         """Everything that is loaded."""
         return [*self.singles, *self.plain]
+
+    @property
+    def transfers(self) -> list[Transfers]:
+        """Everything that is loaded, in the way that is known so far."""
+        return [item.transfers for item in self.executions]
 
     def _notes_on_strides(self) -> list[str]:
         """Says how the parts of DTensors are read whose bytes do not adjoin in the file."""
         strided = [
-            (item.nbytes, read_bytes(item.stored))
-            for item in self.singles
-            if item.sharded is not None and item.stored is not None and item.columns is None and item.nbytes
+            (item.nbytes, read_bytes(facts.stored))
+            for item in (single.transfers for single in self.singles)
+            for facts in [item.facts]
+            if facts.sharded is not None and facts.stored is not None and item.columns is None and item.nbytes
         ]
         if not strided:
             return []
@@ -204,13 +212,14 @@ class Planner:
         has_others = options.transform is not None or options.read_once
         if has_others or not (self._in_columns and isinstance(entries, StoredEntries)):
             return ()
-        self.plain = plain_transfers(self.slots.tensors, entries.tensors, options, lambda: self.incoming.maps)
-        for item in self.plain:
+        transfers = plain_transfers(self.slots.tensors, entries.tensors, options, lambda: self.incoming.maps)
+        self.plain = [*map(Execution, transfers)]
+        for item in transfers:
             self.used.update(item.names)
             self.filled.update(dict.fromkeys(map(id, item.params)))
         rows = entries.tensors.rows
         if len({*rows.values()}) < len(rows):  # other names of the same bytes are not mapped
-            for item in self.plain:
+            for item in transfers:
                 self._mapped_storages.update(item.sources if item.way is Way.MAP else ())
         return self.used
 
@@ -278,29 +287,29 @@ class Planner:
         self.used.add(given)
         first = self.filled.get(id(param))
         if first is not None:
-            if not self._equals(first, value, stored):
-                self.problems.append(self._tie_conflict(name, first.name))
+            if not self._equals(first.transfers.facts, value, stored):
+                self.problems.append(self._tie_conflict(name, first.transfers.name))
             return
         item = self._transfer(name, kind, param, value, given, stored)
-        self.filled[id(param)] = item
-        self.singles.append(item)
-        param, value, stored = item.param, item.value, item.stored
+        self.filled[id(param)] = execution = Execution(item)
+        self.singles.append(execution)
+        param, value, stored = item.param, item.facts.value, item.facts.stored
         if not is_plain(param, value) and self._has_other_class(item):
             return  # the value is never written, even where the model's own code uses the tensor
-        gets_memory = item.way is Way.NEW and not param.is_meta and item.module_transform is None
-        if item.sharded is not None and gets_memory and self._shards_are_in_use:
+        gets_memory = item.way is Way.NEW and not param.is_meta and item.facts.module_transform is None
+        if item.facts.sharded is not None and gets_memory and self._shards_are_in_use:
             self.problems.append(Problem(ProblemKind.SHARDS_IN_USE, name, why=item.why))
         if value.is_meta or (isinstance(stored, torch.Tensor) and lacks_values(stored)):
             self.problems.append(Problem(ProblemKind.NO_VALUES, name))
         elif value.dtype != item.dtype:
             self._check_dtype(item)
         if not param.is_meta:
-            self._check_memory(item)
-        self.transaction.add(self._make_write(item))
+            self._check_memory(execution)
+        self.transaction.add(self._make_write(execution))
 
     def _transfer(
         self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor, given: str, stored: Source | None
-    ) -> Transfer:
+    ) -> Transfers:
         options, choice = self.options, NO_TRANSFORM if self.transforms is None else self.transforms.of(name)
         transform, transformed, last, sharded = choice.first, choice.first is not None, choice.last, None
         device = self.device_after(param)
@@ -330,9 +339,7 @@ class Planner:
                 block_function = last.transform.block_function(tuple(param.shape), dtype)
             if block_function is None:
                 transform_bytes = extra_bytes_of(last.transform, name, tuple(param.shape), dtype)
-        return Transfer(
-            *([name], [kind], [param], [dtype], device, way, why),
-            maps=self.incoming.maps if can_map else None,
+        facts = RowFacts(
             value=value,
             given=given,
             stored=stored,
@@ -342,6 +349,8 @@ class Planner:
             transform_bytes=transform_bytes,
             sharded=sharded,
         )
+        maps = self.incoming.maps if can_map else None
+        return single_transfer(name, kind, param, dtype, device, way, why, facts, maps)
 
     def _can_map(
         self,
@@ -370,8 +379,8 @@ class Planner:
         self._mapped_storages.update([stored.storage] if stored.nbytes else [])
         return True
 
-    def _equals(self, first: Transfer, value: torch.Tensor, stored: Source | None) -> bool:
-        """Whether another value for the slot of an item is the same. Each rank compares its part of a DTensor."""
+    def _equals(self, first: RowFacts, value: torch.Tensor, stored: Source | None) -> bool:
+        """Whether another value for the same slot is equal. Each rank compares its part of a DTensor."""
         whole = first.value if first.sharded is None else first.sharded.value
         if whole is value:
             return True
@@ -428,8 +437,9 @@ class Planner:
     def move(self, slot: Slot, device: torch.device) -> None:
         """Moves a tensor that gets no value to a device when the load is committed."""
         value = slot.tensor.detach()
-        columns = [slot.name], [slot.kind], [slot.tensor], [value.dtype], device
-        item = Transfer(*columns, Way.NEW, f"moves to {device}", value=value, given="", stored=value)
+        columns = slot.name, slot.kind, slot.tensor, value.dtype, device
+        facts = RowFacts(value=value, given="", stored=value)
+        item = Execution(single_transfer(*columns, Way.NEW, f"moves to {device}", facts))
         self.moves.append(item)
         self.transaction.add(self._make_write(item))
 
@@ -467,24 +477,25 @@ class Planner:
 
     # Checks of single transfers.
 
-    def _has_other_class(self, item: Transfer) -> bool:
+    def _has_other_class(self, item: Transfers) -> bool:
         """Adds a problem where the classes of the two tensors rule out a copy. Returns whether they do.
 
         A FakeTensor has no values, and torch cannot copy from a DTensor to a whole tensor.
         """
         problem: Problem | None = None
-        if is_fake(item.param) or is_fake(item.value):
+        if is_fake(item.param) or is_fake(item.facts.value):
             side = "model" if is_fake(item.param) else "checkpoint"
             problem = Problem(ProblemKind.FAKE_TENSORS, item.name, found=side)
         elif is_sharded(item.param):
-            return True  # `_assignment` has added the problem
-        elif is_sharded(item.value):
+            return True  # `_sharded_slot` has added the problem
+        elif is_sharded(item.facts.value):
             problem = Problem(ProblemKind.SHARDED_TENSORS, item.name)
         self.problems += [problem] if problem is not None else []
         return problem is not None
 
-    def _check_memory(self, item: Transfer) -> None:
+    def _check_memory(self, execution: Execution) -> None:
         """Adds problems of slots whose memory is freed, and notes the others for `_check_overlaps`."""
+        item = execution.transfers
         param = item.param
         if not is_plain(param):
             return
@@ -492,60 +503,63 @@ class Planner:
             stored = param.untyped_storage().nbytes()
             self.problems.append(Problem(ProblemKind.FREED_MEMORY, item.name, param.nbytes, stored))
             return
-        if item.way is Way.STAGED and item.transform is None and any(refusal := refusal_of_writes(param)):
+        if item.way is Way.STAGED and item.facts.transform is None and any(refusal := refusal_of_writes(param)):
             why, remedy = refusal
             self.problems.append(Problem(ProblemKind.NOT_WRITABLE, item.name, why=why, remedy=remedy))
         if storage_id(param):
-            self._in_memory.append(item)
+            self._in_memory.append(execution)
 
     def _check_overlaps(self) -> None:
         """Adds problems of slots whose memory overlaps, where one would overwrite the values of the other."""
-        for group in sharing(self._in_memory, [item.param for item in self._in_memory]):
+        in_memory = [item.transfers for item in self._in_memory]
+        for group in sharing(in_memory, [item.param for item in in_memory]):
             # Where many slots are the same view of the same memory, each is compared with the first of them only.
-            first_at: dict[Hashable, Transfer] = {}
+            first_at: dict[Hashable, Transfers] = {}
             pairs = [(first_at.setdefault(place_of(second.param), second), second) for second in group]
             pairs = [(first, second) for first, second in pairs if first is not second]
             distinct = list(first_at.values())
             pairs += overlapping(distinct, [item.param for item in distinct])
             for first, second in pairs:
-                if any(item.value.shape != item.param.shape for item in (first, second)):
+                if any(item.facts.value.shape != item.param.shape for item in (first, second)):
                     continue
                 if second.way not in (Way.INTO, Way.STAGED):
                     self.notes.append(f"{first.name} and {second.name} share memory now, and not after the load")
                 elif self._clash(first, second):
                     self.problems.append(self._tie_conflict(second.name, first.name))
 
-    def _clash(self, first: Transfer, second: Transfer) -> bool:
-        if first.sharded is None and second.sharded is None and same_place(first.param, second.param):
-            return not self.incoming.are_equal(first.value, second.value)
-        return clash(first.param, self._values(first), second.param, self._values(second))
+    def _clash(self, first: Transfers, second: Transfers) -> bool:
+        is_whole = first.facts.sharded is None and second.facts.sharded is None
+        if is_whole and same_place(first.param, second.param):
+            return not self.incoming.are_equal(first.facts.value, second.facts.value)
+        return clash(first.param, self._values(first.facts), second.param, self._values(second.facts))
 
-    def _values(self, item: Transfer) -> torch.Tensor:
-        """The values of an item for a comparison. The local part of a deferred value is never computed."""
-        if item.sharded is not None and isinstance(item.stored, StoredTensor):
-            return self.incoming.maps.tensor(item.stored)
-        return self.incoming.with_values(item.value)
+    def _values(self, facts: RowFacts) -> torch.Tensor:
+        """The values of a row for a comparison. The local part of a deferred value is never computed."""
+        if facts.sharded is not None and isinstance(facts.stored, StoredTensor):
+            return self.incoming.maps.tensor(facts.stored)
+        return self.incoming.with_values(facts.value)
 
-    def _check_dtype(self, item: Transfer) -> None:
-        if item.transform is not None:
+    def _check_dtype(self, item: Transfers) -> None:
+        value = item.facts.value
+        if item.facts.transform is not None:
             return  # the result of a transform may have any dtype
-        if not is_plain(item.value):
+        if not is_plain(value):
             keeps_class = item.param.is_meta or is_quantized(item.param)  # else the class converts it to a plain tensor
-            if self.options.dtype is not None and keeps_class and is_quantized(item.value):
-                found = f"{type(item.value.data).__name__} of {short(item.value.dtype)}"
+            if self.options.dtype is not None and keeps_class and is_quantized(value):
+                found = f"{type(value.data).__name__} of {short(value.dtype)}"
                 problem = Problem(ProblemKind.QUANTIZED_CAST, item.name, short(item.dtype), found)
                 self.problems.append(problem)
             return
-        cast = cast_between(item.value.dtype, item.dtype)
+        cast = cast_between(value.dtype, item.dtype)
         is_requested = self.options.dtype is not None and item.dtype == self.options.dtype
-        is_rounded = item.dtype in (torch.bfloat16, torch.float16) and is_dequantized(item.stored)
+        is_rounded = item.dtype in (torch.bfloat16, torch.float16) and is_dequantized(item.facts.stored)
         if cast == "kind" or (cast == "lossy" and not (is_requested or is_rounded)):
             self.problems.append(
                 Problem(
                     ProblemKind.WRONG_DTYPE,
                     item.name,
                     short(item.dtype),
-                    short(item.value.dtype),
+                    short(value.dtype),
                     why=CHANGES_KIND if cast == "kind" else LOSES_VALUES,
                     name_for_rules=self.other_name(item.name),
                 )
@@ -597,7 +611,7 @@ class Planner:
 
         It holds no tensor.
         """
-        steps = [self._step(item) for item in self.singles]
+        steps = [self._step(item.transfers, item.seconds) for item in self.singles]
         passed = Way.CODE, "passed to set_extra_state"
         extra = [Step(name, EXTRA, self.incoming.source_of(name), *passed) for name in self.extra_states]
         plain = [steps_of(item) for item in self.plain]
@@ -610,32 +624,34 @@ class Planner:
 
         return make
 
-    def _step(self, item: Transfer) -> Step:
-        slot, entry = self.slots.by_name.get(item.name), self.incoming.entry_of(item.given)
+    def _step(self, item: Transfers, seconds: float) -> Step:
+        facts = item.facts
+        slot, entry = self.slots.by_name.get(item.name), self.incoming.entry_of(facts.given)
         return Step(
             name=item.name,
             kind=item.kind,
-            source=item.given if entry is None else ", ".join(entry.sources),
+            source=facts.given if entry is None else ", ".join(entry.sources),
             way=item.way,
             why=item.why,
-            shape=item.slot_tensor.shape,
+            shape=item.slot_tensors[0].shape,
             dtype=item.dtype,
-            stored_dtype=item.value.dtype,
+            stored_dtype=facts.value.dtype,
             device=item.device,
             nbytes=item.nbytes,
             ties=() if slot is None else tuple(name for name in slot.names if name != item.name),
             rules=() if entry is None else entry.rules,
             mapped=item.maps is not None,
-            shard="" if item.sharded is None else str(item.sharded.shard),
-            seconds=item.seconds,
+            shard="" if facts.sharded is None else str(facts.sharded.shard),
+            seconds=seconds,
         )
 
 
-def steps_of(transfers: Transfers) -> Callable[[], list[Step]]:
+def steps_of(execution: Execution) -> Callable[[], list[Step]]:
     """Returns a function that makes the step of each row without facts of its own. It holds no tensor."""
+    transfers = execution.transfers
     columns, dtypes, names, kinds = transfers.columns, transfers.dtypes, transfers.names, transfers.kinds
     way, why, device, is_mapped = transfers.way, transfers.why, transfers.device, transfers.maps is not None
-    seconds = transfers.seconds / transfers.nbytes
+    seconds = execution.seconds / transfers.nbytes
     assert columns is not None
 
     def make() -> list[Step]:

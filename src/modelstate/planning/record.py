@@ -23,7 +23,7 @@ from modelstate.planning.matching import Patterns, StoredEntries, adapter_names,
 from modelstate.planning.plan import LoadPlan
 from modelstate.planning.planner import Planner
 from modelstate.planning.recorder import IncompatibleKeys, outermost, walk
-from modelstate.planning.transfer import Transfer
+from modelstate.planning.transfer import Transfers
 from modelstate.problems import Problem, ProblemKind, wrong_shape
 from modelstate.rules.expression import Source, lacks_values
 from modelstate.rules.rule import Value
@@ -168,25 +168,26 @@ def _check_quantized(planner: Planner) -> None:
     of the model's tensor.
     """
     converts: dict[type, bool] = {}
-    for item in planner.singles:
-        if item.param.is_meta or item.is_transformed or is_plain(item.value):
+    for item in (single.transfers for single in planner.singles):
+        value = item.facts.value
+        if item.param.is_meta or item.facts.is_transformed or is_plain(value):
             continue
-        if not (is_plain(item.param) and is_quantized(item.value)) or lacks_values(item.value):
+        if not (is_plain(item.param) and is_quantized(value)) or lacks_values(value):
             continue
-        cls = type(item.value.data)
+        cls = type(value.data)
         if cls not in converts:
             converts[cls] = _becomes_plain(planner.checkpoint, item)
         if not converts[cls]:
-            expected, found = short(item.param.dtype), f"{cls.__name__} of {short(item.value.dtype)}"
+            expected, found = short(item.param.dtype), f"{cls.__name__} of {short(value.dtype)}"
             planner.problems.append(Problem(ProblemKind.QUANTIZED_INTO_PLAIN, item.name, expected, found))
 
 
-def _becomes_plain(checkpoint: Checkpoint, item: Transfer) -> bool:
+def _becomes_plain(checkpoint: Checkpoint, item: Transfers) -> bool:
     """Whether `module_load` accepts the value, as it will when the item is executed."""
     try:
         with torch.inference_mode(False), torch.no_grad():
-            stored = item.stored
-            value = checkpoint.read(stored) if isinstance(stored, StoredComposite) else item.value.detach()
+            stored = item.facts.stored
+            value = checkpoint.read(stored) if isinstance(stored, StoredComposite) else item.facts.value.detach()
             param = torch.empty_like(item.param)
             target = nn.Parameter(param, False) if item.kind == PARAMETER else param
             target.module_load(value, assign=False)  # type: ignore[no-untyped-call]
@@ -239,7 +240,8 @@ class _Coverage:
         self._note_lost_versions()
         self._note_own_code(missing, unexpected, unfilled)
         # Notes tensors that get another dtype than the model's.
-        changed = [item for item in self.planner.singles if item.param.dtype != item.dtype]
+        singles = [single.transfers for single in planner.singles]
+        changed = [item for item in singles if item.param.dtype != item.dtype]
         live = [item.name for item in changed if not item.param.is_meta]
         self._note(live, "change their dtype: pass optimizers= that have state for them")
         if self.options.dtype is None and (others := [item for item in changed if item.param.is_meta]):
@@ -306,7 +308,9 @@ class _Coverage:
                 continue
             filled = self.filled.get(id(param))
             has_numbers = param.is_floating_point() and param.dtype not in SCALABLE and tensor.dtype in SCALABLE
-            if (has_numbers or not misfits.isdisjoint(slot.names)) and (filled is None or filled.transform is None):
+            if (has_numbers or not misfits.isdisjoint(slot.names)) and (
+                filled is None or filled.transfers.facts.transform is None
+            ):
                 candidates += [QuantizedCandidate(slot.name, source, has_numbers) for source in entries[name].sources]
         stored_names: set[str] = set()
         quantized, names = quantized_weights([QuantizedCandidate(name, name) for name in missing], {}, unexpected)
@@ -359,7 +363,8 @@ class _Coverage:
 
     def _computed(self) -> list[str]:
         """Names that the checkpoint lacks and whose values the model's code computed."""
-        return [item.name for item in self.planner.singles if not item.given and item.kind != HIDDEN]
+        singles = [single.transfers for single in self.planner.singles]
+        return [item.name for item in singles if not item.facts.given and item.kind != HIDDEN]
 
     def _taken_by_code(self, named: Collection[str]) -> list[str]:
         """The names that the model's own loading code has removed from the state dict, except for these."""
@@ -450,7 +455,7 @@ class _Coverage:
             # A lazy tensor has no values; its module moves it.
             if not (is_lazy(slot.tensor) or slot.tensor.is_meta or slot.tensor.device == device):
                 self.planner.move(slot, device)
-        self._note([item.name for item in self.planner.moves], f"only moved to {device}")
+        self._note([item.transfers.name for item in self.planner.moves], f"only moved to {device}")
 
     # Notes.
 

@@ -3,11 +3,10 @@
 Most slots of most loads are plain tensors with the shape that the file has, and a file may have tens of thousands of
 small ones. So values are rows of columns, and rows that go the same way are planned, read and placed together:
 `names[row]` gets the value at row `row` of `columns`. A value with facts of its own (rules, a transform, a shard, code
-of the model, a tensor subclass) is a `Transfer`: the only row of its columns, with these facts.
+of the model, a tensor subclass) is the only row of its columns, which refer to these `RowFacts`.
 
-The planner makes the columns, and nothing changes them but what a load learns later: a value is staged after all
-(`stage_instead`), since no read lease can be had or code of the model uses it, and `finals` and `seconds` are its
-results.
+`Transfers` are frozen. An `Execution` has the results of a load, and refers to other transfers where the load learns
+later that a value takes another way: no read lease can be had, code of the model uses it, or a transform decides.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, StrEnum
 
 import msgspec
-import numpy as np
 import torch
+from msgspec.structs import replace
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
 from modelstate.io.engine import ROWS_BYTES, OpenFiles, ReadStrategy, Request, Rows, read_threads
@@ -31,12 +30,11 @@ from modelstate.spec import (
     GAP_BYTES,
     ByteRange,
     Combined,
+    Described,
     Runs,
-    StoredComposite,
     StoredTensor,
     StoredTensors,
     TensorColumns,
-    contiguous_stride,
     is_run,
 )
 from modelstate.torch_compat.dtypes import cast_between, short
@@ -147,14 +145,54 @@ def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
     return target.is_meta or ((target.is_contiguous() or is_dense(target)) and has_its_memory(target))
 
 
-class Transfers(msgspec.Struct, eq=False):
+class RowFacts(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """The facts of a value that no column has. Such a value is the only row of its columns."""
+
+    value: torch.Tensor
+    """The value as it is in the checkpoint: a map of the file, whose bytes have not been read."""
+    given: str
+    """The name of the value in the state dict for the model; empty where code of the model computed the value."""
+    stored: Source | None
+    """The source of the value; None where the model's code computed the value, or may have changed it."""
+    placed: tuple[Runs, ...] = ()
+    """The parts of files that the value consists of, where it is several ranges."""
+    transform: Transform | None = None
+    """Called with the value as it is in the checkpoint. Its result may have any dtype."""
+    module_transform: Bound | None = None
+    """Called with the value as it would be loaded: cast, and on its device."""
+    transform_bytes: int = 0
+    """Bytes of memory that a call of `module_transform` needs in addition to its argument and its result."""
+    block_function: BlockFunction | None = None
+    """Computes the result of `module_transform` in blocks of rows; None where a call needs the whole value."""
+    sharded: ShardedSlot | None = None
+    """The DTensor whose local tensor is the tensor of the row; None for a slot that is on one rank."""
+    own_stride: tuple[int, ...] | None = None
+    """The stride of a slot whose elements are dense in memory and in another order than a new tensor's; else None."""
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether a transform computes the final value."""
+        return self.transform is not None or self.module_transform is not None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the value is in memory, and not in a file."""
+        return isinstance(self.stored, torch.Tensor)
+
+    @property
+    def combined(self) -> Combined | None:
+        """The tensor that can be computed in blocks from several tensors of files; None for other values."""
+        return self.stored.read_in_blocks if isinstance(self.stored, Derived) else None
+
+
+class Transfers(msgspec.Struct, frozen=True, eq=False):
     """Values that get into their slots in one way: a row for each slot, in columns of equal length."""
 
     names: list[str]
     """The names in the model."""
     kinds: list[str]
     params: list[torch.Tensor]
-    """The tensors that are in the slots before the load."""
+    """The tensors that are in the slots before the load; of a DTensor its local tensor."""
     dtypes: list[torch.dtype]
     """After the load."""
     device: torch.device
@@ -170,78 +208,89 @@ class Transfers(msgspec.Struct, eq=False):
     """Bytes to read."""
     maps: Maps | None = None
     """Maps the values; None where they are read."""
-    placed: tuple[Runs, ...] = ()
-    """The parts of files that a value consists of, where it is several ranges; empty for other values."""
-    finals: list[torch.Tensor] = []
-    """The final values, or the slots that they were read into; empty until then."""
-    seconds: float = 0.0
-    joined_extents: list[ByteRange] | None = None
-    """The `extents`, once they are known."""
+    own: RowFacts | None = None
+    """What the only row has besides; None for rows without facts of their own."""
 
     @property
-    def sizes(self) -> Sequence[int]:
-        """The bytes to read for each row: the sum of the parts for a value that is computed from several tensors."""
-        assert self.columns is not None
-        return self.columns.nbytes
+    def name(self) -> str:
+        """The name of the only row, or of the first one."""
+        return self.names[0]
+
+    @property
+    def kind(self) -> str:
+        """The kind of the only row."""
+        return self.kinds[0]
+
+    @property
+    def param(self) -> torch.Tensor:
+        """The tensor of the only row."""
+        return self.params[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the only row after the load."""
+        return self.dtypes[0]
+
+    @property
+    def facts(self) -> RowFacts:
+        """What the only row has besides. Called where rows without facts do not come."""
+        assert self.own is not None
+        return self.own
 
     @property
     def slot_tensors(self) -> Sequence[torch.Tensor]:
         """The tensors of the model: `params`, or the DTensor whose local tensor it is."""
-        return self.params
+        return self.params if self.own is None or self.own.sharded is None else [self.own.sharded.tensor]
 
     @property
-    def combined(self) -> Combined | None:
-        """The tensor that can be computed in blocks from several tensors of files; None for other values."""
-        return None
+    def on_cpu(self) -> bool:
+        """Whether the values are on the CPU after the load."""
+        return self.device.type == "cpu"
 
     @property
-    def turn_bytes(self) -> int:
-        """Bytes of memory that a value that is needed whole takes for itself, as far as known before a transform."""
-        return 0
-
-    @property
-    def is_from_files(self) -> bool:
-        """Whether a thread may read the values while the model is in use: only the checkpoint decides about them."""
-        return True
+    def sizes(self) -> Sequence[int]:
+        """The bytes to read for each row: the sum of the parts for a value that is computed from several tensors."""
+        return (self.nbytes,) if self.columns is None else self.columns.nbytes
 
     @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the first value in its file."""
+        if self.own is not None:
+            return self.own.value.dtype
         assert self.columns is not None
         return _DTYPES[self.columns.dtype_names[0]]
 
     @property
     def sources(self) -> list[ByteRange]:
         """The range of each value that is one range of a file."""
-        columns = self.columns
-        return [] if columns is None else [*map(ByteRange, columns.paths, columns.starts, columns.nbytes)]
-
-    @property
-    def unit_bytes(self) -> int:
-        """The smallest number of bytes that a value in blocks can be split into: an element, or a row."""
-        return self.stored_dtype.itemsize
-
-    def working_bytes(self, block_bytes: int) -> int:
-        """Bytes of memory that each thread needs for a value in blocks in addition to its read buffer."""
-        return 0
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of memory that the values need until they are copied into their slots."""
-        if self.way is not Way.STAGED:
-            return 0
-        if self.sink is Sink.MEMORY:
-            return self.nbytes
-        itemsize = self.stored_dtype.itemsize
-        rows = zip(self.sizes, self.dtypes, strict=True)
-        return sum(nbytes // itemsize * dtype.itemsize for nbytes, dtype in rows)
+        return [] if self.columns is None else self.columns.ranges()
 
     @property
     def extents(self) -> list[ByteRange]:
         """The ranges of files that the values are read from. Ranges that adjoin are one, and so are equal ranges."""
-        if self.joined_extents is None:
-            self.joined_extents = _joined(self.columns) if self.columns is not None else []
-        return self.joined_extents
+        if self.columns is not None:
+            return self.columns.extents
+        facts = self.facts
+        if isinstance(facts.stored, StoredTensor):
+            return [facts.stored.extent]
+        if facts.placed:
+            return [runs.extent for runs in facts.placed]
+        parts = () if facts.combined is None else facts.combined.parts
+        return [part.extent for part in parts if isinstance(part, StoredTensor)]
+
+    @property
+    def is_from_files(self) -> bool:
+        """Whether a thread may read the values while the model is in use: only the checkpoint decides about them."""
+        facts = self.own
+        if facts is None:
+            return True
+        stays = self.way is Way.STAGED and facts.is_live and not facts.is_transformed
+        return facts.stored is not None and _is_from_checkpoint(facts.stored) and not stays
+
+    @property
+    def is_read_into_place(self) -> bool:
+        """Whether the values are ranges of files that can be read to where their elements belong."""
+        return self.columns is not None or bool(self.facts.placed)
 
     def casts(self) -> list[tuple[str, torch.dtype, torch.dtype]]:
         """The name, the dtype in the file and the dtype after the load of each row that is cast."""
@@ -252,218 +301,153 @@ class Transfers(msgspec.Struct, eq=False):
 
     def requests(self, targets: Iterable[torch.Tensor]) -> list[Request | Rows]:
         """The reads of values into contiguous memory: a target for each row."""
-        return [*map(Request, self.sources, [target.data_ptr() for target in targets])]
+        if self.columns is not None:
+            return [*map(Request, self.sources, [target.data_ptr() for target in targets])]
+        (address,) = [target.data_ptr() for target in targets]
+        return [request for runs in self.facts.placed for request in _requests_of(runs, address)]
 
     def layouts(self) -> list[Layout]:
-        """Shape, stride and dtype of new memory for each slot. The stride is None unless it is a dense format."""
+        """Shape, stride and dtype of new memory for each slot. The stride is None unless it is a dense format.
+
+        The shapes are not those of the slots, which may change during a load in the background.
+        """
+        if self.own is not None:
+            return [(self.own.value.size(), self.own.own_stride, self.dtype)]
         assert self.columns is not None
-        # Not the shapes of the slots, which may change during a load in the background.
         return [(torch.Size(shape), None, dtype) for shape, dtype in zip(self.columns.shapes, self.dtypes, strict=True)]
 
     def mapped(self) -> list[torch.Tensor]:
         """The values as maps of their files."""
+        if self.own is not None:
+            return [self.own.value]
         assert self.maps is not None
         assert self.columns is not None
         return self.maps.tensors(self.columns)
 
-    def stage_instead(self, reason: str) -> None:
-        """Has values staged that were planned to be read at the commit."""
-        self.way, self.why = Way.STAGED, f"{AFTER_READS}: {reason}"
+    def staged_instead(self, reason: str) -> Transfers:
+        """Returns the same for values that are staged, and not read at the commit."""
+        return replace(self, way=Way.STAGED, why=f"{AFTER_READS}: {reason}")
 
-
-class Transfer(Transfers, kw_only=True):
-    """A value with facts of its own: the only row of its columns."""
-
-    columns: TensorColumns | None = None
-    sink: Sink = Sink.WHOLE
-    nbytes: int = 0
-    value: torch.Tensor
-    """The value as it is in the checkpoint: a map of the file, whose bytes have not been read."""
-    given: str
-    """The name of the value in the state dict for the model; empty where code of the model computed the value."""
-    stored: Source | None
-    """The source of the value; None where the model's code computed the value, or may have changed it."""
-    transform: Transform | None = None
-    """Called with the value as it is in the checkpoint. Its result may have any dtype."""
-    module_transform: Bound | None = None
-    """Called with the value as it would be loaded: cast, and on its device."""
-    transform_bytes: int = 0
-    """Bytes of memory that a call of `module_transform` needs in addition to its argument and its result."""
-    block_function: BlockFunction | None = None
-    """Computes the result of `module_transform` in blocks of rows; None where a call needs the whole value."""
-    freezes: bool = False
-    """Whether the result of `module_transform` clears `requires_grad` of the slot."""
-    sharded: ShardedSlot | None = None
-    """The DTensor whose local tensor is `param`; None for a slot that is on one rank."""
-    own_stride: tuple[int, ...] | None = None
-    """The stride of a slot whose elements are dense in memory and in another order than a new tensor's; else None."""
-
-    def __post_init__(self) -> None:
-        stored, param = self.stored, self.param
-        if is_run(stored):
-            columns = [short(stored.dtype)], [stored.shape], [stored.extent.path], [stored.extent.start]
-            self.columns = TensorColumns(*columns, [stored.nbytes])
-        elif isinstance(stored, (StoredTensor, StoredComposite, Derived)):
-            self.placed = placed_runs(stored)
-        if isinstance(stored, (StoredTensor, StoredComposite, Derived)):
-            self.nbytes = stored.nbytes
-        else:
-            parts = sum(part.numel() * part.itemsize for part in payload_of(self.value))
-            self.nbytes = parts or self.value.numel() * self.value.itemsize
-        is_ordered = is_plain(param) and not param.is_contiguous() and is_dense(param)
-        self.own_stride = tuple(param.stride()) if is_ordered else None
-        self.sink = self._choose_sink()
-
-    def _choose_sink(self) -> Sink:
-        if self.way is Way.CODE or self.transform is not None:
-            return Sink.WHOLE
-        param = self.param
-        in_order = self.own_stride is None
-        if self.way is Way.INTO:
-            in_order = in_order and param.is_contiguous() and not (param.is_conj() or param.is_neg())
-        is_final = in_order and self.value.dtype == self.dtype and self.on_cpu and self.module_transform is None
-        if is_final and self.combined is not None:
-            return Sink.COMPUTED
-        if is_final and self.is_read_into_place:
-            return Sink.MEMORY
-        in_rows = self.module_transform is None or self.block_function is not None
-        return Sink.BLOCKS if self.columns is not None and in_order and in_rows else Sink.WHOLE
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def kind(self) -> str:
-        return self.kinds[0]
-
-    @property
-    def param(self) -> torch.Tensor:
-        return self.params[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.dtypes[0]
-
-    @property
-    def final(self) -> torch.Tensor | None:
-        """The final value; None until it has been read, cast and transformed."""
-        return self.finals[0] if self.finals else None
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        return (self.nbytes,)
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        return self.value.dtype
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.device.type == "cpu"
-
-    @property
-    def slot_tensor(self) -> torch.Tensor:
-        """The tensor of the model: `param`, or the DTensor whose local tensor it is."""
-        return self.param if self.sharded is None else self.sharded.tensor
-
-    @property
-    def slot_tensors(self) -> Sequence[torch.Tensor]:
-        return (self.slot_tensor,)
-
-    @property
-    def is_from_files(self) -> bool:
-        if self.finals or self.stored is None or not _is_from_checkpoint(self.stored):
-            return False
-        stays = self.way is Way.STAGED and not self.is_transformed
-        return not (stays and isinstance(self.stored, torch.Tensor))
-
-    @property
-    def is_transformed(self) -> bool:
-        """Whether a transform computes the final value."""
-        return self.transform is not None or self.module_transform is not None
-
-    @property
-    def is_read_into_place(self) -> bool:
-        """Whether the value is ranges of files that can be read to where its elements belong."""
-        return self.columns is not None or bool(self.placed)
-
-    @property
-    def combined(self) -> Combined | None:
-        return self.stored.read_in_blocks if isinstance(self.stored, Derived) else None
-
-    def casts(self) -> list[tuple[str, torch.dtype, torch.dtype]]:
-        return [(self.name, self.value.dtype, self.dtype)] if self.value.dtype != self.dtype else []
-
-    def requests(self, targets: Iterable[torch.Tensor]) -> list[Request | Rows]:
-        if self.columns is not None:
-            return Transfers.requests(self, targets)
-        (address,) = [target.data_ptr() for target in targets]
-        return [request for runs in self.placed for request in _requests_of(runs, address)]
-
-    @property
-    def extents(self) -> list[ByteRange]:
-        if isinstance(self.stored, StoredTensor):
-            return [self.stored.extent]
-        if self.placed:
-            return [runs.extent for runs in self.placed]
-        parts = () if self.combined is None else self.combined.parts
-        return [part.extent for part in parts if isinstance(part, StoredTensor)]
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the temporary memory that the value is read into, or computed in."""
-        if self.is_read_into_place:
-            return self.nbytes
-        if isinstance(self.stored, Derived):
-            return self.stored.result_bytes + self.stored.scratch_bytes
-        if isinstance(self.stored, StoredTensor) and not self.stored.is_contiguous:
-            read = self.stored.read_bytes
-            return read if read == self.nbytes else read + self.nbytes  # gathers strided elements
-        return self.nbytes
+    # Memory that a load needs.
 
     @property
     def staged_bytes(self) -> int:
+        """Bytes of memory that the values need until they are copied into their slots."""
+        facts = self.own
         if self.way is Way.CODE and self.maps is None:
             # The value, which a handler copies, and the old tensor of the slot, for an undo.
             parts = [part for part in payload_of(self.param) if not part.is_meta and storage_id(part)]
             return self.nbytes + sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
-        waits = self.way is Way.STAGED and not isinstance(self.stored, torch.Tensor)
-        return self.value.numel() * self.dtype.itemsize if waits else 0
+        if self.way is not Way.STAGED:
+            return 0
+        if facts is not None:
+            return 0 if facts.is_live else facts.value.numel() * self.dtype.itemsize
+        if self.sink is Sink.MEMORY:
+            return self.nbytes
+        itemsize = self.stored_dtype.itemsize
+        return sum(nbytes // itemsize * dtype.itemsize for nbytes, dtype in zip(self.sizes, self.dtypes, strict=True))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the temporary memory that the value is read into, or computed in."""
+        stored = self.facts.stored
+        if not self.is_read_into_place and isinstance(stored, Derived):
+            return stored.result_bytes + stored.scratch_bytes
+        if not self.is_read_into_place and isinstance(stored, StoredTensor) and stored.read_bytes != self.nbytes:
+            return stored.read_bytes + self.nbytes  # gathers strided elements
+        return self.nbytes
 
     @property
     def turn_bytes(self) -> int:
-        if self.transform is not None:
+        """Bytes of memory that a value that is needed whole takes for itself, as far as known before a transform."""
+        facts = self.facts
+        if facts.transform is not None:
             return self.buffer_bytes  # the argument of the transform
-        is_live = isinstance(self.stored, torch.Tensor)
-        own_bytes = 0 if is_live or self.maps is not None else self.buffer_bytes
-        if self.module_transform is None:
+        own_bytes = 0 if facts.is_live or self.maps is not None else self.buffer_bytes
+        if facts.module_transform is None:
             return own_bytes
-        ordered = all(tensor.is_contiguous() for tensor in (self.value, self.param) if is_plain(tensor))
-        straight = self.value.dtype == self.dtype and ordered and not isinstance(self.stored, Derived)
-        copied = 0 if straight or not self.on_cpu else self.value.numel() * self.dtype.itemsize
-        return own_bytes + self.transform_bytes + copied + (self.nbytes if is_live else 0)
-
-    def layouts(self) -> list[Layout]:
-        return [(self.param.size(), self.own_stride, self.dtype)]
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """The stride of new memory for the slot."""
-        return self.own_stride or contiguous_stride(self.param.size())
+        ordered = all(tensor.is_contiguous() for tensor in (facts.value, self.param) if is_plain(tensor))
+        straight = facts.value.dtype == self.dtype and ordered and not isinstance(facts.stored, Derived)
+        copied = 0 if straight or not self.on_cpu else facts.value.numel() * self.dtype.itemsize
+        return own_bytes + facts.transform_bytes + copied + (self.nbytes if facts.is_live else 0)
 
     @property
     def unit_bytes(self) -> int:
-        return self.value.itemsize if self.block_function is None else self.nbytes // self.value.shape[0]
+        """The smallest number of bytes that a value in blocks can be split into: an element, or a row."""
+        by_rows = self.own is not None and self.own.block_function is not None
+        return self.nbytes // self.facts.value.shape[0] if by_rows else self.stored_dtype.itemsize
 
     def working_bytes(self, block_bytes: int) -> int:
-        if self.block_function is None:
+        """Bytes of memory that each thread needs for a value in blocks in addition to its read buffer."""
+        function = None if self.own is None else self.own.block_function
+        if function is None:
             return 0
-        cast = min(max(block_bytes, self.unit_bytes), self.nbytes) // self.value.itemsize * self.dtype.itemsize
-        return self.block_function.extra_bytes + (cast if self.value.dtype != self.dtype else 0)
+        stored = self.stored_dtype
+        cast = min(max(block_bytes, self.unit_bytes), self.nbytes) // stored.itemsize * self.dtype.itemsize
+        return function.extra_bytes + (cast if stored != self.dtype else 0)
 
-    def mapped(self) -> list[torch.Tensor]:
-        return [self.value]
+
+class Execution(msgspec.Struct, eq=False):
+    """The execution of transfers: the values that have been read so far, and the way that they really take."""
+
+    transfers: Transfers
+    """As planned; replaced where a load learns later that the values take another way."""
+    finals: list[torch.Tensor] = []
+    """The final values, or the slots that they were read into; empty until then."""
+    seconds: float = 0.0
+    freezes: bool = False
+    """Whether the result of a module's transform clears `requires_grad` of the slot."""
+
+    @property
+    def final(self) -> torch.Tensor | None:
+        """The final value of the only row; None until it has been read, cast and transformed."""
+        return self.finals[0] if self.finals else None
+
+    def stage_instead(self, reason: str) -> None:
+        """Has values staged that were planned to be read at the commit."""
+        self.transfers = self.transfers.staged_instead(reason)
+
+
+def single_transfer(
+    name: str,
+    kind: str,
+    param: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    way: Way,
+    why: str,
+    facts: RowFacts,
+    maps: Maps | None = None,
+) -> Transfers:
+    """Returns the transfer of a value with facts of its own, without those that follow from its source and slot."""
+    stored, columns = facts.stored, None
+    placed: tuple[Runs, ...] = ()
+    if is_run(stored):
+        column = [short(stored.dtype)], [stored.shape], [stored.extent.path], [stored.extent.start], [stored.nbytes]
+        columns = TensorColumns(*column)
+    elif isinstance(stored, Described | Derived):
+        placed = placed_runs(stored)
+    if isinstance(stored, Described | Derived):
+        nbytes = stored.nbytes
+    else:
+        parts = sum(part.numel() * part.itemsize for part in payload_of(facts.value))
+        nbytes = parts or facts.value.numel() * facts.value.itemsize
+    is_ordered = is_plain(param) and not param.is_contiguous() and is_dense(param)
+    facts = replace(facts, placed=placed, own_stride=tuple(param.stride()) if is_ordered else None)
+    in_order = not is_ordered
+    if way is Way.INTO:
+        in_order = in_order and param.is_contiguous() and not (param.is_conj() or param.is_neg())
+    is_final = facts.value.dtype == dtype and device.type == "cpu" and facts.module_transform is None
+    sink = Sink.WHOLE
+    if way is Way.CODE or facts.transform is not None or not in_order:
+        pass
+    elif is_final and facts.combined is not None:
+        sink = Sink.COMPUTED
+    elif is_final and (columns is not None or placed):
+        sink = Sink.MEMORY
+    elif columns is not None and (facts.module_transform is None or facts.block_function is not None):
+        sink = Sink.BLOCKS
+    return Transfers([name], [kind], [param], [dtype], device, way, why, columns, sink, nbytes, maps, facts)
 
 
 def _is_from_checkpoint(stored: Source) -> bool:
@@ -481,35 +465,19 @@ def _requests_of(runs: Runs, address: int) -> Iterator[Request | Rows]:
         yield from (Rows(source, address + at, *runs.dims[-1]) for source, at in runs.places(-1))
 
 
-def _joined(columns: TensorColumns) -> list[ByteRange]:
-    """The ranges of the rows in the order of the files, where ranges that adjoin or are equal are one."""
-    numbers = dict[str, int]()
-    paths = np.array([numbers.setdefault(path, len(numbers)) for path in columns.paths])
-    starts, nbytes = np.array(columns.starts), np.array(columns.nbytes)
-    order = np.lexsort((starts, paths))
-    paths, starts, ends = paths[order], starts[order], (starts + nbytes)[order]
-    is_first = np.ones(len(order), bool)
-    is_first[1:] = (paths[1:] != paths[:-1]) | (starts[1:] > ends[:-1])
-    first = np.flatnonzero(is_first)
-    last = np.append(first[1:], len(order)) - 1
-    names = [*numbers]
-    runs = zip(paths[first].tolist(), starts[first].tolist(), ends[last].tolist(), strict=True)
-    return [ByteRange(names[path], start, end - start) for path, start, end in runs]
-
-
-def stage_unleased(transfers: Iterable[Transfers], files: OpenFiles, in_use: str) -> None:
+def stage_unleased(executions: Iterable[Execution], files: OpenFiles, in_use: str) -> None:
     """Has values staged that are planned to be read at the commit, where it is known that their files cannot be leased.
 
     Args:
-        transfers: What a load with `in_place=None` reads.
+        executions: What a load with `in_place=None` reads.
         files: The files.
         in_use: Another reason to stage them; empty without one.
     """
-    waiting = [item for item in transfers if item.way is Way.INTO]
-    if sum(item.nbytes for item in waiting) < _LEAST_LEASED_BYTES:
+    waiting = [item for item in executions if item.transfers.way is Way.INTO]
+    if sum(item.transfers.nbytes for item in waiting) < _LEAST_LEASED_BYTES:
         reason = "they are small"
     else:
-        extents = [extent for item in waiting for extent in item.extents]
+        extents = [extent for item in waiting for extent in item.transfers.extents]
         reason = lease_files(extents, files) or in_use
         files.release()
     for item in waiting if reason else ():
@@ -524,7 +492,7 @@ def peak_bytes(transfers: Iterable[Transfers], strategy: ReadStrategy) -> int:
     reading = [item for item in transfers if item.way is not Way.MAP]
     blocks = [item for item in reading if item.sink is Sink.BLOCKS]
     whole = [item for item in reading if item.sink is Sink.WHOLE]
-    combined = [item.combined for item in reading if item.sink is Sink.COMPUTED]
+    combined = [item.facts.combined for item in reading if item.sink is Sink.COMPUTED]
     computing = read_threads() * max((each.thread_bytes for each in combined if each is not None), default=0)
     has_ranges = any(item.sink is Sink.MEMORY for item in reading) or bool(whole)
     ranges = (strategy.buffer_bytes if has_ranges else 0) + placed_bytes(reading)
@@ -535,7 +503,8 @@ def peak_bytes(transfers: Iterable[Transfers], strategy: ReadStrategy) -> int:
 
 def placed_bytes(transfers: Iterable[Transfers]) -> int:
     """The memory of the threads that read runs together with the gaps between them."""
-    return read_threads() * max((_gap_bytes(runs) for item in transfers for runs in item.placed), default=0)
+    facts = [item.own for item in transfers if item.own is not None]
+    return read_threads() * max((_gap_bytes(runs) for each in facts for runs in each.placed), default=0)
 
 
 def _gap_bytes(runs: Runs) -> int:

@@ -22,7 +22,7 @@ from modelstate.loading.load import Source, load_then
 from modelstate.planning.matching import select_part, wrapper_rule
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.planner import Planner
-from modelstate.planning.transfer import Transfer, Transfers
+from modelstate.planning.transfer import Transfers
 from modelstate.problems import Problem, ProblemKind, Remedies, allowing, casting, extended, ignoring, plan_error
 from modelstate.rules.expression import is_dequantized
 from modelstate.rules.rule import Rule
@@ -300,7 +300,7 @@ def _check_casts(transfers: Iterable[Transfers], where: str) -> None:
     cast = [
         (name, f"{short(stored)} to {short(dtype)}")
         for item in transfers
-        if not (isinstance(item, Transfer) and is_dequantized(item.stored))
+        if item.own is None or not is_dequantized(item.own.stored)
         for name, stored, dtype in item.casts()
     ]
     if cast:
