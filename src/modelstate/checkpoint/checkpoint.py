@@ -37,15 +37,7 @@ from modelstate.formats.tree import (
     subtree,
 )
 from modelstate.html.page import ColumnKind, Page, Shown
-from modelstate.io.engine import (
-    RangeFile,
-    Request,
-    for_each,
-    open_files,
-    read_fully,
-    read_ranges,
-    read_threads,
-)
+from modelstate.io.engine import OpenFiles, RangeFile, Request, for_each, read_fully, read_ranges, read_threads
 from modelstate.io.files import FileFingerprint
 from modelstate.process import cached_attribute
 from modelstate.remote.location import CONNECTIONS
@@ -726,9 +718,10 @@ class DigestCheck(msgspec.Struct, frozen=True):
                 if on_read:
                     on_read(storage.nbytes)
 
-        with open_files({run[0].path for run in runs}, self.fingerprints) as files:
+        with OpenFiles(self.fingerprints) as files:
             threads = min(CONNECTIONS if is_remote else read_threads(), len(runs))
             for_each(runs, [partial(compute, memoryview(bytearray(chunk_bytes))) for _ in range(threads)], on_done)
+            files.check_unchanged()
         damaged = [
             name
             for storage, names in self.names_of.items()

@@ -14,12 +14,11 @@ from modelstate.errors import OPEN_AGAIN, ReadFailedError, SourceTypeError
 from modelstate.forks import fork_safe_lock
 from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
-from modelstate.io.engine import read_ranges
+from modelstate.io.engine import LocalFile, read_ranges
 from modelstate.io.files import (
     FileFingerprint,
     check_mapped,
     open_regular,
-    open_unchanged,
     pread_fully,
     read_failed,
 )
@@ -272,7 +271,7 @@ class Maps:
         mapped = self._maps.get(path)
         if mapped is None:
             fingerprint = self._fingerprints.get(path)
-            descriptor, _ = open_unchanged(path, fingerprint)
+            descriptor = LocalFile(path, fingerprint).descriptor
             try:
                 mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
             except (OSError, ValueError) as error:

@@ -15,16 +15,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from modelstate.errors import OPEN_AGAIN, ReadFailedError
+from modelstate.errors import OPEN_AGAIN, ReadFailedError, SourceTypeError
 from modelstate.io import lease, system
-from modelstate.io.files import FileFingerprint, Opened, check_unchanged, open_unchanged, read_failed
+from modelstate.io.files import FileFingerprint, Opened, open_regular, read_failed
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.process import parallel_for
 from modelstate.remote.location import CACHE_BLOCK_BYTES, CONNECTIONS
@@ -176,8 +176,17 @@ class LocalFile:
 
     def __init__(self, path: str, fingerprint: FileFingerprint | None, opened: Opened | None = None) -> None:
         self.path, self._fingerprint = path, fingerprint
-        self.descriptor, status = open_unchanged(path, fingerprint, opened)
+        try:
+            self.descriptor, status = opened or open_regular(path)
+        except (OSError, SourceTypeError) as error:
+            raise read_failed("the file can no longer be opened", path, error, "open the checkpoint again") from error
         self._has_name = status.st_nlink > 0
+        try:
+            if fingerprint is not None:
+                fingerprint.check(path, FileFingerprint.of(status), "the file has changed since it was opened")
+        except ReadFailedError:
+            self.descriptor.close()
+            raise
 
     def lease(self) -> str:
         """Takes a read lease. Returns an empty string, or the reason why there is none.
@@ -187,11 +196,20 @@ class LocalFile:
         refusal = lease.hold_for_now(self.descriptor) if self._has_name else lease.NAMELESS
         if not refusal:
             self._leased_at = time.monotonic()
-            check_unchanged(self.descriptor, self.path, self._fingerprint)
+            self._compare()
         return refusal
 
+    def _compare(self) -> None:
+        # After the last read and before the descriptor is closed: a change during the read may have been read in part.
+        try:
+            status = system.fstat(self.descriptor)
+        except OSError as error:
+            raise read_failed("the file's size and time cannot be read", self.path, error) from error
+        if self._fingerprint is not None:
+            self._fingerprint.check(self.path, FileFingerprint.of(status))
+
     def release(self) -> None:
-        """Releases the lease: a writer that waits goes on."""
+        """Releases the lease, if there is one: a writer that waits goes on."""
         if self._leased_at is not None:
             self._leased_at = None
             lease.release(self.descriptor)
@@ -210,7 +228,7 @@ class LocalFile:
     def check_unchanged(self) -> None:
         """As `RangeFile.check_unchanged`. A leased file has not changed before a writer has waited for too long."""
         if self._leased_at is None:
-            check_unchanged(self.descriptor, self.path, self._fingerprint)
+            self._compare()
             return
         seconds = lease.safe_seconds()
         if not lease.is_intact(self.descriptor) and time.monotonic() - self._leased_at > seconds:
@@ -257,6 +275,11 @@ class OpenFiles:
                 self._files[path] = file
             return file
 
+    def open(self, paths: Iterable[str]) -> None:
+        """Opens files. Raises `ReadFailedError` where one does not match its fingerprint."""
+        for path in paths:
+            _ = self[path]
+
     def check_unchanged(self) -> None:
         """Raises `ReadFailedError` where a file has changed since it was opened."""
         for file in self._files.values():
@@ -280,23 +303,6 @@ class OpenFiles:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@contextmanager
-def open_files(paths: Iterable[str], files: OpenFiles | Mapping[str, FileFingerprint]) -> Iterator[OpenFiles]:
-    """Opens files, and yields them by path.
-
-    With `OpenFiles`, their owner closes the files and compares them at the end. With fingerprints, they are closed when
-    the block ends.
-
-    Raises `ReadFailedError` where a file does not match its fingerprint when it is opened, or when the block ends.
-    """
-    with nullcontext(files) if isinstance(files, OpenFiles) else OpenFiles(files) as opened:
-        for path in paths:
-            opened[path]
-        yield opened
-        if opened is not files:
-            opened.check_unchanged()
 
 
 def for_each(
@@ -368,9 +374,10 @@ class Rows(msgspec.Struct, frozen=True):
         """Bytes of all runs."""
         return self.count * self.source.nbytes
 
-    def has_small_gaps(self, gap_bytes: int) -> bool:
+    @property
+    def has_small_gaps(self) -> bool:
         """Whether the gaps are read with the runs."""
-        return 0 <= self.file_step - self.source.nbytes <= gap_bytes
+        return 0 <= self.file_step - self.source.nbytes <= GAP_BYTES
 
     def split(self, most_bytes: int) -> Iterator[Rows]:
         """Yields groups of rows that span at most this number of bytes of the file, or one row."""
@@ -393,15 +400,9 @@ class Batch(msgspec.Struct, frozen=True):
     start: int
     """Bytes from the beginning of the file."""
     pieces: tuple[Piece, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(length for _, length in self.pieces)
-
-    @property
-    def wanted_bytes(self) -> int:
-        """The bytes that were requested, without the gaps between them."""
-        return sum(length for address, length in self.pieces if address is not None)
+    nbytes: int
+    wanted_bytes: int
+    """The bytes that were requested, without the gaps between them."""
 
 
 def read_ranges(
@@ -411,7 +412,6 @@ def read_ranges(
     on_read: Callable[[int], None] | None = None,
     threads: int | None = None,
     batch_bytes: int | None = None,
-    gap_bytes: int = GAP_BYTES,
 ) -> None:
     """Executes read requests on several threads. No thread writes to memory any more when this returns or raises.
 
@@ -423,11 +423,15 @@ def read_ranges(
         threads: The number of threads; by default one for each processor, up to 8.
         batch_bytes: The most that one call reads; by default `BATCH_BYTES`, and more of servers and where much is
             read, as far as all threads have a share.
-        gap_bytes: The largest gap between two ranges of one call.
 
     Raises:
         ReadFailedError: The first I/O error, a short read, or a file that has changed.
     """
+    if not isinstance(files, OpenFiles):
+        with OpenFiles(files) as opened:
+            read_ranges(requests, files=opened, on_read=on_read, threads=threads, batch_bytes=batch_bytes)
+            opened.check_unchanged()
+        return
     single, rows = list[Request](), list[Rows]()
     for request in requests:
         if isinstance(request, Request):
@@ -435,9 +439,10 @@ def read_ranges(
         else:
             rows.extend(request.split(ROWS_BYTES))
     paths = {request.source.path for request in single} | {request.source.path for request in rows}
-    fingerprints = files.fingerprints if isinstance(files, OpenFiles) else files
-    remote = [path for path in paths if path in fingerprints and fingerprints[path].is_remote]
-    align_bytes = common_align_bytes(remote, fingerprints) if remote else 1
+    files.open(paths)
+    known = files.fingerprints
+    remote = [path for path in paths if path in known and known[path].is_remote]
+    align_bytes = common_align_bytes(remote, known) if remote else 1
     threads = threads or (CONNECTIONS if remote else read_threads())
     if batch_bytes is None:
         batch_bytes = BATCH_BYTES
@@ -446,26 +451,22 @@ def read_ranges(
             batch_bytes = min(max(share, _LEAST_REMOTE_BYTES), _MOST_REMOTE_BYTES)
         else:
             batch_bytes = min(max(share // _LEAST_BATCHES, BATCH_BYTES), _MOST_BATCH_BYTES)
-    batches = coalesce(single, batch_bytes=batch_bytes, gap_bytes=gap_bytes, align_bytes=align_bytes)
+    batches = coalesce(single, batch_bytes=batch_bytes, gap_bytes=GAP_BYTES, align_bytes=align_bytes)
     items: list[Batch | Rows] = [*batches, *rows]
     threads = min(threads, len(items))
 
     def process(buffer: memoryview, item: Batch | Rows) -> None:
         if isinstance(item, Batch):
-            read_batch(opened[item.path], item)
+            read_batch(files[item.path], item)
         else:
-            _read_rows(opened[item.source.path], item, buffer if item.has_small_gaps(gap_bytes) else None)
+            _read_rows(files[item.source.path], item, buffer if item.has_small_gaps else None)
 
     # The buffers are there before memory is written to that must not be left half written.
-    span = max((entry.count * entry.file_step for entry in rows if entry.has_small_gaps(gap_bytes)), default=0)
+    span = max((entry.count * entry.file_step for entry in rows if entry.has_small_gaps), default=0)
     workers = [partial(process, memoryview(bytearray(span))) for _ in range(threads)]
 
-    def on_done(item: Batch | Rows, _: float) -> None:
-        if on_read is not None:
-            on_read(item.wanted_bytes)
-
-    with open_files(paths, files) as opened:
-        for_each(items, workers, on_done, with_torch=bool(span), takes_part=not remote)
+    on_done = None if on_read is None else lambda item, _: on_read(item.wanted_bytes)
+    for_each(items, workers, on_done, with_torch=bool(span), takes_part=not remote)
 
 
 def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int, align_bytes: int = 1) -> list[Batch]:
@@ -494,7 +495,12 @@ def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int, a
             taken += length
             end = source.start + taken
             is_open = end < limit and len(pieces) < _IOV_MAX - 1
-    return [Batch(path, start, tuple(pieces)) for path, start, pieces in runs]
+    batches = list[Batch]()
+    for path, start, pieces in runs:
+        nbytes = sum(length for _, length in pieces)
+        gaps = sum(length for address, length in pieces if address is None)
+        batches.append(Batch(path, start, tuple(pieces), nbytes, nbytes - gaps))
+    return batches
 
 
 def read_batch(file: RangeFile, batch: Batch) -> None:
@@ -629,6 +635,11 @@ def stream(
     """
     import torch
 
+    if not isinstance(files, OpenFiles):
+        with OpenFiles(files) as opened:
+            stream(wanted, blocks, buffers, consume, files=opened, on_block=on_block)
+            opened.check_unchanged()
+        return
     waits: list[Wait | None] = [None] * len(buffers)
 
     @torch.inference_mode(False)
@@ -648,16 +659,16 @@ def stream(
             extent = ByteRange(source.path, source.start + part.first, part.nbytes)
             requests.append(Request(extent, buffer.data_ptr() + part.at))
         for batch in coalesce(requests, batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
-            read_batch(opened[batch.path], batch)
+            read_batch(files[batch.path], batch)
         waits[number] = consume(block, buffer)
 
-    with open_files((entry.source.path for entry in wanted), files) as opened:
-        try:
-            workers = [partial(process, number, buffer) for number, buffer in enumerate(buffers)]
-            for_each(blocks, workers, on_block, with_torch=True)
-        finally:
-            for number in range(len(waits)):
-                wait_for(number)
+    files.open(entry.source.path for entry in wanted)
+    try:
+        workers = [partial(process, number, buffer) for number, buffer in enumerate(buffers)]
+        for_each(blocks, workers, on_block, with_torch=True)
+    finally:
+        for number in range(len(waits)):
+            wait_for(number)
 
 
 def in_blocks(wanted: Sequence[Wanted], block_bytes: int, align_bytes: int = 1) -> list[Block]:

@@ -290,9 +290,6 @@ def special_file(path: str, mode: int) -> SourceTypeError:
     )
 
 
-_WHILE = "the file has changed while it was read"
-
-
 @dataclass(frozen=True, slots=True)
 class FileFingerprint:
     """Identifies a version of a file without reading it."""
@@ -308,6 +305,23 @@ class FileFingerprint:
     is_remote: bool = False
     """Whether the file is outside this machine."""
 
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileFingerprint:
+        """Returns the fingerprint of a file of this machine."""
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+
+    def check(self, path: str, found: FileFingerprint, what: str = "the file has changed while it was read") -> None:
+        """Raises `ReadFailedError` where a file has another fingerprint."""
+        if found != self:
+            other = ", another file under the same name" if found.inode != self.inode else ""
+            raise ReadFailedError(
+                what,
+                where=path,
+                expected=f"{self.nbytes} bytes, modified at {self.modified_ns} ns",
+                found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns{other}",
+                remedy=OPEN_AGAIN,
+            )
+
 
 def read_failed(
     what: str,
@@ -321,63 +335,17 @@ def read_failed(
     return ReadFailedError(what, where=where, found=found, remedy=limit or remedy)
 
 
-def open_unchanged(path: str, expected: FileFingerprint | None, opened: Opened | None = None) -> Opened:
-    """Opens the file for reading, unless it is `opened`, and returns the descriptor and the status of the file.
-
-    Raises `ReadFailedError` where the file does not match the expected fingerprint.
-    """
-    try:
-        descriptor, status = opened or open_regular(path)
-    except (OSError, SourceTypeError) as error:
-        raise read_failed("the file can no longer be opened", path, error, "open the checkpoint again") from error
-    found = _fingerprint(status)
-    if expected is not None and found != expected:
-        descriptor.close()
-        raise _changed(path, expected, found, "the file has changed since it was opened")
-    return descriptor, status
-
-
-def check_unchanged(descriptor: int, path: str, expected: FileFingerprint | None) -> None:
-    """Raises `ReadFailedError` where the file is not what it was when `open_unchanged` opened it.
-
-    To be called after the last read and before the descriptor is closed, since a change during the read may have been
-    read in part. A rename of another file to the same path is no change.
-    """
-    try:
-        found = _fingerprint(system.fstat(descriptor))
-    except OSError as error:
-        raise read_failed("the file's size and time cannot be read", path, error) from error
-    if expected is not None and found != expected:
-        raise _changed(path, expected, found, _WHILE)
-
-
 def check_mapped(path: str, expected: FileFingerprint, nbytes: int) -> None:
-    """As `check_unchanged`, for a mapped file whose descriptor is closed, and which has `nbytes` bytes now."""
+    """Raises `ReadFailedError` where a mapped file has changed, whose descriptor is closed; `nbytes` is its size."""
     try:
-        found = _fingerprint(system.stat(path))
+        found = FileFingerprint.of(system.stat(path))
     except FileNotFoundError:
-        found = None
+        found = replace(expected, nbytes=nbytes)
     except OSError as error:
         raise read_failed("the file's size and time cannot be read", path, error) from error
-    if found is None or (found.inode, found.device) != (expected.inode, expected.device):
+    if (found.inode, found.device) != (expected.inode, expected.device):
         found = replace(expected, nbytes=nbytes)  # the path now names another file
-    if found != expected:
-        raise _changed(path, expected, found, _WHILE)
-
-
-def _changed(path: str, expected: FileFingerprint, found: FileFingerprint, what: str) -> ReadFailedError:
-    return ReadFailedError(
-        what,
-        where=path,
-        expected=f"{expected.nbytes} bytes, modified at {expected.modified_ns} ns",
-        found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns"
-        + (", another file under the same name" if found.inode != expected.inode else ""),
-        remedy=OPEN_AGAIN,
-    )
-
-
-def _fingerprint(status: os.stat_result) -> FileFingerprint:
-    return FileFingerprint(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+    expected.check(path, found)
 
 
 Opened = tuple[Descriptor, os.stat_result]
@@ -440,7 +408,7 @@ class SourceFile(AbstractContextManager["SourceFile"]):
         else:
             try:
                 self._descriptor, self._status = open_regular(path)
-                self.fingerprint = _fingerprint(self._status)
+                self.fingerprint = FileFingerprint.of(self._status)
             except PermissionError as error:
                 raise no_access(path, error) from error
             except OSError as error:

@@ -35,11 +35,10 @@ from modelstate.io.engine import (
     Wanted,
     block_buffers,
     in_blocks,
-    open_files,
     read_threads,
     stream,
 )
-from modelstate.io.files import FileFingerprint, open_unchanged
+from modelstate.io.files import FileFingerprint
 from modelstate.process import run_detached
 from modelstate.spec import ByteRange
 
@@ -68,17 +67,19 @@ def read_ahead(ranges: Iterable[ByteRange], files: OpenFiles | Mapping[str, File
     Returns the number of bytes that the kernel is asked for, at most half of the available memory. It is 0 where the
     ranges are cached already, where the kernel does not say whether they are, and where they are too small to matter.
     """
+    if not isinstance(files, OpenFiles):
+        with OpenFiles(files) as opened:
+            return read_ahead(ranges, opened)
     spans = merged(ranges)
     if sum(span.nbytes for span in spans) < _LEAST_BYTES:
         return 0
     try:
-        with open_files((span.path for span in spans), files) as opened:
-            cold = [span for span in spans if is_cold(span, opened)]
+        cold = [span for span in spans if is_cold(span, files)]
     except ReadFailedError:
         return 0  # the read itself reports it
     total = min(sum(span.nbytes for span in cold), most_to_read())
     if total:
-        run_detached(partial(_read_ahead, cold, total, opened.fingerprints))
+        run_detached(partial(_read_ahead, cold, total, files.fingerprints))
     return total
 
 
@@ -120,8 +121,7 @@ def _read_ahead(spans: Sequence[ByteRange], total: int, fingerprints: Mapping[st
     with suppress(OSError, ReadFailedError):  # the read itself reports what is wrong
         for path, first, nbytes in spans:
             end = first + min(nbytes, total)
-            descriptor, _ = open_unchanged(path, fingerprints.get(path))
-            with descriptor:
+            with LocalFile(path, fingerprints.get(path)).descriptor as descriptor:
                 for start in range(first, end, _STEP_BYTES):
                     linux.will_need(descriptor, start, min(_STEP_BYTES, end - start))
             total -= end - first
