@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.loading import stream
+from modelstate.loading import stage
 from tests.faults import faulty_reads
 
 
@@ -36,7 +36,7 @@ class Stream:
 @pytest.fixture(autouse=True)
 def queued(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The queues that blocks have gone through."""
-    run, used = stream.CudaQueue.run, list[object]()
+    run, used = stage.CudaQueue.run, list[object]()
 
     def noted(self: Any, *args: Any) -> Any:
         used.append(self)
@@ -45,9 +45,9 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(stream, "pinned_memory", lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8))
-    monkeypatch.setattr(stream, "_QUEUED_DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(stream.CudaQueue, "run", noted)
+    monkeypatch.setattr(stage, "pinned_memory", lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(stage, "_QUEUED_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(stage.CudaQueue, "run", noted)
     return used
 
 
@@ -70,7 +70,7 @@ def test_every_value_gets_where_it_belongs(
     is_direct: bool, in_place: bool | None, path: Path, queued: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a copy of the block on the device, and straight from the buffer, as values of few tensors get there."""
-    monkeypatch.setattr(stream, "goes_straight", lambda _: is_direct)
+    monkeypatch.setattr(stage, "goes_straight", lambda _: is_direct)
     expected, module = network(1, torch.float32).bfloat16(), network(2, torch.bfloat16)
     budget = 40_000_000 if is_direct else None
     with torch.inference_mode(is_direct):
@@ -122,13 +122,13 @@ def test_nothing_is_queued_any_more_after_an_error(
     queued: list[object],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = stream.CudaQueue.run
+    run = stage.CudaQueue.run
 
     def fails(self: Any, *args: Any) -> Any:
         run(self, *args)
         raise error  # what was queued has no event to wait for
 
-    monkeypatch.setattr(stream.CudaQueue, "run", fails)
+    monkeypatch.setattr(stage.CudaQueue, "run", fails)
     monkeypatch.setattr(Stream, "synchronize", lambda _: queued.clear())
     with pytest.raises((error, ms.ModelStateError)):
         ms.load(network(2, torch.bfloat16), path, dtype=torch.bfloat16, in_place=in_place)

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import BackgroundCancelledError, OptionError
-from modelstate.loading.stage import prefetch_range, stage
-from modelstate.loading.stream import Progress, Staging
+from modelstate.loading.stage import Progress, Staging, prefetch_range, stage
 from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner
 from modelstate.planning.transfer import Execution, Way

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError
 from modelstate.io.page_cache import bring_into_cache, lease_files
-from modelstate.loading.stage import limit_memory, reads_into_slots, stage, stage_one
-from modelstate.loading.stream import Progress, Staging
+from modelstate.loading.stage import Progress, Staging, limit_memory, reads_into_slots, stage, stage_one
 from modelstate.planning.planner import refusal_of_writes
 from modelstate.planning.transfer import Execution, Transfers, Way, copy_cannot_fail
 from modelstate.text_format import listed

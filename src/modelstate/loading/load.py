@@ -19,6 +19,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import NO_PICKLE, open as open_checkpoint, open_source
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import OptionError
+from modelstate.io.engine import OpenFiles
 from modelstate.io.files import Opened, kept_open
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
 from modelstate.loading.collective import (
@@ -44,8 +45,7 @@ from modelstate.loading.commit import (
     overwrite,
     place_fallible,
 )
-from modelstate.loading.stage import limit_memory, prefetch_range, reads_into_slots, stage
-from modelstate.loading.stream import Staging
+from modelstate.loading.stage import Staging, limit_memory, prefetch_range, reads_into_slots, stage
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadArguments, LoadOptions, PlanArguments, check_model, checked_options
 from modelstate.planning.plan import LoadPlan, LoadReport
@@ -426,12 +426,9 @@ def prepare(
         matched = match(checkpoint, options, view)
     else:
         matched = source.binding.matched
-    # Of values that are staged, the memory of the model is looked up again.
-    staging = (
-        replace(staged.staging)
-        if staged
-        else Staging(matched.part, options, transaction.root, {} if opened is None else opened)
-    )
+    staging = Staging(matched.part, options, transaction.root, OpenFiles(matched.part.fingerprints, opened))
+    if staged is not None:  # the memory of the model is looked up again
+        staging = replace(staged.staging, files=staging.files)
     planner = Planner(
         *(transaction, view, matched, partial(Place, staging)),
         call_extra_state=call_extra_state,
