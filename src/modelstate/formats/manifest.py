@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import json
 from collections import ChainMap, Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -115,7 +114,8 @@ def apply(contents: Contents, text: str, path: str, place: str, allow: Sequence[
         UnknownClassError: A tensor class does not exist.
     """
     where = f"{path}: {place}[{KEY!r}]"
-    with _damage(where):
+    at = where
+    try:
         if len(text) > MAX_PARTS:  # otherwise it has no more parts than that
             check_size(text)
         manifest = parse_json(text.encode())
@@ -150,9 +150,10 @@ def apply(contents: Contents, text: str, path: str, place: str, allow: Sequence[
         known = ChainMap[str, Stored](composites, cast("Any", tensors))
         parts: set[str] = set()
         for name, description in manifest.get("subclasses", {}).items():
-            with _damage(f"{where}: {name}"):
-                composites[name], used = _composite(name, description, known, allow, where)
+            at = f"{where}: {name}"
+            composites[name], used = _composite(name, description, known, allow, where)
             parts.update(used)
+        at = where
         aliases, owners = manifest.get("aliases", {}), list[str]()
         if aliases:
             owners = _names(list(aliases.values()), known, where)
@@ -181,18 +182,11 @@ def apply(contents: Contents, text: str, path: str, place: str, allow: Sequence[
             else:
                 set_version_metadata(state, versions)
         return msgspec.structs.replace(contents, tree=state, metadata=metadata, checksums=checksums)
-
-
-@contextmanager
-def _damage(where: str) -> Iterator[None]:
-    """Turns errors into that of a damaged manifest, which is not as the code expects it."""
-    try:
-        yield
     except (DamagedFileError, NewerManifestError, ForbiddenGlobalError, UnknownClassError, MemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # the manifest is not as the code expects it
         what = error.what if isinstance(error, JsonError | ModelStateError) else f"{type(error).__name__}: {error}"
-        raise damaged(where, what) from error
+        raise damaged(at, what) from error
 
 
 def _restored(root: object, known: Mapping[str, Any], path: str, where: str) -> Any:
@@ -437,7 +431,6 @@ BLOCK_BYTES = 4 << 20
 ALGORITHM = "xxh3-128"
 HEX = 32
 """Characters of a digest."""
-_HEX_DIGITS = "0123456789abcdef"
 SEAL = "modelstate_seal"
 """The key of `__metadata__` that holds the seal: the digest of the header, with zeros in the place of the seal."""
 OPEN_SEAL = f"{ALGORITHM}:{'0' * HEX}"

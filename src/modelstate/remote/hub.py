@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import NamedTuple, TypeVar
 
 from modelstate.errors import (
+    ModelStateError,
     PackageError,
     ReadFailedError,
     SourceAccessError,
@@ -177,46 +178,35 @@ def _hub_errors(wanted: HubFile) -> Iterator[None]:
     """Turns the errors of huggingface_hub into ours."""
     from huggingface_hub import errors
 
-    httpx = _client()
-    page = f"https://huggingface.co/{wanted.name}"
+    httpx, page = _client(), f"https://huggingface.co/{wanted.name}"
     try:
         yield
-    except errors.GatedRepoError as error:
-        raise SourceAccessError(
-            "the repository is gated", where=wanted.url, remedy=f"accept its terms at {page}, then hf auth login"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise SourceNotFoundError(
-            "the hub has no such repository, or this user may not see it",
-            where=wanted.url,
-            remedy=f"check the name at {page}; for a private one hf auth login, or set HF_TOKEN",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise SourceNotFoundError(
-            "the repository has no such revision",
-            where=wanted.url,
-            found=wanted.revision,
-            remedy=f"see the branches and tags at {page}/tree/main; in a name with / write %2F",
-        ) from error
-    except (errors.EntryNotFoundError, errors.HFValidationError) as error:
-        raise SourceNotFoundError(
-            "the repository has no such file", where=wanted.url, remedy=f"see its files at {page}/tree/main"
-        ) from error
-    except (errors.OfflineModeIsEnabled, httpx.HTTPError, ConnectionError) as error:
-        if _status_of(error) in (401, 403):
-            raise SourceAccessError(
-                "the hub refuses the token, or the access with it",
-                where=wanted.url,
-                found=str(error).partition("\n")[0][:200],
-                remedy="hf auth login, or set HF_TOKEN to a valid token with the right to read the repository",
-            ) from error
-        raise ReadFailedError(
-            "the hub does not answer",
-            where=wanted.url,
-            found=str(error).partition("\n")[0][:200],
-            remedy="check the network, HF_ENDPOINT and HF_HUB_OFFLINE; `hf download` fills the cache, which is read "
-            "without a connection",
-        ) from error
+    except (errors.EntryNotFoundError, errors.HFValidationError, httpx.HTTPError, ConnectionError) as error:
+        kind: type[ModelStateError] = SourceNotFoundError
+        found = ""
+        match error:
+            case errors.GatedRepoError():
+                kind, what = SourceAccessError, "the repository is gated"
+                remedy = f"accept its terms at {page}, then hf auth login"
+            case errors.RepositoryNotFoundError():
+                what = "the hub has no such repository, or this user may not see it"
+                remedy = f"check the name at {page}; for a private one hf auth login, or set HF_TOKEN"
+            case errors.RevisionNotFoundError():
+                what, found = "the repository has no such revision", wanted.revision
+                remedy = f"see the branches and tags at {page}/tree/main; in a name with / write %2F"
+            case errors.EntryNotFoundError() | errors.HFValidationError():
+                what, remedy = "the repository has no such file", f"see its files at {page}/tree/main"
+            case _:
+                found = str(error).partition("\n")[0][:200]
+                kind, what = ReadFailedError, "the hub does not answer"
+                remedy = (
+                    "check the network, HF_ENDPOINT and HF_HUB_OFFLINE; `hf download` fills the cache, which is read "
+                    "without a connection"
+                )
+                if _status_of(error) in (401, 403):
+                    kind, what = SourceAccessError, "the hub refuses the token, or the access with it"
+                    remedy = "hf auth login, or set HF_TOKEN to a valid token with the right to read the repository"
+        raise kind(what, where=wanted.url, found=found, remedy=remedy) from error
 
 
 def check_installed() -> None:
