@@ -88,7 +88,7 @@ def odd() -> Iterator[str]:
         ("gzip", SourceTypeError, "compresses"),
         ("gzip-whole", SourceTypeError, "compresses"),
         ("text", UnknownFormatError, "a text file"),
-        ("short", ReadFailedError, "sends no bytes"),
+        ("short", ReadFailedError, "an empty body"),
         ("empty", TruncatedFileError, "the file is empty"),
         ("", SourceTypeError, "what is in a directory"),
     ],

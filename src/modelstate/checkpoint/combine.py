@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import torch
 
@@ -205,22 +206,23 @@ def versions_of(sources: Sequence[Checkpoint]) -> dict[str, Mapping[str, object]
 
 def _tree(merged: FlatTree, at: str) -> dict[str, object]:
     """Nests a flat tree."""
-    root = _node(merged, "")
-    nodes = {"": root}
+    nodes: dict[str, dict[str, object]] = {}
     containers = set(merged.containers)
 
-    def node_of(name: str) -> tuple[dict[str, object], str]:
-        """The container of a name, and its key there."""
+    def container(path: str) -> dict[str, object]:
+        if path not in nodes:
+            nodes[path] = OrderedDict()
+            if path in merged.versions:
+                set_version_metadata(nodes[path], merged.versions[path])
+            if path:
+                put(path, nodes[path])
+        return nodes[path]
+
+    def put(name: str, leaf: object) -> None:
         path = name.rpartition(".")[0]
         while path and path not in containers:
             path = path.rpartition(".")[0]
-        if path not in nodes:
-            nodes[path] = _node(merged, path)
-            put(path, nodes[path])
-        return nodes[path], name[len(path) + 1 :] if path else name
-
-    def put(name: str, leaf: object) -> None:
-        node, key = node_of(name)
+        node, key = container(path), name[len(path) + 1 :] if path else name
         if key in node:
             raise CombineError(
                 "a name is a value in one checkpoint and a container in another",
@@ -230,15 +232,6 @@ def _tree(merged: FlatTree, at: str) -> dict[str, object]:
             )
         node[key] = leaf
 
-    for name, stored in merged.tensors.items():
-        put(name, stored)
-    for name, value in merged.values.items():
-        put(name, value)
-    return root
-
-
-def _node(merged: FlatTree, path: str) -> dict[str, object]:
-    node: OrderedDict[str, object] = OrderedDict()
-    if path in merged.versions:
-        set_version_metadata(node, merged.versions[path])
-    return node
+    for name, leaf in chain[tuple[str, object]](merged.tensors.items(), merged.values.items()):
+        put(name, leaf)
+    return container("")

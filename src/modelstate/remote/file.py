@@ -205,20 +205,11 @@ class RemoteFile:
                         break
                 end = min(end, self.version.nbytes)
                 if start == before and start < end:
-                    if tries >= requests.RETRIES:
-                        raise ReadFailedError(
-                            "the server sends no bytes",
-                            where=f"{self.path}, byte {start}",
-                            expected=f"{end - start:,} bytes",
-                            found="an empty body in each reply",
-                            remedy="try again; check the server, and proxies on the way to it",
-                        )
-                    wait_to_retry(tries)
-                    tries += 1
+                    raise EOFError
+            except ModelStateError:
+                raise
             except Exception as error:
-                if isinstance(error, ModelStateError):
-                    raise
-                failure = failure_of(error, self.location)
+                failure = _NO_BYTES if isinstance(error, EOFError) else failure_of(error, self.location)
                 refusals = (Cause.REFUSED, Cause.NO_CREDENTIALS, Cause.EXPIRED)
                 if failure.cause in refusals and tries < requests.RETRIES and self._is_new_address(store):
                     tries += 1
@@ -264,10 +255,7 @@ class RemoteFile:
         """Raises an error for an answer that is compressed: its bytes are not those of the object."""
         encoding = str(result.attributes.get("Content-Encoding", ""))
         if _COMPRESSION.search(encoding):
-            failure = Failure(Cause.COMPRESSED, f"Content-Encoding: {encoding[:60]}", DOWNLOAD)
-            if self._pinned is None:
-                raise _open_error(failure, self.path)
-            raise ReadFailedError(failure.cause.value, where=self.path, found=failure.found, remedy=failure.remedy)
+            raise self._error(Failure(Cause.COMPRESSED, f"Content-Encoding: {encoding[:60]}", DOWNLOAD), 0)
 
     def _is_new_address(self, refused: ObjectStore) -> bool:
         """Asks the hub where the file is now, unless another thread has: the signature of an address expires."""
@@ -332,6 +320,9 @@ class RemoteFile:
         """Does nothing: the client keeps the connections."""
 
 
+_NO_BYTES = Failure(
+    Cause.CUT, "an empty body in each reply", "try again; check the server, and proxies on the way to it"
+)
 _ERRORS: dict[Cause, type[OpenError]] = {
     Cause.NO_OBJECT: SourceNotFoundError,
     Cause.NO_BUCKET: SourceNotFoundError,
