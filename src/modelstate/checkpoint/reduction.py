@@ -29,13 +29,14 @@ import torch
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ComparisonError, UnsupportedTensorError
 from modelstate.formats.block_writer import check_expanded
-from modelstate.io.engine import Block, Part, Wanted, block_buffers, read_ranges, read_threads, stream
+from modelstate.io.engine import Request, coalesce, for_each, open_files, read_batch, read_ranges, read_threads
 from modelstate.io.files import FileFingerprint
-from modelstate.io.memory import aligned
+from modelstate.io.memory import aligned, empty_cpu
 from modelstate.io.page_cache import read_ahead
 from modelstate.io.tensors import read_tensor
 from modelstate.process import progress_bar
 from modelstate.spec import (
+    GAP_BYTES,
     Assemble,
     Box,
     ByteRange,
@@ -79,11 +80,6 @@ class Operand(msgspec.Struct, frozen=True, eq=False):
     """The bytes of a file, where the elements lie in them in their order."""
     memory: torch.Tensor | None = None
     """The elements in their order, where they are in memory of the CPU: a tensor of one dimension."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the elements lie in their order in a file or in memory; the others are read region by region."""
-        return self.extent is not None or self.memory is not None
 
 
 def operand_of(stored: Stored, read: Callable[[Stored], torch.Tensor]) -> Operand:
@@ -196,21 +192,13 @@ def _values_in_memory(tensor: torch.Tensor) -> torch.Tensor:
         return (values.dequantize() if values.is_quantized else values).cpu()
 
 
-class _Piece(msgspec.Struct, frozen=True):
+class _Piece(NamedTuple):
     item: int
     first: int
     """The first element."""
-    count: int
-    starts: tuple[int, ...] = ()
-    """For each operand the beginning in the buffer, in bytes."""
+    elements: int
     regions: tuple[Region, ...] = ()
     """The regions of the operands, where these are read by region."""
-
-
-class _PieceBlock(Block, frozen=True):
-    """A block, with the pieces of items whose bytes are in it."""
-
-    pieces: tuple[_Piece, ...]
 
 
 Fold = Callable[[int, tuple[torch.Tensor, ...]], None]
@@ -241,113 +229,84 @@ def reduce(
     Raises:
         ReadFailedError: A file cannot be read, or has changed.
     """
-    streamed, by_region = list[int](), list[int]()
-    for index, operands in enumerate(items):
-        if math.prod(operands[0].shape):
-            (streamed if all(operand.is_streamed for operand in operands) else by_region).append(index)
-    extents = [operand.extent for index in streamed for operand in items[index] if operand.extent is not None]
+    jobs = _jobs(items)
+    extents = [operand.extent for operands in items for operand in operands if operand.extent is not None]
     read_ahead(extents, fingerprints)
 
-    def consume(block: Block, buffer: torch.Tensor) -> None:
-        assert isinstance(block, _PieceBlock)
-        for piece in block.pieces:
-            flat = _flat_values(piece, items[piece.item], buffer)
-            for first in range(0, piece.count, _CHUNK_ELEMENTS):
-                fold(piece.item, tuple(values[first : first + _CHUNK_ELEMENTS] for values in flat))
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def work(buffer: torch.Tensor, job: list[_Piece]) -> None:
+        requests, flat, used = list[Request](), list[list[torch.Tensor]](), 0
+        for piece in job:
+            flat.append([region.read().reshape(-1) for region in piece.regions])
+            for operand in () if piece.regions else items[piece.item]:
+                if operand.memory is not None:
+                    flat[-1].append(operand.memory[piece.first : piece.first + piece.elements])
+                elif operand.extent is not None:
+                    path, start, _ = operand.extent
+                    itemsize = operand.dtype.itemsize
+                    source = ByteRange(path, start + piece.first * itemsize, piece.elements * itemsize)
+                    part = buffer[used : used + source.nbytes]
+                    used += aligned(source.nbytes)
+                    requests.append(Request(source, part.data_ptr()))
+                    flat[-1].append(part.view(operand.dtype))
+        for batch in coalesce(requests, batch_bytes=_BLOCK_BYTES, gap_bytes=GAP_BYTES):
+            read_batch(opened[batch.path], batch)
+        for piece, values in zip(job, flat, strict=True):
+            for first in range(0, piece.elements, _CHUNK_ELEMENTS):
+                fold(piece.item, tuple(each[first : first + _CHUNK_ELEMENTS] for each in values))
 
-    def on_block(block: Block, _: float) -> None:
-        assert isinstance(block, _PieceBlock)
-        sizes = ((piece.count, operand.dtype.itemsize) for piece in block.pieces for operand in items[piece.item])
-        advance(sum(count * itemsize for count, itemsize in sizes))
+    def on_done(job: list[_Piece], _: float) -> None:
+        advance(sum(piece.elements * operand.dtype.itemsize for piece in job for operand in items[piece.item]))
 
+    buffers = [empty_cpu((_BLOCK_BYTES,), torch.uint8) for _ in range(min(read_threads(), len(jobs)))]
     total_bytes = sum(math.prod(operand.shape) * operand.dtype.itemsize for operands in items for operand in operands)
-    wanted, blocks = _streamed_blocks(items, streamed)
-    blocks += [block for index in by_region for block in _region_blocks(index, items[index])]
-    with progress_bar(progress, total_bytes, what) as advance:
-        if blocks:
-            buffers = block_buffers(blocks, read_threads())
-            stream(wanted, blocks, buffers, consume, files=fingerprints, on_block=on_block)
+    paths = {extent.path for extent in extents}
+    with progress_bar(progress, total_bytes, what) as advance, open_files(paths, fingerprints) as opened:
+        for_each(jobs, [partial(work, buffer) for buffer in buffers], on_done, with_torch=True)
     return total_bytes
 
 
-def _flat_values(piece: _Piece, operands: Sequence[Operand], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the values of a piece, of each operand."""
-    if piece.regions:
-        return [region.read().reshape(-1) for region in piece.regions]
-    flat = []
-    for operand, start in zip(operands, piece.starts, strict=True):
-        if operand.memory is not None:
-            flat.append(operand.memory[piece.first : piece.first + piece.count])
-        else:
-            flat.append(buffer[start : start + piece.count * operand.dtype.itemsize].view(operand.dtype))
-    return flat
-
-
-def _streamed_blocks(
-    items: Sequence[tuple[Operand, ...]], streamed: Sequence[int]
-) -> tuple[list[Wanted], list[_PieceBlock]]:
-    """Packs the elements of streamed items into blocks, in the order of the files."""
-    wanted: list[Wanted] = []
-    blocks: list[_PieceBlock] = []
-    parts: list[Part] = []
-    pieces: list[_Piece] = []
-    used = 0  # bytes of the buffer, in which operands in memory have a place as well: the blocks take equally long
-
-    def close() -> None:
-        nonlocal used
-        if pieces:
-            blocks.append(_PieceBlock(tuple(parts), used, tuple(pieces)))
-            parts.clear()
-            pieces.clear()
-        used = 0
+def _jobs(items: Sequence[tuple[Operand, ...]]) -> list[list[_Piece]]:
+    """Divides the items among jobs, in the order of the files. The streamed operands of a job fit into a buffer."""
+    jobs: list[list[_Piece]] = []
+    used = _BLOCK_BYTES
 
     def place(index: int) -> tuple[str, int]:
         extents = [operand.extent for operand in items[index] if operand.extent is not None]
         return (extents[0].path, extents[0].start) if extents else ("", 0)
 
-    for index in sorted(streamed, key=place):
-        operands = items[index]
-        numel, first = math.prod(operands[0].shape), 0
-        which = []
-        for operand in operands:
-            which.append(len(wanted))
-            if operand.extent is not None and operand.memory is None:
-                wanted.append(Wanted(operand.extent, operand.dtype.itemsize))
-        # Each part begins at an aligned address, which takes at most 64 bytes more.
-        slack = sum(aligned(1) for operand in operands)
-        each = sum(operand.dtype.itemsize for operand in operands)
-        while first < numel:
-            count = min(numel - first, (_BLOCK_BYTES - used - slack) // each)
-            if count <= 0 or (count < numel - first and pieces and count * each < _BLOCK_BYTES // 2):
-                close()
-                continue
-            starts = []
-            for operand, number in zip(operands, which, strict=True):
-                nbytes = count * operand.dtype.itemsize
-                if operand.memory is None:
-                    parts.append(Part(number, first * operand.dtype.itemsize, nbytes, used))
-                starts.append(used)
-                used += aligned(nbytes)
-            pieces.append(_Piece(index, first, count, tuple(starts)))
-            first += count
-    close()
-    return wanted, blocks
+    for index in sorted(range(len(items)), key=place):
+        operands, numel = items[index], math.prod(items[index][0].shape)
+        if not all(operand.extent is not None or operand.memory is not None for operand in operands):
+            jobs += [[piece] for piece in _region_pieces(index, operands)] if numel else []
+            used = _BLOCK_BYTES
+            continue
+        # Each operand begins at an aligned address, which takes at most 64 bytes more.
+        slack, each = len(operands) * aligned(1), sum(operand.dtype.itemsize for operand in operands)
+        step = (_BLOCK_BYTES - slack) // each
+        for first in range(0, numel, step):
+            count = min(step, numel - first)
+            if used + slack + count * each > _BLOCK_BYTES:
+                jobs.append([])
+                used = 0
+            jobs[-1].append(_Piece(index, first, count))
+            used += slack + count * each
+    return jobs
 
 
-def _region_blocks(index: int, operands: Sequence[Operand]) -> Iterator[_PieceBlock]:
-    """Yields a block for each region of an item: for the whole, where regions read much more than that together."""
+def _region_pieces(index: int, operands: Sequence[Operand]) -> list[_Piece]:
+    """Returns a piece for each region of an item: for the whole, where regions read much more than that together."""
     shape, each = operands[0].shape, sum(operand.dtype.itemsize for operand in operands)
-    cuts = [_boxes(shape, _REGION_BYTES // each), _boxes(shape, math.prod(shape))]
     pieces, whole = (
         [
-            _Piece(index, 0, math.prod(map(len, box)), regions=tuple(o.region(slices_of(box)) for o in operands))
-            for box in boxes
+            _Piece(index, 0, math.prod(map(len, box)), tuple(operand.region(slices_of(box)) for operand in operands))
+            for box in _boxes(shape, most_elements)
         ]
-        for boxes in cuts
+        for most_elements in (_REGION_BYTES // each, math.prod(shape))
     )
     costs = [sum(region.nbytes for piece in cut for region in piece.regions) for cut in (pieces, whole)]
-    for piece in pieces if costs[0] <= 2 * costs[1] else whole:
-        yield _PieceBlock((), 0, (piece,))
+    return pieces if costs[0] <= 2 * costs[1] else whole
 
 
 def _boxes(shape: tuple[int, ...], most_elements: int) -> Iterator[Box]:
