@@ -106,7 +106,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
     @cached_attribute
     def _maps(self) -> Maps:
         """The maps of `tensor` and `value`. A load has maps of its own."""
-        return Maps(self.fingerprints)
+        return Maps(self.fingerprints, self.format)
 
     # The mapping.
 

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 
 from modelstate.errors import OPEN_AGAIN, ReadFailedError, SourceTypeError
 from modelstate.forks import fork_safe_lock
-from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
 from modelstate.io.engine import LocalFile, read_ranges
 from modelstate.io.files import (
     FileFingerprint,
     check_mapped,
     open_regular,
-    pread_fully,
     read_failed,
 )
 from modelstate.io.lease import hold
@@ -39,10 +37,14 @@ class Maps:
 
     Replacing the file by a rename is safe, since the map keeps the old file. Overwriting the file in place changes the
     tensors, and truncating it ends the process with SIGBUS when they are used, unless a lease is held: see `can_map`.
+
+    Args:
+        fingerprints: What each file of the checkpoint must be.
+        format: The format of the checkpoint. A writer of any other than "safetensors" may be torch.save.
     """
 
-    def __init__(self, fingerprints: Mapping[str, FileFingerprint]) -> None:
-        self._fingerprints = fingerprints
+    def __init__(self, fingerprints: Mapping[str, FileFingerprint], format: str) -> None:
+        self._fingerprints, self._is_safetensors = fingerprints, format == "safetensors"
         self._maps: dict[str, mmap.mmap] = {}
         self._views: dict[tuple[ByteRange, int], tuple[torch.Tensor, int]] = {}
         self._read: weakref.WeakValueDictionary[tuple[ByteRange, int], torch.UntypedStorage] = (
@@ -226,21 +228,19 @@ class Maps:
         try:
             if fingerprint is not None and (status.st_ino, status.st_dev) != (fingerprint.inode, fingerprint.device):
                 return True  # the path names another file
-            try:
-                head = pread_fully(descriptor, _HEAD_BYTES, 0)
-            except OSError as error:
-                raise read_failed("the file cannot be read", path, error) from error
-            if len(head) < min(_HEAD_BYTES, status.st_size):
-                raise ReadFailedError("the file ends within its beginning", where=path, remedy=OPEN_AGAIN)
-            writer = _overwriting_writer(path, head)
-            if writer and not option:
-                self.note(f"read into memory, not mapped: {writer} overwrites such files in place; {_MAPS_IT}", path)
+            # A lease does not protect from a writer of this process that holds the interpreter lock: the thread that
+            # answers the lease needs the lock.
+            is_overwritten = not self._is_safetensors and os.access(
+                path, os.W_OK, effective_ids=os.access in os.supports_effective_ids
+            )
+            if is_overwritten and not option:
+                self.note(f"read into memory, not mapped: torch.save overwrites such files in place; {_MAPS_IT}", path)
                 return False
             unprotected = hold(path, descriptor, mapped)
         finally:
             descriptor.close()
-        if writer:
-            self.note(f"mapped: {writer} onto it in this process ends the process; save beside it and rename", path)
+        if is_overwritten:
+            self.note("mapped: torch.save onto it in this process ends the process; save beside it and rename", path)
         elif not unprotected or not status.st_mode & _WRITABLE:
             return True
         elif not option:
@@ -293,22 +293,10 @@ class Maps:
 _lock = fork_safe_lock()
 
 
-def _overwriting_writer(path: str, head: bytes) -> str:
-    """The function by which this process could overwrite such a file in place while it holds the interpreter lock.
-
-    A lease does not protect from it: the thread that answers the lease needs the interpreter lock. Empty if there is
-    no such function.
-    """
-    if not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
-        return ""
-    return "" if recognise(head) is Format.SAFETENSORS else "torch.save"
-
-
 UNALIGNED = "read into memory, not mapped: its elements are not at multiples of their size, as memory needs them"
 _MAPS_IT = "map=True, in Python, maps it all the same"
 _NO_MAPS = (errno.ENODEV, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 """The errors of a file system that has no maps, and of a system that does not permit them."""
-_HEAD_BYTES = 64
 _WRITABLE = 0o222
 """A file without these bits can be written to only by changing its mode, or as root."""
 _NO_VIEW: tuple[torch.Tensor | None, int] = (None, 0)

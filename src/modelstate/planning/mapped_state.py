@@ -52,7 +52,7 @@ class MappedState(Mapping[str, object]):
 
     def __init__(self, matched: MatchedCheckpoint, transaction: Transaction) -> None:
         self._checkpoint, self._transaction = matched.part, transaction
-        self.maps = Maps(matched.part.fingerprints)
+        self.maps = Maps(matched.part.fingerprints, matched.part.format)
         self._deferred: dict[int, DeferredValue] = {}
         self._deferred_by_source: dict[object, DeferredValue] = {}
         self.entries = matched.applied.entries
