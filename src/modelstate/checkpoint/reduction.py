@@ -29,7 +29,7 @@ import torch
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ComparisonError, UnsupportedTensorError
 from modelstate.formats.block_writer import check_expanded
-from modelstate.io.engine import Request, coalesce, for_each, open_files, read_batch, read_ranges, read_threads
+from modelstate.io.engine import OpenFiles, Request, coalesce, for_each, read_batch, read_ranges, read_threads
 from modelstate.io.files import FileFingerprint
 from modelstate.io.memory import aligned, empty_cpu
 from modelstate.io.page_cache import read_ahead
@@ -231,7 +231,6 @@ def reduce(
     """
     jobs = _jobs(items)
     extents = [operand.extent for operands in items for operand in operands if operand.extent is not None]
-    read_ahead(extents, fingerprints)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -261,9 +260,10 @@ def reduce(
 
     buffers = [empty_cpu((_BLOCK_BYTES,), torch.uint8) for _ in range(min(read_threads(), len(jobs)))]
     total_bytes = sum(math.prod(operand.shape) * operand.dtype.itemsize for operands in items for operand in operands)
-    paths = {extent.path for extent in extents}
-    with progress_bar(progress, total_bytes, what) as advance, open_files(paths, fingerprints) as opened:
+    with progress_bar(progress, total_bytes, what) as advance, OpenFiles(fingerprints) as opened:
+        read_ahead(extents, opened)
         for_each(jobs, [partial(work, buffer) for buffer in buffers], on_done, with_torch=True)
+        opened.check_unchanged()
     return total_bytes
 
 
