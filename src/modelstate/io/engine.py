@@ -106,13 +106,8 @@ class ReadStrategy(msgspec.Struct, frozen=True):
         return replace(self, threads=threads, block_bytes=block_bytes)
 
     @property
-    def buffer_bytes(self) -> int:
-        """Memory of one `read_ranges` beside the destinations: the replies of servers."""
-        return self.threads * self._reply_bytes
-
-    @property
-    def _reply_bytes(self) -> int:
-        """Memory of one reply that is read: the client joins its pieces, so it has a short one twice."""
+    def reply_bytes(self) -> int:
+        """Memory of one reply of a server that is read: the client joins its pieces, so it has a short one twice."""
         return min(_REPLY_BYTES, 2 * self.block_bytes) if self.remote else 0
 
     def stream_bytes(self, total: int, unit: int, working: int, *, to_device: bool) -> tuple[int, int]:
@@ -127,7 +122,7 @@ class ReadStrategy(msgspec.Struct, frozen=True):
         used = self.for_devices(total) if to_device else self
         buffer = min(aligned(max(used.block_bytes, unit)), total)
         threads = used.threads if total > buffer else 1
-        return threads * (self._reply_bytes + buffer + working), buffer
+        return threads * (self.reply_bytes + buffer + working), buffer
 
     def smaller(self) -> Iterator[ReadStrategy]:
         """Strategies that need less and less memory."""
@@ -181,12 +176,10 @@ class LocalFile:
         except (OSError, SourceTypeError) as error:
             raise read_failed("the file can no longer be opened", path, error, "open the checkpoint again") from error
         self._has_name = status.st_nlink > 0
-        try:
-            if fingerprint is not None:
-                fingerprint.check(path, FileFingerprint.of(status), "the file has changed since it was opened")
-        except ReadFailedError:
+        found = FileFingerprint.of(status)
+        if fingerprint is not None and found != fingerprint:
             self.descriptor.close()
-            raise
+            raise fingerprint.changed(path, found, "the file has changed since it was opened")
 
     def lease(self) -> str:
         """Takes a read lease. Returns an empty string, or the reason why there is none.
@@ -202,11 +195,11 @@ class LocalFile:
     def _compare(self) -> None:
         # After the last read and before the descriptor is closed: a change during the read may have been read in part.
         try:
-            status = system.fstat(self.descriptor)
+            found = FileFingerprint.of(system.fstat(self.descriptor))
         except OSError as error:
             raise read_failed("the file's size and time cannot be read", self.path, error) from error
-        if self._fingerprint is not None:
-            self._fingerprint.check(self.path, FileFingerprint.of(status))
+        if self._fingerprint is not None and found != self._fingerprint:
+            raise self._fingerprint.changed(self.path, found)
 
     def release(self) -> None:
         """Releases the lease, if there is one: a writer that waits goes on."""
@@ -240,8 +233,9 @@ class LocalFile:
             )
 
     def close(self) -> None:
-        """Closes the file."""
-        self.release()
+        """Closes the file, and releases its lease."""
+        if self._leased_at is not None:
+            self.release()
         self.descriptor.close()
 
 
@@ -274,11 +268,6 @@ class OpenFiles:
                     file = LocalFile(path, known, self._opened.pop(path, None))
                 self._files[path] = file
             return file
-
-    def open(self, paths: Iterable[str]) -> None:
-        """Opens files. Raises `ReadFailedError` where one does not match its fingerprint."""
-        for path in paths:
-            _ = self[path]
 
     def check_unchanged(self) -> None:
         """Raises `ReadFailedError` where a file has changed since it was opened."""
@@ -406,7 +395,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 def read_ranges(
-    requests: Iterable[Request | Rows],
+    requests: Sequence[Request | Rows],
     *,
     files: OpenFiles | Mapping[str, FileFingerprint],
     on_read: Callable[[int], None] | None = None,
@@ -429,6 +418,8 @@ def read_ranges(
     """
     if not isinstance(files, OpenFiles):
         with OpenFiles(files) as opened:
+            for path in {request.source.path for request in requests}:
+                _ = opened[path]
             read_ranges(requests, files=opened, on_read=on_read, threads=threads, batch_bytes=batch_bytes)
             opened.check_unchanged()
         return
@@ -439,7 +430,6 @@ def read_ranges(
         else:
             rows.extend(request.split(ROWS_BYTES))
     paths = {request.source.path for request in single} | {request.source.path for request in rows}
-    files.open(paths)
     known = files.fingerprints
     remote = [path for path in paths if path in known and known[path].is_remote]
     align_bytes = common_align_bytes(remote, known) if remote else 1
@@ -662,7 +652,6 @@ def stream(
             read_batch(files[batch.path], batch)
         waits[number] = consume(block, buffer)
 
-    files.open(entry.source.path for entry in wanted)
     try:
         workers = [partial(process, number, buffer) for number, buffer in enumerate(buffers)]
         for_each(blocks, workers, on_block, with_torch=True)

@@ -310,17 +310,18 @@ class FileFingerprint:
         """Returns the fingerprint of a file of this machine."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
-    def check(self, path: str, found: FileFingerprint, what: str = "the file has changed while it was read") -> None:
-        """Raises `ReadFailedError` where a file has another fingerprint."""
-        if found != self:
-            other = ", another file under the same name" if found.inode != self.inode else ""
-            raise ReadFailedError(
-                what,
-                where=path,
-                expected=f"{self.nbytes} bytes, modified at {self.modified_ns} ns",
-                found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns{other}",
-                remedy=OPEN_AGAIN,
-            )
+    def changed(
+        self, path: str, found: FileFingerprint, what: str = "the file has changed while it was read"
+    ) -> ReadFailedError:
+        """Returns the error for a file that has another fingerprint."""
+        other = ", another file under the same name" if found.inode != self.inode else ""
+        return ReadFailedError(
+            what,
+            where=path,
+            expected=f"{self.nbytes} bytes, modified at {self.modified_ns} ns",
+            found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns{other}",
+            remedy=OPEN_AGAIN,
+        )
 
 
 def read_failed(
@@ -345,7 +346,8 @@ def check_mapped(path: str, expected: FileFingerprint, nbytes: int) -> None:
         raise read_failed("the file's size and time cannot be read", path, error) from error
     if (found.inode, found.device) != (expected.inode, expected.device):
         found = replace(expected, nbytes=nbytes)  # the path now names another file
-    expected.check(path, found)
+    if found != expected:
+        raise expected.changed(path, found)
 
 
 Opened = tuple[Descriptor, os.stat_result]

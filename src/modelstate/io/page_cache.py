@@ -42,7 +42,7 @@ from modelstate.io.files import FileFingerprint
 from modelstate.process import run_detached
 from modelstate.spec import ByteRange
 
-_LEAST_BYTES = 16 << 20
+LEAST_BYTES_AHEAD = 16 << 20
 """A smaller range is read before a thread has been started."""
 _JOINED_BYTES = 1 << 20
 _STEP_BYTES = 128 << 10
@@ -71,7 +71,7 @@ def read_ahead(ranges: Iterable[ByteRange], files: OpenFiles | Mapping[str, File
         with OpenFiles(files) as opened:
             return read_ahead(ranges, opened)
     spans = merged(ranges)
-    if sum(span.nbytes for span in spans) < _LEAST_BYTES:
+    if sum(span.nbytes for span in spans) < LEAST_BYTES_AHEAD:
         return 0
     try:
         cold = [span for span in spans if is_cold(span, files)]

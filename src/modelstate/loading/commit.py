@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError
 from modelstate.io.page_cache import bring_into_cache, lease_files
-from modelstate.loading.stage import Progress, Staging, limit_memory, reads_into_slots, stage, stage_one
+from modelstate.loading.stage import Progress, Staging, limit_memory, reads, stage, stage_one
 from modelstate.planning.planner import refusal_of_writes
 from modelstate.planning.transfer import Execution, Transfers, Way, copy_cannot_fail
 from modelstate.text_format import listed
@@ -139,8 +139,9 @@ def overwrite(staging: Staging, executions: Sequence[Execution], advance: Progre
         _ = staging.files[path]
     staging.files.check_unchanged()  # nothing has been overwritten yet
     try:
-        for read in reads_into_slots(staging, executions, advance):
+        for read in reads(staging, executions, advance):
             read()
+        staging.files.check_unchanged()
     except Exception as error:
         kind: type[ModelStateError] = PlacementError  # of torch: what was read could not be cast or copied
         if isinstance(error, ReadFailedError | MemoryBudgetError):

@@ -45,7 +45,7 @@ from modelstate.loading.commit import (
     overwrite,
     place_fallible,
 )
-from modelstate.loading.stage import Staging, limit_memory, prefetch_range, reads_into_slots, stage
+from modelstate.loading.stage import Staging, limit_memory, prefetch_range, reads, stage
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadArguments, LoadOptions, PlanArguments, check_model, checked_options
 from modelstate.planning.plan import LoadPlan, LoadReport
@@ -375,12 +375,12 @@ def _execute(
             if not staging.options.in_place:  # reads in place have checked, and their error names what they leave
                 staging.files.check_unchanged()
             waiting = [item for item in waiting if item.transfers.way is Way.INTO]
-            reads = reads_into_slots(staging, waiting, lambda _: None) if waiting else []
+            last_reads = [*reads(staging, waiting, lambda _: None), staging.files.check_unchanged] if waiting else []
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
                 held.enter_context(deferred_signals())
         with phase(COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, key, value) for state, key, value in new_state]
-            commit_values(transaction, waiting, executions, reads, last)
+            commit_values(transaction, waiting, executions, last_reads, last)
         ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(planner, staging.shared, agreement)
     target, source_name = planner.names
     return LoadReport(

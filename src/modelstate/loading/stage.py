@@ -12,9 +12,10 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -43,7 +44,7 @@ from modelstate.io.engine import (
 )
 from modelstate.io.linux import trim_heap
 from modelstate.io.memory import aligned, fresh_tensors
-from modelstate.io.page_cache import read_ahead
+from modelstate.io.page_cache import LEAST_BYTES_AHEAD, read_ahead
 from modelstate.io.staging import pinned_memory
 from modelstate.io.tensors import compute, elements, read_tensor
 from modelstate.loading.collective import SharedRead
@@ -105,12 +106,12 @@ class Staging(msgspec.Struct, eq=False, dict=True):
 
 def limit_memory(staging: Staging, transfers: Sequence[Transfers]) -> None:
     """Chooses a read strategy, which keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
-    budget, strategy = staging.options.max_memory_bytes, ReadStrategy.fastest()
+    budget, strategy = staging.options.max_memory_bytes, staging.strategy
     if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
         strategy = replace(strategy, threads=CONNECTIONS, remote=budget is not None)
     most_bytes = sys.maxsize if budget is None else budget
     needed = 0
-    for staging.strategy in (strategy, *strategy.smaller()):
+    for staging.strategy in chain([strategy], strategy.smaller()):
         staging.peak_memory_bytes = needed = peak_bytes(transfers, staging.strategy)
         if needed <= most_bytes:
             return
@@ -126,7 +127,7 @@ def limit_memory(staging: Staging, transfers: Sequence[Transfers]) -> None:
 
 def prefetch_range(staging: Staging, transfers: Sequence[Transfers]) -> list[str]:
     """Makes the kernel read what is not in the page cache, and does not wait. Returns remarks for the report."""
-    if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
+    if sum(item.nbytes for item in transfers) < LEAST_BYTES_AHEAD:
         return []
     nbytes = read_ahead([extent for item in transfers for extent in item.extents], staging.files)
     return [f"the file was not in the page cache: {size(nbytes)} of it are read ahead"] if nbytes else []
@@ -147,52 +148,26 @@ def stage(staging: Staging, executions: Iterable[Execution], progress: Progress)
         if item.transfers.way is Way.MAP:
             item.finals = item.transfers.mapped()
             progress(item.transfers.nbytes)
-    by_sink = _by_sink(item for item in waiting if not item.finals)
-    for read in _reads(staging, by_sink, progress):
+    for read in reads(staging, (item for item in waiting if not item.finals), progress):
         read()
-    for item in by_sink[Sink.WHOLE]:
-        stage_one(staging, item)
-        progress(item.transfers.nbytes)
 
 
-def reads_into_slots(
-    staging: Staging, executions: Iterable[Execution], progress: Progress
-) -> list[Callable[[], object]]:
-    """Returns functions that read values straight into the memory of their slots, one after the other.
+def reads(staging: Staging, executions: Iterable[Execution], progress: Progress) -> Iterator[Callable[[], object]]:
+    """Yields functions that read values into their final memory, one after the other, in the order of the files.
 
-    The buffers for blocks have been allocated when this returns. Values that are needed whole, as only a load with
-    `in_place=True` has, have been read. Each function raises `ReadFailedError` where a read fails, and the last one
-    where a file has changed; the memory is then partly overwritten.
+    When a function is yielded, that memory and the buffers for blocks have been allocated. Each function raises
+    `ReadFailedError` where a read fails; memory of slots is then partly overwritten.
     """
-    by_sink = _by_sink(executions)
-    for item in by_sink[Sink.WHOLE]:
-        transfer = item.transfers
-        with torch.no_grad():
-            value = _own_value(staging, item)
-            transfer.param.copy_(value)
-            staging.overflows.check(transfer.name, value, transfer.param)
-        item.finals = transfer.params
-        progress(transfer.nbytes)
-    return [*_reads(staging, by_sink, progress), staging.files.check_unchanged]
-
-
-def _by_sink(executions: Iterable[Execution]) -> defaultdict[Sink, list[Execution]]:
-    """Returns what is read by its sink, in the order of the files."""
     by_sink = defaultdict[Sink, list[Execution]](list)
     for item in sorted(executions, key=lambda item: item.transfers.extents[:1]):
         by_sink[item.transfers.sink].append(item)
-    return by_sink
-
-
-def _reads(
-    staging: Staging, by_sink: Mapping[Sink, list[Execution]], progress: Progress
-) -> Iterator[Callable[[], object]]:
-    """Yields functions that read values into their final memory, which is allocated when the function is yielded."""
     if blocks := by_sink[Sink.BLOCKS]:
         yield streamed_read(staging, blocks, progress)
     for sink, read in ((Sink.COMPUTED, _compute), (Sink.MEMORY, _read_straight)):
         if items := by_sink[sink]:
             yield partial(read, staging, items, _final_memory(items), progress)
+    for item in by_sink[Sink.WHOLE]:
+        yield partial(_read_whole, staging, item, progress)
 
 
 Memory = Sequence[list[torch.Tensor]]
@@ -236,7 +211,7 @@ def _read(staging: Staging, items: Sequence[Execution], memory: Memory, progress
         [request for item, targets in zip(items, memory, strict=True) for request in item.transfers.requests(targets)],
         files=staging.files,
         on_read=progress,
-        threads=strategy.threads if strategy.remote else None,
+        threads=strategy.threads,
         batch_bytes=strategy.block_bytes if strategy.remote else None,
     )
     _share_seconds(items, time.perf_counter() - started)
@@ -268,6 +243,19 @@ def _compute(staging: Staging, items: Sequence[Execution], memory: Memory, progr
 
 
 # Values that are needed whole.
+
+
+def _read_whole(staging: Staging, execution: Execution, progress: Progress) -> None:
+    transfer = execution.transfers
+    if transfer.way is Way.INTO:  # in a load with `in_place=True`
+        with torch.no_grad():
+            value = _own_value(staging, execution)
+            transfer.param.copy_(value)
+            staging.overflows.check(transfer.name, value, transfer.param)
+        execution.finals = transfer.params
+    else:
+        stage_one(staging, execution)
+    progress(transfer.nbytes)
 
 
 def stage_one(staging: Staging, execution: Execution) -> None:

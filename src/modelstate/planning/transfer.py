@@ -493,18 +493,14 @@ def peak_bytes(transfers: Iterable[Transfers], strategy: ReadStrategy) -> int:
     blocks = [item for item in reading if item.sink is Sink.BLOCKS]
     whole = [item for item in reading if item.sink is Sink.WHOLE]
     combined = [item.facts.combined for item in reading if item.sink is Sink.COMPUTED]
-    computing = read_threads() * max((each.thread_bytes for each in combined if each is not None), default=0)
-    has_ranges = any(item.sink is Sink.MEMORY for item in reading) or bool(whole)
-    ranges = (strategy.buffer_bytes if has_ranges else 0) + placed_bytes(reading)
-    ranges += max((item.turn_bytes for item in whole), default=0)
+    computing = max((read_threads() * each.thread_bytes for each in combined if each is not None), default=0)
+    gaps = (_gap_bytes(runs) for item in reading if item.own is not None for runs in item.own.placed)
+    ranges = strategy.threads * max(gaps, default=0) + max((item.turn_bytes for item in whole), default=0)
+    if whole or any(item.sink is Sink.MEMORY for item in reading):
+        ranges += strategy.threads * strategy.reply_bytes
+    streamed = _stream(blocks, strategy) if blocks else 0
     # These reads follow each other, and each frees its memory.
-    return sum(item.staged_bytes for item in reading) + max(_stream(blocks, strategy), computing, ranges)
-
-
-def placed_bytes(transfers: Iterable[Transfers]) -> int:
-    """The memory of the threads that read runs together with the gaps between them."""
-    facts = [item.own for item in transfers if item.own is not None]
-    return read_threads() * max((_gap_bytes(runs) for each in facts for runs in each.placed), default=0)
+    return sum(item.staged_bytes for item in reading) + max(streamed, computing, ranges)
 
 
 def _gap_bytes(runs: Runs) -> int:
@@ -516,8 +512,6 @@ def _gap_bytes(runs: Runs) -> int:
 
 def _stream(blocks: Sequence[Transfers], strategy: ReadStrategy) -> int:
     """The memory of the threads of a stream of these values, and of a block on each device."""
-    if not blocks:
-        return 0
     devices = {item.device for item in blocks if item.device.type == "cuda"}
     threads_bytes, block_bytes = strategy.stream_bytes(
         total=sum(aligned(nbytes) for item in blocks for nbytes in item.sizes),
