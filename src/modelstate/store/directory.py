@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from modelstate.arguments import invalid_option
@@ -120,17 +120,19 @@ class StepEntry:
         return self._result is None or self._result[1] is None
 
     @property
-    def is_damaged(self) -> bool:
-        """Whether it is of this store and not what was saved.
-
-        Foreign and newer ones, and those that cannot be read now, are not damaged: they stay.
-        """
-        return not self.is_foreign and isinstance(self.error, DamagedCheckpointError)
+    def problem(self) -> str:
+        """What is known to be wrong with it, as in `CheckpointInfo`."""
+        if self.error is None:
+            return ""
+        if isinstance(self.error, ReadFailedError):
+            return "not readable"
+        newer = "newer version" if isinstance(self.error, NewerManifestError) else "damaged"
+        return "other store" if self.is_foreign else newer
 
     @property
-    def is_unreadable(self) -> bool:
-        """Whether it may be whole, and cannot be read now."""
-        return isinstance(self.error, ReadFailedError)
+    def is_damaged(self) -> bool:
+        """Whether it is of this store and not what was saved. Others that cannot be used now stay."""
+        return self.problem == "damaged"
 
     @property
     def is_gone(self) -> bool:
@@ -167,11 +169,7 @@ class StepEntry:
     def info(self) -> CheckpointInfo:
         """The public description of the checkpoint."""
         step, path = self.place.step, self.place.path
-        record = self.record
-        pinned, problem = self.is_pinned, ""
-        if not self.is_whole:
-            newer = "newer version" if isinstance(self.error, NewerManifestError) else "damaged"
-            problem = "not readable" if self.is_unreadable else "other store" if self.is_foreign else newer
+        record, pinned, problem = self.record, self.is_pinned, self.problem
         if record is None:
             seconds = 0.0
             with suppress(OSError):
@@ -239,13 +237,7 @@ class StepIndex:
         for _ in range(_MAX_TRIES):
             places = self.places()
             self._records = {place.path: self._records[place.path] for place in places if place.path in self._records}
-            names = [store] if store else []
-
-            def name(places: list[Place] = places, names: list[str] = names) -> str:
-                if not names:
-                    names.append(self._name(places))
-                return names[0]
-
+            name = cache(partial(self._name, places, store))
             entries = [StepEntry(place, self, name) for place in places]
             # A checkpoint that was removed meanwhile may have been replaced by one that is not on this list.
             if not any(not entry.is_whole and entry.is_gone for entry in entries):
@@ -333,10 +325,10 @@ class StepIndex:
                 raise read_failed("the store cannot be read", self.directory, error, remedy) from error
             raise read_failed("the store cannot be read", self.directory, error) from error
 
-    def _name(self, places: Iterable[Place]) -> str:
-        """Returns the name of the store, or else the one that most of the checkpoints have."""
+    def _name(self, places: Iterable[Place], store: str) -> str:
+        """Returns the name of the store, where it is not known, or else the one that most of the checkpoints have."""
         try:
-            return _read_store_file(self.directory)[0]
+            return store or _read_store_file(self.directory)[0]
         except (OpenError, ReadFailedError, DamagedCheckpointError):
             return self._most_common_name(places)
 

@@ -386,9 +386,9 @@ class NewStep:
             remedy = "it is another store's, or a newer version's: take it away, or take another directory"
             if existing.is_whole:
                 remedy = "overwrite=True replaces it; Store.restore says from which step to go on"
-            elif existing.is_unreadable:
+            elif existing.problem == "not readable":
                 remedy = "overwrite=True saves the step again, and leaves this checkpoint as it is"
-            if not overwrite or not (existing.is_whole or existing.is_unreadable):
+            if not overwrite or existing.problem not in ("", "not readable"):
                 raise TargetExistsError(
                     "there is a checkpoint of this step already",
                     where=existing.place.path,
