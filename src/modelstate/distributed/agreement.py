@@ -222,18 +222,13 @@ class Agreement:
     @contextmanager
     def _vote(self, phase: _Phase, digests: Callable[[], Sequence[Digest]] | None) -> Iterator[None]:
         own: Sequence[Digest] = ()
-        started = time.perf_counter()
         with self.collective():
             self._order.has_failed = False
-            try:
-                # Before the block, so that the death of a rank within the block shows at once.
-                connections_of(self._world(), self.ranks, self.timeout_seconds, self._channel)
-            except Exception as cause:
-                error_of_torch = without_frames(cause)
-                raise self._lost(phase, error_of_torch) from error_of_torch
             outer, self._phase = self._phase, phase
             try:
                 try:
+                    self.connect(self.ranks)  # so that the death of a rank within the block shows at once
+                    started = time.perf_counter()
                     yield
                     own = digests() if digests is not None else ()
                     self.seconds[phase.name] = time.perf_counter() - started
@@ -373,8 +368,8 @@ class Agreement:
         Raises:
             RankLostError: A rank does not take part in time.
         """
-        position = ranks.index(source)
-        self._use_connections(ranks, lambda made: made.broadcast(tensor, position, self.timeout_seconds))
+        options = {"timeout_seconds": self.timeout_seconds, "rootRank": ranks.index(source)}
+        self._use_connections(ranks, lambda made: made.run("broadcast", [tensor], **options))
 
     def on_first(self, function: Callable[[], object]) -> Any:
         """Calls a function on the first rank, in a phase. Returns its result, a JSON value, on all ranks.
@@ -429,8 +424,9 @@ class Agreement:
             return tensor
         own_counts = [sum(part.numel() for part in parts) for parts in sent]
         output = torch.empty(sum(counts), dtype=torch.uint8, device="cpu")
+        arguments, timeout_seconds = (output, tensor, [*counts], own_counts), self.timeout_seconds
         self._use_connections(
-            self.ranks, lambda made: made.exchange(output, tensor, counts, own_counts, self.timeout_seconds)
+            self.ranks, lambda made: made.run("alltoall_base", *arguments, timeout_seconds=timeout_seconds)
         )
         return output
 

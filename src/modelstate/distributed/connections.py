@@ -18,7 +18,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 from uuid import uuid4
@@ -67,7 +66,7 @@ class Connections:
         self._world = ref(dist.group.WORLD)
         self._ranks, self._channel, self._of_all = ranks, channel, of_all
         # Another key than that of a call of these ranks alone, whose connections are other ones.
-        self._key = _key_of(ranks, channel, () if of_all is None else of_all._ranks)
+        self._key = f"modelstate/{number_of([channel, ranks, () if of_all is None else of_all._ranks]):x}"
         self._of_some: dict[tuple[int, ...], Connections] = {}
         self._group: Gloo | None = None
         self._decisions = 0
@@ -138,7 +137,7 @@ class Connections:
     def maximum(self, numbers: Sequence[int], timeout_seconds: float) -> list[int]:
         """Returns the largest of the numbers of all ranks, for each place. Raises what torch raises."""
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self._run("allreduce", [tensor], timeout_seconds=timeout_seconds, reduceOp=dist.ReduceOp.MAX)
+        self.run("allreduce", [tensor], timeout_seconds=timeout_seconds, reduceOp=dist.ReduceOp.MAX)
         return [int(number) for number in tensor.tolist()]
 
     def gathered(self, text: bytes, longest: int, timeout_seconds: float) -> list[bytes]:
@@ -147,35 +146,12 @@ class Connections:
         data = len(text).to_bytes(8, "little") + text
         tensor[: len(data)] = byte_tensor(data)
         tensors = [torch.empty_like(tensor) for _ in self._ranks]
-        self._run("allgather", [tensors], [tensor], timeout_seconds=timeout_seconds)
+        self.run("allgather", [tensors], [tensor], timeout_seconds=timeout_seconds)
         found = [tensor.numpy().tobytes() for tensor in tensors]
         return [data[8 : 8 + int.from_bytes(data[:8], "little")] for data in found]
 
-    def broadcast(self, tensor: torch.Tensor, source: int, timeout_seconds: float) -> None:
-        """Copies a contiguous tensor from the rank at a position of the group to the others. Raises as torch does."""
-        self._run("broadcast", [tensor], timeout_seconds=timeout_seconds, rootRank=source)
-
-    def exchange(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        counts: Sequence[int],
-        own_counts: Sequence[int],
-        timeout_seconds: float,
-    ) -> None:
-        """Sends parts of a tensor to all ranks, in their order, and receives theirs. Raises as torch does.
-
-        Args:
-            output: Gets the parts of the ranks, one behind the other.
-            tensor: The parts for the ranks, one behind the other.
-            counts: The elements that come from each rank.
-            own_counts: The elements that go to each rank.
-            timeout_seconds: How long to wait for the other ranks.
-        """
-        counts, own_counts = list(counts), list(own_counts)
-        self._run("alltoall_base", output, tensor, counts, own_counts, timeout_seconds=timeout_seconds)
-
-    def _run(self, name: str, *arguments: object, timeout_seconds: float, **settings: object) -> None:
+    def run(self, name: str, *arguments: object, timeout_seconds: float, **settings: object) -> None:
+        """Runs a collective of these ranks, as `run_collective` does. Raises as torch does."""
         run_collective(self._group, self.is_abandoned, name, *arguments, timeout_seconds=timeout_seconds, **settings)
 
     def decide(self, commit: bool) -> bool:
@@ -230,11 +206,6 @@ class Connections:
     def _compare_set(self, key: str, expected: str, desired: str) -> str:
         found: bytes = self._store.compare_set(f"{self._key}/{key}", expected, desired)
         return found.decode()
-
-
-@lru_cache
-def _key_of(ranks: tuple[int, ...], channel: str, of_all: tuple[int, ...]) -> str:
-    return f"modelstate/{number_of([channel, ranks, of_all]):x}"
 
 
 def without_frames(error: Exception) -> Exception:
