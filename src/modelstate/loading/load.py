@@ -290,9 +290,10 @@ def _stage_in_background(model: nn.Module, source: Source | LoadPlan, options: L
         staging.files.close()
         if planner.problems:
             raise planner.error()
-        limit_memory(staging, planner.transfers)
+        executions = planner.executions
+        limit_memory(staging, [item.transfers for item in executions])
         _check_optimizers(planner.singles, options.optimizers)
-        return StagedLoad(planner.plan(), staging, planner.executions, options.verify)
+        return StagedLoad(planner.plan(), staging, executions, options.verify)
 
 
 def _execute(
@@ -334,7 +335,7 @@ def _execute(
         if optimizers:
             _check_optimizers(planner.singles, optimizers)
         if staged is None:
-            limit_memory(staging, planner.transfers)
+            limit_memory(staging, [item.transfers for item in planner.executions])
         else:
             notes += staged.hand_over(staging, planner)
         executions = planner.executions
@@ -361,7 +362,7 @@ def _execute(
             if any(item.transfers.facts.sharded is not None for item in planner.singles):
                 transaction.register_undo(refresh_shards(planner.slots.modules.values()))
             # Mapped values are not read, so no read notices a change.
-            for maps in {item.maps for item in planner.transfers if item.maps is not None}:
+            for maps in {maps for item in executions if (maps := item.transfers.maps) is not None}:
                 maps.check_unchanged()
             waiting = [item for item in executions if item.transfers.way is Way.INTO and not item.finals]
             if staging.options.in_place:

@@ -129,17 +129,6 @@ class LoadSummary(Shown, msgspec.Struct, frozen=True, kw_only=True, dict=True, e
         """The steps, one for each slot that is filled; in a report with their times."""
         return self.make_steps()
 
-    def _facts(self) -> dict[str, object]:
-        """The fields that a comparison takes into account, with the steps."""
-        facts = {name: getattr(self, name) for name in self.__struct_fields__ if name not in ("make_steps", "binding")}
-        return {**facts, "steps": self.steps}
-
-    def __eq__(self, other: object) -> bool:
-        return self._facts() == other._facts() if type(other) is type(self) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash((self.target, self.source, self.slots))
-
     def __reduce__(self) -> tuple[Callable[..., object], tuple[()]]:
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return partial(type(self), **{**fields, "make_steps": partial(tuple, self.steps)}), ()

@@ -187,11 +187,6 @@ class Planner:
         """Everything that is loaded."""
         return [*self.singles, *self.plain]
 
-    @property
-    def transfers(self) -> list[Transfers]:
-        """Everything that is loaded, in the way that is known so far."""
-        return [item.transfers for item in self.executions]
-
     def _notes_on_strides(self) -> list[str]:
         """Says how the parts of DTensors are read whose bytes do not adjoin in the file."""
         strided = [
@@ -226,7 +221,7 @@ class Planner:
     @property
     def mapped(self) -> int:
         """The number of tensors that become maps of a file."""
-        return sum(len(item.names) for item in self.transfers if item.maps is not None)
+        return sum(len(item.transfers.names) for item in self.executions if item.transfers.maps is not None)
 
     # The methods of `LoadSink`.
 
@@ -271,7 +266,8 @@ class Planner:
             seen_by_rules = self.matched.name_for_rules(given)
             self.problems.append(wrong_shape(key, tuple(param.size()), tuple(value.size()), seen_by_rules))
         else:
-            self.assign(key, PARAMETER if isinstance(param, nn.Parameter) else BUFFER, param, value)
+            usual = PARAMETER if isinstance(param, nn.Parameter) else BUFFER
+            self.assign(key, HIDDEN if key in self.slots.left_out else usual, param, value)
 
     def unread(self, key: str, error: ModelStateError) -> None:
         """Adds the problem of a value that is not read."""
@@ -445,20 +441,17 @@ class Planner:
 
     def hidden_buffer(self, slot: Slot, name: str) -> bool:
         """Fills a non-persistent buffer on meta; elsewhere the value must equal the buffer. Returns whether it does."""
-        value = self.incoming.get(name)
-        buffer = slot.tensor
-        if isinstance(value, torch.Tensor) and is_lazy(value):
-            self.problems.append(Problem(ProblemKind.NOT_YET_INITIALISED, name))
-        elif not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
-            found = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-            self.problems.append(wrong_shape(name, tuple(buffer.shape), found, self.matched.name_for_rules(name)))
-        elif buffer.is_meta:
-            self.assign(name, HIDDEN, buffer, value)
-        elif _are_equal(self.incoming.with_values(value), buffer):
-            return True
-        else:
+        value, buffer = self.incoming.get(name), slot.tensor
+        if buffer.is_meta or not isinstance(value, torch.Tensor) or is_lazy(value) or value.shape != buffer.shape:
+            self.tensor(name, buffer, value, None, [])
+            return False
+        value, is_equal = self.incoming.with_values(value), False
+        if is_plain(value, buffer) and not value.is_meta:
+            common = torch.promote_types(value.dtype, buffer.dtype)
+            is_equal = same_values(value.to(buffer.device, common), buffer.to(common))
+        if not is_equal:
             self.problems.append(Problem(ProblemKind.BUFFER_CONFLICT, name, name_for_rules=self.other_name(name)))
-        return False
+        return is_equal
 
     def _tie_conflict(self, name: str, first: str) -> Problem:
         names = [self.other_name(of) or of for of in (name, first)]
@@ -595,7 +588,7 @@ class Planner:
             problems=tuple(self.problems),
             notes=tuple(self.notes),
             slots=self.slot_count,
-            peak_memory_bytes=peak_bytes(self.transfers, ReadStrategy.fastest()),
+            peak_memory_bytes=peak_bytes([item.transfers for item in self.executions], ReadStrategy.fastest()),
             binding=Binding(self.matched, self.signatures, self.transaction.armed, self.mapped),
             make_steps=self.step_maker(),
         )
@@ -680,12 +673,3 @@ def refusal_of_writes(tensor: torch.Tensor) -> tuple[str, str]:
     ):
         return "its elements share memory (expand)", "give each its own: tensor.data = tensor.data.clone()"
     return "", ""
-
-
-def _are_equal(value: torch.Tensor, buffer: torch.Tensor) -> bool:
-    if not is_plain(value, buffer) or value.is_meta:
-        return False
-    if (value.dtype, value.device) == (buffer.dtype, buffer.device):
-        return same_values(value, buffer)
-    common = torch.promote_types(value.dtype, buffer.dtype)
-    return same_values(value.to(buffer.device, common), buffer.to(common))

@@ -86,19 +86,14 @@ def record(planner: Planner) -> None:
         planner.slots = slots_of(planner.model)
     if on_meta := [slot for slot in planner.slots.tensors if slot.tensor.is_meta]:
         _check_meta(planner, on_meta)
-    if not _is_exact(planner, outcome):
+    options, is_filled = planner.options, len(planner.filled) == len(planner.slots.tensors)
+    has_code = transaction.armed or planner.changes_dtypes or options.transform or matched.rules
+    has_patterns = options.allow_missing or options.allow_unexpected
+    if planner.problems or outcome.missing or outcome.unexpected or has_code or has_patterns or not is_filled:
         _Coverage(planner, outcome).settle()
     if matched.fits_in_part and not planner.problems:
         planner.problems.append(Problem(ProblemKind.COMPLAINT, "", why=_FITS_IN_PART))
     planner.settle()
-
-
-def _is_exact(planner: Planner, outcome: IncompatibleKeys) -> bool:
-    """Whether each name of the checkpoint fills a slot, and no option, rule or code of the model has a say."""
-    options, is_filled = planner.options, len(planner.filled) == len(planner.slots.tensors)
-    is_silent = not (planner.problems or planner.transaction.armed or planner.changes_dtypes)
-    has_options = options.allow_missing or options.allow_unexpected or options.transform or planner.matched.rules
-    return is_filled and is_silent and not (has_options or outcome.missing or outcome.unexpected)
 
 
 def bind(planner: Planner, plan: LoadPlan, stale_remedy: str) -> None:

@@ -302,7 +302,7 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
     def requests(self, targets: Iterable[torch.Tensor]) -> list[Request | Rows]:
         """The reads of values into contiguous memory: a target for each row."""
         if self.columns is not None:
-            return [*map(Request, self.sources, [target.data_ptr() for target in targets])]
+            return [*map(Request, self.columns.ranges(), [target.data_ptr() for target in targets])]
         (address,) = [target.data_ptr() for target in targets]
         return [request for runs in self.facts.placed for request in _requests_of(runs, address)]
 
@@ -323,10 +323,6 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
         assert self.maps is not None
         assert self.columns is not None
         return self.maps.tensors(self.columns)
-
-    def staged_instead(self, reason: str) -> Transfers:
-        """Returns the same for values that are staged, and not read at the commit."""
-        return replace(self, way=Way.STAGED, why=f"{AFTER_READS}: {reason}")
 
     # Memory that a load needs.
 
@@ -405,7 +401,7 @@ class Execution(msgspec.Struct, eq=False):
 
     def stage_instead(self, reason: str) -> None:
         """Has values staged that were planned to be read at the commit."""
-        self.transfers = self.transfers.staged_instead(reason)
+        self.transfers = replace(self.transfers, way=Way.STAGED, why=f"{AFTER_READS}: {reason}")
 
 
 def single_transfer(
@@ -547,11 +543,11 @@ def plain_transfers(
     kinds: dict[tuple[str, torch.dtype, bool, int | torch.device], tuple[list[_Row], torch.dtype] | None] = {}
     others: list[torch.Tensor] = []
     for slot in slots:
-        names, kind, param = slot
-        row = rows.get(names[0])
+        slot_names, kind, param = slot
+        row = rows.get(slot_names[0])
         if (
             row is not None
-            and len(names) == 1
+            and len(slot_names) == 1
             and kind != HIDDEN
             and is_writable_memory(param)
             and param.shape == tuple(columns.shapes[row])
@@ -570,9 +566,9 @@ def plain_transfers(
                         *(param, dtype, device), can_map=can_map, in_place=options.in_place, can_read_into=True
                     )
                     kinds[key] = groups[way, why, key[0] if is_changed else "", device], dtype
-            found = kinds[key]
-            if found is not None:
-                group, dtype = found
+            known = kinds[key]
+            if known is not None:
+                group, dtype = known
                 group.append((slot, row, dtype))
                 continue
         if is_plain(param) and not param.is_meta:
@@ -580,30 +576,23 @@ def plain_transfers(
     filled = [slot.tensor for group in groups.values() for slot, _, _ in group if not slot.tensor.is_meta]
     with_memory = [*filled, *others]
     shared = {id(tensor) for tensors in sharing(with_memory, with_memory) for tensor in tensors}
-    found_transfers = list[Transfers]()
-
-    def add(group: list[_Row], way: Way, why: str, in_blocks: str, device: torch.device, maps: Maps | None) -> None:
-        if group:
-            of_group, indices, dtypes = map(list, zip(*group, strict=True))
-            names, kinds, params = map(list, zip(*of_group, strict=True))
-            sink = Sink.BLOCKS if in_blocks else Sink.MEMORY
-            selected = columns.selected(indices)
-            names = [name for (name,) in names]
-            found_transfers.append(
-                Transfers(
-                    *(names, kinds, params, dtypes, device, way, why, selected, sink, sum(selected.nbytes)), maps=maps
-                )
-            )
-
+    found = list[Transfers]()
     for (way, why, in_blocks, device), group in groups.items():
+        maps, parts = None, [(way, why, [row for row in group if id(row[0].tensor) not in shared])]
         if way is Way.MAP:
             maps = maps_of_load()
             mapped, unmapped = _split_by_map(group, columns, options.map, maps)
-            add(mapped, way, why, in_blocks, device, maps)
-            add(unmapped, Way.NEW, "was on meta: gets memory", in_blocks, device, None)
-        else:
-            add([row for row in group if id(row[0].tensor) not in shared], way, why, in_blocks, device, None)
-    return found_transfers
+            parts = [(way, why, mapped), (Way.NEW, "was on meta: gets memory", unmapped)]
+        for chosen, reason, rows_of_way in parts:
+            if rows_of_way:
+                of_slots, indices, dtypes = map(list, zip(*rows_of_way, strict=True))
+                names, of_kinds, params = map(list, zip(*of_slots, strict=True))
+                values = columns.selected(indices)
+                sink, nbytes = Sink.BLOCKS if in_blocks else Sink.MEMORY, sum(values.nbytes)
+                before = [name for (name,) in names], of_kinds, params
+                of_way = maps if chosen is Way.MAP else None
+                found.append(Transfers(*before, dtypes, device, chosen, reason, values, sink, nbytes, of_way))
+    return found
 
 
 def _dtype_after(stored_name: str, dtype: torch.dtype, is_meta: bool, options: LoadOptions) -> torch.dtype | None:

@@ -156,7 +156,7 @@ def _stage(
         if planner.problems:
             raise planner.error()
         if options.exact:
-            _check_casts(planner.transfers, part.source)
+            _check_casts([item.transfers for item in planner.executions], part.source)
         if not reserved <= {*planner.filled, *kept}:  # code of the model leaves them out
             raise WeightsError("the checkpoint lacks weights that code of the module does not ask for")
 

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 
+import msgspec
 import torch
 
 from modelstate.errors import OptionError
@@ -146,16 +147,15 @@ def can_overflow(source: torch.dtype, target: torch.dtype) -> bool:
         return False
 
 
-class Overflows:
+class Overflows(msgspec.Struct, eq=False):
     """Counts, by cause and by the names of tensors, the values that become infinite or NaN in one operation.
 
     Also counts the values that are NaN before a cast that can overflow. Nothing is read for that where all are finite.
     """
 
-    def __init__(self) -> None:
-        self.counts: dict[tuple[str, str], int] = {}
-        """By cause, as "a cast", and name."""
-        self._lock = threading.Lock()
+    counts: dict[tuple[str, str], int] = {}
+    """By cause, as "a cast", and name."""
+    lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
 
     def check(self, name: str, source: torch.Tensor, target: torch.Tensor | torch.dtype) -> bool:
         """Counts the elements of `source` that are finite, and infinite or NaN in `target`, which it was cast to.
@@ -190,7 +190,7 @@ class Overflows:
 
     def add(self, counts: dict[tuple[str, str], int]) -> None:
         """Adds what was counted elsewhere."""
-        with self._lock:
+        with self.lock:
             for key, count in counts.items():
                 if count:
                     self.counts[key] = self.counts.get(key, 0) + count
