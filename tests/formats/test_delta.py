@@ -1,25 +1,40 @@
 """Payloads of deltas: bit for bit for every dtype, from any block of elements, and never out of bounds."""
 
+import struct
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from safetensors.torch import save_file
 
+import modelstate as ms
 from modelstate.errors import DamagedFileError
-from modelstate.formats.delta import BLOCK_ELEMENTS, Changes, apply, changes, check, encode, encode_changes
+from modelstate.formats.delta import (
+    BLOCK_ELEMENTS,
+    Changes,
+    apply,
+    changes,
+    check,
+    encode,
+    encode_changes,
+    patched,
+    zstd,
+)
+from modelstate.io.engine import read_ranges
+from modelstate.io.tensors import read_tensor
+from modelstate.spec import StoredTensor, block_elements
 
 DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.float8_e4m3fn,
-    torch.int16,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.int64,
-    torch.float64,
-    torch.complex64,
+    *(torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int16, torch.float16, torch.bfloat16),
+    *(torch.float32, torch.int64, torch.float64, torch.complex64),
 ]
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+LONG = 2 * BLOCK_ELEMENTS + 77
 
 
 def random_bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -38,12 +53,10 @@ def step(before: torch.Tensor, share: float, seed: int) -> torch.Tensor:
     """The tensor with other bits in about this share of its elements: half of them a step away, half of any pattern."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.rand(len(before), generator=generator)
-    other = random_bits(len(before), before.dtype, seed + 1)
-    after = torch.where(chosen < share / 2, other, before)
+    after = torch.where(chosen < share / 2, random_bits(len(before), before.dtype, seed + 1), before)
     if before.dtype is torch.bool:
         return after
-    bits = after.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[before.dtype.itemsize])
-    bits += ((chosen >= share / 2) & (chosen < share)).to(bits.dtype)
+    after.view(BITS[before.dtype.itemsize])[(chosen >= share / 2) & (chosen < share)] += 1
     return after
 
 
@@ -54,21 +67,20 @@ def test_round_trip(dtype: torch.dtype, count: int, share: float, seed: int, dat
     after = step(before, share, seed)
     payload = encode(before, after)
     if payload is None:
-        assert share or not count
+        assert not same_bits(before, after)
         return
     check(payload, count, dtype.itemsize)
-    assert payload.numel() < max(before.nbytes, 1)
+    assert payload.numel() <= before.nbytes / 2
     assert bool(payload.numel()) == (not same_bits(before, after))
-    first = data.draw(st.integers(0, count))
-    last = data.draw(st.integers(first, count))
+    first, last = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
     out = before[first:last].clone()
     apply(payload, out, first)
     assert same_bits(out, after[first:last])
 
 
-@pytest.mark.parametrize(("positions", "count"), [([0], 1000), ([254, 510, 999], 1000), ([0, 255, 512, 1022], 1024)])
-def test_gaps_around_the_escape(positions: list[int], count: int) -> None:
-    before, after = torch.zeros(count), torch.zeros(count)
+@pytest.mark.parametrize("positions", [[0], [254, 510, 999], [0, 255, 511, 512, 1023], [1023]], ids=str)
+def test_gaps_around_the_byte_that_goes_on(positions: list[int]) -> None:
+    before, after = torch.zeros(1024), torch.zeros(1024)
     after[positions] = -0.0
     payload = encode(before, after)
     assert payload is not None
@@ -76,7 +88,16 @@ def test_gaps_around_the_escape(positions: list[int], count: int) -> None:
     assert same_bits(before, after)
 
 
-LONG = 2 * BLOCK_ELEMENTS + 77
+@pytest.mark.parametrize("itemsize", BITS)
+def test_differences_around_the_escapes(itemsize: int) -> None:
+    before = torch.zeros(4096, dtype=BITS[itemsize])
+    after = before.clone()
+    least = torch.iinfo(before.dtype).min
+    after[:16] = torch.tensor([1, -1, 7, -7, -8, 8, 9, 126, -127, 127, -128, least, -least - 1, 0, 3, -3])
+    payload = encode(before, after)
+    assert payload is not None
+    apply(payload, before, 0)
+    assert torch.equal(before, after)
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +119,10 @@ def test_any_block_of_elements(long: tuple[torch.Tensor, ...], first: int, last:
     assert same_bits(out, after[first:last])
 
 
-def test_changes_of_parts_encode_to_the_same_payload(long: tuple[torch.Tensor, ...]) -> None:
+@given(st.sets(st.integers(0, LONG) | st.just(BLOCK_ELEMENTS), max_size=3))
+def test_changes_of_parts_encode_to_the_same_payload(long: tuple[torch.Tensor, ...], bounds: set[int]) -> None:
     before, after, payload = long
-    parts = [slice(0, 5), slice(5, BLOCK_ELEMENTS + 3), slice(BLOCK_ELEMENTS + 3, LONG)]
+    parts = [slice(*bound) for bound in pairwise(sorted({0, *bounds, LONG}))]
     of_parts = [changes(before[part], after[part]) for part in parts]
     positions = np.concatenate([found.positions + part.start for found, part in zip(of_parts, parts, strict=True)])
     encoded = encode_changes(Changes(positions, np.concatenate([found.differences for found in of_parts])), LONG)
@@ -108,26 +130,104 @@ def test_changes_of_parts_encode_to_the_same_payload(long: tuple[torch.Tensor, .
     assert torch.equal(encoded, payload)
 
 
+def test_a_block_without_changes_has_no_bytes() -> None:
+    before, after = torch.zeros(LONG, dtype=torch.bfloat16), torch.zeros(LONG, dtype=torch.bfloat16)
+    after[-1] = 1
+    payload = encode(before, after)
+    assert payload is not None
+    assert payload.numel() < 100
+    apply(payload, before, 0)
+    assert same_bits(before, after)
+
+
 def test_a_payload_that_is_not_worth_it() -> None:
-    zeros, ones = torch.zeros(1000, dtype=torch.bfloat16), torch.ones(1000, dtype=torch.bfloat16)
-    assert encode(zeros, ones) is None
-    assert encode(zeros[:2], torch.cat([zeros[:1], ones[:1]])) is None
-    assert encode(torch.zeros(1000, dtype=torch.complex128), torch.ones(1000, dtype=torch.complex128)) is None
+    before, after = random_bits(1000, torch.bfloat16, 0), random_bits(1000, torch.bfloat16, 1)
+    assert encode(before, after) is None
+    assert encode(before[:8], torch.cat([before[:7], after[7:8]])) is None
+    assert encode(before.new_zeros(1000, dtype=torch.complex128), before.new_ones(1000, dtype=torch.complex128)) is None
+
+
+def test_a_chain_of_patches_is_read_as_one_tensor(long: tuple[torch.Tensor, ...], tmp_path: Path) -> None:
+    tensors, path = [long[0]], tmp_path / "layers.safetensors"
+    payloads: dict[str, torch.Tensor] = {}
+    for name in ("a", "b", "c"):
+        tensors.append(step(tensors[-1], 0.02, len(tensors)))
+        payload = encode(tensors[-2], tensors[-1])
+        assert payload is not None
+        payloads[name] = payload
+    save_file({"base": tensors[0], **payloads}, path)
+    file = ms.open(path)
+    layers = [layer for layer in map(file.stored, payloads) if isinstance(layer, StoredTensor)]
+    for count in range(len(tensors)):
+        for base in (file.stored("base"), tensors[0]):
+            stored = patched(base, layers[:count])
+            assert same_bits(read_tensor(stored, partial(read_ranges, files={})), tensors[count])
+    assert not block_elements((LONG,), 1) % BLOCK_ELEMENTS  # each block of a payload is decoded once
+
+
+def payload_of(numel: int, plain: bytes, gap_bytes: int, frame: bytes | None = None) -> torch.Tensor:
+    """The payload of a tensor of one block."""
+    frame = zstd.compress(plain) if frame is None else frame
+    return torch.tensor([*struct.pack("<QII", numel, len(frame), gap_bytes), *frame], dtype=torch.uint8)
+
+
+def test_a_payload_from_its_description() -> None:
+    out = torch.tensor([1.0, -2.0, 0.0, 0.5] * 100)
+    after = out.clone()
+    after.view(torch.int32)[[1, 301, 303]] += torch.tensor([3, -60, -(2**31)], dtype=torch.int32)
+    gaps, nibbles, codes, large = bytes([1, 255, 44, 1]), bytes([6 | 15 << 4, 15]), bytes([119, 255]), b"\xff" * 4
+    payload = payload_of(400, gaps + nibbles + codes + large, 4)
+    check(payload, 400, 4)
+    apply(payload, out, 0)
+    assert same_bits(out, after)
+
+
+def check_and_apply(payload: torch.Tensor, out: torch.Tensor) -> None:
+    check(payload, len(out), out.itemsize)
+    apply(payload, out, 0)
+
+
+GOOD = bytes([3, 0x02])
+DAMAGED = {
+    "cut within the directory": torch.zeros(12, dtype=torch.uint8),
+    "of another tensor": payload_of(101, GOOD, 1),
+    "of more elements than there are": payload_of(2**63, GOOD, 1),
+    "cut": payload_of(100, GOOD, 1)[:-1],
+    "longer": torch.cat([payload_of(100, GOOD, 1), torch.zeros(1, dtype=torch.uint8)]),
+    "a frame that is none": payload_of(100, b"", 1, b"no frame"),
+    "a frame that is cut": payload_of(100, b"", 1, zstd.compress(GOOD)[:-1]),
+    "two frames": payload_of(100, b"", 1, zstd.compress(GOOD[:1]) + zstd.compress(GOOD[1:])),
+    "a frame of 64 MB": payload_of(100, b"", 1, zstd.compress(bytes(64 << 20))),
+    "more gaps than bytes": payload_of(100, GOOD, 2**32 - 1),
+    "no gaps": payload_of(100, GOOD, 0),
+    "a gap that does not end": payload_of(1000, b"\xff", 1),
+    "a position behind the end": payload_of(100, bytes([100, 0x02]), 1),
+    "no codes": payload_of(100, GOOD[:1], 1),
+    "an escape without a code": payload_of(100, bytes([3, 15]), 1),
+    "an escape without a number": payload_of(100, bytes([3, 15, 255]), 1),
+    "a part of a number": payload_of(100, bytes([3, 15, 255, 0]), 1),
+    "bytes behind the end": payload_of(100, GOOD + b"\0", 1),
+}
+
+
+@pytest.mark.parametrize("payload", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_payload_is_refused_and_changes_nothing(payload: torch.Tensor) -> None:
+    out = torch.zeros(100, dtype=torch.bfloat16)
+    with pytest.raises(DamagedFileError, match="the payload of a delta is damaged"):
+        check_and_apply(payload, out)
+    assert not out.any()
 
 
 @given(st.data())
-def test_damaged_payloads(long: tuple[torch.Tensor, ...], data: st.DataObject) -> None:
+def test_flipped_bytes_never_write_out_of_bounds(long: tuple[torch.Tensor, ...], data: st.DataObject) -> None:
     before, _, payload = long
-    directory = st.integers(0, 8 + 3 * 24 - 1)
     damaged = payload.clone()
+    directory = st.integers(0, 8 + 3 * 8 - 1)
     for place in data.draw(st.lists(directory | st.integers(0, len(payload) - 1), min_size=1, max_size=4)):
         damaged[place] = data.draw(st.integers(0, 255))
-    damaged = damaged[: data.draw(st.just(len(payload)) | st.integers(1, len(payload)))]
-    memory = torch.cat([torch.zeros(64), before.float(), torch.zeros(64)]).bfloat16()
-    try:
-        check(damaged, LONG, 2, "a.safetensors")
-        apply(damaged, memory[64:-64], 0)
-    except DamagedFileError:
-        pass
+    memory = torch.zeros(64 + LONG + 64, dtype=torch.bfloat16)
+    memory[64:-64] = before
+    with suppress(DamagedFileError):
+        check_and_apply(damaged, memory[64:-64])
     assert not memory[:64].any()
     assert not memory[-64:].any()

@@ -1,16 +1,16 @@
 """The difference of two tensors of one dtype and shape: which elements changed, and by how much, bit for bit.
 
-A payload is a sequence of bytes. The elements are divided into blocks, which are encoded independently of each other,
-so that a block of elements is computed from one block of the payload. A change is the difference of the bits of an
-element as integers, modulo 2 to the number of bits: the bits of floats of one sign are in the order of the floats, so
-a small step of a weight is a small integer. docs/delta_format.md has the format byte for byte.
+A payload is a sequence of bytes. The elements are divided into blocks, each of which is encoded by itself, so that a
+block of elements is computed from one block of the payload. A change is the difference of the bits of an element as
+integers, modulo 2 to the number of bits: floats of one sign are in the order of their bits, so a small step of a weight
+is a small integer. docs/delta_format.md has the format byte for byte.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -33,19 +33,24 @@ Bits: TypeAlias = "NDArray[np.signedinteger]"
 """The bits of elements, as integers of their size."""
 _Bytes: TypeAlias = "NDArray[np.uint8]"
 
-_INTEGERS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+_INTEGERS: dict[int, np.dtype[np.signedinteger]] = {size: np.dtype(f"<i{size}") for size in (1, 2, 4, 8)}
 """By the size of an element in bytes."""
-_MOST_CHANGED = 0.4
-"""Where a larger part of the elements changed, a payload saves little and is slower to apply than a whole tensor."""
-_ESCAPE = 255
-"""In gaps: add 255, and go on with the next byte. In steps: the difference is in the third stream."""
-_STREAMS = 3
-"""Gaps between positions, small differences ("steps"), and differences that are no steps."""
-_HEADER_BYTES = 8
-_ENTRY_BYTES = 8 * _STREAMS
-_LEVEL = 1
-_STEPS = np.array([(code >> 1) ^ -(code & 1) for code in range(256)])
-"""The difference of each byte of the steps."""
+_LONG_GAP = 255
+"""A byte of a gap that adds 255, and after which the gap goes on."""
+_ESCAPE_4, _ESCAPE_8 = 15, 255
+"""The codes of 4 and of 8 bits that say: the code is in the next stream."""
+_DIFFERENCES = np.array([(code >> 1) ^ -(code & 1) for code in range(256)])
+"""The difference of each code."""
+_PAIRS = _DIFFERENCES[[[byte & 15, byte >> 4] for byte in range(256)]]
+"""The differences of the two codes of 4 bits in each byte."""
+_NUMEL_BYTES, _ENTRY_BYTES = 8, 8
+"""The directory is the number of elements, and an entry for each block."""
+_OPTIONS: dict[int, int] = {
+    # A match by chance, of a few bytes that have few values, takes more bits than their Huffman codes.
+    zstd.CompressionParameter.strategy: zstd.Strategy.fast,
+    zstd.CompressionParameter.min_match: 7,
+    zstd.CompressionParameter.hash_log: 6,
+}
 
 
 class Changes(NamedTuple):
@@ -65,17 +70,18 @@ def changes(before: torch.Tensor, after: torch.Tensor) -> Changes:
 def encode(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor | None:
     """Returns the payload that turns `before` into `after`: contiguous tensors of the CPU, of one dtype and shape.
 
-    The payload has no bytes where the tensors are equal. Returns None where a payload is not worth it: it would not be
-    smaller than the tensor, more than two fifths of the elements changed, or an element has more than 8 bytes.
+    The payload has no bytes where the tensors are equal. Returns None where it would have more than half of the bytes
+    of the tensor, or where an element has more than 8 bytes.
     """
     if after.dtype.itemsize not in _INTEGERS:
         return None
     old, new = _bits(before), _bits(after)
-    return _encoded((_changes(a, b) for a, b in zip(_split(old), _split(new), strict=True)), len(new), new.itemsize)
+    blocks = (slice(first, first + BLOCK_ELEMENTS) for first in range(0, len(new), BLOCK_ELEMENTS))
+    return _encoded((_changes(old[block], new[block]) for block in blocks), len(new), new.itemsize)
 
 
 def encode_changes(found: Changes, numel: int) -> torch.Tensor | None:
-    """Returns the payload for changes of a tensor of `numel` elements, as `encode` does."""
+    """Returns the payload for the changes of a tensor of `numel` elements, as `encode` does."""
     ends = np.searchsorted(found.positions, np.arange(0, numel + BLOCK_ELEMENTS, BLOCK_ELEMENTS))
     blocks = (
         Changes(found.positions[first:end] - index * BLOCK_ELEMENTS, found.differences[first:end])
@@ -90,21 +96,24 @@ def apply(payload: torch.Tensor, out: torch.Tensor, first: int) -> None:
     Only the blocks that have elements of `out` are decoded. Raises `DamagedFileError` where a block cannot be decoded;
     its elements are unchanged then.
     """
-    if not payload.numel():
+    data, last, dtype = payload.numpy(), first + out.numel(), _INTEGERS[out.dtype.itemsize]
+    if not len(data) or first == last:
         return
-    bits, data, last = _bits(out), payload.numpy(), first + out.numel()
+    bits = out.detach().view(getattr(torch, dtype.name))
     numel, blocks, starts = _directory(data)
     for index in range(first // BLOCK_ELEMENTS, -(-last // BLOCK_ELEMENTS)):
-        start = index * BLOCK_ELEMENTS
-        block = data[starts[index] : starts[index + 1]]
-        found = _decoded(blocks[index], block, bits.dtype, min(BLOCK_ELEMENTS, numel - start))
-        lower, upper = np.searchsorted(found.positions, (first - start, last - start))
-        if upper > lower:
-            bits[found.positions[lower:upper] + (start - first)] += found.differences[lower:upper]
+        frame_bytes, gap_bytes = blocks[index].tolist()
+        if frame_bytes:
+            start = index * BLOCK_ELEMENTS
+            frame = data[starts[index] : starts[index] + frame_bytes]
+            found = _decoded(frame, gap_bytes, min(BLOCK_ELEMENTS, numel - start), dtype)
+            lower, upper = np.searchsorted(found.positions, (first - start, last - start))
+            positions = found.positions[lower:upper] + (start - first)
+            bits.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(found.differences[lower:upper]))
 
 
 def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> None:
-    """Raises `DamagedFileError` where the structure of a payload does not fit a tensor.
+    """Raises `DamagedFileError` where a payload does not fit a tensor, as far as its directory shows.
 
     Args:
         payload: The payload.
@@ -112,21 +121,14 @@ def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> 
         itemsize: The bytes of an element.
         where: The file and the name of the tensor, for messages.
     """
-    if not payload.numel():
+    data, directory_bytes = payload.numpy(), _NUMEL_BYTES + -(-numel // BLOCK_ELEMENTS) * _ENTRY_BYTES
+    if not len(data):
         return
-    data, count = payload.numpy(), -(-numel // BLOCK_ELEMENTS)
-    if len(data) < _HEADER_BYTES + count * _ENTRY_BYTES or int(data[:_HEADER_BYTES].view("<u8")[0]) != numel:
-        raise _damaged(f"{len(data)} bytes that do not begin with the directory of {numel} elements", where)
-    _, blocks, starts = _directory(data)
-    elements = np.full(count, BLOCK_ELEMENTS)
-    elements[-1:] = numel - (count - 1) * BLOCK_ELEMENTS
-    gaps, steps, large = blocks[..., 0].T
-    if starts[-1] != len(data):
-        raise _damaged(f"{len(data)} bytes, of which the directory describes {starts[-1]}", where)
-    if (blocks[..., 1] > blocks[..., 0]).any() or (gaps > elements).any() or (steps > gaps).any():
-        raise _damaged("a stream that is longer than its block", where)
-    if (large > steps * itemsize).any() or (large % itemsize).any():
-        raise _damaged("differences that no step refers to", where)
+    if itemsize not in _INTEGERS or len(data) < directory_bytes or int(data[:_NUMEL_BYTES].view("<u8")[0]) != numel:
+        raise _damaged(f"{len(data)} bytes that are not for {numel} elements of {itemsize} bytes", where)
+    end = directory_bytes + int(_directory(data)[1][:, 0].sum())
+    if end != len(data):
+        raise _damaged(f"{len(data)} bytes, of which the directory describes {end}", where)
 
 
 def patched(base: Stored, payloads: Sequence[StoredTensor]) -> Combined:
@@ -152,92 +154,83 @@ def _bits(tensor: torch.Tensor) -> Bits:
     return bits
 
 
-def _split(bits: Bits) -> Iterator[Bits]:
-    return (bits[first : first + BLOCK_ELEMENTS] for first in range(0, len(bits), BLOCK_ELEMENTS))
-
-
 def _changes(old: Bits, new: Bits) -> Changes:
     positions = np.flatnonzero(old != new)
-    return Changes(positions, new[positions] - old[positions])
+    return Changes(positions, np.take(new, positions) - np.take(old, positions))
 
 
-def _encoded(blocks: Iterator[Changes], numel: int, itemsize: int) -> torch.Tensor | None:
-    directory, streams, changed, nbytes = list[list[tuple[int, int]]](), list[bytes](), 0, _HEADER_BYTES
+def _encoded(blocks: Iterable[Changes], numel: int, itemsize: int) -> torch.Tensor | None:
+    directory, frames, left = list[tuple[int, int]](), list[bytes](), numel * itemsize // 2 - _NUMEL_BYTES
     for found in blocks:
-        changed += len(found.positions)
-        entries = []
-        for plain in _streams(found):
-            stored = zstd.compress(plain, _LEVEL)
-            stored = stored if len(stored) < len(plain) else plain
-            entries.append((len(plain), len(stored)))
-            streams.append(stored)
-        directory.append(entries)
-        nbytes += _ENTRY_BYTES + sum(stored for _, stored in entries)
-        if changed and (changed > numel * _MOST_CHANGED or nbytes >= numel * itemsize):
+        frame, gap_bytes = _frame(found) if len(found.positions) else (b"", 0)
+        frames.append(frame)
+        directory.append((len(frame), gap_bytes))
+        left -= _ENTRY_BYTES + len(frame)
+        if left < 0 and any(frames):
             return None
-    if not changed:
+    if not any(frames):
         return torch.empty(0, dtype=torch.uint8)
-    parts = [np.array(numel, "<u8").tobytes(), np.array(directory, "<u4").tobytes(), *streams]
+    parts = [np.array(numel, "<u8").tobytes(), np.array(directory, "<u4").tobytes(), *frames]
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
 
 
-def _streams(found: Changes) -> tuple[bytes, bytes, bytes]:
-    """The streams of a block."""
+def _frame(found: Changes) -> tuple[bytes, int]:
+    """The zstd frame of a block, and the number of bytes of its gaps."""
     gaps = np.diff(found.positions, prepend=-1) - 1
-    ends = np.cumsum(gaps // _ESCAPE + 1)
-    in_bytes = np.full(ends[-1] if len(ends) else 0, _ESCAPE, np.uint8)
-    in_bytes[ends - 1] = gaps % _ESCAPE
-    differences = found.differences
-    itemsize = differences.itemsize
-    zigzag = ((differences << 1) ^ (differences >> (8 * itemsize - 1))).view(f"u{itemsize}")
-    large = differences[zigzag >= _ESCAPE].astype(f"<i{itemsize}")
-    return in_bytes.tobytes(), np.minimum(zigzag, _ESCAPE).astype(np.uint8).tobytes(), large.tobytes()
+    long = np.flatnonzero(gaps >= _LONG_GAP)
+    more, gaps[long] = np.divmod(gaps[long], _LONG_GAP)
+    of_gaps = np.insert(gaps.astype(np.uint8), np.repeat(long, more), _LONG_GAP)
+    itemsize = found.differences.itemsize
+    codes = (found.differences << 1 ^ found.differences >> 8 * itemsize - 1).view(f"<u{itemsize}")
+    nibbles = np.zeros(len(codes) + len(codes) % 2, np.uint8)
+    nibbles[: len(codes)] = np.minimum(codes, _ESCAPE_4)
+    codes = codes[codes >= _ESCAPE_4]
+    streams = [
+        of_gaps,
+        nibbles[::2] | nibbles[1::2] << 4,
+        np.minimum(codes, _ESCAPE_8).astype(np.uint8),
+        codes[codes >= _ESCAPE_8],
+    ]
+    compressor = zstd.ZstdCompressor(options=_OPTIONS)
+    compressor.set_pledged_input_size(sum(stream.nbytes for stream in streams))
+    # A zstd block for each stream, which gives it Huffman codes of its own.
+    parts = [compressor.compress(stream.tobytes(), compressor.FLUSH_BLOCK) for stream in streams if len(stream)]
+    return b"".join([*parts, compressor.flush()]), len(of_gaps)
 
 
 def _directory(data: _Bytes) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
-    """The elements of the tensor; the plain and stored bytes of each stream of each block; where each block begins.
-
-    The beginnings have one entry more, the end of the last block.
-    """
-    numel = int(data[:_HEADER_BYTES].view("<u8")[0])
-    count = -(-numel // BLOCK_ELEMENTS)
-    end = _HEADER_BYTES + count * _ENTRY_BYTES
-    blocks = data[_HEADER_BYTES:end].view("<u4").reshape(count, _STREAMS, 2).astype(np.int64)
-    return numel, blocks, end + np.cumsum(np.append(0, blocks[..., 1].sum(axis=1)))
+    """The elements of the tensor; for each block the bytes of its frame, and of its gaps; where each frame begins."""
+    numel = int(data[:_NUMEL_BYTES].view("<u8")[0])
+    end = _NUMEL_BYTES + -(-numel // BLOCK_ELEMENTS) * _ENTRY_BYTES
+    blocks = data[_NUMEL_BYTES:end].view("<u4").reshape(-1, 2).astype(np.int64)
+    return numel, blocks, end + np.cumsum(blocks[:, 0]) - blocks[:, 0]
 
 
-def _decoded(entries: NDArray[np.int64], data: _Bytes, dtype: np.dtype[np.signedinteger], elements: int) -> Changes:
-    """The changes of a block, which has so many elements. Raises `DamagedFileError`."""
-    streams, start = list[_Bytes](), 0
-    for plain, stored in entries.tolist():
-        streams.append(_decompressed(data[start : start + stored], plain))
-        start += stored
-    gaps, steps, large = streams
-    ends = np.flatnonzero(gaps != _ESCAPE)
-    escaped = np.flatnonzero(steps == _ESCAPE)
-    if len(ends) != len(steps) or len(escaped) * dtype.itemsize != len(large):
-        raise _damaged("streams that do not belong together")
-    positions = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))
-    if len(positions) and positions[-1] >= elements:
-        raise _damaged("a position behind the end of a block")
-    differences = _STEPS.astype(dtype)[steps]
-    differences[escaped] = large.view(f"<i{dtype.itemsize}")
-    return Changes(positions, differences)
-
-
-def _decompressed(stored: _Bytes, nbytes: int) -> _Bytes:
-    """The plain bytes of a stream. Raises `DamagedFileError` where there are not so many."""
-    if len(stored) == nbytes:
-        return stored
+def _decoded(frame: _Bytes, gap_bytes: int, elements: int, dtype: np.dtype[np.signedinteger]) -> Changes:
+    """The changes of a block of so many elements. Raises `DamagedFileError`."""
+    most_bytes = elements * (3 + dtype.itemsize)
     decompressor = zstd.ZstdDecompressor()
     try:
-        # One byte more than expected, so that the end of the data is read. A stream cannot take more memory than that.
-        plain = decompressor.decompress(stored.data, nbytes + 1)
+        plain = np.frombuffer(decompressor.decompress(frame.data, most_bytes), np.uint8)
     except zstd.ZstdError as error:
         raise _damaged(str(error)) from error
-    if len(plain) != nbytes or not decompressor.eof or decompressor.unused_data:
-        raise _damaged(f"a stream of another length than {nbytes} bytes")
-    return np.frombuffer(plain, np.uint8)
+    gaps = plain[:gap_bytes]
+    positions = np.cumsum(gaps, dtype=np.int64)[gaps != _LONG_GAP]
+    positions += np.arange(len(positions))
+    end_4 = gap_bytes + (len(positions) + 1) // 2
+    differences = np.take(_PAIRS.astype(dtype), plain[gap_bytes:end_4], axis=0).reshape(-1)[: len(positions)]
+    escaped = np.flatnonzero(differences == _DIFFERENCES[_ESCAPE_4])
+    end_8 = end_4 + len(escaped)
+    codes = plain[end_4:end_8]
+    escaped_again = escaped[: len(codes)][codes == _ESCAPE_8]
+    end = end_8 + len(escaped_again) * dtype.itemsize
+    is_complete = decompressor.eof and not decompressor.unused_data and end == len(plain)
+    if not is_complete or not len(positions) or positions[-1] >= elements:
+        raise _damaged("a block of other streams than its directory describes")
+    differences[escaped] = _DIFFERENCES.astype(dtype)[codes]
+    large = plain[end_8:].view(f"<u{dtype.itemsize}")
+    differences[escaped_again] = (large >> 1 ^ -(large & 1)).view(dtype)
+    return Changes(positions, differences)
 
 
 def _damaged(found: str, where: str = "") -> DamagedFileError:
