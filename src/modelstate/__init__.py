@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from modelstate.serve.live import Live as Live
     from modelstate.serve.swap import Canary as Canary
     from modelstate.store.deadline import Deadline as Deadline
+    from modelstate.store.delta import Delta as Delta
     from modelstate.store.resumable import resumable as resumable
     from modelstate.store.retention import Keep as Keep
     from modelstate.store.store import Store as Store
@@ -97,6 +98,7 @@ else:
             "modelstate.serve.live": ("Live",),
             "modelstate.serve.swap": ("Canary",),
             "modelstate.store.deadline": ("Deadline",),
+            "modelstate.store.delta": ("Delta",),
             "modelstate.store.resumable": ("resumable",),
             "modelstate.store.retention": ("Keep",),
             "modelstate.store.store": ("Store",),

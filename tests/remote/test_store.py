@@ -55,11 +55,14 @@ def names(bucket: str, s3_client: Callable[[], Any]) -> Callable[[], list[str]]:
 
 
 def network(value: float = 0.0) -> nn.Sequential:
-    """A frozen layer, and one that has a value."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    """A frozen layer, one that has a value, and one of whose elements a few have it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(64, 64))
     for parameter in model[0].parameters():
         nn.init.constant_(parameter.requires_grad_(False), 1.0)
     nn.init.constant_(model[1].weight, value)
+    for parameter in model[2].parameters():
+        nn.init.constant_(parameter, 2.0)
+    nn.init.constant_(model[2].weight.data[3, 5:20], value)
     return model
 
 
@@ -72,8 +75,7 @@ def restored(store: ms.Store, step: Any = "latest") -> int:
     model = network(-1.0)
     result = store.restore({"model": model, "step": 0}, step)
     assert result["step"] == result.step
-    assert torch.equal(model[1].weight, torch.full((8, 8), float(result.step)))
-    assert torch.equal(model[0].weight, torch.ones(8, 8))
+    assert all(map(torch.equal, model.state_dict().values(), network(result.step).state_dict().values()))
     return result.step
 
 
@@ -113,6 +115,30 @@ def test_a_run(url: str, names: Callable[[], list[str]]) -> None:
         store.check({"model": network()})
     assert restored(ms.Store(url)) == 4
     assert sum(name.startswith("step-") for name in names()) == 2
+
+
+@pytest.mark.slow
+def test_deltas(url: str, names: Callable[[], list[str]], tmp_path: Path) -> None:
+    with ms.Store(url, keep=2, delta=DELTA, cache=ms.Cache(tmp_path)) as store:
+        saved = [save(store, step) for step in (1, 2, 3)]
+        assert 4 * saved[-1].written_bytes < saved[0].written_bytes
+        assert sum(".delta-" in name for name in names()) == 2
+    with ms.Store(url, keep=2, delta=DELTA, cache=ms.Cache(tmp_path)) as store:
+        assert 4 * save(store, 4).written_bytes < saved[0].written_bytes  # what step 3 has is read
+        opened = store.open("model", verify=True)
+        assert opened["2.weight"].kind == "patched 3 times"
+        rows = torch.empty(2, 64)
+        opened.read_into("2.weight", rows, 2, 4)
+        assert torch.equal(rows, network(4)[2].weight[2:4])
+        assert store.diff(3, 4, only=["model.2.*"]).tensors[0].difference is not None
+        assert [info.patches for info in store.infos()] == [2, 3]
+        assert [restored(store, step) for step in (3, 4)] == [3, 4]
+        save(store, 5)
+        save(store, 6)
+        assert [info.patches for info in store.infos()] == [0, 1]
+        assert sum(".delta-" in name for name in names()) == 1
+        assert store.verify() == {5: "", 6: ""}
+    assert restored(ms.Store(url)) == 6
 
 
 @pytest.mark.slow
@@ -345,26 +371,34 @@ def test_a_server_that_stays_away_is_a_clear_error(url: str, proxy: FaultProxy) 
     save(store, 2)
 
 
-def _saver(url: str, environment: dict[str, str], step: int) -> None:
+DELTA = ms.Delta(full_every=4)
+
+
+def _saver(url: str, environment: dict[str, str], step: int, delta: ms.Delta | None = None) -> None:
     os.environ.update(environment)
-    with ms.Store(url) as store:
+    with ms.Store(url, delta=delta) as store:
         save(store, step)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("delta", [None, DELTA], ids=["whole", "deltas"])
 def test_kill_at_each_request(
-    url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+    url: str,
+    proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+    delta: ms.Delta | None,
 ) -> None:
     """SIGKILL of a saver: the step is there in full or not at all, and the next writer goes on at once."""
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    _saver(url, environment, 0)
+    _saver(url, environment, 0, delta)
     proxy.reset()
-    _saver(url, environment, 1)
+    _saver(url, environment, 1, delta)
     commit = next(r.number for r in proxy.requests if r.method == "PUT" and "claim-" in r.target and r.number > 5)
     visited = range(1, len(proxy.requests) + 1) if EXHAUSTIVE else (commit // 2, commit, commit + 2)
     expected = {0, 1}
     for step, number in enumerate(visited, 2):
-        exit_code = exit_code_of_killed(proxy, number, _saver, url, environment, step)
+        exit_code = exit_code_of_killed(proxy, number, _saver, url, environment, step, delta)
         # Behind the commit a save may end while a request is under way.
         assert exit_code == -signal.SIGKILL or number > commit
         store = ms.Store(url)
@@ -374,7 +408,7 @@ def test_kill_at_each_request(
         assert restored(store) == max(expected)
     record_property("kills", f"{len(visited)}, {len(expected) - 2} new")
     monkeypatch.setattr(buckets, "pause", lambda _: pytest.fail("a save waits for a dead writer"))
-    _saver(url, environment, 100)
+    _saver(url, environment, 100, delta)
     assert restored(ms.Store(url)) == 100
 
 

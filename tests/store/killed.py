@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -11,13 +12,27 @@ from torch import nn
 import modelstate as ms
 from tests.programs import CONTEXT, as_process_of_its_own
 
+DELTA = ms.Delta(full_every=4)
+
+
+def change_few(model: nn.Module) -> None:
+    """Has training change a twentieth of the elements."""
+    for param in model.parameters():
+        param.register_hook(partial(torch.mul, torch.rand_like(param) < 0.05))
+
 
 class Job:
-    """A part that is trained with Adam, and a frozen one; all that there is has a digest."""
+    """A part that is trained with Adam, and a frozen one; all that there is has a digest.
 
-    def __init__(self) -> None:
+    With deltas, training changes a twentieth of the elements.
+    """
+
+    def __init__(self, delta: ms.Delta | None = None) -> None:
         torch.manual_seed(0)
+        self.delta = delta
         self.model = nn.ModuleDict({"base": nn.Linear(64, 64).requires_grad_(False), "head": nn.Linear(64, 32)})
+        if delta is not None:
+            change_few(self.model["head"])
         self.optimizer = torch.optim.Adam(self.model["head"].parameters(), 1e-2)
 
     def objects(self, step: int | None) -> dict[str, Any]:
@@ -58,10 +73,10 @@ def said(by: Connection) -> list[Any]:
         return found
 
 
-def train(report: Connection, directory: str, steps: int) -> None:
+def train(report: Connection, directory: str, steps: int, delta: ms.Delta | None = None) -> None:
     """Goes on from the latest checkpoint, and says which step is saved, each time that the store has said so."""
     as_process_of_its_own()
-    job, store = Job(), ms.Store(directory, keep=2)
+    job, store = Job(delta), ms.Store(directory, keep=2, delta=delta)
     at = 0
     if store.latest() is not None:
         restored = store.restore(job.objects(None))

@@ -15,16 +15,19 @@ from modelstate import errors
 from tests.conftest import Log
 from tests.faults import Faults, Request, failing, faulty_reads, faulty_writes
 from tests.store.common import Training, contents, litter
+from tests.store.killed import DELTA, change_few
 from tests.sweeps import sample
 
 CODES = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT, "EACCES": errno.EACCES}
 
 
 class Half(Training):
-    """One half is frozen, so that there is something to link."""
+    """One half is frozen, so that there is something to link. With deltas, training changes some elements."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, delta: ms.Delta | None = None) -> None:
         super().__init__(seed)
+        if delta is not None:
+            change_few(self.model)
         self.frozen = nn.Linear(16, 16).requires_grad_(False)
 
     @property
@@ -47,9 +50,11 @@ def same(store: ms.Store, step: int, bits: dict[str, bytes]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("code", "lasting"), [("ENOSPC", False), ("EIO", True)])
-def test_every_call_in_turn(tmp_path: Path, code: str, lasting: bool) -> None:
-    store, training = ms.Store(tmp_path, keep=2), Half()
+@pytest.mark.parametrize(
+    ("code", "lasting", "delta"), [("ENOSPC", False, None), ("EIO", True, None), ("ENOSPC", False, DELTA)]
+)
+def test_every_call_in_turn(tmp_path: Path, code: str, lasting: bool, delta: ms.Delta | None) -> None:
+    store, training = ms.Store(tmp_path, keep=2, delta=delta), Half(delta=delta)
     bits = {}
     for step in (0, 1):
         store.save(step, training.train().objects)

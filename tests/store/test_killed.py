@@ -10,7 +10,7 @@ import pytest
 
 import modelstate as ms
 from tests.store.common import litter
-from tests.store.killed import Job, said, start, train
+from tests.store.killed import DELTA, Job, said, start, train
 
 pytestmark = pytest.mark.slow
 
@@ -32,12 +32,13 @@ def check(directory: Path, newest: int) -> int:
     return latest
 
 
-def test_at_random_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delta", [None, DELTA], ids=["whole", "deltas"])
+def test_at_random_moments(tmp_path: Path, delta: ms.Delta | None) -> None:
     chance = random.Random(0)
     newest = kills = unfinished = 0
     began, seconds = time.monotonic(), 0.3
     while kills < KILLS:
-        process, report = start(train, str(tmp_path), 10_000)
+        process, report = start(train, str(tmp_path), 10_000, delta)
         assert report.poll(60)
         assert report.recv()[0] == "began"
         time.sleep(chance.random() * seconds)
@@ -49,7 +50,7 @@ def test_at_random_moments(tmp_path: Path) -> None:
         unfinished += bool(litter(tmp_path))
         newest = check(tmp_path, newest)
         kills += 1
-    process, report = start(train, str(tmp_path), 3)
+    process, report = start(train, str(tmp_path), 3, delta)
     process.join()
     assert said(report)[-1] == ("ended", newest + 3)
     assert not litter(tmp_path)

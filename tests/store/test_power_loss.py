@@ -9,7 +9,7 @@ import modelstate as ms
 from tests.faults import failing
 from tests.lossy_disk import lossy_disk
 from tests.store.common import litter
-from tests.store.killed import Job
+from tests.store.killed import DELTA, Job
 from tests.sweeps import spread
 
 SEEDS = (1,)
@@ -17,7 +17,7 @@ SEEDS = (1,)
 
 def saves(directory: Path, job: Job, reported: dict[int, tuple[int, str]], calls: list[str]) -> None:
     """A new store, steps with links, prunes, one that is replaced, and what was reported after how many calls."""
-    store = ms.Store(directory / "run", keep=2)
+    store = ms.Store(directory / "run", keep=2, delta=job.delta)
     for step in (1, 2, 3, 3):
         job.train()
         store.save(step, job.objects(step), overwrite=step == 3)
@@ -38,11 +38,12 @@ def restored(directory: Path) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_at_every_point(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delta", [None, DELTA], ids=["whole", "deltas"])
+def test_at_every_point(tmp_path: Path, delta: ms.Delta | None) -> None:
     (tmp_path / "disk").mkdir()
     reported: dict[int, tuple[int, str]] = {0: (0, "")}
     with lossy_disk(tmp_path / "disk") as disk:
-        saves(tmp_path / "disk", Job(), reported, disk.calls)
+        saves(tmp_path / "disk", Job(delta), reported, disk.calls)
     everything = list(reported.values())
     for point in {*spread(range(len(disk.calls)), 20), len(disk.calls)}:
         newest = sum(after <= point for after in reported) - 1
@@ -53,7 +54,7 @@ def test_at_every_point(tmp_path: Path) -> None:
             assert restored(into) in everything[newest : newest + 2], (point, keep, disk.calls[point - 1])
         if point % 5 == 0:
             step = restored(into)[0] + 1
-            store = ms.Store(into / "run", keep=1)
+            store = ms.Store(into / "run", keep=1, delta=delta)
             store.save(step, Job().objects(step))
             assert store.verify() == {step: ""}
             assert not litter(into)

@@ -9,7 +9,7 @@ import pytest
 import modelstate as ms
 from modelstate import errors
 from tests.faults import Request, faulty_reads
-from tests.store.killed import Job, start, train
+from tests.store.killed import DELTA, Job, start, train
 
 SAVES, READS = 15, 2
 """How many saves of the writer, and how many reads of each reader, a test goes on for at least."""
@@ -17,8 +17,9 @@ SAVES, READS = 15, 2
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error::modelstate.errors.DamagedCheckpointWarning")
-def test_readers_see_whole_checkpoints_only(tmp_path: Path) -> None:
-    process, report = start(train, str(tmp_path), 100_000)
+@pytest.mark.parametrize("delta", [None, DELTA], ids=["whole", "deltas"])
+def test_readers_see_whole_checkpoints_only(tmp_path: Path, delta: ms.Delta | None) -> None:
+    process, report = start(train, str(tmp_path), 100_000, delta)
     wrong: list[str] = []
     counts: dict[str, int] = {}
     over = threading.Event()
@@ -86,10 +87,11 @@ def test_readers_see_whole_checkpoints_only(tmp_path: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("delta", [None, DELTA], ids=["whole", "deltas"])
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_step_that_vanishes_while_it_is_read(tmp_path: Path, is_replaced: bool) -> None:
+def test_a_step_that_vanishes_while_it_is_read(tmp_path: Path, is_replaced: bool, delta: ms.Delta | None) -> None:
     """The writer takes a step away, or replaces it, when the reader opens the first file of it: three times."""
-    writer, reader, job = ms.Store(tmp_path, keep=1), ms.Store(tmp_path), Job()
+    writer, reader, job = ms.Store(tmp_path, keep=1, delta=delta), ms.Store(tmp_path), Job(delta)
     writer.save(1, job.objects(1))
     seen = [1]
 

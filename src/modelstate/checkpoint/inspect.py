@@ -17,13 +17,25 @@ from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source, open as open_checkpoint
 from modelstate.errors import CodecError
+from modelstate.formats.layers import CHANGES
 from modelstate.formats.tree import decoded, leaves
 from modelstate.html.page import Page, Shown
 from modelstate.process import progress_bar
 from modelstate.remote.cache import Cache
 from modelstate.spec import Refused, StoredTensor, is_tensor, is_uninitialised
 from modelstate.tensor_spec import TensorSpec
-from modelstate.text_format import columns, count, folded, folded_label, printable, safe_repr, seconds, shorten, size
+from modelstate.text_format import (
+    columns,
+    count,
+    folded,
+    folded_label,
+    listed,
+    printable,
+    safe_repr,
+    seconds,
+    shorten,
+    size,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -326,7 +338,14 @@ def _heading(inspection: Inspection) -> str:
     ]
     dtypes = inspection._dtype_names
     named = ", ".join(name + (f" ({number:,})" if len(dtypes) > 1 else "") for name, number in dtypes.items())
-    return "\n".join([printable(where), ", ".join(totals), *([f"dtypes: {named}"] if named else [])])
+    lines = [printable(where), ", ".join(totals), *([f"dtypes: {named}"] if named else [])]
+    if isinstance(changes := inspection.metadata.get(CHANGES), Mapping):
+        parts = [
+            f"{step} ({int(changed) / max(inspection.elements, 1):.2%} of the elements)"
+            for step, changed in changes.items()
+        ]
+        lines.append(f"delta: changes of {listed(reversed(parts))}")
+    return "\n".join(lines)
 
 
 def _tensors(inspection: Inspection, fold: bool) -> str:
@@ -373,7 +392,7 @@ def _values(inspection: Inspection) -> str:
 
 def _metadata(inspection: Inspection) -> str:
     metadata = dict(inspection.metadata)
-    versions = metadata.pop("versions", None)
+    versions, _ = metadata.pop("versions", None), metadata.pop(CHANGES, None)
     lines = [(f"  {key}", shorten(str(value), _VALUE_WIDTH)) for key, value in metadata.items()]
     if isinstance(versions, Mapping):
         lines.append(("  versions", f"of {count(len(versions), 'module')} (torch's _metadata)"))

@@ -319,7 +319,7 @@ def _remote_file(argument: str) -> str:
         path = find_in(path)
     shards: Iterable[str] = ()
     if path.endswith(sharded.INDEX_SUFFIX) and (index := hub.cached(path)):
-        shards = set(sharded.read_index(index).weight_map.values())
+        shards = sharded.read_index(index).shards
     return hub.cached(path, shards) or path
 
 
@@ -494,7 +494,7 @@ def _candidate(directory: str, name: str) -> _Candidate | None:
         is_known = format in (Format.TORCH_ZIP, Format.TORCH_LEGACY, Format.SAFETENSORS) and not is_foreign
         return _Candidate(name, format is Format.SAFETENSORS) if is_known else None
     try:
-        shards = frozenset(sharded.read_index(path).weight_map.values())
+        shards = frozenset(sharded.read_index(path).shards)
     except (OpenError, ChecksumError):
         shards = frozenset()  # the index is damaged, which opening it reports
     in_safetensors = any(shard.endswith(".safetensors") for shard in (*shards, name.removesuffix(".index.json")))

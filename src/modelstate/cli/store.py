@@ -132,6 +132,13 @@ def list_steps(directory: str, as_json: bool, html: str | None) -> None:
         echo(json.dumps([_fields(info) for info in infos], indent=1))
     elif infos:
         rows = [["step", "saved", "bytes", "", "metrics"], *map(_row, infos)]
+        if any(info.patches for info in infos):
+            kinds = [f"delta, {count(info.patches, 'layer')}" if info.patches else "whole" for info in infos]
+            of_deltas = [
+                ["written", ""],
+                *([size(info.written_bytes), kind] for info, kind in zip(infos, kinds, strict=True)),
+            ]
+            rows = [[*row[:3], *more, *row[3:]] for row, more in zip(rows, of_deltas, strict=True)]
         echo(columns(rows, right=(0, 2)))
     else:
         echo("no checkpoints")
@@ -150,6 +157,8 @@ def _fields(info: ms.store.CheckpointInfo) -> dict[str, object]:
         "intact": info.intact,
         "problem": info.problem or None,
         "bytes": info.nbytes,
+        "written": info.written_bytes,
+        "patches": info.patches,
         "path": info.path,
     }
 

@@ -12,6 +12,7 @@ Invariant: between two collectives of a phase no rank raises, except where a ran
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,6 +80,12 @@ class ShardedTensor(LazyTensor):
             return ()
         sizes = [(part.end - part.start) * self.itemsize for part in self.parts_on(self.mesh).parts]
         return tuple(sizes) if any(nbytes % BLOCK_BYTES for nbytes in sizes[:-1]) else ()
+
+    def cast(self, dtype: torch.dtype) -> ShardedTensor:
+        """Returns the tensor in another dtype."""
+        return dataclasses.replace(
+            self, dtype=dtype, local=self.local.to(dtype), stored_bytes=self.numel() * dtype.itemsize
+        )
 
     def parts_on(self, mesh: Mesh) -> Parts:
         """Returns the parts, for the ranks of a mesh of the same shape."""

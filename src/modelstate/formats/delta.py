@@ -112,6 +112,11 @@ def apply(payload: torch.Tensor, out: torch.Tensor, first: int) -> None:
             bits.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(found.differences[lower:upper]))
 
 
+def changed(payload: torch.Tensor) -> int:
+    """Returns the number of elements that a payload changes."""
+    return int(_directory(payload.numpy())[1][:, 1, 0].sum()) if payload.numel() else 0
+
+
 def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> None:
     """Raises `DamagedFileError` where a payload does not fit a tensor, as far as its directory shows.
 

@@ -43,7 +43,7 @@ from modelstate.errors import (
     code_errors,
     keep_interrupt,
 )
-from modelstate.formats.tree import Checksums, Contents
+from modelstate.formats.tree import Checksums, Contents, Patched
 from modelstate.spec import (
     Checksum,
     Encoded,
@@ -92,7 +92,14 @@ def check_size(text: str) -> None:
         raise ValueError(f"values that are not tensors, of {size(len(text))} in {parts:,} parts; {limits} are read")
 
 
-def apply(contents: Contents, text: str, path: str, place: str, allow: Sequence[object] = ()) -> Contents:
+def apply(
+    contents: Contents,
+    text: str,
+    path: str,
+    place: str,
+    allow: Sequence[object] = (),
+    patched: Mapping[str, Patched] = {},
+) -> Contents:
     """Restores the saved state from the tensors of a file and its manifest.
 
     Args:
@@ -101,6 +108,7 @@ def apply(contents: Contents, text: str, path: str, place: str, allow: Sequence[
         path: The file, for messages.
         place: The name of the metadata that contain the manifest, for messages.
         allow: Additional tensor classes that may be created, besides those that torch allows.
+        patched: The tensors with patches, by name; `contents` has their bases.
 
     Returns:
         The saved state, in which tied tensors appear under all their names, and subclasses under theirs. Values other
@@ -138,7 +146,7 @@ def apply(contents: Contents, text: str, path: str, place: str, allow: Sequence[
             what = quote(next(others, contents.format))
             raise damaged(where, f"the shards hold {what}, which is not a plain tensor of safetensors")
         metadata = {**contents.metadata} | ({"schema": manifest["schema"]} if "schema" in manifest else {})
-        checksums = _checksums(manifest["digests"], tensors, where) if manifest.get("digests") else dict
+        checksums = _checksums(manifest["digests"], tensors, where, patched) if manifest.get("digests") else dict
         if not contents.is_sealed:
             checksums = dict  # the digests may be damaged themselves
         hidden: dict[str, StoredTensor] = {}
@@ -147,6 +155,10 @@ def apply(contents: Contents, text: str, path: str, place: str, allow: Sequence[
         if "attached" in manifest:
             metadata["extra"] = Encoded(manifest["attached"], hidden, f"{path}: extra")
         composites: dict[str, Stored] = {}
+        for name, patch in patched.items():
+            if name in hidden or manifest["digests"]["tensors"][name] != patch.after:
+                raise damaged(where, f"{quote(name)}: its patches lead to other values than those that were saved")
+            composites[name] = patch.tensor
         known = ChainMap[str, Stored](composites, cast("Any", tensors))
         parts: set[str] = set()
         for name, description in manifest.get("subclasses", {}).items():
@@ -236,7 +248,9 @@ def _keys(trees: list[object]) -> list[object]:
     return [*decode({"$dict": [[tree, None] for tree in trees]})]
 
 
-def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) -> Checksums:
+def _checksums(
+    fields: Mapping[str, Any], tensors: StoredTensors, where: str, patched: Mapping[str, Patched]
+) -> Checksums:
     digests, parts = fields["tensors"], fields.get("parts", {})
     if (fields["algorithm"], fields["block_bytes"]) != (ALGORITHM, BLOCK_BYTES):
         raise damaged(where, f"digests of another kind: {str(fields)[:80]}")
@@ -246,10 +260,15 @@ def _checksums(fields: Mapping[str, Any], tensors: StoredTensors, where: str) ->
         is_valid = all(type(nbytes) is int and nbytes > 0 for nbytes in own)
         if not is_valid or sum(own) != tensors.columns.nbytes[tensors.rows[name]]:
             raise damaged(where, f"{quote(name)}: no parts of a tensor: {str(own)[:60]}")
-    return lambda: {
-        tensors.extent(name): Checksum(ALGORITHM, BLOCK_BYTES, digest_of_blocks, tuple(parts.get(name, ())))
-        for name, digest_of_blocks in digests.items()
-    }
+    of_patched = {extent: checksum for patch in patched.values() for extent, checksum in patch.checksums.items()}
+    return lambda: (
+        {
+            tensors.extent(name): Checksum(ALGORITHM, BLOCK_BYTES, digest_of_blocks, tuple(parts.get(name, ())))
+            for name, digest_of_blocks in digests.items()
+            if name not in patched
+        }
+        | of_patched
+    )
 
 
 def are_usual_versions(versions: Mapping[str, object]) -> bool:

@@ -46,7 +46,7 @@ class SerializedState(msgspec.Struct):
     names: int = 0
     """The number of tensor names in the state."""
     aliases: dict[str, str] = msgspec.field(default_factory=dict)
-    subclasses: dict[str, object] = msgspec.field(default_factory=dict)
+    subclasses: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     versions: object = None
     extra: dict[str, object] = msgspec.field(default_factory=dict)
     extra_tensors: list[str] = msgspec.field(default_factory=list)
@@ -57,6 +57,12 @@ class SerializedState(msgspec.Struct):
     def live(self) -> dict[str, torch.Tensor]:
         """The tensors that are in memory; with a live state these are all."""
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, torch.Tensor)}
+
+    @property
+    def plain_names(self) -> set[str]:
+        """The names of the tensors that are no parts of a subclass or of another value."""
+        of_subclasses = {part for entry in self.subclasses.values() for part in entry["parts"].values()}
+        return self.tensors.keys() - of_subclasses - {*self.extra_tensors}
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,9 @@ Invariants:
 - The headers of all shards are read when the index is opened, each once.
 - The names of shards contain a digest, `NAME-<digest>-00001-of-00003.safetensors`, so no save overwrites a shard of
   another checkpoint. Only shards with such names, or with those of other tools, are ever removed.
+
+The shards of a step of a store with `delta=` are layers: an order of files, in which a later one replaces tensors of
+the earlier ones, or has patches of them (`formats/layers.py`). `weight_map` has the last layer with a name.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from contextlib import suppress
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import msgspec
+
 from modelstate.errors import (
     DamagedFileError,
     ModelStateError,
@@ -31,7 +36,7 @@ from modelstate.errors import (
 from modelstate.formats import manifest
 from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, JsonError, check_seal, digest, parse_json, sealed
 from modelstate.formats.safetensors import strings_of
-from modelstate.formats.tree import Contents
+from modelstate.formats.tree import Contents, Patched
 from modelstate.io.files import FileFingerprint, SourceFile
 from modelstate.remote.location import beside, is_remote
 from modelstate.spec import Described, StoredTensors, set_version_metadata, version_metadata
@@ -48,6 +53,8 @@ MAX_SHARDS = 100_000
 """The most files that one index may name: a hundred times the number of the largest models."""
 WEIGHT_MAP = "weight_map"
 INDEX_SUFFIX = ".index.json"
+LAYERS = "modelstate_layers"
+"""The key of the metadata of an index that has the names of the layers in their order, as JSON."""
 _PLAIN_NAME = r"(?a)\w[\w.-]*"
 _MOST_METADATA = 100
 _MOST_PARTS = MAX_NAMES + manifest.MAX_PARTS
@@ -61,6 +68,12 @@ class Index(NamedTuple):
     metadata: dict[str, str]
     """The metadata that `modelstate.save` has written."""
     fingerprint: FileFingerprint
+    layers: tuple[str, ...] = ()
+    """All shards in their order, where later ones replace or patch tensors of earlier ones."""
+
+    @property
+    def shards(self) -> list[str]:
+        return sorted({*self.weight_map.values(), *self.layers})
 
 
 def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequence[object] = ()) -> Contents:
@@ -97,12 +110,24 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
 
 
 def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], allow: Sequence[object]) -> Contents:
-    weight_map, metadata, fingerprint = index
-    directory = os.path.dirname(index_path)
-    shards = sorted(set(weight_map.values()))
+    weight_map, metadata, fingerprint, layers = index
+    directory, shards = os.path.dirname(index_path), index.shards
     paths = safe_paths(index_path, directory, shards)
     contents = {shard: read_file(path) for shard, path in zip(shards, paths, strict=True)}
     trees = {shard: _flat(shard, contents[shard].tree, index_path) for shard in shards}
+    files = {index_path: fingerprint}
+    for shard in contents.values():
+        files.update(shard.files)
+    is_sealed = SEAL in metadata and all(shard.is_sealed for shard in contents.values())
+    patched: Mapping[str, Patched] = {}
+    own_metadata: dict[str, object] = {}
+    if layers:
+        from modelstate.formats.layers import CHANGES, resolve
+
+        if manifest.KEY not in metadata:
+            raise DamagedFileError("the index has layers, and no manifest", where=index_path)
+        weight_map, patched, changes = resolve(index_path, layers, weight_map, contents, trees)
+        own_metadata[CHANGES] = changes
     # Every name must be in the shard that the index states, and in no other.
     stated = dict.fromkeys(weight_map.items())
     held = {
@@ -139,21 +164,20 @@ def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], a
         if versions:
             set_version_metadata(merged, versions)
     formats = sorted({shard.format for shard in contents.values()})
-    files, own_metadata = {index_path: fingerprint}, merged_metadata(contents)
-    for shard in contents.values():
-        files.update(shard.files)
     has_manifest = manifest.KEY in metadata
     read = Contents(
         format=" and ".join(formats),
         tree=merged,
         files=files,
-        metadata=own_metadata,
+        metadata=own_metadata | merged_metadata(contents),
         checksums=lambda: {
             extent: checksum for shard in contents.values() for extent, checksum in shard.checksums().items()
         },
-        is_sealed=has_manifest and SEAL in metadata and all(shard.is_sealed for shard in contents.values()),
+        is_sealed=has_manifest and is_sealed,
     )
-    return manifest.apply(read, metadata[manifest.KEY], index_path, "metadata", allow) if has_manifest else read
+    if not has_manifest:
+        return read
+    return manifest.apply(read, metadata[manifest.KEY], index_path, "metadata", allow, patched)
 
 
 def read_index(index_path: str) -> Index:
@@ -170,9 +194,12 @@ def read_index(index_path: str) -> Index:
         weight_map = strings_of(fields.get(WEIGHT_MAP, {}), MAX_NAMES, MAX_SHARDS)
         is_own = f'"{SEAL}"'.encode() in text
         metadata = strings_of(fields.get("metadata", {}), _MOST_METADATA) if is_own else {}
+        layers = msgspec.json.decode(metadata.get(LAYERS, "[]"), type=tuple[str, ...])
         if not weight_map:
             what = "it has no weight_map, which says what is in which shard, or an empty one"
             raise JsonError(what, remedy="open the file that holds the tensors, or its directory")
+    except msgspec.DecodeError as error:
+        raise DamagedFileError("the index cannot be read: its layers are no list", where=index_path) from error
     except JsonError as error:
         raise DamagedFileError(
             f"the index cannot be read: {error.what}",
@@ -183,7 +210,7 @@ def read_index(index_path: str) -> Index:
         ) from error
     if SEAL in metadata:
         check_seal(text, metadata[SEAL], index_path)
-    return Index(weight_map, metadata, fingerprint)
+    return Index(weight_map, metadata, fingerprint, layers)
 
 
 def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
@@ -337,9 +364,14 @@ def own_shards(path: str) -> re.Pattern[str]:
     return re.compile(re.escape(stem) + r"-[0-9a-f]{12}-\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
 
 
-def index_of(files: Mapping[str, Iterable[str]], total_bytes: int, manifest: str) -> bytes:
-    """The text of an index: the file of each tensor, and the manifest. Raises `ValueError` where none would read it."""
+def index_of(files: Mapping[str, Iterable[str]], total_bytes: int, manifest: str, layered: bool = False) -> bytes:
+    """The text of an index: the file of each tensor, and the manifest. Raises `ValueError` where none would read it.
+
+    With `layered`, the files are layers in their order.
+    """
     metadata = {SEAL: OPEN_SEAL, "total_size": str(total_bytes), KEY: manifest}
+    if layered:
+        metadata[LAYERS] = json.dumps([*files])
     weight_map = {name: file for file, names in files.items() for name in names}
     text = json.dumps({"metadata": metadata, WEIGHT_MAP: weight_map}, ensure_ascii=False, indent=1)
     data = text.encode() + b"\n"
@@ -371,6 +403,6 @@ def old_files(path: str, but: Collection[str] = ()) -> list[str]:
 def named_in(index: str) -> frozenset[str] | None:
     """The files that an index names; None where it cannot be read."""
     try:
-        return frozenset(read_index(index)[0].values())
+        return frozenset(read_index(index).shards)
     except (ModelStateError, OSError):
         return None

@@ -22,6 +22,7 @@ from modelstate.io.files import FileFingerprint
 from modelstate.spec import (
     ByteRange,
     Checksum,
+    Combined,
     Described,
     Encoded,
     Refused,
@@ -69,6 +70,16 @@ class Contents(msgspec.Struct, frozen=True):
     """Returns the checksums of whole storages, as far as the format stores them."""
     is_sealed: bool = False
     """Whether everything that the files state about their tensors has been verified with a checksum."""
+
+
+class Patched(msgspec.Struct, frozen=True):
+    """A tensor with patches, which have been checked."""
+
+    tensor: Combined
+    after: str
+    """The digests of its values."""
+    checksums: Mapping[ByteRange, Checksum]
+    """Those of what is patched, and of the payloads."""
 
 
 class FlatTree(msgspec.Struct):

@@ -45,7 +45,7 @@ class StagingBuffer:
         """
         tensors = list(tensors)
         copies = self._allocate(tensors)
-        _copy_all(tensors, copies)
+        copy_all(tensors, copies)
         return copies
 
     def _allocate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -69,7 +69,7 @@ class StagingBuffer:
             ]
 
 
-def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+def copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
     """Copies tensors with several threads. Each thread takes pieces of at most a few megabytes."""
     jobs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[]]
     total = 0

@@ -185,6 +185,8 @@ class StepEntry:
             path=path,
             serial=record.serial,
             store=record.store,
+            written_bytes=sum(entry.written_bytes for entry in record.entries.values()),
+            patches=max((entry.patches for entry in record.entries.values()), default=0),
         )
 
 

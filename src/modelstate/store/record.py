@@ -80,6 +80,10 @@ class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """The encoded state of an object without tensors."""
     ranks: int = 0
     """The number of ranks whose states it has, as a list; 0 where there is one state for all of them."""
+    written_bytes: int = 0
+    """The bytes that were written for this checkpoint; the other files are links."""
+    patches: int = 0
+    """The number of saves whose patches it needs; 0 where it is whole."""
 
     def open(self, directory: str, cache: Cache | None = None) -> Checkpoint:
         """Opens an object that has tensors. `cache` keeps what is read of a bucket.

@@ -58,13 +58,17 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     """Why it cannot be used: "damaged"; "not readable", perhaps for now only; "newer version", which wrote it; or
     "other store", also where it was saved as another step. Empty where no problem is known."""
     nbytes: int = 0
-    """The size of its files."""
+    """The size of its files, with those that are linked."""
     path: str = ""
     """Its directory."""
     serial: int = 0
     """The number of the save: of two checkpoints of a store, the later one has the higher; 0 where it is unknown."""
     store: str = ""
     """The name of the store that it was written to; empty where it is unknown."""
+    written_bytes: int = 0
+    """The size of the files that were written for it; the others are links."""
+    patches: int = 0
+    """The number of saves whose differences it needs, with its own: see `Delta`. 0 where it is whole."""
 
     @property
     def intact(self) -> bool:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import msgspec
@@ -27,11 +28,13 @@ from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.errors import LockedError, ModelStateError, StoreMovedError, TargetExistsError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, write_blocks
+from modelstate.formats.layers import Patch, PatchLayer, chains, patch_layer
 from modelstate.formats.manifest import KEY, MAX_PARTS, check_size
 from modelstate.formats.safetensors import METADATA_NAME, blank_digests, dtype_and_shape, layout
 from modelstate.formats.serialize import SerializedState, serialize
 from modelstate.formats.sharded import (
     INDEX_SUFFIX,
+    LAYERS,
     SHARD_METADATA,
     SUFFIX,
     in_shards,
@@ -53,6 +56,7 @@ from modelstate.torch_compat.sharding import reshard
 
 if TYPE_CHECKING:
     from modelstate.store.bucket import NewObjects
+    from modelstate.store.delta import Delta, Published
 
 _logger = logging.getLogger(__name__)
 NewFiles: TypeAlias = "NewDirectory | NewObjects"
@@ -138,9 +142,12 @@ class EncodedObject(msgspec.Struct, frozen=True):
 
 
 def encode_objects(
-    targets: Mapping[str, Target], agreement: Agreement, writer: CollectiveWriter | None
+    targets: Mapping[str, Target], agreement: Agreement, writer: CollectiveWriter | None, delta: Delta | None
 ) -> dict[str, EncodedObject]:
-    """Captures and encodes the state of the objects, by path. Raises the error for which it cannot be saved."""
+    """Captures and encodes the state of the objects, by path, with the dtype of `delta`.
+
+    Raises the error for which it cannot be saved.
+    """
     with agreement.phase("capturing the state"):
         for target in targets.values():
             if agreement.is_collective and target.kind is Kind.MODULE:
@@ -154,6 +161,8 @@ def encode_objects(
         for path, part in parts.items():
             is_module = part.kind is Kind.MODULE
             state = serialize(part.tree, path, as_tree=not is_module, of_shard=of_shard)
+            if is_module and delta is not None:
+                delta.cast(state)
             with size_errors(path):
                 check_size(state.manifest(None, blank_digests(state.tensors)))
             params = targets[path].obj.named_parameters(remove_duplicate=False) if is_module else ()
@@ -344,6 +353,7 @@ class NewStep:
         shard_bytes: the most bytes of tensors in a file; None for no limit.
         pin: whether the checkpoint is pinned. It also is where it replaces one that is.
         begin_seconds: when the save began, by `time.perf_counter`.
+        published: the values of the last checkpoint, where the new one is a difference to them.
     """
 
     def __init__(
@@ -357,9 +367,11 @@ class NewStep:
         shard_bytes: int | None,
         pin: bool,
         begin_seconds: float,
+        published: Published | None,
     ) -> None:
         self.name, self._access, self._index, self._record, self._objects = name, access, index, record, objects
         self._shard_bytes, self._pin, self._begin_seconds = shard_bytes, pin, begin_seconds
+        self._published = published
         self._final_name = name_of(record.step, 0)
         self._new: NewFiles | None = None
         self._before: Mapping[str, ObjectEntry] = {}
@@ -509,64 +521,115 @@ class NewStep:
                 name, _, record = new.write_tensors(path, planned)
                 files.written_bytes += planned.nbytes
                 return ObjectEntry(kind, name, {name: record}), files
-            unwritten: dict[str, torch.Tensor] = state.live
-            unchanged = self._link_unchanged(new, path, files, unwritten)
-            constant = encoded.frozen if unchanged is None else unchanged
-            for group in groups(unwritten, constant, splitter(self._shard_bytes)):
+            last, published = self._last_files(path), self._published if kind is Kind.MODULE else None
+            rest, constant, difference = state.live, encoded.frozen, _Difference(set(), set())
+            if last is not None:
+                difference = self._compared(path, last, state, published)
+                self._link(new, last, difference.kept, files)
+                rest = {name: tensor for name, tensor in rest.items() if name not in files.digests}
+                constant = difference.same
+            copies = dict[str, torch.Tensor]()
+            if published is not None:
+                trained = (state.plain_names - encoded.frozen) & rest.keys()
+                copies = published.copied(path, {name: rest[name] for name in trained})
+            for group in groups(rest | copies, constant, splitter(self._shard_bytes)):
                 planned = layout(group, lambda _: SHARD_METADATA)
                 name, written, record = new.write_tensors(path, planned)
-                files.records[name] = record
-                files.tensors[name] = tuple(name for name, _ in planned.tensors)
-                files.digests |= written.digests
-                files.written_bytes += planned.nbytes
+                files.add(name, tuple(name for name, _ in planned.tensors), record, written.digests)
+            if published is not None:
+                published.note(path, {name: files.digests[name] for name in copies})
+            patches = {name: patch for name, patch in difference.patches.items() if name not in rest}
+            payloads = {name: difference.payloads[name] for name in patches}
+            for group in groups(payloads, frozenset(), splitter(self._shard_bytes)):
+                files.saves.add(self._record.serial)
+                planned = layout(group, PatchLayer(self._record.step, self._record.serial, patches).metadata)
+                name, _, record = new.write_tensors(f"{path}.delta", planned)
+                files.add(name, tuple(group), record, {name: patches[name].after for name in group})
         return _with_index(new, path, encoded, files), files
 
-    def _link_unchanged(
-        self, new: NewFiles, path: str, files: _Files, unwritten: dict[str, torch.Tensor]
-    ) -> set[str] | None:
-        """Links files of the last checkpoint whose tensors have not changed, and removes these from `unwritten`.
+    def _last_files(self, path: str) -> _LastFiles | None:
+        """Returns the files of an object in the last checkpoint that can be linked.
 
-        Returns the names of the other tensors that have not changed. They go into files of their own. None where the
-        last checkpoint lacks the object, or its files cannot be read: all files are written then.
+        None where the last checkpoint lacks the object, or its files cannot be read: all files are written then.
         """
         entry = self._before.get(path)
         if entry is None or not entry.index.endswith(INDEX_SUFFIX):
             return None
-        names_of, layouts = dict[str, tuple[str, ...]](), dict[str, tuple[object, object]]()
-        digests_before: object = None
+        heads, last = dict[str, bytes](), _LastFiles(entry)
         try:
             for name, record in entry.files.items():
                 head = self._index.untouched_head(os.path.join(self._files_before, name), record)
-                if head is None:
-                    continue
-                if sum(map(head.count, (b"[", b"{", b","))) > MAX_PARTS:
-                    continue  # parsing it could need gigabytes
-                if name == entry.index:
-                    manifest = json.loads(head)["metadata"][KEY]
-                    check_size(manifest)
-                    digests_before = json.loads(manifest)["digests"]["tensors"]
+                # Parsing one with more parts could need gigabytes.
+                if head is not None and sum(map(head.count, (b"[", b"{", b","))) <= MAX_PARTS:
+                    heads[name] = head
+            metadata = json.loads(heads.pop(entry.index))["metadata"]
+            check_size(metadata[KEY])
+            last.digests |= json.loads(metadata[KEY])["digests"]["tensors"]
+            layers = json.loads(metadata.get(LAYERS, "[]"))
+            if layers and heads.keys() != {*layers}:
+                return None
+            for file in layers or heads:
+                entries = json.loads(heads[file][8:])
+                patches = patch_layer(entries.pop(METADATA_NAME))
+                if patches is None:
+                    last.layouts |= {key: (of["dtype"], of["shape"]) for key, of in entries.items()}
                 else:
-                    entries = json.loads(head[8:]).items()
-                    tensors = {key: (of["dtype"], of["shape"]) for key, of in entries if key != METADATA_NAME}
-                    names_of[name] = tuple(tensors)
-                    layouts |= tensors
+                    last.patches[file] = patches
+                last.names[file] = tuple(entries)
+            last.chains |= chains(last.names, last.patches)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
-        if not isinstance(digests_before, dict):
-            return None
+        return last
+
+    def _compared(
+        self, path: str, last: _LastFiles, state: SerializedState, published: Published | None
+    ) -> _Difference:
+        """Compares an object with the last checkpoint. Encodes what has changed, where that is small enough."""
+        tensors, plain_names = state.live, state.plain_names
         comparable = {
-            name: tensor for name, tensor in unwritten.items() if layouts.get(name) == dtype_and_shape(tensor)
+            name: tensor
+            for name, tensor in tensors.items()
+            if name in last.digests and last.layouts.get(name) == dtype_and_shape(tensor)
         }
-        digests = dict(zip(comparable, write_blocks(None, 0, list(comparable.values())), strict=True))
-        unchanged = {name for name, digest in digests.items() if digests_before.get(name) == digest}
-        for file, names in names_of.items():
-            if unchanged.issuperset(names) and new.link(os.path.join(self._files_before, file)):
-                files.tensors[file], files.records[file] = names, entry.files[file]
-                files.linked_bytes += entry.files[file].nbytes
-                for name in names:
-                    files.digests[name] = digests[name]
-                    del unwritten[name]
-        return unchanged & unwritten.keys()
+        candidates, held = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        if published is not None and last.chains.keys() <= tensors.keys():
+            saves = {layer.save for layer in last.patches.values()}
+            if len(saves) + 1 < published.delta.full_every:
+                candidates = {name: tensor for name, tensor in comparable.items() if name in plain_names}
+                held = published.held(path, candidates, last.digests)
+        hashed = {name: tensor for name, tensor in comparable.items() if name not in held}
+        digests = zip(hashed, write_blocks(None, 0, list(hashed.values())), strict=True)
+        same = {name for name, digest in digests if last.digests[name] == digest}
+        if published is not None and candidates:
+            opened = cache(partial(last.entry.open, self._files_before, self._index.cache))
+            changed = {name: tensor for name, tensor in candidates.items() if name not in same}
+            payloads, patches = published.encode(
+                path, changed, last.digests, lambda name: opened().read(opened().stored(name))
+            )
+            same |= payloads.keys() - patches.keys()
+            kept = same | patches.keys()
+            written_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if name not in kept)
+            written_bytes += sum(payload.nbytes for payload in payloads.values())
+            linked_bytes = sum(last.entry.files[file].nbytes for file in last.needed(kept))
+            if 2 * written_bytes <= state.nbytes and written_bytes + linked_bytes <= 2 * state.nbytes:
+                return _Difference(same, kept, payloads, patches)
+        # Of a whole step, only files with whole tensors none of which has changed are linked.
+        whole = (names for file, names in last.names.items() if all(last.chains[name] == [file] for name in names))
+        return _Difference(same, {name for names in whole if same.issuperset(names) for name in names})
+
+    def _link(self, new: NewFiles, last: _LastFiles, names: Set[str], files: _Files) -> None:
+        """Links the files of the last checkpoint that tensors need, but for those of tensors with a file that fails."""
+        linked = {file for file in last.needed(names) if new.link(os.path.join(self._files_before, file))}
+        complete = {name for name in names if linked.issuperset(last.chains[name])}
+        used = last.needed(complete)
+        for file in linked - used:
+            new.unlink(file)
+        for file in filter(used.__contains__, last.names):
+            record, patches = last.entry.files[file], last.patches.get(file)
+            files.tensors[file], files.records[file] = last.names[file], record
+            files.linked_bytes += record.nbytes
+            files.saves |= set() if patches is None else {patches.save}
+        files.digests |= {name: last.digests[name] for name in complete}
 
     @property
     def files(self) -> NewFiles:
@@ -623,6 +686,35 @@ class NewStep:
 _Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | LazyTensor)
 
 
+class _LastFiles(msgspec.Struct):
+    """The files of an object in the last checkpoint that can be linked."""
+
+    entry: ObjectEntry
+    names: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    """The names of the tensors in each file, in the order of the layers."""
+    layouts: dict[str, tuple[object, object]] = msgspec.field(default_factory=dict)
+    digests: dict[str, str] = msgspec.field(default_factory=dict)
+    patches: dict[str, PatchLayer] = msgspec.field(default_factory=dict)
+    """The files that have patches."""
+    chains: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    """The files that the value of each tensor needs."""
+
+    def needed(self, names: Iterable[str]) -> set[str]:
+        """Returns the files that the values of tensors need."""
+        return {file for name in names for file in self.chains[name]}
+
+
+class _Difference(msgspec.Struct):
+    """An object beside what it was in the last checkpoint."""
+
+    same: set[str]
+    """The tensors that have not changed."""
+    kept: set[str]
+    """The tensors whose files are to be linked."""
+    payloads: dict[str, torch.Tensor] = msgspec.field(default_factory=dict)
+    patches: dict[str, Patch] = msgspec.field(default_factory=dict)
+
+
 class _Files(msgspec.Struct):
     """The files of an object that is being written."""
 
@@ -633,16 +725,25 @@ class _Files(msgspec.Struct):
     records: dict[str, FileRecord] = msgspec.field(default_factory=dict)
     written_bytes: int = 0
     linked_bytes: int = 0
+    saves: set[int] = msgspec.field(default_factory=set)
+    """The saves whose patches it needs."""
+
+    def add(self, file: str, names: Sequence[str], record: FileRecord, digests: Mapping[str, str]) -> None:
+        """Adds a file that was written."""
+        self.tensors[file], self.records[file] = names, record
+        self.digests |= digests
+        self.written_bytes += record.nbytes
 
 
 def _with_index(new: NewFiles, path: str, encoded: EncodedObject, files: _Files) -> ObjectEntry:
     """Writes the index of the files of an object. Returns the entry of the object."""
+    is_layered = sum(map(len, files.tensors.values())) > len(files.digests)
     with size_errors(path):
-        text = index_of(files.tensors, encoded.state.nbytes, encoded.state.manifest(None, files.digests))
+        text = index_of(files.tensors, encoded.state.nbytes, encoded.state.manifest(None, files.digests), is_layered)
     index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
     files.records[index] = record
     files.written_bytes += len(text)
-    return ObjectEntry(encoded.kind, index, files.records)
+    return ObjectEntry(encoded.kind, index, files.records, written_bytes=files.written_bytes, patches=len(files.saves))
 
 
 Split = Callable[[Mapping[str, _Tensor]], Iterable[Mapping[str, _Tensor]]]

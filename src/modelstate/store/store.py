@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from modelstate.comparison.result import Diff
     from modelstate.remote.cache import Cache
+    from modelstate.store.delta import Delta, Published
 
 _logger = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class Store(Shown):
         keep: the checkpoints that stay when another one has been saved: a `Keep`, or the number of the last ones; None
             keeps all.
         shard_size_bytes: the most bytes of tensors in one file; None writes one file for each object.
+        delta: writes modules as differences to the checkpoint before; None writes them whole.
         process_group: the ranks that save and restore together; None for those of the meshes of the modules' DTensors.
         timeout_seconds: how long a rank waits for the others.
         cache: where what is read of a bucket is kept, a `Cache`: by `restore`, `open`, `diff`, `verify` and `follow`.
@@ -125,6 +127,7 @@ class Store(Shown):
         process_group: ProcessGroup | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         cache: Cache | None = None,
+        delta: Delta | None = None,
     ) -> None:
         self.directory = _directory(directory)
         self.keep = as_keep(keep)
@@ -136,6 +139,7 @@ class Store(Shown):
             from modelstate.remote.cache import check_cache
 
             check_cache(cache)
+        self._delta, self._published = delta, _published(delta)
         self.index = StepIndex(self.directory, cache=cache)
         """The checkpoints of the directory, as they are now."""
         self._backend, self._access = self.index.backend, WriteAccess(self.index)
@@ -252,13 +256,14 @@ class Store(Shown):
                         pass
                 directory = os.path.join(self.directory, name)
                 writer = _writer(writing, directory)
-                encoded = encode_objects(targets, agreement, writer)
+                encoded = encode_objects(targets, agreement, writer, self._delta)
                 record = Record("", step, time.time(), checked_metrics, {})
                 new_step = NewStep(
                     *(self._access, self.index, name, record, encoded),
                     shard_bytes=self._shard_bytes,
                     pin=pin,
                     begin_seconds=begin_seconds,
+                    published=self._published,
                 )
                 write_spread: Callable[[], Sequence[SpreadFile]] | None = None
                 spread = {path: of_object for path, of_object in encoded.items() if of_object.is_spread}
@@ -333,7 +338,7 @@ class Store(Shown):
                 targets = targets_of(objects)
             generators = [target.obj for target in targets.values() if target.is_restored_last]
             with preserved_generators(generators):
-                encoded = encode_objects(targets, agreement, _writer(agreement, self.directory))
+                encoded = encode_objects(targets, agreement, _writer(agreement, self.directory), self._delta)
                 if agreement.is_collective:
                     with agreement.phase("comparing the ranks"):
                         values = replicated_values(
@@ -685,6 +690,7 @@ class Store(Shown):
             if self._pending is None:
                 self._access.release()
                 self._staging, self._spread = Staging(), SpreadWriter()
+                self._published = _published(self._delta)
 
     def __enter__(self) -> Self:
         return self
@@ -699,6 +705,17 @@ def _same(text: str) -> list[Digest]:
         Digest.of("the arguments", text, [text]),
         Digest.of("the versions of modelstate", __version__, [__version__]),
     ]
+
+
+def _published(delta: object) -> Published | None:
+    """Returns what keeps the values of the last step. Raises `OptionError` for another value than a `Delta`."""
+    if delta is None:
+        return None
+    from modelstate.store.delta import Delta, Published  # a store without deltas needs no codec for them
+
+    if not isinstance(delta, Delta):
+        raise invalid_option("delta", "must be a Delta, or None", delta, expected="such as modelstate.Delta()")
+    return Published(delta)
 
 
 def _writer(agreement: Agreement, directory: str) -> CollectiveWriter | None:

@@ -1,0 +1,444 @@
+"""Steps as differences: each one is complete by itself, gives back every bit, and says so where it cannot."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors
+from tests.faults import failing, faulty_writes
+from tests.store.common import contents, flip, litter
+
+
+class Model(nn.Module):
+    """Tied weights of two dtypes, a frozen layer, and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.small = nn.Linear(200, 200).bfloat16(), nn.Linear(20, 20)
+        self.frozen = nn.Linear(40, 40).requires_grad_(False)
+        self.tied = nn.Linear(200, 200).bfloat16()
+        self.tied.weight = self.wide.weight
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    @torch.no_grad()
+    def train_step(self, part: float = 0.02) -> dict[str, torch.Tensor]:
+        """Changes a part of the elements. Returns a copy of the state."""
+        self.steps += 1
+        for param in self.parameters():
+            if param.requires_grad:
+                param += torch.randn_like(param) * 0.01 * (torch.rand_like(param) < part)
+        return self.copy()
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.state_dict().items()}
+
+
+def is_same(store: ms.Store, step: int, state: dict[str, torch.Tensor]) -> bool:
+    model = Model()
+    store.restore({"model": model}, step)
+    assert model.tied.weight is model.wide.weight
+    return same(model.state_dict(), state)
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(map(torch.equal, first.values(), second.values()))
+
+
+def patch_files(step: ms.store.SavedStep) -> list[Path]:
+    return sorted(Path(step.path).glob("*.delta-*"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def only(*arguments: Any, **options: Any) -> ms.Store:
+    return ms.Store(*arguments, delta=ms.Delta(), **options)
+
+
+def test_a_run(tmp_path: Path) -> None:
+    store, model = ms.Store(tmp_path, delta=ms.Delta(full_every=4)), Model()
+    saved, states = {}, {}
+    for step in range(9):
+        states[step] = model.train_step()
+        saved[step] = store.save(step, {"model": model})
+    assert [len(patch_files(saved[step])) for step in range(9)] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+    assert all(20 * saved[step].written_bytes < saved[0].written_bytes * 2 for step in (1, 2, 3, 5, 6, 7))
+    assert store.verify() == dict.fromkeys(range(9), "")
+    assert all(is_same(store, step, states[step]) for step in states)
+    assert not litter(tmp_path)
+    # Each is complete without the others.
+    assert store.prune(ms.Keep(last=1)) == tuple(range(8))
+    assert is_same(store, 8, states[8])
+    store.save(9, {"model": model})
+    assert store.prune(ms.Keep(last=1)) == (8,)
+    assert store.verify() == {9: ""}
+    assert is_same(store, 9, states[8])
+
+
+def test_what_reads_checkpoints_reads_deltas(tmp_path: Path) -> None:
+    store, model = only(tmp_path / "store"), Model()
+    states = []
+    for step in (10, 11, 12):
+        states.append(model.train_step())
+        saved = store.save(step, {"model": model})
+    assert len(patch_files(saved)) == 2
+    opened = store.open("model", 12, verify=True)
+    spec = opened["wide.weight"]
+    assert (spec.shape, spec.dtype, spec.nbytes, spec.kind) == ((200, 200), torch.bfloat16, 80_000, "patched 2 times")
+    assert opened.aliases == (("wide.weight", "tied.weight"),)
+    assert torch.equal(opened.tensor("wide.weight"), states[-1]["wide.weight"])
+    rows = torch.empty(5, 200, dtype=torch.bfloat16)
+    opened.read_into("wide.weight", rows, 50, 55)
+    assert torch.equal(rows, states[-1]["wide.weight"][50:55])
+    loaded = nn.Linear(200, 200).bfloat16()
+    ms.load(loaded, opened, key="wide")
+    assert torch.equal(loaded.weight, states[-1]["wide.weight"])
+    changed = {diff.name: diff.difference.changed for diff in store.diff(11, 12).tensors if diff.difference}
+    assert changed["model.wide.weight"] == (states[-2]["wide.weight"] != states[-1]["wide.weight"]).double().mean()
+    assert ms.diff(opened, states[-1]).is_equal
+    ms.convert_checkpoint(opened, tmp_path / "file.safetensors")
+    assert ms.diff(tmp_path / "file.safetensors", states[-1]).is_equal
+    index = Path(saved.path) / "model.safetensors.index.json"
+    assert ms.verify(index).tensors == len(states[-1])
+    assert ms.diff(saved.path, index).is_equal  # a directory, in which the index is found
+    # A file of patches by itself is no model.
+    with pytest.raises(ms.PlanError):
+        ms.load(Model(), patch_files(saved)[-1], allow_missing=["*"])
+
+
+def test_a_new_process_goes_on_from_what_is_on_the_disk(tmp_path: Path) -> None:
+    model = Model()
+    for step in range(4):
+        state = model.train_step()
+        with only(tmp_path) as store:
+            saved = store.save(step, {"model": model})
+            assert len(patch_files(saved)) == step
+            assert is_same(store, step, state)
+
+
+def test_what_did_not_change_is_in_no_new_file(tmp_path: Path) -> None:
+    store, model = only(tmp_path), Model()
+    for step in range(3):
+        state = model.train_step()
+        store.save(step, {"model": model})
+    saved = store.save(3, {"model": model})
+    assert len(patch_files(saved)) == 2
+    assert saved.written_bytes < 5000  # the index
+    assert is_same(store, 3, state)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_tensors_that_changed_altogether_are_whole(tmp_path: Path, background: bool) -> None:
+    store, model = only(tmp_path, shard_size_bytes=30_000), Model()
+    for step in range(5):
+        model.train_step()
+        with torch.no_grad():
+            model.small.weight.normal_()
+        state = model.copy()
+        saved = store.save(step, {"model": model}, background=background)
+        if background:
+            model.train_step()
+            saved = saved.result()
+            model.load_state_dict(state)
+        assert is_same(store, step, state)
+    kinds = {name: spec.kind for name, spec in store.open("model").items()}
+    assert (kinds["wide.weight"], kinds["small.weight"], kinds["frozen.weight"]) == (
+        "patched 4 times",
+        "strided",
+        "strided",
+    )
+    assert store.verify() == dict.fromkeys(range(5), "")
+    with torch.no_grad():
+        model.wide.weight.normal_()
+    saved = store.save(9, {"model": model})
+    assert not patch_files(saved)
+    assert is_same(store, 9, model.copy())
+
+
+def test_another_structure_is_whole(tmp_path: Path) -> None:
+    """A tensor that is gone, one that is new, one of another shape, one that is tied no more: all are right."""
+    store, model = only(tmp_path), nn.ModuleDict({"a": nn.Linear(90, 90), "b": nn.Linear(90, 90)})
+
+    def change(step: int) -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.view(-1)[:3] += 1
+        store.save(step, {"model": model})
+        opened = store.open("model", step, verify=True)
+        assert same({name: opened.tensor(name) for name in sorted(opened)}, dict(sorted(model.state_dict().items())))
+
+    change(0)
+    change(1)
+    model["c"] = nn.Linear(20, 20)
+    change(2)
+    del model["b"]
+    change(3)
+    model["c"] = nn.Linear(30, 20)
+    change(4)
+    model["c"].weight = nn.Parameter(model["c"].weight.double().detach())
+    change(5)
+    model["d"] = nn.Linear(90, 90)
+    model["d"].weight = model["a"].weight
+    change(6)
+    model["d"].weight = nn.Parameter(model["a"].weight.detach().clone())
+    change(7)
+    change(8)
+    assert store.verify() == dict.fromkeys(range(9), "")
+
+
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "float16", "float32", "float64", "int8", "int64", "bool", "complex64", "float8_e4m3fn"]
+)
+def test_every_bit_pattern(tmp_path: Path, name: str) -> None:
+    store, module, dtype = only(tmp_path), nn.Module(), getattr(torch, name)
+    values = torch.randint(0, 2 if dtype == torch.bool else 256, (8000 * dtype.itemsize,), dtype=torch.uint8)
+    module.register_buffer("x", values.view(dtype))
+    for step in range(3):
+        store.save(step, {"model": module})
+        stored = store.open("model", step).tensor("x")
+        assert torch.equal(stored.view(torch.uint8), values)
+        at = torch.randint(len(values), (40,))
+        values[at] = 1 - values[at] if dtype == torch.bool else torch.randint(0, 256, (40,), dtype=torch.uint8)
+    assert store.open("model")["x"].kind == "patched 2 times"
+
+
+def test_publishing_in_another_dtype(tmp_path: Path) -> None:
+    store, model = ms.Store(tmp_path, delta=ms.Delta(dtype="bfloat16")), Model()
+    model.register_buffer("floats", torch.randn(8, dtype=torch.float64))
+    optimizer = torch.optim.AdamW(model.small.parameters())
+    model.small(torch.randn(2, 20)).sum().backward()
+    optimizer.step()
+    objects = {
+        "model": model,
+        "optimizer": optimizer,
+        "float": nn.ParameterList([torch.ones(2)]),
+        "state": torch.ones(3),
+    }
+    for step in range(2):
+        model.train_step()
+        store.save(step, objects, background=step == 1)
+    store.wait()
+    opened = store.open("model", verify=True)
+    expected = {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    assert same({name: opened.tensor(name) for name in sorted(opened)}, dict(sorted(expected.items())))
+    assert opened["small.weight"].kind == "patched 1 times"
+    assert opened["tied.weight"].kind == "patched 1 times"
+    assert store.open("float")["0"].dtype == torch.bfloat16
+    assert all(spec.dtype == torch.float32 for spec in store.open("optimizer").values())
+    assert model.small.weight.dtype == torch.float32
+    assert store.restore({"state": None}, allow_unexpected=["*"])["state"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{"full_every": 0}, {"full_every": 1.5}, {"dtype": "int8"}, {"dtype": 16}])
+def test_options(options: dict[str, Any]) -> None:
+    with pytest.raises(errors.OptionError):
+        ms.Delta(**options)
+
+
+def test_delta_takes_no_other_value(tmp_path: Path) -> None:
+    with pytest.raises(errors.OptionError, match="Delta"):
+        ms.Store(tmp_path, delta=True)  # type: ignore[arg-type]
+    assert ms.Delta() == ms.Delta(full_every=32, dtype=None)
+
+
+def test_every_step_whole(tmp_path: Path) -> None:
+    store, model = ms.Store(tmp_path, delta=ms.Delta(full_every=1)), Model()
+    for step in range(2):
+        state = model.train_step()
+        assert not patch_files(store.save(step, {"model": model}))
+        assert is_same(store, step, state)
+
+
+def test_a_store_that_has_no_deltas_any_more(tmp_path: Path) -> None:
+    model = Model()
+    with only(tmp_path) as store:
+        for step in range(2):
+            model.train_step()
+            store.save(step, {"model": model})
+    with ms.Store(tmp_path) as store:
+        state = model.train_step()
+        saved = store.save(2, {"model": model})
+        assert not patch_files(saved)
+        assert saved.linked_bytes > 6000  # the frozen layer
+        assert is_same(store, 2, state)
+        saved = store.save(3, {"model": model})
+    with only(tmp_path) as store:
+        state = model.train_step()
+        assert len(patch_files(store.save(4, {"model": model}))) == 1
+        assert is_same(store, 4, state)
+
+
+# What goes wrong.
+
+
+def test_a_save_that_fails_is_followed_by_a_right_one(tmp_path: Path) -> None:
+    store, model = only(tmp_path), Model()
+    states = {}
+    for step in range(2):
+        states[step] = model.train_step()
+        store.save(step, {"model": model})
+    was = contents(tmp_path)
+    model.train_step()
+    with (
+        faulty_writes(at=12, error=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        pytest.raises(errors.WriteFailedError),
+    ):
+        store.save(2, {"model": model})
+    assert contents(tmp_path) == was
+    states[2] = model.train_step()
+    assert len(patch_files(store.save(2, {"model": model}))) == 2
+    pending = store.save(3, {"model": model}, background=True)
+    assert pending is not None
+    pending.cancel()
+    states[3] = model.train_step()
+    store.save(3, {"model": model}, overwrite=True)
+    assert all(is_same(store, step, state) for step, state in states.items())
+    assert store.verify() == dict.fromkeys(range(4), "")
+
+
+def test_a_step_saved_again_with_other_values(tmp_path: Path) -> None:
+    store, model = only(tmp_path, keep=2), Model()
+    for step in (1, 2, 2, 2, 1):
+        state = model.train_step()
+        store.save(step, {"model": model}, overwrite=True)
+        assert is_same(store, step, state)
+    assert set(store.verify().values()) == {""}
+
+
+def test_the_last_step_is_taken_away_or_is_of_another_process(tmp_path: Path) -> None:
+    """The values that are there are the base, not the copy that this process has kept."""
+    store, model = only(tmp_path), Model()
+    for step in range(3):
+        model.train_step()
+        saved = store.save(step, {"model": model})
+    shutil.rmtree(saved.path)
+    state = model.train_step()
+    assert len(patch_files(store.save(3, {"model": model}))) == 2
+    assert is_same(store, 3, state)
+    with pytest.raises(errors.LockedError), only(tmp_path) as other:
+        other.save(4, {"model": model})
+    copied = shutil.copytree(
+        tmp_path, f"{tmp_path}.copy", copy_function=os.link, ignore=shutil.ignore_patterns(".lock")
+    )
+    with only(copied) as other:
+        model.train_step()
+        path = other.save(4, {"model": model}).path
+    shutil.copytree(path, path.replace(".copy", ""))
+    state = model.train_step()
+    assert len(patch_files(store.save(5, {"model": model}))) == 4
+    assert is_same(store, 5, state)
+
+
+def test_a_file_system_without_links(tmp_path: Path) -> None:
+    store, model = only(tmp_path), Model()
+    for step in range(3):
+        state = model.train_step()
+        with failing(OSError(errno.EPERM, "no links"), "link"):
+            saved = store.save(step, {"model": model})
+        assert (saved.linked_bytes, patch_files(saved)) == (0, [])
+        assert is_same(store, step, state)
+
+
+def test_links_that_fail_for_some_files(tmp_path: Path) -> None:
+    store, model = only(tmp_path), Model()
+    for step in range(3):
+        model.train_step()
+        store.save(step, {"model": model})
+    state = model.train_step()
+    with failing(OSError(errno.EMLINK, "too many links"), "link", r"model\.delta-"):
+        saved = store.save(3, {"model": model})
+    assert not patch_files(saved)
+    assert is_same(store, 3, state)
+    assert store.verify(3) == {3: ""}
+    assert {path.name for path in Path(saved.path).iterdir()} - {"checkpoint.json"} == set(
+        ms.Store(tmp_path).index.step(3).file_names() or ()
+    )
+
+
+def cut(path: Path) -> None:
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[:-1])
+
+
+@pytest.mark.parametrize("harm", [flip, Path.unlink, cut])
+@pytest.mark.parametrize("layer", [0, 1, 2], ids=["base", "first patch", "last patch"])
+def test_a_damaged_layer(tmp_path: Path, layer: int, harm: Callable[[Path], object]) -> None:
+    """No wrong weights: the step is refused, the one before is restored, and the next save is whole."""
+    store, model, states = only(tmp_path), Model(), []
+    for step in range(3):
+        states.append(model.train_step())
+        saved = store.save(step, {"model": model})
+    base = max(Path(saved.path).glob("model-*"), key=lambda path: path.stat().st_size)
+    harm([base, *patch_files(saved)][layer])  # only the link of this step
+    reader, target = ms.Store(tmp_path), Model()
+    before = target.copy()
+    assert "damaged" in reader.verify()[2]
+    with pytest.raises(errors.DamagedCheckpointError, match="restore another step"):
+        ms.Store(tmp_path).restore({"model": target}, 2)
+    assert same(target.state_dict(), before)
+    with pytest.warns(errors.DamagedCheckpointWarning):
+        assert ms.Store(tmp_path).restore({"model": target}).step == 1
+    assert same(target.state_dict(), states[1])
+    store.verify()
+    state = model.train_step()
+    store.save(3, {"model": model})
+    assert is_same(store, 3, state)
+    assert store.verify(3) == {3: ""}
+
+
+def test_a_patch_is_checked_when_a_step_is_opened(tmp_path: Path) -> None:
+    """Also without `verify`, since a patch of other bytes could not be applied in the middle of a commit."""
+    store, model = only(tmp_path), Model()
+    for step in range(2):
+        model.train_step()
+        saved = store.save(step, {"model": model})
+    (patch,) = patch_files(saved)
+    flip(patch)
+    with pytest.raises(errors.DamagedCheckpointError, match="patch"):
+        ms.Store(tmp_path).open("model", 1)
+    with pytest.raises(errors.DamagedFileError, match="checksum") as raised:
+        ms.open(Path(saved.path) / "model.safetensors.index.json")
+    assert raised.value.where == str(patch)
+
+
+def test_a_patch_of_another_base_is_refused(tmp_path: Path) -> None:
+    """Files of two stores, with records and indexes that are right by themselves."""
+    saved = []
+    for number in range(2):
+        store, model = only(tmp_path / str(number)), Model()
+        for step in range(3):
+            torch.manual_seed(number)
+            model.train_step(0.01 * (number + 1))
+            last = store.save(step, {"model": model})
+        saved.append(last)
+    mine, other = (patch_files(step) for step in saved)
+    mine[0].unlink()
+    os.link(other[0], mine[0])
+    with pytest.raises(errors.DamagedFileError, match="do not fit together"):
+        ms.open(saved[0].path)
+    assert "damaged" in ms.Store(tmp_path / "0").verify()[2]
+
+
+def test_base_that_is_damaged_is_not_patched(tmp_path: Path) -> None:
+    """A new process reads it, and sees that its digest is another one."""
+    model = Model()
+    with only(tmp_path) as store:
+        model.train_step()
+        saved = store.save(0, {"model": model})
+    flip(max(Path(saved.path).glob("model-*"), key=lambda path: path.stat().st_size))
+    with only(tmp_path) as store:
+        state = model.train_step()
+        store.save(1, {"model": model})
+        fresh = Model()
+        ms.load(fresh, store.open("model", 1, verify=True))
+        assert same(fresh.state_dict(), state)
