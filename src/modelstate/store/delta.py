@@ -102,7 +102,7 @@ class Published:
             digests: their digests in the last checkpoint.
             read: returns the values in the last checkpoint.
         """
-        from modelstate.formats.delta import apply, changed, encode  # with a codec that only deltas need
+        from modelstate.formats.delta import apply, encode  # with a codec that only deltas need
 
         for name in tensors.keys() - self.held(path, tensors, digests).keys():
             try:
@@ -112,7 +112,7 @@ class Published:
             self._copies[path, name] = values
             (self._digests[path, name],) = write_blocks(None, 0, [values])
         # Those that are held now: not what was damaged since it was saved.
-        copies, payloads = self.held(path, tensors, digests), dict[str, torch.Tensor]()
+        copies, payloads, changed = self.held(path, tensors, digests), dict[str, torch.Tensor](), dict[str, int]()
 
         @torch.inference_mode(False)
         @torch.no_grad()
@@ -120,18 +120,18 @@ class Published:
             payload = encode(copies[name], tensors[name].detach().cpu().contiguous())
             if payload is not None and payload.numel():
                 del self._digests[path, name]
-                apply(payload, copies[name], 0)
+                changed[name] = apply(payload, copies[name].view(-1), 0)
             if payload is not None:
                 payloads[name] = payload
 
         largest_first = sorted(copies, key=lambda name: -tensors[name].nbytes)
         for_each(largest_first, [encode_one] * min(read_threads(), len(copies)), with_torch=True)
-        patched = [name for name in copies if name in payloads and payloads[name].numel()]
+        patched = [name for name in copies if name in changed]
         patches = {}
         for name, digest in zip(patched, write_blocks(None, 0, [copies[name] for name in patched]), strict=True):
             self._digests[path, name], tensor = digest, copies[name]
             dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-            patches[name] = Patch(dtype, shape, changed(payloads[name]), digests[name], digest)
+            patches[name] = Patch(dtype, shape, changed[name], digests[name], digest)
         return payloads, patches
 
     def copied(self, path: str, tensors: _Tensors) -> dict[str, torch.Tensor]:
