@@ -44,7 +44,7 @@ from modelstate.objects.optimizer_values import (
     is_saved_whole,
     is_torchs,
     is_whole,
-    memory_order,
+    memory_orders,
     parameter_names,
     place,
     placed_options,
@@ -125,7 +125,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         )
     state = {name: dict(optimizer.state.get(param, {})) for param, name in names.items()}
     other = {key: value for key, value in optimizer.state.items() if key not in names}
-    orders = _check_values(state, other, names, optimizer)
+    _check_values(state, other, names, optimizer)
+    orders = memory_orders(state, {name: param for param, name in names.items()})
     dtypes = {name: str(param.dtype) for param, name in names.items()}
     saved = {"state": state, _GROUPS: groups, CLASS: class_name(_computing_class(optimizer)), DTYPES: dtypes}
     return {**saved, **({_OTHER: other} if other else {}), **({ORDERS: orders} if orders else {})}
@@ -582,14 +583,12 @@ def _check_values(
     other: Mapping[Any, object],
     names: Mapping[torch.Tensor, str],
     optimizer: torch.optim.Optimizer,
-) -> list[list[object]]:
-    """Raises for values that a restore could not bring back. Returns the `memory_orders` of the state."""
+) -> None:
+    """Raises for values that a restore could not bring back."""
     places = {_address(param) for param in names} - {0}
     problems: list[str] = []
-    orders: list[list[object]] = []
     views: dict[tuple[object, ...], tuple[int, int, Path]] = {}
     """The memory of each tensor that has some: where it begins and ends."""
-    params: dict[object, torch.Tensor] = {name: param for param, name in names.items()}
     for path, leaf in [*leaf_paths(dict(state)), *leaf_paths({_OTHER: dict(other)})]:
         why = why_not_restored(leaf)
         if isinstance(leaf, torch.Tensor):
@@ -599,8 +598,6 @@ def _check_values(
                 extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
                 key = begin, leaf.shape, leaf.stride(), leaf.dtype
                 views.setdefault(key, (begin, begin + extent * leaf.itemsize, path))
-            if path[0] in params and (dims := memory_order(leaf, params[path[0]])) is not None:
-                orders.append([list(path), dims])
         if why:
             problems.append(f"{path[0]}: {place(path[1:])} {why}")
     ordered = sorted(views.values(), key=lambda view: (view[0], -view[1]))
@@ -617,7 +614,6 @@ def _check_values(
             remedy="keep them as tensors or plain values, or outside of the state of the optimizer, as an object of "
             "their own with state_dict and load_state_dict",
         )
-    return orders
 
 
 def _address(tensor: torch.Tensor) -> int:

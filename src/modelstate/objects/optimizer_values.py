@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -207,24 +208,25 @@ def why_not_restored(leaf: object) -> str:
     return ""
 
 
-def memory_order(tensor: torch.Tensor, param: torch.Tensor | None = None) -> list[int] | None:
-    """Returns the order of the dims of a tensor in memory, where it is not the usual one nor that of its parameter.
+def memory_orders(tree: object, params: Mapping[object, torch.Tensor] = MappingProxyType({})) -> list[list[object]]:
+    """Returns `[path, dims]` for each tensor whose dims have another order in memory than the usual one.
 
     Files have no strides, and a product with a transposed matrix is rounded otherwise than one with a copy of it.
+
+    Args:
+        tree: nested containers.
+        params: parameters by the first keys of the paths. A tensor with the strides of its parameter gets them anyway.
     """
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_contiguous():
-        return None
-    if param is not None and (tensor.shape, tensor.stride()) == (param.shape, param.stride()):
-        return None
-    strides = tensor.stride()
-    dims = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    return dims if tensor.permute(dims).is_contiguous() else None
-
-
-def memory_orders(tree: object) -> list[list[object]]:
-    """Returns `[path, dims]` for each tensor of nested containers that has a `memory_order`."""
-    orders = [(path, memory_order(leaf)) for path, leaf in leaf_paths(tree) if isinstance(leaf, torch.Tensor)]
-    return [[list(path), dims] for path, dims in orders if dims is not None]
+    orders: list[list[object]] = []
+    for path, leaf in leaf_paths(tree):
+        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_contiguous():
+            continue
+        param, strides = params.get(path[0]), leaf.stride()
+        dims = sorted(range(leaf.dim()), key=lambda dim: -strides[dim])
+        follows = param is not None and (leaf.shape, strides) == (param.shape, param.stride())
+        if not follows and leaf.permute(dims).is_contiguous():
+            orders.append([list(path), dims])
+    return orders
 
 
 def in_memory_orders(tree: object, orders: object) -> Any:

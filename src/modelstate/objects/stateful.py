@@ -52,8 +52,6 @@ def state_of(obj: Any) -> object:
     """
     is_unbuilt = _is_stateful_loader(obj) and getattr(obj, _ITERATOR, None) is None
     state = getattr(obj, _PENDING_STATE) or {} if is_unbuilt else obj.state_dict()
-    if not isinstance(state, Mapping):
-        return state
     generator, classes = own_generator(obj), [class_name(type(each)) for each in _combined_schedulers(obj)]
     added: dict[str, object] = {} if generator is None else {GENERATOR_KEY: generator.get_state()}
     added |= {CLASSES_KEY: classes} if classes else {}
@@ -164,8 +162,6 @@ def _checking(iter_method: Callable[..., object]) -> Callable[..., object]:
 
 def _resume_problem(loader: Loader) -> str:
     """Returns why a resumed run would build the loader's next iterator in another way; empty where it would not."""
-    if not _saved_objects:
-        return ""
     objects = [obj for saved in _saved_objects.copy() for obj in saved]
     last = getattr(loader, _ITERATOR, None)
     is_saved = _is_stateful_loader(loader) and any(
