@@ -14,7 +14,6 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 import torch
 from torch import nn
 
@@ -292,38 +291,29 @@ def plan_by_name(
         start_anew: how to begin without the saved state, for remedies.
         paths: the paths of modules in `model`, where the state may have the names that these modules have alone.
     """
-    all_names = parameter_names(check_model(model), optimizer)
-    names = {param: first for param, (first, *_) in all_names.items()}
-    params = {name: param for param, of_param in all_names.items() for name in of_param}
-    saved = _saved_state(state, optimizer, params, rules, paths)
-    groups, cls = saved.groups, _computing_class(optimizer)
-    is_same = state.get(CLASS) == class_name(cls)
-    may_add = is_same and not is_torchs(cls)
-    by_name, origins = apply_to_optimizer(saved.rules, saved.by_name) if saved.rules else (saved.by_name, {})
-    sources = _sources(params, groups, saved.rules, origins)
+    saved = _SavedState(model, optimizer, state, rules, keeps, paths)
+    names, params, by_name = saved.names, saved.params, saved.by_name
 
     # The names of parameters.
-    grouped = [name for group in groups for name in group["params"]]
     foreign = [name for name in by_name if name not in params]
-    foreign += sorted(set(grouped).difference(*sources.values()))
-    may_be_gone = {name for name in (*saved.by_name, *grouped, *foreign) if may_exceed(name)}
+    foreign += sorted(set(saved.grouped).difference(*saved.sources.values()))
+    may_be_gone = {name for name in (*saved.saved_names, *foreign) if may_exceed(name)}
     unexpected = [name for name in dict.fromkeys(foreign) if name not in may_be_gone]
     present = {params[name] for name in by_name if name in params} if any(by_name.values()) else {*names}
     missing = [
         name
         for param, name in names.items()
-        if not may_miss(name) and (param not in present or sources[param].isdisjoint(grouped))
+        if not may_miss(name) and (param not in present or saved.sources[param].isdisjoint(saved.grouped))
     ]
 
     # Options and values.
-    option_problems: list[str] = []
-    options = _matched_groups(groups, optimizer, sources, option_problems, keeps, may_add)
+    options, option_problems = saved.matched_groups()
     by_param: dict[torch.Tensor, Values] = {}
     unfit: list[str] = []
     for name, values in by_name.items():
         if name in params and values and not same_state(by_param.setdefault(params[name], values), values):
             unfit.append(f"{name}: its state differs from that of another name of {names[params[name]]}")
-    unfit += _order_problems(optimizer, saved, grouped, sources, is_same)
+    unfit += saved.order_problems()
     saved_options = {id(group): of_group for group, of_group in options}
     states: dict[torch.Tensor, ParamState] = {}
     for group in optimizer.param_groups:
@@ -331,16 +321,14 @@ def plan_by_name(
         trial = cache(partial(trial_state, type(optimizer), options=new_options))
         for param in group["params"]:
             if param in by_param:
-                expected = None if may_add else expected_state(optimizer, param, trial(param.dim()))
-                unfit += value_problems(names[param], by_param[param], param, expected, is_same)
-                dtypes = {str(saved.dtypes[name]) for name in sources[param] if name in saved.dtypes}
+                expected = None if saved.may_add else expected_state(optimizer, param, trial(param.dim()))
+                unfit += value_problems(names[param], by_param[param], param, expected, saved.is_same_class)
+                dtypes = {str(saved.dtypes[name]) for name in saved.sources[param] if name in saved.dtypes}
                 dtype = dtypes.pop() if len(dtypes) == 1 else None
                 states[param] = ParamState(by_param[param], dtype, new_options, expected)
 
     keep = f"keep_options={keep_options}" if not unfit else ""
-    class_problem, remedies, note = _class_problem(
-        state, groups, optimizer, keeps, bool(option_problems or unfit), keep, start_anew
-    )
+    class_problem, remedies, note = saved.class_problem(bool(option_problems or unfit), keep, start_anew)
     if not class_problem and (unfit or option_problems):
         is_by_option = not (unfit or missing or unexpected)
         remedies = [f"to keep this optimizer's own options: {keep}"] if is_by_option else []
@@ -408,66 +396,181 @@ def _load(
     return recorded
 
 
-class _SavedState(msgspec.Struct, frozen=True, eq=False):
-    """A saved state whose names begin with the paths of modules, as those of the parameters do."""
+class _SavedState:
+    """A saved state, by the names that its parameters have after the rules, beside the optimizer that gets it.
 
-    by_name: Mapping[str, Values]
-    groups: Sequence[Group]
-    dtypes: Mapping[str, object]
-    """The dtypes that the parameters had, by name."""
-    other: Mapping[str, object]
-    """The state under other keys than parameters."""
-    rules: tuple[Rule, ...]
-    """The rules that lead from these names to those of the parameters."""
+    Args:
+        model, optimizer, state, rules, keeps, paths: as in `plan_by_name`.
+    """
 
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, object],
+        rules: Rule | Iterable[Rule] | Schema,
+        keeps: Callable[[str], bool],
+        paths: Sequence[str],
+    ) -> None:
+        all_names = parameter_names(check_model(model), optimizer)
+        self.names = {param: first for param, (first, *_) in all_names.items()}
+        self.params = {name: param for param, of_param in all_names.items() for name in of_param}
+        self._optimizer, self._keeps = optimizer, keeps
+        self._saved_class, self._live_class = state.get(CLASS), _computing_class(optimizer)
+        self.is_same_class = self._saved_class == class_name(self._live_class)
+        self.may_add = self.is_same_class and not is_torchs(self._live_class)
+        """Whether the class may add options and state when it steps, as a counter of the steps of a group."""
+        by_name, self._groups = _state_and_groups(state)
+        by_name = in_memory_orders(by_name, state.get(ORDERS))
+        self.dtypes = cast(Mapping[str, object], state.get(DTYPES, {}))
+        """The dtypes that the parameters had, by their saved names."""
+        self.other = cast(Mapping[str, object], state.get(_OTHER, {}))
+        """The state under other keys than parameters."""
+        names = [*by_name, *(name for group in self._groups for name in group["params"])]
+        if isinstance(rules, Schema):
+            rules = rules.rules(rules.version_of_names(names, type(optimizer).__name__))
+        self._rules = check_rules(rules)
+        if paths:
+            path_of = self._path_of_names(by_name, paths)
+            names = [path_of(name) for name in names]
+            by_name = {path_of(name): values for name, values in by_name.items()}
+            self._groups = [{**group, "params": [*map(path_of, group["params"])]} for group in self._groups]
+            if self._saved_class is not None:
+                self.dtypes = {path_of(name): dtype for name, dtype in self.dtypes.items()}
+        if (wrappers := wrapper_rule(set(map(renaming(self._rules), names)), self.params)) is not None:
+            self._rules = (*self._rules, wrappers)
+        self.saved_names = names
+        """The saved names, before the rules."""
+        self.grouped = names[len(by_name) :]
+        """Those in groups."""
+        origins: Mapping[str, tuple[str, ...]] = {}
+        self.by_name: Mapping[str, Values] = by_name
+        """The state of each parameter, after the rules."""
+        if self._rules:
+            self.by_name, origins = apply_to_optimizer(self._rules, by_name)
+        renamed, renamed_back = renaming(self._rules), renaming(way_back(self._rules))
+        self.sources = {param: set[str]() for param in self.names}
+        """The saved names that each parameter may have had."""
+        for name, param in self.params.items():
+            self.sources[param].update(origins.get(name, ()), [renamed_back(name)])
+        for old in self.grouped:
+            if (name := renamed(old)) in self.params:
+                self.sources[self.params[name]].add(old)
 
-def _saved_state(
-    state: Mapping[str, object],
-    optimizer: torch.optim.Optimizer,
-    params: Mapping[str, torch.Tensor],
-    rules: Rule | Iterable[Rule] | Schema,
-    paths: Sequence[str],
-) -> _SavedState:
-    """Reads a saved state, and puts the path of a module before names that lack it."""
-    by_name, groups = _state_and_groups(state)
-    by_name = in_memory_orders(by_name, state.get(ORDERS))
-    dtypes = cast(Mapping[str, object], state.get(DTYPES, {}))
-    names = [*by_name, *(name for group in groups for name in group["params"])]
-    if isinstance(rules, Schema):
-        rules = rules.rules(rules.version_of_names(names, type(optimizer).__name__))
-    checked = check_rules(rules)
-    if paths:
-        path_of = _paths_of_names(by_name, params, renaming(checked), paths, CLASS in state)
-        names = [path_of(name) for name in names]
-        by_name = {path_of(name): values for name, values in by_name.items()}
-        groups = [{**group, "params": [path_of(name) for name in group["params"]]} for group in groups]
-        if CLASS in state:
-            dtypes = {path_of(name): dtype for name, dtype in dtypes.items()}
-    wrappers = wrapper_rule(set(map(renaming(checked), names)), params)
-    checked = checked if wrappers is None else (*checked, wrappers)
-    return _SavedState(by_name, groups, dtypes, cast(Mapping[str, object], state.get(_OTHER, {})), checked)
+    def _path_of_names(self, saved: Iterable[str], paths: Sequence[str]) -> Callable[[str], str]:
+        """Returns what puts the path of a module before saved names that are those of the module alone.
 
+        A state that `modelstate.save` has written has names with paths; those of torch's optimizers and of
+        `torch.distributed.checkpoint` have none. The way in which more names fit the parameters is taken.
+        """
+        of_params = [path for path in paths if any(name.startswith(f"{path}.") for name in self.params)]
+        if len(of_params) != 1:
+            return str
+        (path,) = of_params
+        bare_params, renamed = {without_wrappers(name) for name in self.params}, renaming(self._rules)
+        as_saved, below_path = (
+            sum(without_wrappers(renamed(f"{prefix}{name}")) in bare_params for name in saved)
+            for prefix in ("", f"{path}.")
+        )
+        has_paths = self._saved_class is not None if as_saved == below_path else as_saved > below_path
+        return str if has_paths else f"{path}.{{}}".format
 
-def _order_problems(
-    optimizer: torch.optim.Optimizer,
-    saved: _SavedState,
-    grouped: Sequence[str],
-    sources: Mapping[torch.Tensor, set[str]],
-    is_same_class: bool,
-) -> Iterator[str]:
-    """Yields what prevents a restore of state that is of all parameters together, in their order."""
-    name, keys = type(optimizer).__name__, listed(map(repr, saved.other), 8)
-    if isinstance(optimizer, torch.optim.LBFGS) or saved.other:
-        live = [param for group in optimizer.param_groups for param in group["params"]]
-        if len(grouped) != len(live) or any(old not in sources[at] for old, at in zip(grouped, live, strict=True)):
-            what = f"has state under {keys}" if saved.other else "has one vector"
-            yield f"{name} {what} for all parameters: it fits the same ones in order"
-    if is_saved_whole(optimizer):
-        yield f"the state is by name, and {name} has one in a layout of its own"
-    if saved.other:
-        yield from changed_values(saved.rules, grouped)
-        if not is_same_class:
-            yield f"{_computing_class(optimizer).__name__} has no state under {keys}"
+    def matched_groups(self) -> tuple[list[tuple[dict[str, object], dict[str, object]]], list[str]]:
+        """Returns each group of the optimizer with the saved options for it that it does not keep, and problems."""
+        matched, problems = [], list[str]()
+        groups_of: dict[str, list[int]] = {}
+        for index, saved in enumerate(self._groups):
+            for name in saved["params"]:
+                groups_of.setdefault(name, []).append(index)
+        for group in self._optimizer.param_groups:
+            wanted = {source for param in group["params"] for source in self.sources[param]}
+            candidates = [
+                {key: value for key, value in group_options(self._groups[index]).items() if not self._keeps(str(key))}
+                for index in sorted({index for name in wanted for index in groups_of.get(name, ())})
+            ]
+            if any(options != candidates[0] for options in candidates):
+                problems.append(
+                    f"the group of {min(wanted)}: its parameters were in {len(candidates)} groups with other options"
+                )
+            elif candidates:
+                matched.append((group, candidates[0]))
+                unknown = (
+                    [] if self.may_add else sorted(candidates[0].keys() - group.keys() - SCHEDULER_OPTIONS, key=str)
+                )
+                if unknown:
+                    noun = "option" if len(unknown) == 1 else "options"
+                    problems.append(f"the optimizer does not have the saved {noun} {', '.join(map(str, unknown))}")
+                problems += [
+                    f"the option {key} is {value!r}, where the optimizer has {group[key]!r}"
+                    for key, value in candidates[0].items()
+                    if key in group and not _same_kind(value, group[key])
+                ]
+        return matched, problems
+
+    def order_problems(self) -> Iterator[str]:
+        """Yields what prevents a restore of state that is of all parameters together, in their order."""
+        optimizer, name, keys = self._optimizer, type(self._optimizer).__name__, listed(map(repr, self.other), 8)
+        if isinstance(optimizer, torch.optim.LBFGS) or self.other:
+            sources = [self.sources[param] for group in optimizer.param_groups for param in group["params"]]
+            if len(self.grouped) != len(sources) or any(
+                old not in of_param for old, of_param in zip(self.grouped, sources, strict=True)
+            ):
+                what = f"has state under {keys}" if self.other else "has one vector"
+                yield f"{name} {what} for all parameters: it fits the same ones in order"
+        if is_saved_whole(optimizer):
+            yield f"the state is by name, and {name} has one in a layout of its own"
+        if self.other:
+            yield from changed_values(self._rules, self.grouped)
+            if not self.is_same_class:
+                yield f"{self._live_class.__name__} has no state under {keys}"
+
+    def class_problem(self, has_problems: bool, keep: str, start_anew: str) -> tuple[str, list[str], str]:
+        """Compares the classes of the state and the optimizer. Returns a problem, its remedies, and a note.
+
+        A class and one that is derived from it may take each other's state, unless an option differs that one of the
+        two sets by itself. Other classes need `keep_options` for all options: the same names may mean something else in
+        it. Of a file that does not name the class, only options that the live class sets by itself are compared.
+
+        Args:
+            has_problems: whether the state has other problems.
+            keep: the option with which the optimizer takes the state of the parameters; empty where it cannot.
+            start_anew: how to begin without the saved state.
+        """
+        live, saved = self._live_class, self._saved_class
+        if is_same_class(saved, live):
+            return "", [], ""
+        imported = imported_class(saved)
+        classes = [live, imported] if imported is not None and issubclass(imported, torch.optim.Optimizer) else [live]
+        options = [group_options(group) for group in self._groups]
+        names = {str(key) for group in options for key in group} - SCHEDULER_OPTIONS
+        fixed = {name for cls in classes for name in _fixed_options(cls, names)}
+        changed = {
+            f"{key} {group[key]!r} -> {saved_group[key]!r}": None
+            for key in sorted(fixed)
+            for saved_group in options
+            for group in self._optimizer.param_groups
+            if key in saved_group
+            and isinstance(group.get(key), bool | str)
+            and saved_group[key] != group[key]
+            and not self._keeps(key)
+        }
+        changes = f"the saved options would change what it computes ({', '.join(changed)})" if changed else ""
+        if isinstance(saved, str):
+            related = is_related(saved, live)
+            may_load = not changed if related else all(self._keeps(str(key)) for group in options for key in group)
+            if may_load and (related or not has_problems):
+                return "", [], f"the state of {saved} is loaded into {class_name(live)}"
+            problem = f"the state is of {saved}, the optimizer is {class_name(live)}" + (
+                f"; {changes}" if changes else ""
+            )
+            remedies = [f"build the optimizer that was saved: {saved}"]
+        elif changes:
+            problem, remedies = f"{class_name(live)}: {changes}", ["build the optimizer that was saved"]
+        else:
+            return "", [], ""
+        if keep:
+            remedies.append(f"load the state of the parameters alone, with this optimizer's own options: {keep}")
+        return problem, [*remedies, f"to begin with a new {class_name(live)}: {start_anew}"], ""
 
 
 # The class of the optimizer.
@@ -479,62 +582,6 @@ def _computing_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optim
     if isinstance(inner, torch.optim.Optimizer) and inner.param_groups is optimizer.param_groups:
         return type(inner)
     return type(optimizer)
-
-
-def _class_problem(
-    state: Mapping[str, object],
-    groups: Sequence[Group],
-    optimizer: torch.optim.Optimizer,
-    keeps: Callable[[str], bool],
-    has_problems: bool,
-    keep: str,
-    start_anew: str,
-) -> tuple[str, list[str], str]:
-    """Compares the class of the saved state with that of the optimizer. Returns a problem, its remedies, and a note.
-
-    A class and one that is derived from it may take each other's state, unless an option differs that one of the two
-    sets by itself. Other classes need `keep_options` for all options: the same names may mean something else in it.
-    Of a file that does not name the class, only options that the live class sets by itself are compared.
-
-    Args:
-        state, groups, optimizer, keeps: the saved state, its groups, and what takes them.
-        has_problems: whether the state has other problems.
-        keep: the option with which the optimizer takes the state of the parameters; empty where it cannot.
-        start_anew: how to begin without the saved state.
-    """
-    live, saved = _computing_class(optimizer), state.get(CLASS)
-    if is_same_class(saved, live):
-        return "", [], ""
-    imported = imported_class(saved)
-    classes = [live, imported] if imported is not None and issubclass(imported, torch.optim.Optimizer) else [live]
-    options = [group_options(group) for group in groups]
-    names = {str(key) for group in options for key in group} - SCHEDULER_OPTIONS
-    fixed = {name for cls in classes for name in _fixed_options(cls, names)}
-    changed = {
-        f"{key} {group[key]!r} -> {saved_group[key]!r}": None
-        for key in sorted(fixed)
-        for saved_group in options
-        for group in optimizer.param_groups
-        if key in saved_group
-        and isinstance(group.get(key), bool | str)
-        and saved_group[key] != group[key]
-        and not keeps(key)
-    }
-    changes = f"the saved options would change what it computes ({', '.join(changed)})" if changed else ""
-    if isinstance(saved, str):
-        related = is_related(saved, live)
-        may_load = not changed if related else all(keeps(str(key)) for group in options for key in group)
-        if may_load and (related or not has_problems):
-            return "", [], f"the state of {saved} is loaded into {class_name(live)}"
-        problem = f"the state is of {saved}, the optimizer is {class_name(live)}" + (f"; {changes}" if changes else "")
-        remedies = [f"build the optimizer that was saved: {saved}"]
-    elif changes:
-        problem, remedies = f"{class_name(live)}: {changes}", ["build the optimizer that was saved"]
-    else:
-        return "", [], ""
-    if keep:
-        remedies.append(f"load the state of the parameters alone, with this optimizer's own options: {keep}")
-    return problem, [*remedies, f"to begin with a new {class_name(live)}: {start_anew}"], ""
 
 
 def _fixed_options(cls: type[torch.optim.Optimizer], names: set[str]) -> set[str]:
@@ -660,97 +707,6 @@ def _state_and_groups(state: object) -> tuple[dict[str, Any], list[dict[str, Any
         names.update(zip(group["params"], param_names, strict=True))
         group["params"] = list(param_names)
     return {name: dict(state["state"].get(number, {})) for number, name in names.items()}, groups
-
-
-def _paths_of_names(
-    saved: Iterable[str],
-    params: Mapping[str, torch.Tensor],
-    renamed: Callable[[str], str],
-    paths: Sequence[str],
-    has_class: bool,
-) -> Callable[[str], str]:
-    """Returns what puts the path of a module before the names of a state that has the names of the module alone.
-
-    A state that `modelstate.save` has written has names with paths; those of torch's optimizers and of
-    `torch.distributed.checkpoint` have none. The way in which more names fit the parameters is taken.
-
-    Args:
-        saved: the names of the state.
-        params: the parameters of the optimizer, by their names with paths.
-        renamed: the change of a name with a path, by the rules of the load.
-        paths: the paths of the modules.
-        has_class: whether the state has the class of its optimizer, as one of `modelstate.optimizer_state` has.
-    """
-    of_params = [path for path in paths if any(name.startswith(f"{path}.") for name in params)]
-    if len(of_params) != 1:
-        return str
-    (path,) = of_params
-    bare_params = {without_wrappers(name) for name in params}
-    fits = [
-        [without_wrappers(renamed(f"{prefix}{name}")) in bare_params for name in saved] for prefix in ("", f"{path}.")
-    ]
-    as_saved, below_path = map(sum, fits)
-    has_paths = has_class if as_saved == below_path else as_saved > below_path
-    return str if has_paths else f"{path}.{{}}".format
-
-
-def _sources(
-    params: Mapping[str, torch.Tensor],
-    groups: Sequence[Group],
-    rules: Sequence[Rule],
-    origins: Mapping[str, tuple[str, ...]],
-) -> dict[torch.Tensor, set[str]]:
-    """Returns the saved names that each parameter may have had."""
-    sources: dict[torch.Tensor, set[str]] = {param: set() for param in params.values()}
-    renamed, renamed_back = renaming(rules), renaming(way_back(rules))
-    for name, param in params.items():
-        sources[param].update(origins.get(name, ()), [renamed_back(name)])
-    for group in groups:
-        for saved in group["params"]:
-            if (name := renamed(saved)) in params:
-                sources[params[name]].add(saved)
-    return sources
-
-
-def _matched_groups(
-    groups: Sequence[Group],
-    optimizer: torch.optim.Optimizer,
-    sources: Mapping[torch.Tensor, set[str]],
-    problems: list[str],
-    keeps: Callable[[str], bool],
-    may_add: bool,
-) -> list[tuple[dict[str, object], dict[str, object]]]:
-    """Returns each group of the optimizer with the saved options for it that it does not keep; adds to `problems`.
-
-    With `may_add`, the class of the optimizer adds options when it steps, as a counter of the steps of a group.
-    """
-    matched = []
-    groups_of: dict[str, list[int]] = {}
-    for index, saved in enumerate(groups):
-        for name in saved["params"]:
-            groups_of.setdefault(name, []).append(index)
-    for group in optimizer.param_groups:
-        wanted = {source for param in group["params"] for source in sources[param]}
-        candidates = [
-            {key: value for key, value in group_options(groups[index]).items() if not keeps(str(key))}
-            for index in sorted({index for name in wanted for index in groups_of.get(name, ())})
-        ]
-        if any(options != candidates[0] for options in candidates):
-            problems.append(
-                f"the group of {min(wanted)}: its parameters were in {len(candidates)} groups with other options"
-            )
-        elif candidates:
-            matched.append((group, candidates[0]))
-            unknown = [] if may_add else sorted(candidates[0].keys() - group.keys() - SCHEDULER_OPTIONS, key=str)
-            if unknown:
-                noun = "option" if len(unknown) == 1 else "options"
-                problems.append(f"the optimizer does not have the saved {noun} {', '.join(map(str, unknown))}")
-            problems += [
-                f"the option {key} is {value!r}, where the optimizer has {group[key]!r}"
-                for key, value in candidates[0].items()
-                if key in group and not _same_kind(value, group[key])
-            ]
-    return matched
 
 
 def _same_kind(saved: object, live: object) -> bool:
