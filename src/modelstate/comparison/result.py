@@ -52,7 +52,7 @@ class Status(Enum):
     """Shapes and dtypes are equal, and `values=False` was given."""
 
 
-class TensorDiff(msgspec.Struct, frozen=True):
+class TensorDiff(msgspec.Struct, frozen=True, rename={"is_read": "read"}):
     """Two tensors that were matched, or the same part of each: of quantized tensors, the payload and the scales."""
 
     name: str
@@ -193,7 +193,7 @@ class Diff(Shown, msgspec.Struct, frozen=True):
                 "a": as_given(self.a),
                 "b": as_given(self.b),
                 "equal": self.is_equal,
-                "tensors": [_tensor_json(tensor) for tensor in self.tensors],
+                "tensors": msgspec.to_builtins(self.tensors, enc_hook=short),
                 "removed": removed,
                 "added": added,
                 "values": [
@@ -338,19 +338,3 @@ def _remarks(first: TensorDiff, found: Sequence[Difference]) -> list[str]:
         if a or b:
             remarks.append(f"{what}: {a:,} -> {b:,}")
     return remarks
-
-
-def _tensor_json(tensor: TensorDiff) -> dict[str, object]:
-    found = tensor.difference
-    return {
-        "name": tensor.name,
-        "source_names": list(tensor.source_names),
-        "part": tensor.part,
-        "status": tensor.status.value,
-        "shapes": [list(shape) for shape in tensor.shapes],
-        "dtypes": [short(dtype) for dtype in tensor.dtypes],
-        "kinds": list(tensor.kinds),
-        "bytes": tensor.bytes,
-        "read": tensor.is_read,
-        "difference": None if found is None else msgspec.structs.asdict(found),
-    }
