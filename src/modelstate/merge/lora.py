@@ -139,16 +139,16 @@ class LoRA(Combination):
             >>> checkpoint = ms.open(["base.safetensors", "adapter/"], combine=ms.merge.LoRA())
         """
         base = sources[0]
-        if misplaced := adapter_names(base):
+        misplaced = adapter_names(base)
+        if misplaced or len(sources) < 2:
+            what = "the first checkpoint is an adapter, and its base has to be before it"
             raise CombineError(
-                "the first checkpoint is an adapter, and its base has to be before it",
+                what if misplaced else "there is no adapter",
                 where=base.source,
                 expected="a base, and one adapter or more",
                 found=listed(misplaced, most=2),
                 remedy="ms.open([base, adapter], combine=ms.merge.LoRA())",
             )
-        if len(sources) < 2:
-            raise CombineError("there is no adapter", where=base.source, expected="a base, and one adapter or more")
         problems: list[str] = []
         products: dict[str, list[_Product]] = {}
         replaced: dict[str, tuple[str, Stored]] = {}
@@ -184,8 +184,6 @@ class LoRA(Combination):
 
 def _check_adapter(adapter: Checkpoint, where: str) -> None:
     """Raises `CombineError` for a checkpoint that is not an adapter of LoRA."""
-    if not len(adapter):
-        raise CombineError("an adapter has no tensors", where=where)
     other = next(filter(None, map(_OTHER_METHODS.search, adapter)), None)
     if other is not None:
         raise CombineError(
@@ -198,7 +196,7 @@ def _check_adapter(adapter: Checkpoint, where: str) -> None:
         )
     if not any(name.startswith(PEFT_PREFIX) or LORA_MATRIX.match(name) for name in adapter):
         raise CombineError(
-            "this checkpoint is not an adapter: it has no LoRA matrices",
+            f"this checkpoint is not an adapter: it has no {'LoRA matrices' if len(adapter) else 'tensors'}",
             where=where,
             expected="names such as layer.lora_A.weight and layer.lora_B.weight",
             found=listed(list(adapter), most=2),
@@ -436,10 +434,9 @@ class _AdapterReader(msgspec.Struct):
             raise _MisfitError(firsts[-1], f"is another matrix for the same as {firsts[0]!r}, {listed(weights)}")
         fitting: list[list[_Product]] = []
         for order in permutations(weights):
-            of_weights = zip(wrappers.items(), order, strict=True)
-            fits = [self._fit(text, roles, weight, is_parameter) for (text, roles), weight in of_weights]
-            if None not in fits:
-                fitting.append([product for product in fits if product is not None])
+            pairs = zip(wrappers.items(), order, strict=True)
+            products = [fit for (text, of), weight in pairs if (fit := self._fit(text, of, weight, is_parameter))]
+            fitting += [products] if len(products) == len(weights) else []
         if len(fitting) == 1:
             return fitting[0]
         if fitting:
