@@ -25,7 +25,6 @@ from modelstate.suggestion.words import (
     Shape,
     concepts,
     contradict,
-    lacked,
     meanings_beside,
     of_path,
     role_of,
@@ -45,8 +44,6 @@ _ALIKE = 0.5
 """The share of equal names below two numbers from which on these number modules of one kind."""
 _MARGIN = 0.25
 """The least lead of the best score over the others."""
-_EVIDENT = 0.2
-"""The least score for a pair that is not the only possible one."""
 _SAME_OWNER, _SAME_PARENT = 2.0, 0.75
 _MOST_CANDIDATES = 20_000
 
@@ -88,9 +85,9 @@ def module_of(name: str) -> str:
     return ".".join(filter(None, (path, role_of(last)[0])))
 
 
-def owner_of(name: str) -> str:
-    """Returns the path of the module that owns the tensor, with # for numbers."""
-    return without_numbers(module_of(name))
+def _above(module: str) -> str:
+    """Returns the path above a module, with # for numbers."""
+    return without_numbers(module).rpartition(".")[0]
 
 
 class Fusion(msgspec.Struct, frozen=True):
@@ -129,7 +126,9 @@ class Matches(msgspec.Struct):
     """Names of the model whose match, or whose transposition, is a guess."""
     notes: list[str] = []
     owners: dict[str, str] = {}
+    """The modules of the model by those of the checkpoint, where a tensor of them has a match."""
     parents: set[tuple[str, str]] = set()
+    """The paths above such modules, of both sides."""
 
     def open_sources(self) -> list[Leaf]:
         """Returns the tensors of the checkpoint without a match."""
@@ -144,18 +143,19 @@ class Matches(msgspec.Struct):
         self.expected[target] = sources
         self.used.update(sources)
         for source in sources:
+            first, second = module_of(source), module_of(target)
             if not is_part and len(sources) == 1:
                 self.pairs[source] = target
-                self.owners[owner_of(source)] = owner_of(target)
-            self.parents.add((owner_of(source).rpartition(".")[0], owner_of(target).rpartition(".")[0]))
+                self.owners[first] = second
+            self.parents.add((_above(first), _above(second)))
 
-    def context(self, source: Kind, target: Kind) -> float:
-        """Returns the score that the matches of owners and parents give to a pair."""
-        first, second = owner_of(source.sample.name), owner_of(target.sample.name)
-        score = 0.0
+    def score(self, source: Kind, target: Kind) -> float:
+        """Returns how much speaks for a pair: the words that it shares, and matches of tensors beside it."""
+        first, second = module_of(source.sample.name), module_of(target.sample.name)
+        score = shared(source.means, target.means) + _SAME_PARENT * ((_above(first), _above(second)) in self.parents)
         if source.role and first in self.owners:
             score += _SAME_OWNER if self.owners[first] == second else -_SAME_OWNER
-        return score + _SAME_PARENT * ((first.rpartition(".")[0], second.rpartition(".")[0]) in self.parents)
+        return score
 
 
 def match(sources: Sequence[Leaf], targets: Sequence[Leaf], ties: Mapping[str, Sequence[str]]) -> Matches:
@@ -245,19 +245,17 @@ def _match_equal(matches: Matches, text: Callable[[str], str]) -> None:
 def _match_prefixes(matches: Matches) -> None:
     """Matches names that differ by a prefix, if no other prefix fits as well."""
     for is_longer in (True, False):  # whether the names of the checkpoint have the prefix
-        for _ in range(4):
-            sides = matches.open_sources(), matches.open_targets()
-            contents = {leaf.name: leaf.content for leaf in sides[is_longer]}
-            rests: dict[str, list[tuple[str, str]]] = defaultdict(list)
-            for leaf in sides[not is_longer]:
-                for prefix in prefixes(leaf.name):
-                    rest = leaf.name[len(prefix) :]
-                    if contents.get(rest) == leaf.content:
-                        rests[prefix].append((leaf.name, rest))
-            best = max(rests.values(), key=len, default=[])
-            claims = Counter(name for pairs in rests.values() for pair in pairs for name in pair)
-            if not best or any(claims[name] > 1 for pair in best for name in pair):
-                break
+        sides = matches.open_sources(), matches.open_targets()
+        contents = {leaf.name: leaf.content for leaf in sides[is_longer]}
+        rests: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for leaf in sides[not is_longer]:
+            for prefix in prefixes(leaf.name):
+                rest = leaf.name[len(prefix) :]
+                if contents.get(rest) == leaf.content:
+                    rests[prefix].append((leaf.name, rest))
+        best = max(rests.values(), key=len, default=[])
+        claims = Counter(name for pairs in rests.values() for pair in pairs for name in pair)
+        if not any(claims[name] > 1 for pair in best for name in pair):
             for long, short in best:
                 matches.add((long,), short) if is_longer else matches.add((short,), long)
 
@@ -486,9 +484,6 @@ def by_signature(kinds: Iterable[Kind], settled: Collection[str] = ()) -> dict[t
 
 # Similar names.
 
-_Score = tuple[float, float, int]
-"""The total score of a candidate, the positive part of it, and its index."""
-
 
 def _match_kinds(matches: Matches, within_words: bool) -> None:
     """Matches kinds that are clearly each other's best match, until nothing changes."""
@@ -496,49 +491,40 @@ def _match_kinds(matches: Matches, within_words: bool) -> None:
     first = by_signature(kinds_of(matches.sources, within_words=within_words), matches.used)
     second = by_signature(kinds_of(matches.targets, within_words=within_words), matches.expected)
     groups = [
-        (left, second[signature], len(left) == len(second[signature]))
+        (left, second[signature])
         for signature, left in first.items()
         if signature in second and len(left) * len(second[signature]) <= _MOST_CANDIDATES
     ]
     is_changing = True
     while is_changing:
         is_changing = False
-        for left, right, is_balanced in groups:
-            for source, target, is_evident in _best_pairs(left, right, matches):
-                if is_balanced or is_evident:
-                    for ranks, leaf in source.leaves.items():
-                        matches.add((leaf.name,), target.leaves[ranks].name)
-                    left.remove(source)
-                    right.remove(target)
-                    is_changing = True
+        for left, right in groups:
+            for source, target in _best_pairs(left, right, matches):
+                for ranks, leaf in source.leaves.items():
+                    matches.add((leaf.name,), target.leaves[ranks].name)
+                left.remove(source)
+                right.remove(target)
+                is_changing = True
 
 
-def _best_pairs(sources: Sequence[Kind], targets: Sequence[Kind], matches: Matches) -> list[tuple[Kind, Kind, bool]]:
-    """Returns pairs that clearly are each other's best match, and whether their names support it."""
-    rows: dict[int, list[_Score]] = defaultdict(list)
-    columns: dict[int, list[_Score]] = defaultdict(list)
+def _best_pairs(sources: Sequence[Kind], targets: Sequence[Kind], matches: Matches) -> list[tuple[Kind, Kind]]:
+    """Returns pairs that clearly are each other's best match."""
+    rows: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    columns: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for i, source in enumerate(sources):
         for j, target in enumerate(targets):
             if _can_match(source, target):
-                support = shared(source.means, target.means) + matches.context(source, target)
-                total = support - lacked(source.means, target.means)
-                rows[i].append((total, support, j))
-                columns[j].append((total, support, i))
-    pairs = []
-    for i, candidates in rows.items():
-        best = _clearly_best(candidates)
-        if best is not None and _clearly_best(columns[best]) == i:
-            source, target = sources[i], targets[best]
-            score = shared(source.means, target.means) + max(matches.context(source, target), 0)
-            pairs.append((source, target, score >= _EVIDENT))
-    return pairs
+                score = matches.score(source, target)
+                rows[i].append((score, j))
+                columns[j].append((score, i))
+    best = {i: _clearly_best(candidates) for i, candidates in rows.items()}
+    return [(sources[i], targets[j]) for i, j in best.items() if j is not None and _clearly_best(columns[j]) == i]
 
 
-def _clearly_best(candidates: list[_Score]) -> int | None:
-    """Returns the candidate with the best total by a margin; its positive score must be the best, too."""
-    (best, support, index), *others = sorted(candidates, reverse=True)
-    is_clear = all(best - total >= _MARGIN and support > rival for total, rival, _ in others)
-    return index if is_clear else None
+def _clearly_best(candidates: list[tuple[float, int]]) -> int | None:
+    """Returns the candidate with the best score by a margin."""
+    (best, index), *others = sorted(candidates, reverse=True)
+    return index if all(best - score >= _MARGIN for score, _ in others) else None
 
 
 def _can_match(source: Kind, target: Kind) -> bool:
@@ -658,7 +644,7 @@ def _best_whole(wholes: Sequence[Kind], group: _Parts, matches: Matches, is_spli
         is_named = group.concept in kind.sample.words(kind.owner.count("."))
         if is_named and _adds_up(kind, group) and not contradict(kind.means - frozenset(PARTS), group.means):
             pair = (kind, group.kinds[0]) if is_split else (group.kinds[0], kind)
-            scored.append((shared(kind.means, group.means) + matches.context(*pair), at))
+            scored.append((matches.score(*pair), at))
     scored.sort(reverse=True)
     is_clear = len(scored) == 1 or (len(scored) > 1 and scored[0][0] - scored[1][0] >= _MARGIN)
     return wholes[scored[0][1]] if is_clear else None

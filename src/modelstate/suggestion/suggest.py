@@ -39,8 +39,6 @@ from modelstate.transaction.slots import HIDDEN, Slots, slots_of
 
 _LISTED = 12
 """The number of names of a list that are printed."""
-_MOST_TRIALS = 500_000
-"""The most trials of a rule on a name; above, each family of names gets a rule of its own. They take a second."""
 Names = tuple[str, ...]
 Goals = dict[str, str | None]
 """Names with the names that they are to get. A name without a goal may become anything that is not barred."""
@@ -377,7 +375,6 @@ def _rename_rules(pairs: Mapping[str, str], loose: Collection[str], barred: Coll
     """
     goals: Goals = {**dict.fromkeys(loose), **pairs}
     blocked = _families((name, goal) for name, goal in pairs.items() if name != goal)
-    is_small = len(blocked) * len(goals) <= _MOST_TRIALS
     rules: list[Rule] = []
     is_changing = True
     while is_changing:  # a rule is blocked while another name has its result
@@ -386,8 +383,7 @@ def _rename_rules(pairs: Mapping[str, str], loose: Collection[str], barred: Coll
         for family in waiting:
             if all(goals.get(name) != goal for name, goal in family.members):
                 continue  # a rule for another family has renamed these, too
-            candidates = list(_candidates(*family.patterns)) if is_small else [Rename(*family.patterns)]
-            for rule in candidates:
+            for rule in _candidates(*family.patterns):
                 renamed = _renamed(rule, goals, barred)
                 if renamed is not None:
                     rules.append(rule)

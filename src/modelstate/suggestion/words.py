@@ -90,13 +90,12 @@ _EXCLUSIVE = (
     {"first", "second"},
     {"before", "behind"},
 )
-_KNOWN = {word for text in (*_PHRASES, *_WORDS) for word in text.split()}
 
 PARTS = {"qkv": ("q", "k", "v"), "kv": ("k", "v"), "gate_up": ("gate", "up")}
 """Tensors that are often stored as one, with the order of their parts."""
 
 _DIGIT = re.compile(r"[\d#]")
-_SHARED, _GENERIC_SHARED, _LACKED = 1.0, 0.05, 0.3
+_SHARED, _GENERIC_SHARED = 1.0, 0.05
 
 
 def role_of(last: str) -> tuple[str, str]:
@@ -152,12 +151,6 @@ def contradict(first: frozenset[str], second: frozenset[str]) -> bool:
 def shared(first: frozenset[str], second: frozenset[str]) -> float:
     """Returns the score of the concepts that two names have in common."""
     return sum(_GENERIC_SHARED if word in GENERIC else _SHARED for word in first & second)
-
-
-@lru_cache(maxsize=65536)
-def lacked(first: frozenset[str], second: frozenset[str]) -> float:
-    """Returns the penalty for known concepts and ordinals that only one of two names has."""
-    return _LACKED * sum(1 for word in first ^ second if word in _KNOWN or word.startswith("#"))
 
 
 # Words whose meaning depends on the tensors beside them.
