@@ -570,13 +570,15 @@ class NewStep:
                 return None
             for file in layers or heads:
                 entries = json.loads(heads[file][8:])
-                patches = patch_layer(entries.pop(METADATA_NAME))
-                if patches is None:
-                    last.layouts |= {key: (of["dtype"], of["shape"]) for key, of in entries.items()}
-                else:
-                    last.patches[file] = patches
+                metadata = entries.pop(METADATA_NAME)
                 last.names[file] = tuple(entries)
-            last.chains |= chains(last.names, last.patches)
+                if layers and (patches := patch_layer(metadata)) is not None:
+                    last.patches[file] = patches
+                    continue
+                last.layouts |= {key: (of["dtype"], of["shape"]) for key, of in entries.items()}
+                last.chains |= {name: [file] for name in entries}
+            if layers:
+                last.chains = chains(last.names, last.patches)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
         return last
