@@ -343,6 +343,9 @@ class Blocks(msgspec.Struct, frozen=True):
     """The elements of a row. A block consists of whole rows."""
     scratch_bytes: int = 0
     """What `begin` and its function allocate in each thread."""
+    starting_at: Callable[[int], Blocks] | None = None
+    """Returns how a run of elements is computed that begins at an element, from the same run of the parts that are not
+    needed whole. None where this is not possible."""
 
 
 class Combined(msgspec.Struct, frozen=True, eq=False):
@@ -371,16 +374,19 @@ class Combined(msgspec.Struct, frozen=True, eq=False):
 
     def region(self, slices: Sequence[slice]) -> Combined | None:
         """Returns a region of the tensor, which reads a region of each part; None where it takes whole parts."""
-        if not (self.is_elementwise and self.parts):
+        box, build, whole = box_of(self.shape, slices), self.build, tuple[Stored, ...]()
+        if isinstance(build, Blocks) and build.starting_at is not None and box[1:] == (*map(range, self.shape[1:]),):
+            whole = self.parts[len(self.parts) - build.whole :]
+            build = build.starting_at(box[0].start * math.prod(self.shape[1:]) if box else 0)
+        elif not (self.is_elementwise and self.parts):
             return None
-        box = box_of(self.shape, slices)
         parts = []
-        for part in self.parts:
+        for part in self.parts[: len(self.parts) - len(whole)]:
             of_part = part.region(slices) if isinstance(part, Described) else part.detach()[slices_of(box)]
             if of_part is None:
                 return None
             parts.append(of_part)
-        return replace(self, shape=tuple(map(len, box)), parts=tuple(parts))
+        return replace(self, shape=tuple(map(len, box)), parts=(*parts, *whole), build=build)
 
     @property
     def nbytes(self) -> int:

@@ -57,6 +57,28 @@ class TestLs:
         assert "pinned" in lines[1]
         assert "loss=0.05" in lines[2]
 
+    def test_deltas(self) -> None:
+        with ms.Store("deltas", delta=ms.Delta()) as store:
+            model = nn.Linear(100, 100)
+            for step in (1, 2, 3):
+                model.weight.data[0, :50] += 1
+                store.save(step, {"model": model})
+        lines = run("store", "ls", "deltas").stdout.splitlines()
+        assert lines[0].split() == ["step", "saved", "bytes", "written", "metrics"]
+        assert ["whole" in line for line in lines] == [False, True, False, False]
+        assert "delta, 2 layers" in lines[3]
+        listed = json.loads(run("store", "ls", "deltas", "--json").stdout)
+        assert [fields["patches"] for fields in listed] == [0, 1, 2]
+        assert listed[2]["bytes"] > 40_000 > 8 * listed[2]["written"]
+        assert run("store", "verify", "deltas").stdout.count("whole") == 3
+        shown = run("inspect", "deltas/step-000000003").stdout
+        assert "delta: changes of step 3 (0.50% of the elements), step 2 (0.50% of the elements)\n" in shown
+        fields = json.loads(run("inspect", "deltas/step-000000003", "--json").stdout)
+        assert fields["metadata"]["changed elements"] == {"step 2": 50, "step 3": 50}
+        assert run("store", "restore", "deltas", "model.safetensors").exit_code == 0
+        assert ms.diff("model.safetensors", model).is_equal
+        assert "delta" not in run("inspect", "model.safetensors").stdout
+
     def test_json(self) -> None:
         found = json.loads(run("store", "ls", "run", "--json").stdout)
         assert [one["step"] for one in found] == [10, 20, 30]

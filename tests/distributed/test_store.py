@@ -498,6 +498,40 @@ def test_two_runs_on_one_store(ranks: Ranks, tmp_path: Path) -> None:
     check_store(tmp_path, 1)
 
 
+def saves_deltas(folder: Path) -> dict[str, tuple[str, torch.dtype]]:
+    """A model that is the same on all ranks, and one with DTensors, in another dtype than theirs."""
+    torch.manual_seed(0)
+    plain, sharded = nn.Linear(64, 64), models.sharded("fsdp", seed=1)
+    options: dict[str, Any] = {"process_group": dist.group.WORLD, "delta": ms.Delta(dtype="bfloat16")}
+    with ms.Store(folder / "store", **options) as store:
+        for step in range(3):
+            with torch.no_grad():
+                plain.weight[0] += 1
+                sharded.head.weight.to_local().add_(1)
+            saved = store.save(step, {"plain": plain, "sharded": sharded}, background=step == 1)
+            saved = saved.result() if isinstance(saved, PendingSave) else saved
+        expected = models.gathered(sharded.bfloat16()) | plain.bfloat16().state_dict()
+        other = models.sharded("fsdp", torch.bfloat16, seed=2)
+        same = nn.Linear(64, 64).bfloat16()
+        store.restore({"plain": same, "sharded": other})
+        found = models.gathered(other) | same.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        # A patched tensor, of which each rank reads its rows.
+        fully_shard(part := nn.Linear(64, 64).bfloat16())
+        ms.load(part, store.open("plain"))
+        assert torch.equal(part.weight.full_tensor(), expected["weight"])
+        opened = {name: store.open(name) for name in ("plain", "sharded")}
+        return {f"{path}.{name}": (spec.kind, spec.dtype) for path in opened for name, spec in opened[path].items()}
+
+
+def test_deltas(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.values(saves_deltas, tmp_path):
+        assert found["plain.weight"] == ("patched 2 times", torch.bfloat16)
+        assert found["plain.bias"] == ("strided", torch.bfloat16)
+        assert found["sharded.head.weight"] == ("strided", torch.bfloat16)
+    assert ms.Store(tmp_path / "store").verify() == {0: "", 1: "", 2: ""}
+
+
 def saves_with_few_changes(folder: Path) -> list[set[str]]:
     """The tensors of the model that each save links. The blocks are frozen; the head has no gradient."""
     net = models.sharded("fsdp", seed=1)

@@ -13,6 +13,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.rules.expression import region, values_of
 from tests.faults import failing, faulty_writes
 from tests.store.common import contents, flip, litter
 
@@ -93,9 +94,12 @@ def test_what_reads_checkpoints_reads_deltas(tmp_path: Path) -> None:
     assert (spec.shape, spec.dtype, spec.nbytes, spec.kind) == ((200, 200), torch.bfloat16, 80_000, "patched 2 times")
     assert opened.aliases == (("wide.weight", "tied.weight"),)
     assert torch.equal(opened.tensor("wide.weight"), states[-1]["wide.weight"])
-    rows = torch.empty(5, 200, dtype=torch.bfloat16)
-    opened.read_into("wide.weight", rows, 50, 55)
-    assert torch.equal(rows, states[-1]["wide.weight"][50:55])
+    for start, stop in ((50, 55), (0, 0), (199, 200), (0, 200)):
+        rows = torch.empty(stop - start, 200, dtype=torch.bfloat16)
+        opened.read_into("wide.weight", rows, start, stop)
+        assert torch.equal(rows, states[-1]["wide.weight"][start:stop])
+    stored = region(region(opened.stored("wide.weight"), [slice(3, 100)]), [slice(10, 20), slice(7, 9)])
+    assert torch.equal(values_of(stored, opened.read), states[-1]["wide.weight"][13:23, 7:9])
     loaded = nn.Linear(200, 200).bfloat16()
     ms.load(loaded, opened, key="wide")
     assert torch.equal(loaded.weight, states[-1]["wide.weight"])

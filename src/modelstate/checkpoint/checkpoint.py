@@ -45,9 +45,9 @@ from modelstate.spec import (
     GAP_BYTES,
     ByteRange,
     Checksum,
+    Described,
     Encoded,
     Stored,
-    StoredComposite,
     StoredTensor,
     StoredTensors,
     bytes_key,
@@ -457,7 +457,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             read_ranges([Request(source, out.data_ptr())], files=self.fingerprints)
             return
         rows = [] if start is None else [slice(start, stop)]
-        region = stored.region(rows) if isinstance(stored, StoredTensor | StoredComposite) else None
+        region = stored.region(rows) if isinstance(stored, Described) else None
         values = self.read(stored if region is None else region)
         what, expected = "torch cannot copy this tensor, or these rows of it, to this memory", "memory of its kind"
         remedy = f"take it with tensor({name!r}) and convert it"

@@ -137,18 +137,23 @@ def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> 
 def patched(base: Stored, payloads: Sequence[StoredTensor]) -> Combined:
     """Returns a tensor with payloads applied to it in their order, to be computed when it is read."""
 
-    def begin(whole: Sequence[torch.Tensor], _: Allocate) -> FillBlock:
-        def fill(out: torch.Tensor, blocks: Sequence[torch.Tensor], first: int) -> None:
-            if blocks[0].data_ptr() != out.data_ptr():
-                out.copy_(blocks[0])
-            for payload in whole:
-                apply(payload, out, first)
+    def starting_at(origin: int) -> Blocks:
+        def begin(whole: Sequence[torch.Tensor], _: Allocate) -> FillBlock:
+            def fill(out: torch.Tensor, blocks: Sequence[torch.Tensor], first: int) -> None:
+                if blocks[0].data_ptr() != out.data_ptr():
+                    out.copy_(blocks[0])
+                for payload in whole:
+                    apply(payload, out, origin + first)
 
-        return fill
+            return fill
 
-    numel = math.prod(base.shape)
-    build = Blocks(begin, len(payloads), scratch_bytes=min(numel, BLOCK_ELEMENTS) * (16 + base.dtype.itemsize))
-    return Combined(f"patched {len(payloads)} times", base.dtype, tuple(base.shape), (base, *payloads), build)
+        return Blocks(
+            begin, len(payloads), scratch_bytes=scratch_bytes, starting_at=lambda first: starting_at(origin + first)
+        )
+
+    scratch_bytes = min(math.prod(base.shape), BLOCK_ELEMENTS) * (16 + base.dtype.itemsize)
+    kind = f"patched {len(payloads)} times"
+    return Combined(kind, base.dtype, tuple(base.shape), (base, *payloads), starting_at(0))
 
 
 def _bits(tensor: torch.Tensor) -> Bits:
