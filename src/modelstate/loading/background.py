@@ -80,28 +80,26 @@ class StagedLoad:
 
     def hand_over(self, staging: Staging, planner: Planner) -> list[str]:
         """Hands the values to the load that commits. Returns notes for the report."""
-        ready = {name: item for item in self._executions if item.finals for name in item.transfers.names}
-        columns = [item for item in self._executions if item.transfers.own is None]
-        if planner.plain:  # no code of the model has come since: the columns are the same
-            slots = planner.slots.by_name
-            for item in columns:
-                params = [slots[name].tensor for name in item.transfers.names]
-                item.transfers = replace(item.transfers, params=params)
-            planner.plain = columns
-            self._handed_over += columns
-        for item in planner.singles:
-            staged = ready.get(item.transfers.name)
-            if staged is None or item.finals or item.transfers.facts.stored is None:
+        ready = {
+            name: (item, final)
+            for item in self._executions
+            for name, final in zip(item.transfers.names, item.finals, strict=False)
+        }
+        for item in planner.executions:
+            transfers = item.transfers
+            found = [ready[name] for name in transfers.names if name in ready]
+            is_in_file = transfers.own is None or transfers.own.stored is not None
+            if item.finals or not is_in_file or len(found) < len(transfers.names):
                 continue
-            was, final = staged.transfers, staged.finals[staged.transfers.names.index(item.transfers.name)]
-            item.transfers = replace(item.transfers, way=was.way, why=was.why, maps=was.maps)
+            staged, finals = found[0][0], [final for _, final in found]
+            was = staged.transfers
+            item.transfers = replace(transfers, way=was.way, why=was.why, maps=was.maps)
             if was.own is not None:
                 # The model may have come to hold the memory that a transform returned.
                 if was.way is Way.STAGED and was.own.transform is not None:
-                    final = final.clone() if staging.own_memory.hold(final) else final
+                    finals = [final.clone() if staging.own_memory.hold(final) else final for final in finals]
                 item.transfers, item.freezes = replace(item.transfers, dtypes=was.dtypes), staged.freezes
-            item.finals = [final]
-            item.seconds = staged.seconds * item.transfers.nbytes / max(was.nbytes, 1)
+            item.finals, item.seconds = finals, staged.seconds * transfers.nbytes / max(was.nbytes, 1)
             self._handed_over.append(item)
         for final in (final for item in self._handed_over for final in item.finals):
             if final.is_cuda and is_plain(final):
@@ -258,13 +256,9 @@ class LoadHandle:
 
     def _leave_parent(self) -> None:
         """In a forked child, gives up what other threads of the parent were doing: they do not exist here."""
-        if self._pid == os.getpid():
-            return
-        self._pid, self._lock = os.getpid(), threading.RLock()
-        if self._outcome is None and self._committing_thread not in (None, threading.get_ident()):
-            self._committing_thread = self._commit = None
-            found = "another thread was putting it in place when this process was forked"
-            self._outcome = self._task.cancelled_error(found)
+        is_here = self._pid == os.getpid() or self._committing_thread == threading.get_ident()
+        if self._outcome is None and not is_here:
+            self._outcome = self._task.cancelled_error("it belongs to the process that this one was forked from")
 
     def _put_in_place(self) -> None:
         self._committing_thread = threading.get_ident()
