@@ -423,7 +423,8 @@ def deferred_signals() -> Iterator[Callable[[], None]]:
             restore()  # a handler that was restored first has raised
             raise
         finally:
-            deliver()
+            if arrived:
+                deliver()
 
 
 _BAR_DELAY_SECONDS = 0.5

@@ -23,8 +23,10 @@ from modelstate.io.engine import for_each, read_threads
 from modelstate.io.memory import HUGE_PAGE_BYTES, aligned, empty_cpu
 from modelstate.process import deferred_signals
 from modelstate.spec import contiguous_stride
+from modelstate.torch_compat.private import copy_each
 
 _BLOCK_BYTES = 4 << 20
+_PAIRS_AT_ONCE = 16
 
 
 class StagingBuffer:
@@ -71,24 +73,15 @@ class StagingBuffer:
 
 def copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
     """Copies tensors with several threads. Each thread takes pieces of at most a few megabytes."""
-    jobs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[]]
-    total = 0
-    devices: set[torch.device] = set()
-    for tensor, copy in zip(tensors, copies, strict=True):
-        if tensor.device.type == "cuda":
-            devices.add(tensor.device)
-        for pair in _pieces(tensor, copy):
-            if total >= _BLOCK_BYTES:
-                jobs.append([])
-                total = 0
-            jobs[-1].append(pair)
-            total += pair[1].nbytes
+    pairs = [pair for tensor, copy in zip(tensors, copies, strict=True) for pair in _pieces(tensor, copy)]
+    jobs = [pairs[at : at + _PAIRS_AT_ONCE] for at in range(0, len(pairs), _PAIRS_AT_ONCE)]
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def copy_job(job: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for source, target in job:
-            target.copy_(source, non_blocking=source.device.type == "cuda")
+        sources, targets = zip(*job, strict=True)
+        copy_each(targets, sources, non_blocking=True)
 
     def wait() -> None:
         for device in devices:

@@ -192,12 +192,9 @@ class Quantize(BlockTransform):
 
     def _by_torchao(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
         layer = _linear(tensor, module)
-        bias, quantize_ = layer.bias, _torchao().quantize_
-        # There are many small calls for configs of rows. Without a container each call takes a third less time, and
-        # these configs never replace the layer.
-        container: Any = layer if _by_rows(self.config) else nn.Sequential(layer)
+        bias, container = layer.bias, nn.Sequential(layer)  # which keeps a layer that replaces this one
         try:
-            quantize_(container, self.config)
+            _torchao().quantize_(container, self.config)
         except ImportError as error:
             package = (re.findall(r"[Rr]equires (\w+)", str(error)) or [error.name or "a package"])[0]
             raise PackageError(
@@ -206,15 +203,14 @@ class Quantize(BlockTransform):
                 found=error,
                 remedy=_INSTALL.get(package, f"install {package} as torchao's documentation says"),
             ) from error
-        model: Any = layer if container is layer else container[0]
         weight = layer.weight
-        touched = model is not layer or type(layer) is not nn.Linear or layer.bias is not bias
+        touched = container[0] is not layer or type(layer) is not nn.Linear or layer.bias is not bias
         vars(layer).pop("extra_repr", None)  # a bound method, set by torchao, that keeps the layer alive
         if touched or not isinstance(weight, torch.Tensor):
             raise TransformError(
                 "the config changes more than the weight; nothing has been changed",
                 where=name,
-                found=f"{type(self.config).__name__} changes the layer to {model}",
+                found=f"{type(self.config).__name__} changes the layer to {container[0]}",
                 remedy="load without it, then quantize_(model, config)",
             )
         return weight
