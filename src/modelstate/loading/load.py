@@ -20,7 +20,7 @@ from modelstate.checkpoint.open import NO_PICKLE, open as open_checkpoint, open_
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import OptionError
 from modelstate.io.engine import OpenFiles
-from modelstate.io.files import Opened, kept_open
+from modelstate.io.files import kept_open
 from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
 from modelstate.loading.collective import (
     COMMIT,
@@ -316,32 +316,33 @@ def _execute(
     planner: Planner
     phase: Callable[..., AbstractContextManager[None]]
     phase = (lambda *_, **__: nullcontext()) if agreement is None else agreement.phase
-    with phase(PLANNING, lambda: digests_of(planner)), kept_open() as opened:
-        planner, staging = prepare(
-            transaction,
-            source,
-            options,
-            agreement,
-            call_extra_state=True,
-            staged=staged,
-            in_columns=in_columns,
-            opened=opened,
-        )
-        if check is not None:
-            check(planner)
-        if planner.problems:
-            raise planner.error()
-        notes = planner.notes
-        if optimizers:
-            _check_optimizers(planner.singles, optimizers)
-        if staged is None:
-            limit_memory(staging, [item.transfers for item in planner.executions])
-        else:
-            notes += staged.hand_over(staging, planner)
-        executions = planner.executions
-    to_stage = [*planner.moves, *(to_read_here(executions, staging.shared) if staging.shared else executions)]
-    nbytes = sum(item.transfers.nbytes for item in to_stage)
-    with progress_bar(options.progress, nbytes, "loading") as advance, staging.files, ExitStack() as held:
+    with ExitStack() as held:
+        with phase(PLANNING, lambda: digests_of(planner)):
+            planner, staging = prepare(
+                transaction,
+                source,
+                options,
+                agreement,
+                call_extra_state=True,
+                staged=staged,
+                in_columns=in_columns,
+            )
+            held.enter_context(staging.files)
+            if check is not None:
+                check(planner)
+            if planner.problems:
+                raise planner.error()
+            notes = planner.notes
+            if optimizers:
+                _check_optimizers(planner.singles, optimizers)
+            if staged is None:
+                limit_memory(staging, [item.transfers for item in planner.executions])
+            else:
+                notes += staged.hand_over(staging, planner)
+            executions = planner.executions
+        to_stage = [*planner.moves, *(to_read_here(executions, staging.shared) if staging.shared else executions)]
+        nbytes = sum(item.transfers.nbytes for item in to_stage)
+        advance = held.enter_context(progress_bar(options.progress, nbytes, "loading"))
         with phase(READING), ExitStack() as random:
             if agreement is not None:  # first of all, because the other ranks wait here for this one
                 connect(staging.shared, agreement)
@@ -410,41 +411,41 @@ def prepare(
     staged: StagedLoad | None = None,
     in_use: str = "",
     in_columns: bool = True,
-    opened: dict[str, Opened] | None = None,
 ) -> tuple[Planner, Staging]:
     """Plans a load, or binds a plan that was made before, and returns with it how its values are read.
 
-    `in_use` is why no value can be read at the commit. `in_columns` is whether
-    values without facts of their own may be planned together. `opened` are the files that are left open.
+    `in_use` is why no value can be read at the commit. `in_columns` is whether values without facts of their own may be
+    planned together. The caller closes the files of the staging.
     """
-    if "torch.distributed.fsdp" in sys.modules:
-        reshard(transaction.root)
-    view = ModelSchemaView(transaction.root, slots_of(transaction.root))
-    if not isinstance(source, LoadPlan):
-        # A load with a transform has not paused the garbage collector.
-        with nullcontext() if options.transform is None else gc_paused():
-            checkpoint = open_source(source)
-        matched = match(checkpoint, options, view)
-    else:
-        matched = source.binding.matched
-    staging = Staging(matched.part, options, transaction.root, OpenFiles(matched.part.fingerprints, opened))
-    if staged is not None:  # the memory of the model is looked up again
-        staging = replace(staged.staging, files=staging.files)
-    planner = Planner(
-        *(transaction, view, matched, partial(Place, staging)),
-        call_extra_state=call_extra_state,
-        in_columns=in_columns,
-    )
-    if not isinstance(source, LoadPlan):
-        record(planner)
-    else:
-        bind(planner, source, "make the plan again" if staged is None else LOAD_AGAIN)
-    if options.read_once:
-        staging.shared = shared_reads(planner.singles, agreement or agreement_of(transaction.root))
-        planner.notes += notes_on_shared(staging.shared)
-    if staged is None and not options.in_place:
-        stage_unleased(planner.executions, staging.files, in_use)
-    return planner, staging
+    with kept_open() as opened:
+        if "torch.distributed.fsdp" in sys.modules:
+            reshard(transaction.root)
+        view = ModelSchemaView(transaction.root, slots_of(transaction.root))
+        if not isinstance(source, LoadPlan):
+            # A load with a transform has not paused the garbage collector.
+            with nullcontext() if options.transform is None else gc_paused():
+                checkpoint = open_source(source)
+            matched = match(checkpoint, options, view)
+        else:
+            matched = source.binding.matched
+        staging = Staging(matched.part, options, transaction.root, OpenFiles(matched.part.fingerprints, opened))
+        if staged is not None:  # the memory of the model is looked up again
+            staging = replace(staged.staging, files=staging.files)
+        planner = Planner(
+            *(transaction, view, matched, partial(Place, staging)),
+            call_extra_state=call_extra_state,
+            in_columns=in_columns,
+        )
+        if not isinstance(source, LoadPlan):
+            record(planner)
+        else:
+            bind(planner, source, "make the plan again" if staged is None else LOAD_AGAIN)
+        if options.read_once:
+            staging.shared = shared_reads(planner.singles, agreement or agreement_of(transaction.root))
+            planner.notes += notes_on_shared(staging.shared)
+        if staged is None and not options.in_place:
+            stage_unleased(planner.executions, staging.files, in_use)
+        return planner, staging
 
 
 def _check_optimizers(executions: Iterable[Execution], optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
