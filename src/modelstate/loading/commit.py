@@ -129,17 +129,23 @@ def _take_over(name: str, param: torch.Tensor, value: torch.Tensor, transaction:
         transaction.register_undo(become(param, value, grad if fits else None))
 
 
-def overwrite(staging: Staging, executions: Sequence[Execution], advance: Progress) -> None:
+def _waiting(executions: Iterable[Execution]) -> list[Execution]:
+    """Returns what is read straight into its slots, and has not been read."""
+    return [item for item in executions if item.transfers.way is Way.INTO and not item.finals]
+
+
+def overwrite(staging: Staging, executions: Iterable[Execution], advance: Progress) -> None:
     """Reads values straight into the memory of their slots, as a load with `in_place=True` does.
 
     Raises:
         ReadFailedError, MemoryBudgetError, PlacementError: Values may be partly overwritten, and the error says so.
     """
-    for path in {extent.path for item in executions for extent in item.transfers.extents}:
+    waiting = _waiting(executions)
+    for path in {extent.path for item in waiting for extent in item.transfers.extents}:
         _ = staging.files[path]
     staging.files.check_unchanged()  # nothing has been overwritten yet
     try:
-        for read in reads(staging, executions, advance):
+        for read in [*reads(staging, waiting, advance)]:  # the buffers of all reads come first
             read()
         staging.files.check_unchanged()
     except Exception as error:
@@ -188,14 +194,13 @@ def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error
     )
 
 
-def lease_for_commit(
-    staging: Staging, waiting: Sequence[Execution], executions: Sequence[Execution], advance: Progress
-) -> None:
-    """Leases the files that are read at the commit. Where they cannot be leased, their values are staged now.
+def reads_at_commit(staging: Staging, executions: Sequence[Execution], advance: Progress) -> list[Callable[[], object]]:
+    """Leases the files that are read at the commit, and returns functions that read from them.
+
+    Where files cannot be leased, their values are staged now.
 
     Args:
         staging: How the values are read.
-        waiting: What is read at the commit.
         executions: Everything that the load reads.
         advance: Called with numbers of bytes that are done.
 
@@ -203,23 +208,27 @@ def lease_for_commit(
         ReadFailedError: A file cannot be read, or has changed.
         MemoryBudgetError: The values have to be staged, and need too much memory.
     """
-    # Progress may be shown in a way that fails, so it comes before the commit.
-    extents = [extent for item in waiting for extent in item.transfers.extents]
-    refusal = "the page cache has not all of it"
-    if bring_into_cache(extents, staging.files, lambda _: advance(0)):
-        refusal = lease_files(extents, staging.files)
-    if not refusal:
-        advance(sum(item.transfers.nbytes for item in waiting))
-        return
-    for item in waiting:
-        item.stage_instead(refusal)
-    limit_memory(staging, [item.transfers for item in executions])
-    stage(staging, executions, advance)
+    waiting = _waiting(executions)
+    if waiting:
+        # Progress may be shown in a way that fails, so it comes before the commit.
+        extents = [extent for item in waiting for extent in item.transfers.extents]
+        refusal = "the page cache has not all of it"
+        if bring_into_cache(extents, staging.files, lambda _: advance(0)):
+            refusal = lease_files(extents, staging.files)
+        if not refusal:
+            advance(sum(item.transfers.nbytes for item in waiting))
+            staging.files.check_unchanged()
+            return [*reads(staging, waiting, lambda _: None), staging.files.check_unchanged]
+        for item in waiting:
+            item.stage_instead(refusal)
+        limit_memory(staging, [item.transfers for item in executions])
+        stage(staging, executions, advance)
+    staging.files.check_unchanged()
+    return []
 
 
 def commit_values(
     transaction: Transaction,
-    waiting: Sequence[Execution],
     executions: Sequence[Execution],
     reads: Sequence[Callable[[], object]],
     last: Sequence[Callable[[], None]],
@@ -228,9 +237,8 @@ def commit_values(
 
     Args:
         transaction: The transaction of the load.
-        waiting: What is read at the commit, if files are leased.
         executions: Everything that the load reads.
-        reads: Read from leased files. All of them are called, and the first error is raised after the commit.
+        reads: The result of `reads_at_commit`. All are called, and the first error is raised after the commit.
         last: Called at the end of the commit; they must not raise.
 
     Raises:
@@ -238,6 +246,7 @@ def commit_values(
         PlacementError: The same for what was read, and could not be cast or copied.
     """
     error: Exception | None = None
+    waiting = _waiting(executions) if reads else []
     # Values with facts of their own have writes.
     staged = [item for item in executions if item.transfers.own is None and item.transfers.way is Way.STAGED]
 
@@ -249,7 +258,7 @@ def commit_values(
                 read()
             except Exception as raised:
                 error = error or raised
-        for item in waiting if reads else ():
+        for item in waiting:
             item.finals = item.transfers.params  # also after an error: nothing reads them again
         for item in staged:
             for param, value in zip(item.transfers.params, item.finals, strict=True):

@@ -41,17 +41,17 @@ from modelstate.loading.collective import (
 from modelstate.loading.commit import (
     Place,
     commit_values,
-    lease_for_commit,
     overwrite,
     place_fallible,
+    reads_at_commit,
 )
-from modelstate.loading.stage import Staging, limit_memory, prefetch_range, reads, stage
+from modelstate.loading.stage import Staging, limit_memory, prefetch_range, stage
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadArguments, LoadOptions, PlanArguments, check_model, checked_options
 from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner
 from modelstate.planning.record import bind, record
-from modelstate.planning.transfer import Execution, Way, stage_unleased
+from modelstate.planning.transfer import Execution, stage_unleased
 from modelstate.problems import glob_patterns
 from modelstate.process import deferred_signals, gc_paused, progress_bar
 from modelstate.text_format import listed
@@ -365,24 +365,17 @@ def _execute(
             # Mapped values are not read, so no read notices a change.
             for maps in {maps for item in executions if (maps := item.transfers.maps) is not None}:
                 maps.check_unchanged()
-            waiting = [item for item in executions if item.transfers.way is Way.INTO and not item.finals]
             if staging.options.in_place:
-                overwrite(staging, waiting, advance)
-                waiting = []
+                overwrite(staging, executions, advance)
             if then is not None:
                 then()
-            waiting = [item for item in waiting if item.transfers.way is Way.INTO]  # `then` may have used others
-            if waiting:
-                lease_for_commit(staging, waiting, executions, advance)
-            if not staging.options.in_place:  # reads in place have checked, and their error names what they leave
-                staging.files.check_unchanged()
-            waiting = [item for item in waiting if item.transfers.way is Way.INTO]
-            last_reads = [*reads(staging, waiting, lambda _: None), staging.files.check_unchanged] if waiting else []
+            # Reads in place have compared the files, and their error names what they leave.
+            at_commit = [] if staging.options.in_place else reads_at_commit(staging, executions, advance)
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
                 held.enter_context(deferred_signals())
         with phase(COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, key, value) for state, key, value in new_state]
-            commit_values(transaction, waiting, executions, last_reads, last)
+            commit_values(transaction, executions, at_commit, last)
         ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(planner, staging.shared, agreement)
     target, source_name = planner.names
     return LoadReport(
