@@ -69,7 +69,7 @@ class StagedLoad:
         staging, executions = self.staging, self._executions
         if self._verification:
             self.verified_bytes = self._verification.run(lambda _: progress(0))
-        self._notes += prefetch_range(staging, [item.transfers for item in executions])
+        self._notes += prefetch_range(staging, executions)
         with staging.files as files:
             stage(staging, executions, progress)
             files.check_unchanged()

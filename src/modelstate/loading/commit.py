@@ -221,7 +221,7 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution], advance: 
             return [*reads(staging, waiting, lambda _: None), staging.files.check_unchanged]
         for item in waiting:
             item.stage_instead(refusal)
-        limit_memory(staging, [item.transfers for item in executions])
+        limit_memory(staging, executions)
         stage(staging, executions, advance)
     staging.files.check_unchanged()
     return []

@@ -291,7 +291,7 @@ def _stage_in_background(model: nn.Module, source: Source | LoadPlan, options: L
         if planner.problems:
             raise planner.error()
         executions = planner.executions
-        limit_memory(staging, [item.transfers for item in executions])
+        limit_memory(staging, executions)
         _check_optimizers(planner.singles, options.optimizers)
         return StagedLoad(planner.plan(), staging, executions, options.verify)
 
@@ -336,7 +336,7 @@ def _execute(
             if optimizers:
                 _check_optimizers(planner.singles, optimizers)
             if staged is None:
-                limit_memory(staging, [item.transfers for item in planner.executions])
+                limit_memory(staging, planner.executions)
             else:
                 notes += staged.hand_over(staging, planner)
             executions = planner.executions
@@ -349,7 +349,7 @@ def _execute(
                 random.enter_context(shared_generator(planner, agreement))
             if staged is None:
                 verified = staging.checkpoint.verify() if options.verify else 0
-                notes += prefetch_range(staging, [item.transfers for item in to_stage])
+                notes += prefetch_range(staging, to_stage)
             else:
                 verified = staged.verified_bytes
             stage(staging, to_stage, advance)

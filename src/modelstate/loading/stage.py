@@ -31,14 +31,11 @@ from modelstate.io.engine import (
     OpenFiles,
     Part,
     ReadStrategy,
-    Request,
     Wait,
     Wanted,
     block_buffers,
     common_align_bytes,
     in_blocks,
-    memory_at,
-    read_fully,
     read_ranges,
     stream,
 )
@@ -46,7 +43,7 @@ from modelstate.io.linux import trim_heap
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.page_cache import LEAST_BYTES_AHEAD, read_ahead
 from modelstate.io.staging import pinned_memory
-from modelstate.io.tensors import compute, elements, read_tensor
+from modelstate.io.tensors import compute, read_tensor
 from modelstate.loading.collective import SharedRead
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.transfer import BY_SUBCLASS, Execution, Sink, Transfers, Way, choose_way, peak_bytes
@@ -57,7 +54,6 @@ from modelstate.rules.expression import Derived, values_of
 from modelstate.spec import ByteRange, Stored, StoredComposite, StoredTensor, contiguous_stride
 from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import (
-    AT_ONCE,
     UNCHECKED,
     Overflows,
     can_overflow,
@@ -104,8 +100,9 @@ class Staging(msgspec.Struct, eq=False, dict=True):
         return Addresses(slot.tensor for slot in slots_of(self.model).tensors)
 
 
-def limit_memory(staging: Staging, transfers: Sequence[Transfers]) -> None:
+def limit_memory(staging: Staging, executions: Iterable[Execution]) -> None:
     """Chooses a read strategy, which keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
+    transfers = [item.transfers for item in executions]
     budget, strategy = staging.options.max_memory_bytes, staging.strategy
     if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
         strategy = replace(strategy, threads=CONNECTIONS, remote=budget is not None)
@@ -125,8 +122,9 @@ def limit_memory(staging: Staging, transfers: Sequence[Transfers]) -> None:
     )
 
 
-def prefetch_range(staging: Staging, transfers: Sequence[Transfers]) -> list[str]:
+def prefetch_range(staging: Staging, executions: Iterable[Execution]) -> list[str]:
     """Makes the kernel read what is not in the page cache, and does not wait. Returns remarks for the report."""
+    transfers = [item.transfers for item in executions]
     if sum(item.nbytes for item in transfers) < LEAST_BYTES_AHEAD:
         return []
     nbytes = read_ahead([extent for item in transfers for extent in item.extents], staging.files)
@@ -224,18 +222,13 @@ def _share_seconds(items: Sequence[Execution], seconds: float) -> None:
         item.seconds += seconds * item.transfers.nbytes / max(total, 1)
 
 
-def _read_here(staging: Staging, requests: Iterable[Request]) -> None:
-    """Reads ranges of files in the caller's thread. Raises `ReadFailedError`."""
-    for (path, start, nbytes), address in requests:
-        read_fully(staging.files[path], [memory_at(address, nbytes)], start, nbytes)
-
-
 def _compute(staging: Staging, items: Sequence[Execution], memory: Memory, progress: Progress) -> None:
     """Computes combined tensors into their final memory. Raises `ReadFailedError`."""
     combined = [item.transfers.facts.combined for item in items]
     targets = [(stored, final) for stored, (final,) in zip(combined, memory, strict=True) if stored is not None]
     started = time.perf_counter()
-    compute(targets, partial(_read_here, staging), read_whole=staging.read, on_done=lambda _: progress(0))
+    read_here = partial(read_ranges, files=staging.files, threads=1)
+    compute(targets, read_here, read_whole=staging.read, on_done=lambda _: progress(0))
     _share_seconds(items, time.perf_counter() - started)
     for item, finals in zip(items, memory, strict=True):
         item.finals = finals
@@ -395,10 +388,7 @@ def _transformed(staging: Staging, transform: Transform, execution: Execution) -
 
 def _nonfinite_before(staging: Staging, transfer: Transfers) -> int:
     """The infinite and NaN values of what a transform was given, which is read once more."""
-    stored, read_all = transfer.facts.stored, partial(read_ranges, files=staging.files)
-    if isinstance(stored, StoredTensor) and transfer.columns is not None:
-        starts = range(0, stored.numel, AT_ONCE)
-        return sum(nonfinite(elements(stored, at, min(AT_ONCE, stored.numel - at), read_all)) for at in starts)
+    stored = transfer.facts.stored
     return nonfinite(transfer.facts.value if stored is None else values_of(stored, staging.read))
 
 
