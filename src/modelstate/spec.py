@@ -45,10 +45,8 @@ GAP_BYTES = 4 << 10
 def box_of(shape: Sequence[int], slices: Sequence[slice]) -> Box:
     """Returns the region that slices select in a tensor of this shape, by the rules of Python for bounds.
 
-    A dimension without a slice is selected whole. Raises `ValueError` for too many slices, and for steps other than 1.
+    A dimension without a slice is selected whole. The step of each slice is 1.
     """
-    if len(slices) > len(shape) or any(index.step not in (None, 1) for index in slices):
-        raise ValueError(f"a region of shape {list(shape)} takes a slice with a step of 1 for each dimension: {slices}")
     bounds = [index.indices(size) for size, index in zip(shape, slices, strict=False)]
     selected = [range(start, max(start, stop)) for start, stop, _ in bounds]
     return (*selected, *map(range, shape[len(slices) :]))

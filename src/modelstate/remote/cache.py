@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,14 +26,12 @@ from modelstate.text_format import short_repr
 
 _LAYOUT = "modelstate-blocks-1"
 """The directory below that of the user: nothing outside it is ever removed."""
-_VERSION_NAME, _BLOCK_NAME = re.compile(r"[0-9a-f]{32}"), re.compile(r"\d+")
+_VERSION_NAME = re.compile(r"[0-9a-f]{32}")
 _DIGEST_BYTES = 16
 _LEAST_BYTES = 2 * BLOCK_BYTES
 """The least size of a cache: one of the size of a block has no room for a block with its digest."""
 _CHECKS = 16
 """The size of the cache is looked at each time that a process has written this share of it."""
-_UNFINISHED_SECONDS = 3600.0
-"""The age at which the temporary file of a process that was killed is removed."""
 
 
 class Cache:
@@ -166,17 +163,14 @@ class Cache:
         return excess <= 0
 
     def _found(self) -> Iterator[tuple[float, int, str]]:
-        """When each block was used, its size and its path. Removes what killed processes have left."""
+        """When each block was used, its size and its path. What killed processes have left counts as blocks."""
         with suppress(FileNotFoundError):
             for version in [entry.path for entry in os.scandir(self._blocks) if _VERSION_NAME.fullmatch(entry.name)]:
                 with suppress(FileNotFoundError, NotADirectoryError):
                     for entry in os.scandir(version):
                         with suppress(FileNotFoundError):
                             status = entry.stat(follow_symlinks=False)
-                            if _BLOCK_NAME.fullmatch(entry.name):
-                                yield status.st_mtime, status.st_size, entry.path
-                            elif entry.name[0] == "." and time.time() - status.st_mtime > _UNFINISHED_SECONDS:
-                                os.unlink(entry.path)
+                            yield status.st_mtime, status.st_size, entry.path
 
 
 def check_cache(cache: object) -> None:

@@ -277,8 +277,6 @@ class ObjectWriter(msgspec.Struct):
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         """As `append`, for a caller that writes in order."""
-        if offset != self._done_bytes:
-            raise ValueError(f"byte {offset} is written after byte {self._done_bytes}")
         self.append(data)
 
 
@@ -299,8 +297,6 @@ def new_object(location: Location, nbytes: int, *, overwrite: bool) -> Iterator[
     import obstore
 
     check_writable(location)
-    if not overwrite and head(location) is not None:
-        raise TargetExistsError("the target exists already", where=location.url)
     if nbytes <= PART_BYTES:
         whole = ObjectWriter(location, nbytes, bytearray())
         yield whole
@@ -351,11 +347,8 @@ def new_object(location: Location, nbytes: int, *, overwrite: bool) -> Iterator[
 @contextmanager
 def client_errors(location: Location, what: str = "the object cannot be written") -> Iterator[None]:
     """Raises `WriteFailedError` in place of an error of the client; a missing object stays `FileNotFoundError`."""
-    try:
-        from obstore.exceptions import BaseError
-    except ImportError:
-        yield
-        return
+    from obstore.exceptions import BaseError
+
     try:
         yield
     except FileNotFoundError as error:
