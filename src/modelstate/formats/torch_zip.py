@@ -21,7 +21,6 @@ from typing import IO, TYPE_CHECKING, NamedTuple, cast
 import torch
 
 from modelstate.errors import (
-    AmbiguousCheckpointError,
     DamagedFileError,
     OpenError,
     TruncatedFileError,
@@ -492,7 +491,7 @@ _CONVERT = (
 
 
 def _check_tensors(state: Mapping[str, object], path: str) -> None:
-    """Raises `UnsavableError` for tensors and names that pickle accepts, and `modelstate.open` would not read."""
+    """Raises `UnsavableError` for tensors that pickle accepts, and `modelstate.open` would not read."""
     tensors = {name: value for name, value in leaves(state) if isinstance(value, torch.Tensor)}
     refused = {name: why for name, tensor in tensors.items() if (why := why_not_saved(tensor))}
     if refused:
@@ -502,15 +501,6 @@ def _check_tensors(state: Mapping[str, object], path: str) -> None:
             found=listed_problems(refused),
             remedy="; ".join(remedies_for(tensors[name] for name in refused)) or _CONVERT,
         )
-    try:
-        flatten(state, path)
-    except OpenError as error:
-        raise UnsavableError(
-            f"modelstate.open would not read the file: {error.what}",
-            where=path,
-            found=error.found,
-            remedy="give them other names" if isinstance(error, AmbiguousCheckpointError) else error.remedy,
-        ) from error
 
 
 def _save(state: Mapping[str, object], output: Output, path: str) -> None:
@@ -533,9 +523,10 @@ def _save(state: Mapping[str, object], output: Output, path: str) -> None:
         ) from failure
     try:
         with SourceFile(output.path) as written:
-            unread = refused_in(read(written).tree)
-        if unread:
+            tree = read(written).tree
+        if unread := refused_in(tree):
             raise refusal(unread, path)
+        flatten(tree, output.path)
     except OpenError as error:
         raise UnsavableError(
             "modelstate.open would not read the file",
