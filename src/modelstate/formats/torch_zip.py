@@ -526,7 +526,7 @@ def _save(state: Mapping[str, object], output: Output, path: str) -> None:
             tree = read(written).tree
         if unread := refused_in(tree):
             raise refusal(unread, path)
-        flatten(tree, output.path)
+        flatten(tree, "")
     except OpenError as error:
         raise UnsavableError(
             "modelstate.open would not read the file",

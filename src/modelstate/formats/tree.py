@@ -225,8 +225,7 @@ def flatten(tree: object, where: str) -> FlatTree:
                 "two values have one name when their keys are joined with dots",
                 where=where,
                 found=path,
-                remedy="rename a key; or read the containers with torch.load, if this is a file, and give the part "
-                "that is meant as a mapping",
+                remedy="rename a key; or give the part that is meant as a mapping, as torch.load returns it for a file",
             )
         into[path] = leaf
 
