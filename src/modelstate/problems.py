@@ -176,10 +176,6 @@ def _one_shard(problems: Sequence[Problem]) -> list[Remedy]:
     ]
 
 
-def _other_names(problems: Sequence[Problem]) -> list[Remedy]:
-    return [Remedy("pass the rule", " ".join(problem.options for problem in problems))]
-
-
 def _wrong_shape(problems: Sequence[Problem]) -> list[Remedy]:
     remedies = [Remedy("build the model with the sizes of the checkpoint")]
     if len(problems) <= MOST_NAMES:
@@ -329,7 +325,7 @@ class ProblemKind(Enum):
     OTHER_NAMES = (
         "names that differ in one prefix",
         "names",
-        _other_names,
+        lambda problems: [Remedy("pass the rule", " ".join(problem.options for problem in problems))],
         "{0.why} (as {0.name!r}): rules=[{0.rules[0]}]",
     )
     ONE_SHARD = (

@@ -281,17 +281,6 @@ def _cast(read: Make, dtype: torch.dtype, on_cast: OnCast, first: int, end: int)
         return _converted(read(first, end), dtype, on_cast)
 
 
-def _read_together(tensors: Sequence[LazyTensor]) -> list[torch.Tensor]:
-    """Reads all elements of tensors whose runs are read in the same way, and casts them to the dtypes to write."""
-    given = [tensor.run for tensor in tensors if tensor.run is not None]
-    with torch.inference_mode(False), torch.no_grad():
-        values = runs([run.stored for run in given], given[0].read_all)
-        return [
-            _converted(value, tensor.dtype, run.on_cast)
-            for value, tensor, run in zip(values, tensors, given, strict=True)
-        ]
-
-
 def _converted(tensor: torch.Tensor, dtype: torch.dtype, on_cast: OnCast) -> torch.Tensor:
     if tensor.dtype == dtype:
         return tensor
@@ -385,7 +374,13 @@ def _values(job: _Job, tensors: Sequence[torch.Tensor | LazyTensor]) -> Sequence
     of_job = [tensors[number] for number, *_ in job.pieces]
     lazy = [tensor for tensor in of_job if isinstance(tensor, LazyTensor)]
     if len(lazy) > 1:
-        return _read_together(lazy)
+        given = [tensor.run for tensor in lazy if tensor.run is not None]
+        with torch.inference_mode(False), torch.no_grad():
+            read = runs([run.stored for run in given], given[0].read_all)
+            return [
+                _converted(values, tensor.dtype, run.on_cast)
+                for values, tensor, run in zip(read, lazy, given, strict=True)
+            ]
     _, _, first, end = job.pieces[0]
     if lazy:
         return [in_a_row(lazy[0].make(first, end))]

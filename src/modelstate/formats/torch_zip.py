@@ -346,7 +346,16 @@ def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
     """Reads an archive from a file or a section of one. Raises what `read` raises for a damaged file."""
     directory = ZipDirectory(file)
     prefix = _prefix(directory)
-    _check_byteorder(directory, prefix)
+    name = f"{prefix}byteorder"
+    order = directory.read(name) if name in directory.records else b"little"
+    if order == b"big":
+        raise UnsupportedTensorError(
+            "the file was written on a big-endian machine, which is not supported",
+            where=file.path,
+            remedy="load and save it once with torch.load and torch.save on this machine",
+        )
+    if order != b"little":
+        raise damaged("the byte order is unknown", excerpt(order[:20]))
     data = directory.read(f"{prefix}data.pkl")
     check_protocol(data)
     storages: dict[tuple[object, ...], Storage] = {}
@@ -436,19 +445,6 @@ def _kind(records: Mapping[str, object], prefix: str) -> tuple[str, str]:
     if any(name.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors")) for name in records):
         return "an archive with checkpoints in it", "unpack it, and open one of them"
     return "a zip archive of another kind", "give the path of the checkpoint"
-
-
-def _check_byteorder(directory: ZipDirectory, prefix: str) -> None:
-    name = f"{prefix}byteorder"
-    order = directory.read(name) if name in directory.records else b"little"
-    if order == b"big":
-        raise UnsupportedTensorError(
-            "the file was written on a big-endian machine, which is not supported",
-            where=directory.file.path,
-            remedy="load and save it once with torch.load and torch.save on this machine",
-        )
-    if order != b"little":
-        raise damaged("the byte order is unknown", excerpt(order[:20]))
 
 
 # Writing.

@@ -494,19 +494,16 @@ def same_value(first: Any, second: Any, depth: int = 0) -> bool:
             return True
     except Exception as error:  # the comparison of a foreign class may raise anything: what would be saved decides
         keep_interrupt(error)
-    return type(first) is type(second) and type(first) not in _COMPARED and _same_encoding(first, second, depth)
-
-
-_COMPARED = (str, bytes, bytearray, bool, int, float, complex, type(None))
-"""Classes whose own comparison says whether two values are equal."""
-
-
-def _same_encoding(first: object, second: object, depth: int) -> bool:
-    """Whether two values are saved as the same: objects that hold arrays or NaN, for example."""
+    if type(first) is not type(second) or type(first) in _COMPARED:
+        return False
     from modelstate.codec.codec import encode
 
-    try:
+    try:  # objects that hold arrays or NaN, for example, are the same where they are saved as the same
         return same_value(encode(first), encode(second), depth + 1)
     except Exception as error:  # a value that cannot be saved
         keep_interrupt(error)
         return False
+
+
+_COMPARED = (str, bytes, bytearray, bool, int, float, complex, type(None))
+"""Classes whose own comparison says whether two values are equal."""

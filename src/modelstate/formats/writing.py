@@ -304,17 +304,13 @@ def remove_index(path: str, index: bytes, *, keeps_index: bool = False) -> None:
     with suppress(WriteFailedError):
         if not keeps_index:  # one that was written meanwhile is that of another save
             remove([locate(path + INDEX_SUFFIX)], lambda: index_of_object(path) == index)
-        remove(_own_shards(path, index))
-
-
-def _own_shards(path: str, index: bytes) -> list[Location]:
-    """The shards that an index of an earlier save to a path names."""
-    directory, mine = path.rpartition("/")[0], own_shards(path)
-    try:
-        named = set(json.loads(index)[WEIGHT_MAP].values())
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return []
-    return [locate(f"{directory}/{shard}") for shard in named if isinstance(shard, str) and mine.fullmatch(shard)]
+        try:
+            named = set(json.loads(index)[WEIGHT_MAP].values())
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return
+        directory, mine = path.rpartition("/")[0], own_shards(path)
+        shards = (shard for shard in named if isinstance(shard, str) and mine.fullmatch(shard))
+        remove([locate(f"{directory}/{shard}") for shard in shards])
 
 
 def write_file(
