@@ -299,11 +299,8 @@ class _Accumulator:
 def _limits(values: torch.Tensor) -> tuple[float | int, float | int]:
     """Returns the least and the greatest element; NaN where one is NaN."""
     if values.dtype in (torch.uint16, torch.uint32, torch.uint64):
-        # torch has no order of these: with the first bit flipped, the order is that of the signed integers.
-        signed = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
-        half = 1 << (values.itemsize * 8 - 1)
-        least, greatest = (int(value) for value in torch.aminmax(signed ^ -half))
-        return least + half, greatest + half
+        array = values.numpy()  # torch has no order of these
+        return int(array.min()), int(array.max())
     limits = torch.aminmax(values)
     return limits.min.item(), limits.max.item()
 

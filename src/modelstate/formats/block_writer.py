@@ -238,19 +238,17 @@ def bytes_stored(stored: Stored | LazyTensor) -> int:
     return total
 
 
-def check_repeated(tensors: Mapping[str, torch.Tensor | LazyTensor], where: str) -> None:
-    """Raises `UnsavableError` for a tensor that would be far larger in a file than its storage is.
+def check_expanded(
+    tensors: Mapping[str, Stored | LazyTensor],
+    where: str,
+    kind: type[ModelStateError] = UnsavableError,
+    what: str = "expanded views would make the file far larger than the memory of the tensors",
+    remedy: str = "leave the tensor out, or save what it was expanded from",
+) -> None:
+    """Raises an error of a kind for a tensor whose elements are far more bytes than its storages have.
 
     A small file can describe tensors of any size, with strides of 0.
     """
-    what = "expanded views would make the file far larger than the memory of the tensors"
-    check_expanded(tensors, where, UnsavableError, what, "leave the tensor out, or save what it was expanded from")
-
-
-def check_expanded(
-    tensors: Mapping[str, Stored | LazyTensor], where: str, kind: type[ModelStateError], what: str, remedy: str
-) -> None:
-    """Raises an error of a kind for a tensor whose elements are far more bytes than its storages have."""
     for name, tensor in tensors.items():
         nbytes = tensor.nbytes if isinstance(tensor, LazyTensor) else elements_bytes(tensor)
         if nbytes <= REPEATED_BYTES:

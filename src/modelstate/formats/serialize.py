@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.codec.codec import encode
 from modelstate.errors import CodecError, UnsavableError, keep_interrupt
-from modelstate.formats.block_writer import LazyTensor, check_repeated
+from modelstate.formats.block_writer import LazyTensor, check_expanded
 from modelstate.formats.manifest import (
     ALGORITHM,
     BLOCK_BYTES,
@@ -301,7 +301,7 @@ class _Serializer:
 
     def check(self) -> None:
         if not self._wrong:
-            check_repeated(self.state.tensors, self._where)
+            check_expanded(self.state.tensors, self._where)
             return
         remedy = "; ".join(remedies_for(self._refused))
         if not remedy:

@@ -30,7 +30,7 @@ from modelstate.errors import (
     code_errors,
     keep_interrupt,
 )
-from modelstate.formats.block_writer import LazyTensor, check_repeated, threads_within, write_blocks
+from modelstate.formats.block_writer import LazyTensor, check_expanded, threads_within, write_blocks
 from modelstate.formats.construct import construct, refusal
 from modelstate.formats.safetensors import listed_problems
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
@@ -571,7 +571,7 @@ def _without_lazy_tensors(
     first = {tensor.key: name for name, tensor in reversed(named.items())}
     # Tensors with wide elements come first, so that every tensor lies at a multiple of its element size.
     lazy = {name: named[name] for name in sorted(first.values(), key=lambda name: -named[name].itemsize)}
-    check_repeated(lazy, path)
+    check_expanded(lazy, path)
     threads = threads_within(lazy, max_memory_bytes, path)
     end = sum(tensor.nbytes for tensor in lazy.values())
     # Only this process reads the file.
