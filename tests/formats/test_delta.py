@@ -1,6 +1,8 @@
 """Payloads of deltas: bit for bit for every dtype, from any block of elements, and never out of bounds."""
 
+import re
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -231,3 +233,19 @@ def test_flipped_bytes_never_write_out_of_bounds(long: tuple[torch.Tensor, ...],
         check_and_apply(damaged, memory[64:-64])
     assert not memory[:64].any()
     assert not memory[-64:].any()
+
+
+def test_the_reader_of_the_documentation(long: tuple[torch.Tensor, ...]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "delta_format.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Callable[[bytes, list[int], int], None]] = {}
+    exec(code, names)
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.int64):
+        before = long[0] if dtype is torch.bfloat16 else random_bits(2000, dtype, 0)
+        after = step(before, 0.02, 1)
+        payload = encode(before, after)
+        assert payload is not None
+        unsigned = f"<u{dtype.itemsize}"
+        elements = before.view(torch.uint8).numpy().view(unsigned).tolist()
+        names["apply"](payload.numpy().tobytes(), elements, dtype.itemsize)
+        assert elements == after.view(torch.uint8).numpy().view(unsigned).tolist()
