@@ -15,13 +15,13 @@ from modelstate.errors import CodecError, ForbiddenGlobalError, UnsupportedTenso
 from modelstate.formats.tree import is_container, nodes_of
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import same_bytes
-from modelstate.planning.matching import MatchedCheckpoint, StoredEntries, prefixes
+from modelstate.planning.matching import MatchedCheckpoint, prefixes
 from modelstate.planning.recorder import own_state
 from modelstate.rules.expression import Derived, Source, Unchanged, values_of
 from modelstate.rules.rule import Entry, Value
 from modelstate.spec import Assemble, StoredComposite, StoredTensor
 from modelstate.torch_compat.modules import has_own_load, load_pre_hooks, overrides_loading
-from modelstate.torch_compat.plain import is_quantized, same_place, same_values
+from modelstate.torch_compat.plain import same_place, same_values
 from modelstate.torch_compat.private import storage_id
 from modelstate.transaction.transaction import Transaction, Write
 
@@ -59,23 +59,14 @@ class MappedState(Mapping[str, object]):
         """Entries by the names of the model."""
         self._initialised: dict[str, Entry] = {}
         """Entries of tensors that the checkpoint lacks, and that the model's own code initialises."""
-        self.quantized: list[str] = []
-        """Names of tensors that are quantized by a wrapper subclass."""
         self._values: dict[str, object] = {}
         self._origins: dict[int, tuple[str, Source | None]] = {}
         """Names and sources by the ids of the tensors of the state dict."""
-        if not isinstance(self.entries, StoredEntries):
-            for name in self.entries:
-                value = self[name]
-                if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor and is_quantized(value):
-                    self.quantized.append(name)
 
     def __getitem__(self, name: str) -> object:
         if name in self._values:
             return self._values[name]
-        # An entry of a tensor that no rule changes has nothing but the tensor.
-        entries = self.entries
-        content = entries.tensors[name] if isinstance(entries, StoredEntries) else entries[name].content
+        content = self.entries[name].content
         if isinstance(content, Value):
             # Code of the model finds the error of a value that cannot be decoded, or is not read as a whole.
             self._values[name] = content.value if content.error is None else content.error
@@ -161,9 +152,8 @@ class MappedState(Mapping[str, object]):
         return name, None if used and storage_id(value) in used else source
 
     def entry_of(self, name: str) -> Entry | None:
-        """Returns the entry for a name of the model; None for an unknown name, or a tensor that no rule changes."""
-        known = None if isinstance(self.entries, StoredEntries) else self.entries.get(name)
-        return self._initialised.get(name, known)
+        """Returns the entry for a name of the model; None for an unknown name."""
+        return self._initialised.get(name) or self.entries.get(name)
 
     def source_of(self, name: str) -> str:
         """Returns the name in the checkpoint for a name of the model; several names for a result of several tensors."""

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import AmbiguousCheckpointError, CodecError, keep_interrupt
-from modelstate.formats.tree import refused_in
+from modelstate.formats.tree import nodes_of, refused_in
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.recorder import loads_names_itself, outermost, own_names
 from modelstate.problems import Problem, ProblemKind, option
@@ -314,8 +314,13 @@ def matching_part(
     A state dict with more than twice as many names as any other is selected. Otherwise raises
     `AmbiguousCheckpointError`, which lists the state dicts.
     """
-    if not checkpoint:
-        return _part_of_arrays(checkpoint, wanted)
+    bare_names = {without_wrappers(name) for name in wanted}
+    if not checkpoint:  # NumPy arrays cannot be loaded; the problems name those of the part
+        nodes = [node for name, value in checkpoint.flat.values.items() for node in nodes_of(value, name)]
+        arrays = [path for path, node in nodes if isinstance(node, np.ndarray)]
+        counts = _matches(arrays, {path.rpartition(".")[0] for path in arrays}, bare_names, without_wrappers)
+        best = max(counts, key=counts.__getitem__, default="")
+        return checkpoint.select(best) if best else checkpoint
     containers = {"", *checkpoint.containers}
     if len(containers) == 1:
         return checkpoint
@@ -323,7 +328,7 @@ def matching_part(
     for rename in renamings:
         exact |= _matches(checkpoint, containers, set(wanted), rename)
     # Either side may have the prefix of a wrapper.
-    bare = _matches(checkpoint, containers, {without_wrappers(name) for name in wanted}, without_wrappers)
+    bare = _matches(checkpoint, containers, bare_names, without_wrappers)
     counts = exact | bare
     if not counts:
         ends = {name[len(prefix) :] for name in wanted for prefix in prefixes(name)}
@@ -361,33 +366,12 @@ def _behind_prefix(name: str, wanted: Collection[str]) -> str:
     return next((name[len(prefix) :] for prefix in prefixes(name) if name[len(prefix) :] in wanted), name)
 
 
-def _part_of_arrays(checkpoint: Checkpoint, wanted: Collection[str]) -> Checkpoint:
-    """Returns the mapping whose NumPy arrays have the most names of the model, for a checkpoint without tensors.
-
-    Arrays cannot be loaded. The part is selected so that the problems name its arrays, as for a flat mapping.
-    """
-    values = checkpoint.flat.values
-    bare = {without_wrappers(name) for name in wanted}
-    counts: Counter[str] = Counter()
-    waiting = [(path, value) for path, value in values.items() if isinstance(value, Mapping)]
-    if any(name in values for name in wanted):
-        return checkpoint
-    while waiting:
-        path, value = waiting.pop()
-        for key, item in value.items():
-            if isinstance(item, Mapping):
-                waiting.append((f"{path}.{key}", item))
-            elif isinstance(item, np.ndarray) and isinstance(key, str) and without_wrappers(key) in bare:
-                counts[path] += 1
-    return checkpoint.select(counts.most_common(1)[0][0]) if counts else checkpoint
-
-
 def _matches(
-    checkpoint: Checkpoint, containers: Collection[str], wanted: Collection[str], rename: Callable[[str], str]
+    names: Iterable[str], containers: Collection[str], wanted: Collection[str], rename: Callable[[str], str]
 ) -> Counter[str]:
     """Counts for each container the names below it that the model has."""
     counts: Counter[str] = Counter()
-    for name in checkpoint:
+    for name in names:
         head = name
         while head:
             head = head.rpartition(".")[0]
@@ -432,9 +416,6 @@ class Rewrapped(msgspec.Struct, frozen=True):
             if put is not None:
                 return put + name[len(prefix) :]
         return None
-
-    def reverse(self) -> Rewrapped:
-        return Rewrapped({put: prefix for prefix, put in self.modules.items()})
 
     def note(self, names: int) -> str:
         """Returns a note for the report, for the number of names that the rule has changed."""

@@ -147,7 +147,9 @@ class Planner:
         """Those that get into plain memory of the model, which that of others may overlap."""
         self._mapped_storages: set[ByteRange] = set()
         """The storages of files that slots map. Slots that are not tied must not share memory."""
-        self.quantized = () if isinstance(matched.applied.entries, StoredEntries) else tuple(self.incoming.quantized)
+        in_files = isinstance(matched.applied.entries, StoredEntries)  # which have no quantized tensors
+        incoming = {} if in_files else self.incoming
+        self.quantized = [n for n, value in incoming.items() if isinstance(value, torch.Tensor) and is_quantized(value)]
         """Names of tensors of the checkpoint that are quantized by a wrapper subclass."""
         quantized = (self.slots.by_name.get(name) for name in self.quantized)
         keeps_stored_dtypes = any(slot is not None and slot.tensor.is_meta for slot in quantized)

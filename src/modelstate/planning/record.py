@@ -385,7 +385,8 @@ class _Coverage:
             yield Problem(ProblemKind.ONE_SHARD, file, found=index or None, others=others)
         computed, slots = self._computed(), self.slots.by_name
         lacking = {name: _shape(slots[name].tensor if name in slots else None) for name in (*missing, *computed)}
-        over = {name: self._stored_shape(name) for name in unexpected}
+        entries = {name: self.entries.get(name) for name in unexpected}
+        over = {name: None if entry is None else _shape(entry.tensor) for name, entry in entries.items()}
         adapter = [] if adapter_names(slots) else adapter_names(unexpected)
         yield from (Problem(ProblemKind.UNMERGED_ADAPTER, name) for name in adapter)
         unexpected = [name for name in unexpected if name not in adapter] if adapter else unexpected
@@ -408,14 +409,6 @@ class _Coverage:
             why = "registered as None in the model" if name in self.slots.empty else ""
             seen = self.planner.other_name(name)
             yield Problem(ProblemKind.UNEXPECTED, name, found=over[name], why=why, name_for_rules=seen)
-
-    def _stored_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor of the checkpoint, which need not be mapped for it."""
-        if isinstance(self.entries, StoredEntries):
-            tensors = self.entries.tensors
-            return tensors.columns.shapes[tensors.rows[name]] if name in tensors.rows else None
-        entry = self.entries.get(name)
-        return None if entry is None else _shape(entry.tensor)
 
     def _first_value(self, name: str) -> tuple[bool, str | None]:
         """Whether a tensor has values, and the methods that would initialise it (None where they do not matter)."""

@@ -11,7 +11,6 @@ function was given is looked at only where the result has infinite or NaN values
 from __future__ import annotations
 
 import cmath
-import math
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -169,13 +168,11 @@ class Overflows(msgspec.Struct, eq=False):
         if isinstance(target, torch.Tensor) and has_finite_sum(target):
             return True
         with torch.no_grad():
-            found = extremes(source)
-            if found is None or not is_range_within(float(found[0]), float(found[1]), dtype):
+            if not _is_within(source, dtype):
                 try:
-                    infinite, nan = _newly_infinite(source, dtype), _nan(source)
+                    infinite, nan = _losses(source, dtype)
                 except torch.OutOfMemoryError:  # a device may have no memory for that
-                    source = source.cpu()
-                    infinite, nan = _newly_infinite(source, dtype), _nan(source)
+                    infinite, nan = _losses(source.cpu(), dtype)
                 self.add({(_CAST, name): infinite, (_NAN, name): nan})
         return False
 
@@ -212,12 +209,8 @@ def nonfinite(tensor: torch.Tensor) -> int:
     if tensor.is_meta or not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0
     with torch.no_grad():
-        if has_finite_sum(tensor):
+        if has_finite_sum(tensor) or _is_within(tensor, tensor.dtype):
             return 0
-        if tensor.itemsize > 1 and not tensor.is_complex():
-            least, greatest = (float(value) for value in torch.aminmax(tensor))
-            if math.isfinite(least) and math.isfinite(greatest):
-                return 0
         try:
             return sum(int((~_comparable(part).isfinite()).sum()) for part in _parts(tensor))
         except (RuntimeError, NotImplementedError):  # a dtype without arithmetic, as float4
@@ -267,14 +260,17 @@ def is_range_within(least: float, greatest: float, dtype: torch.dtype) -> bool:
     return dtype is not torch.float8_e8m0fnu and -limit <= least and greatest <= limit
 
 
-def _nan(source: torch.Tensor) -> int:
-    return sum(int(_comparable(part).isnan().sum()) for part in _parts(source))
+def _is_within(source: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether all values are seen to lie within the limits of a dtype."""
+    found = extremes(source)
+    return found is not None and is_range_within(float(found[0]), float(found[1]), dtype)
 
 
-def _newly_infinite(source: torch.Tensor, dtype: torch.dtype) -> int:
-    """The number of finite elements that the cast makes infinite or NaN."""
-    count = 0
+def _losses(source: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    """The number of finite elements that the cast makes infinite or NaN, and that of elements that are NaN before."""
+    infinite = nan = 0
     for part in _parts(source):
-        cast = _comparable(part.to(dtype))
-        count += int((_comparable(part).isfinite() & ~cast.isfinite()).sum())
-    return count
+        values, cast = _comparable(part), _comparable(part.to(dtype))
+        infinite += int((values.isfinite() & ~cast.isfinite()).sum())
+        nan += int(values.isnan().sum())
+    return infinite, nan
