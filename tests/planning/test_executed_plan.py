@@ -145,24 +145,12 @@ def untie(model: Any) -> None:
     model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
 
 
-def share(model: Any) -> None:
-    model.norm.bias.data = model.norm.weight.data
-
-
-def infer(model: Any) -> None:
-    with torch.inference_mode():
-        model.norm.bias = nn.Parameter(torch.zeros(3), requires_grad=False)
-
-
 CHANGES: dict[str, Any] = {
-    "an inference tensor": infer,
     "another dtype": lambda model: model.norm.bfloat16(),
     "another shape": lambda model: setattr(model, "norm", type(model.norm)(4)),
-    "another stride": lambda model: setattr(model.embed.weight, "data", torch.rand(3, 5).t()),
     "a name less": lambda model: setattr(model.norm, "bias", None),
     "a name more": lambda model: setattr(model, "more", nn.Linear(1, 1)),
     "a tie less": untie,
-    "shared memory": share,
     "no memory": lambda model: model.to("meta"),
 }
 
@@ -191,25 +179,25 @@ def test_a_model_whose_slots_overlap_is_refused(second: int) -> None:
     state = {"first": torch.ones(4), "second": torch.zeros(4)}
     plan = ms.plan(sharing_memory(4), state)
     ms.load(sharing_memory(4), plan)
-    with pytest.raises(errors.PlanError, match=f"in the memory of first, at \\+{4 * second} bytes"):
+    with pytest.raises(errors.PlanError, match="second is the same tensor as first") as caught:
         ms.load(sharing_memory(second), plan)
+    assert [problem.kind.name for problem in caught.value.problems] == ["TIE_CONFLICT"]
 
 
 @pytest.mark.parametrize("in_place", [None, True])
-@pytest.mark.parametrize(("view", "what"), [(torch.Tensor.conj, "conjugate"), (torch._neg_view, "negative")])
-def test_a_view_with_other_bytes_than_its_values_is_refused(
-    tmp_path: Path, in_place: bool | None, view: Any, what: str
+@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view, lambda values: values[::2]])
+def test_a_view_with_other_bytes_than_its_values_gets_the_values(
+    tmp_path: Path, in_place: bool | None, view: Any
 ) -> None:
-    """A plan that reads bytes into the memory of the slot does not hold for such a view."""
+    """A plan that reads bytes into the memory of a slot reads them elsewhere for a slot that is such a view."""
     model, other = nn.Module(), nn.Module()
-    values = torch.zeros(200_000, dtype=torch.complex64)
-    model.register_buffer("values", values.clone())
-    other.register_buffer("values", view(values))
-    ms.save({"values": values + 1j}, tmp_path / "values.safetensors")
+    other.register_buffer("values", view(torch.zeros(400_000, dtype=torch.complex64)))
+    model.register_buffer("values", torch.zeros(other.values.shape, dtype=torch.complex64))
+    saved = torch.full(other.values.shape, 2 - 3j)
+    ms.save({"values": saved}, tmp_path / "values.safetensors")
     plan = ms.plan(model, tmp_path / "values.safetensors", in_place=in_place)
-    with pytest.raises(errors.PlanError, match=f"a {what} view"):
-        ms.load(other, plan)
-    assert not values.any()
+    ms.load(other, plan)
+    assert torch.equal(other.values, saved)
 
 
 def test_a_model_whose_memory_was_freed_is_refused(tmp_path: Path) -> None:
@@ -217,8 +205,9 @@ def test_a_model_whose_memory_was_freed_is_refused(tmp_path: Path) -> None:
     ms.save(model, tmp_path / "model.safetensors")
     plan = ms.plan(model, tmp_path / "model.safetensors")
     other.weight.untyped_storage().resize_(0)
-    with pytest.raises(errors.PlanError, match="without its memory"):
+    with pytest.raises(errors.PlanError) as caught:
         ms.load(other, plan)
+    assert [problem.kind.name for problem in caught.value.problems] == ["FREED_MEMORY"]
 
 
 @MODELS

@@ -318,7 +318,8 @@ def matching_part(
     if not checkpoint:  # NumPy arrays cannot be loaded; the problems name those of the part
         nodes = [node for name, value in checkpoint.flat.values.items() for node in nodes_of(value, name)]
         arrays = [path for path, node in nodes if isinstance(node, np.ndarray)]
-        counts = _matches(arrays, {path.rpartition(".")[0] for path in arrays}, bare_names, without_wrappers)
+        mappings = {"", *(path for path, node in nodes if isinstance(node, Mapping))}
+        counts = _matches(arrays, mappings, bare_names, without_wrappers)
         best = max(counts, key=counts.__getitem__, default="")
         return checkpoint.select(best) if best else checkpoint
     containers = {"", *checkpoint.containers}

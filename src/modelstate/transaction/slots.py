@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, KeysView, Sequence
-from itertools import compress
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +17,7 @@ from modelstate.formats.tree import EXTRA_STATE
 from modelstate.spec import span
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import module_tables, non_persistent_buffers, own_modules
-from modelstate.torch_compat.plain import is_plain, same_place, same_values
+from modelstate.torch_compat.plain import same_place, same_values
 from modelstate.torch_compat.private import address_range, payload_of
 
 T = TypeVar("T")
@@ -141,94 +140,42 @@ def compare_names(
 
 
 class SlotSignatures(msgspec.Struct, frozen=True):
-    """What decides how values get into the slots of a model, without the values that are there, in columns.
+    """The slots of a model without the values that are there, in columns, which decide whether a plan holds for it.
 
-    Executing a plan compares them. A model may have tens of thousands of slots, and an object for each of them takes
-    longer to create than the values take to load.
+    A model may have tens of thousands of slots, and an object for each of them takes longer to create than the values
+    take to load.
     """
 
     names: list[tuple[str, ...]]
     kinds: list[str]
     classes: list[type]
     shapes: list[tuple[int, ...]]
-    strides: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
     devices: list[torch.device]
-    shares: dict[str, tuple[str, int]]
-    """By the first names of the slots."""
-    properties: dict[str, tuple[str, ...]]
-    """By the first names of the slots."""
 
     def as_text(self) -> dict[str, str]:
         """The signature of each slot, for a message, by its first name."""
-        columns = (self.names, self.kinds, self.classes, self.shapes, self.strides, self.dtypes, self.devices)
         texts: dict[str, str] = {}
-        for (name, *others), kind, cls, shape, stride, dtype, device in zip(*columns, strict=True):
+        columns = (self.names, self.kinds, self.classes, self.shapes, self.dtypes, self.devices)
+        for (name, *others), kind, cls, shape, dtype, device in zip(*columns, strict=True):
             text = f"{short(dtype)} of shape {tuple(shape)} on {device}, a {kind} of class {cls.__name__}"
-            text += f", stride {stride}" if stride else ""
-            text += f", tied to {', '.join(others)}" if others else ""
-            if name in self.shares:
-                owner, offset = self.shares[name]
-                text += f", in the memory of {owner}, at {offset:+} bytes"
-            texts[name] = ", ".join([text, *self.properties.get(name, ())])
+            texts[name] = text + (f", tied to {', '.join(others)}" if others else "")
         return texts
 
 
 def signatures(slots: Slots) -> SlotSignatures:
     """Returns the signatures of the slots of a model."""
     tensors = [slot.tensor for slot in slots.tensors]
-    names = [slot.names[0] for slot in slots.tensors]
     # Neither a lazy tensor nor a nested one has a shape.
-    is_known = [not (is_lazy(tensor) or (tensor.is_nested and tensor.layout is torch.strided)) for tensor in tensors]
-    plain = [known and is_plain(tensor) for tensor, known in zip(tensors, is_known, strict=True)]
-    named = compress(zip(names, tensors, strict=True), plain)
-    shares, lost = _memory([(name, tensor) for name, tensor in named if not tensor.is_meta])
-    properties: dict[str, tuple[str, ...]] = dict.fromkeys(lost, ("without its memory",))
-    for what, has, selected in (
-        ("of inference mode", torch.Tensor.is_inference, is_known),
-        ("a conjugate view", torch.Tensor.is_conj, plain),
-        ("a negative view", torch.Tensor.is_neg, plain),
-    ):
-        for name in compress(compress(names, selected), map(has, compress(tensors, selected))):
-            properties[name] = (*properties.get(name, ()), what)
+    without = [is_lazy(tensor) or (tensor.is_nested and tensor.layout is torch.strided) for tensor in tensors]
     return SlotSignatures(
         [slot.names for slot in slots.tensors],
         [slot.kind for slot in slots.tensors],
         [*map(type, tensors)],
-        [tensor.shape if known else () for tensor, known in zip(tensors, is_known, strict=True)],
-        [tensor.stride() if is_strided else () for tensor, is_strided in zip(tensors, plain, strict=True)],
+        [() if lacks_shape else tensor.shape for tensor, lacks_shape in zip(tensors, without, strict=True)],
         [tensor.dtype for tensor in tensors],
         [tensor.device for tensor in tensors],
-        shares,
-        properties,
     )
-
-
-def _memory(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[dict[str, tuple[str, int]], list[str]]:
-    """Returns which plain tensors share a storage (`SlotSignatures.shares`), and the names of those without memory.
-
-    Tensors may overlap that have storages of their own, as two that wrap one NumPy array: they have the storage of the
-    first one.
-    """
-    tensors = [tensor for _, tensor in named]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    starts, sizes = _addresses_of(tensors)
-    begins = np.array([storage.data_ptr() for storage in storages], np.uint64)
-    ends = begins + np.array([storage.nbytes() for storage in storages], np.uint64)
-    is_lost = (starts + sizes > ends) & (sizes > 0)  # its storage does not reach as far: see `has_its_memory`
-    sizes[is_lost] = 0
-    for first, *others in _overlapping(starts, sizes, tensors):
-        begins[others] = begins[first]
-    shares: dict[str, tuple[str, int]] = {}
-    with_memory = np.flatnonzero(sizes)
-    if len(np.unique(begins[with_memory])) < len(with_memory):
-        first_in: dict[tuple[torch.device, int], tuple[str, int]] = {}
-        for index in with_memory.tolist():
-            (name, tensor), start = named[index], int(starts[index])
-            owner, owner_start = first_in.setdefault((tensor.device, int(begins[index])), (name, start))
-            if owner != name:
-                shares[name] = owner, start - owner_start
-    return shares, [named[index][0] for index in np.flatnonzero(is_lost).tolist()]
 
 
 class Addresses:
