@@ -440,7 +440,14 @@ class StepIndex:
                 return result, {number: str(problem) for number, problem in skipped.items()}
             else:
                 if step != "latest":
-                    raise skipped[step]
+                    problem = skipped[step]
+                    with suppress(ModelStateError):
+                        others = [entry.place.step for entry in self.by_age() if entry.is_whole]
+                        if isinstance(problem, DamagedCheckpointError) and others[-1:] not in ([], [step]):
+                            problem.remedy = problem.remedy.replace(
+                                "another step", f"another step, such as {others[-1]}"
+                            )
+                    raise problem
                 raise StepNotFoundError(
                     "no checkpoint of the store can be used" if skipped else "there is no checkpoint in the store",
                     where=self.directory,
