@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from modelstate.io.engine import Block, Wait, Wanted, block_buffers, in_blocks, stream
+from modelstate.io.engine import Block, OpenFiles, Wait, block_buffers, in_blocks, stream
 from modelstate.io.files import SourceFile
 from modelstate.process import parallel_for
 from modelstate.spec import ByteRange
@@ -17,7 +17,7 @@ from modelstate.spec import ByteRange
 units = st.integers(1, 300)
 wanted_ranges = st.lists(
     st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 5000), st.integers(0, 900), units).map(
-        lambda drawn: Wanted(ByteRange(*drawn[:3]), drawn[3])
+        lambda drawn: (ByteRange(*drawn[:3]), drawn[3])
     ),
     max_size=12,
 )
@@ -25,16 +25,17 @@ wanted_ranges = st.lists(
 
 @pytest.mark.slow
 @given(wanted=wanted_ranges, block_bytes=st.integers(64, 1000))
-def test_blocks_have_every_byte_once_in_whole_units(wanted: list[Wanted], block_bytes: int) -> None:
+def test_blocks_have_every_byte_once_in_whole_units(wanted: list[tuple[ByteRange, int]], block_bytes: int) -> None:
     blocks = in_blocks(wanted, block_bytes)
     parts = [part for block in blocks for part in block.parts]
     for which, (source, unit) in enumerate(wanted):
-        mine = sorted((part for part in parts if part.which == which), key=lambda part: part.first)
-        assert [part.first for part in mine] == [sum(p.nbytes for p in mine[:i]) for i in range(len(mine))]
-        assert sum(part.nbytes for part in mine) == source.nbytes
-        assert all(part.nbytes % unit == 0 for part in mine[:-1])
+        mine = sorted(part.source for part in parts if part.which == which)
+        starts = [source.start + sum(piece.nbytes for piece in mine[:i]) for i in range(len(mine))]
+        assert mine == [ByteRange(source.path, start, piece.nbytes) for start, piece in zip(starts, mine, strict=True)]
+        assert sum(piece.nbytes for piece in mine) == source.nbytes
+        assert all(piece.nbytes % unit == 0 for piece in mine[:-1])
     for block in blocks:
-        ends = [(part.at, part.at + part.nbytes) for part in block.parts]
+        ends = [(part.at, part.at + part.source.nbytes) for part in block.parts]
         assert all(part.at % 64 == 0 for part in block.parts)
         assert all(one[1] <= other[0] for one, other in pairwise(ends))
         assert ends[-1][1] <= block.nbytes
@@ -50,15 +51,16 @@ def path(tmp_path: Path) -> str:
 
 def streamed(path: str, threads: int, waits: bool = False, delay: float = 0.0) -> tuple[bytes, set[str]]:
     """What comes of a stream of three ranges of the file, and the threads that brought it."""
-    wanted = [Wanted(ByteRange(path, *where), 4) for where in ((100_000, 120_000), (10, 40_000), (50_010, 40_000))]
-    found = [bytearray(one.source.nbytes) for one in wanted]
+    wanted = [(ByteRange(path, *where), 4) for where in ((100_000, 120_000), (10, 40_000), (50_010, 40_000))]
+    found = [bytearray(source.nbytes) for source, _ in wanted]
     told: list[float] = []
     names: set[str] = set()
 
     def take(block: Block, buffer: torch.Tensor) -> None:
         for part in block.parts:
-            piece = bytes(buffer[part.at : part.at + part.nbytes].tolist())
-            found[part.which][part.first : part.first + part.nbytes] = piece
+            piece = bytes(buffer[part.at : part.at + part.source.nbytes].tolist())
+            first = part.source.start - wanted[part.which][0].start
+            found[part.which][first : first + part.source.nbytes] = piece
 
     def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
         names.add(threading.current_thread().name)
@@ -69,15 +71,16 @@ def streamed(path: str, threads: int, waits: bool = False, delay: float = 0.0) -
         return lambda: take(block, buffer)  # as a device does, which goes on while other blocks are read
 
     blocks = in_blocks(wanted, 9_000)
-    stream(
-        *(wanted, blocks, block_buffers(blocks, threads), consume),
-        files={path: SourceFile(path).fingerprint},
-        on_block=lambda block, seconds: told.append(block.wanted_bytes),
-    )
+    with OpenFiles({path: SourceFile(path).fingerprint}) as files:
+        stream(
+            *(blocks, block_buffers(blocks, threads), consume),
+            files=files,
+            on_block=lambda block, seconds: told.append(block.wanted_bytes),
+        )
     assert sum(told) == 200_000
     content = Path(path).read_bytes()
-    for one, got in zip(wanted, found, strict=True):
-        assert got == content[one.source.start : one.source.start + one.source.nbytes]
+    for (source, _), got in zip(wanted, found, strict=True):
+        assert got == content[source.start : source.start + source.nbytes]
     return b"".join(found), names
 
 
@@ -105,14 +108,10 @@ def test_nothing_that_was_started_goes_on_after_an_error(threads: int, path: str
         if len(started) > 7:
             raise ValueError("cancelled")
 
-    wanted = [Wanted(ByteRange(path, 0, 200_000), 4)]
-    blocks = in_blocks(wanted, 9_000)
-    with pytest.raises(ValueError, match="cancelled"):
-        stream(
-            *(wanted, blocks, block_buffers(blocks, threads), consume),
-            files={path: SourceFile(path).fingerprint},
-            on_block=on_block,
-        )
+    blocks = in_blocks([(ByteRange(path, 0, 200_000), 4)], 9_000)
+    files = OpenFiles({path: SourceFile(path).fingerprint})
+    with files, pytest.raises(ValueError, match="cancelled"):
+        stream(blocks, block_buffers(blocks, threads), consume, files=files, on_block=on_block)
     assert sorted(ended) == started
 
 

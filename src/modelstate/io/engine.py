@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -554,22 +555,12 @@ _view_of_memory: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
 # Reading blocks, which the thread that has read one consumes while another one reads the next.
 
 
-class Wanted(NamedTuple):
-    """A range of a file that is requested in pieces."""
-
-    source: ByteRange
-    unit: int
-    """The length of every piece but the last is a multiple of this number of bytes."""
-
-
 class Part(NamedTuple):
     """A piece of a range, in a buffer."""
 
     which: int
     """The index of the range among those that are requested."""
-    first: int
-    """Bytes from the beginning of the range."""
-    nbytes: int
+    source: ByteRange
     at: int
     """Bytes from the beginning of the buffer."""
 
@@ -583,7 +574,7 @@ class Block(msgspec.Struct, frozen=True):
 
     @property
     def wanted_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.source.nbytes for part in self.parts)
 
 
 Wait = Callable[[], object]
@@ -600,24 +591,22 @@ def block_buffers(blocks: Sequence[Block], threads: int) -> list[torch.Tensor]:
 
 
 def stream(
-    wanted: Sequence[Wanted],
     blocks: Sequence[Block],
     buffers: Sequence[torch.Tensor],
     consume: Consume,
     *,
-    files: OpenFiles | Mapping[str, FileFingerprint],
+    files: OpenFiles,
     on_block: Callable[[Block, float], object],
 ) -> None:
-    """Reads the requested ranges in blocks; the thread that has read a block consumes it while another one reads.
+    """Reads blocks; the thread that has read a block consumes it while another one reads.
 
     No thread is at work any more, and nothing that `consume` has started, when this returns or raises.
 
     Args:
-        wanted: The ranges to read.
         blocks: The blocks, such as those of `in_blocks`.
         buffers: A buffer for each thread, such as those of `block_buffers`.
         consume: Called with each block and its buffer, without autograd and outside of inference mode.
-        files: As for `read_ranges`.
+        files: The files, whose owner compares them when all has been read.
         on_block: Called with each consumed block and the seconds that it took, by one thread at a time.
 
     Raises:
@@ -625,11 +614,6 @@ def stream(
     """
     import torch
 
-    if not isinstance(files, OpenFiles):
-        with OpenFiles(files) as opened:
-            stream(wanted, blocks, buffers, consume, files=opened, on_block=on_block)
-            opened.check_unchanged()
-        return
     waits: list[Wait | None] = [None] * len(buffers)
 
     @torch.inference_mode(False)
@@ -643,11 +627,7 @@ def stream(
     @torch.no_grad()
     def process(number: int, buffer: torch.Tensor, block: Block) -> None:
         wait_for(number)
-        requests = []
-        for part in block.parts:
-            source = wanted[part.which].source
-            extent = ByteRange(source.path, source.start + part.first, part.nbytes)
-            requests.append(Request(extent, buffer.data_ptr() + part.at))
+        requests = [Request(part.source, buffer.data_ptr() + part.at) for part in block.parts]
         for batch in coalesce(requests, batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
             read_batch(files[batch.path], batch)
         waits[number] = consume(block, buffer)
@@ -660,11 +640,16 @@ def stream(
             wait_for(number)
 
 
-def in_blocks(wanted: Sequence[Wanted], block_bytes: int, align_bytes: int = 1) -> list[Block]:
+def in_blocks(wanted: Sequence[tuple[ByteRange, int]], block_bytes: int, align_bytes: int = 1) -> list[Block]:
     """Packs every byte of every range once into blocks, in the order of the files.
 
     A block needs a buffer of at most `block_bytes`, or holds one unit that is larger. Where it ends within a range, it
     ends at a multiple of `align_bytes` in the file, if there is one.
+
+    Args:
+        wanted: The ranges, each with its unit: the length of every piece but the last is a multiple of it.
+        block_bytes: The size of a buffer.
+        align_bytes: Where blocks end in the file.
     """
     blocks: list[Block] = []
     parts: list[Part] = []
@@ -677,25 +662,24 @@ def in_blocks(wanted: Sequence[Wanted], block_bytes: int, align_bytes: int = 1) 
             parts.clear()
         used = 0
 
-    for index in sorted(range(len(wanted)), key=lambda i: (wanted[i].source.path, wanted[i].source.start)):
-        source, unit = wanted[index]
-        first = 0
-        while first < source.nbytes:
-            left, room = source.nbytes - first, block_bytes - used
+    for (source, unit), index in sorted(zip(wanted, count(), strict=False)):
+        path, start, left = source
+        while left:
+            room = block_bytes - used
             nbytes = left
             if left > room:
                 nbytes = room // unit * unit
-                excess = -(-((source.start + first + nbytes) % align_bytes) // unit) * unit
+                excess = -(-((start + nbytes) % align_bytes) // unit) * unit
                 nbytes -= excess if excess < nbytes else 0
             if nbytes <= 0:
                 if parts:
                     close()
                     continue
                 nbytes = min(unit, left)
-            parts.append(Part(index, first, nbytes, used))
-            first += nbytes
+            parts.append(Part(index, ByteRange(path, start, nbytes), used))
+            start, left = start + nbytes, left - nbytes
             used += aligned(nbytes)
-            if first < source.nbytes:
+            if left:
                 close()
     close()
     return blocks

@@ -32,7 +32,6 @@ from modelstate.io import lease, linux
 from modelstate.io.engine import (
     LocalFile,
     OpenFiles,
-    Wanted,
     block_buffers,
     in_blocks,
     read_threads,
@@ -184,10 +183,9 @@ def bring_into_cache(
         return True
     if sum(span.nbytes for span in missing) > most_to_read():
         return False
-    wanted = [Wanted(span, 1) for span in missing]
-    blocks = in_blocks(wanted, _READ_BYTES)
+    blocks = in_blocks([(span, 1) for span in missing], _READ_BYTES)
     buffers = block_buffers(blocks, read_threads())
-    stream(wanted, blocks, buffers, lambda *_: None, files=files, on_block=lambda block, _: on_read(block.wanted_bytes))
+    stream(blocks, buffers, lambda *_: None, files=files, on_block=lambda block, _: on_read(block.wanted_bytes))
     return True
 
 

@@ -32,7 +32,6 @@ from modelstate.io.engine import (
     Part,
     ReadStrategy,
     Wait,
-    Wanted,
     block_buffers,
     common_align_bytes,
     in_blocks,
@@ -559,7 +558,7 @@ def streamed_read(staging: Staging, executions: Sequence[Execution], progress: P
     It raises `ReadFailedError` and `TransformError`; memory that is read into is then partly overwritten.
     """
     strategy = staging.strategy
-    wanted, owners = list[Wanted](), list[tuple[_Rows | _Transformed, ByteRange]]()
+    wanted, owners = list[tuple[ByteRange, int]](), list[_Rows | _Transformed]()
     transfers, plain = [item.transfers for item in executions], list[Execution]()
     readers = list[_Rows | _Transformed]()
     for execution in executions:
@@ -570,12 +569,12 @@ def streamed_read(staging: Staging, executions: Sequence[Execution], progress: P
             plain.append(execution)
     for owner in (*readers, *map(_Rows, plain, _final_memory(plain))):
         unit_bytes, extents = owner.execution.transfers.unit_bytes, owner.execution.transfers.extents
-        wanted += [Wanted(extent, unit_bytes) for extent in extents]
-        owners += [(owner, extent) for extent in extents]
+        wanted += [(extent, unit_bytes) for extent in extents]
+        owners += [owner for _ in extents]
     devices = sorted({item.device for item in transfers if item.device.type in _QUEUED_DEVICES}, key=str)
     if devices:
-        strategy = strategy.for_devices(sum(aligned(entry.source.nbytes) for entry in wanted))
-    align_bytes = common_align_bytes({entry.source.path for entry in wanted}, staging.checkpoint.fingerprints)
+        strategy = strategy.for_devices(sum(aligned(extent.nbytes) for extent, _ in wanted))
+    align_bytes = common_align_bytes({extent.path for extent, _ in wanted}, staging.checkpoint.fingerprints)
     blocks = in_blocks(wanted, strategy.block_bytes, align_bytes)
     block_bytes = max((block.nbytes for block in blocks), default=0)
     queues = {device: CudaQueue(device, block_bytes) for device in devices}
@@ -587,11 +586,11 @@ def streamed_read(staging: Staging, executions: Sequence[Execution], progress: P
     def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
         pieces = defaultdict[torch.device, list[Piece]](list)
         for part in block.parts:
-            owner, extent = owners[part.which]
+            owner = owners[part.which]
             if isinstance(owner, _Transformed):
                 owner.write(part, buffer)
             else:
-                pieces[owner.transfers.device] += owner.pieces(part, extent, part.at)
+                pieces[owner.transfers.device] += owner.pieces(part)
         waits = list[Wait]()
         for device, of_device in pieces.items():
             if device in queues:
@@ -602,21 +601,21 @@ def streamed_read(staging: Staging, executions: Sequence[Execution], progress: P
 
     def on_block(block: Block, seconds: float) -> None:
         for part in block.parts:
-            owners[part.which][0].execution.seconds += seconds * part.nbytes / block.wanted_bytes
+            owners[part.which].execution.seconds += seconds * part.source.nbytes / block.wanted_bytes
         progress(block.wanted_bytes)
 
     def run() -> None:
         try:
-            stream(wanted, blocks, buffers, consume, files=staging.files, on_block=on_block)
+            stream(blocks, buffers, consume, files=staging.files, on_block=on_block)
         finally:
             # A block that has failed may have left copies behind: they use memory that is freed after an error.
             for queue in queues.values():
                 queue.wait()
         buffers.clear()
         queues.clear()
-        for owner in dict.fromkeys(owner for owner, _ in owners):
+        for owner in dict.fromkeys(owners):
             owner.end()
-        progress(sum(item.nbytes for item in transfers) - sum(entry.source.nbytes for entry in wanted))
+        progress(sum(item.nbytes for item in transfers) - sum(extent.nbytes for extent, _ in wanted))
 
     return run
 
@@ -632,12 +631,12 @@ class _Rows:
         self._begins = [(path, start) for path, start, _ in ordered]
         self._ends = [(path, start + nbytes) for path, start, nbytes in ordered]
 
-    def pieces(self, part: Part, extent: ByteRange, at: int) -> list[Piece]:
-        """Returns the values of a part of a range, which begins at a byte of a buffer."""
-        dtype, first, found = self.transfers.stored_dtype, extent.start + part.first, list[Piece]()
-        end, itemsize = first + part.nbytes, dtype.itemsize
-        from_row = bisect_right(self._ends, (extent.path, first))
-        for row in self._order[from_row : bisect_left(self._begins, (extent.path, end))]:
+    def pieces(self, part: Part) -> list[Piece]:
+        """Returns the values of a part of a range."""
+        dtype, (path, first, length), found = self.transfers.stored_dtype, part.source, list[Piece]()
+        end, itemsize = first + length, dtype.itemsize
+        from_row = bisect_right(self._ends, (path, first))
+        for row in self._order[from_row : bisect_left(self._begins, (path, end))]:
             _, start, nbytes = self._sources[row]
             begin, until = max(start, first), min(start + nbytes, end)
             target = self._targets[row]
@@ -646,7 +645,7 @@ class _Rows:
                 target = target.as_strided(((until - begin) // itemsize,), (1,), offset)
             elif target.dim() != 1:
                 target = target.view(-1)
-            found.append(Piece(self.transfers.names[row], at + begin - first, dtype, target))
+            found.append(Piece(self.transfers.names[row], part.at + begin - first, dtype, target))
         return found
 
     def end(self) -> None:
@@ -665,9 +664,9 @@ class _Transformed:
     def write(self, part: Part, buffer: torch.Tensor) -> None:
         """Transforms the rows of a part, and writes them where they belong."""
         transfer, function = self.execution.transfers, self._function
-        value = buffer[part.at : part.at + part.nbytes].view(transfer.stored_dtype)
+        value = buffer[part.at : part.at + part.source.nbytes].view(transfer.stored_dtype)
         rows = value.view(-1, *self._shape[1:])
-        first = part.first // transfer.unit_bytes
+        first = (part.source.start - transfer.extents[0].start) // transfer.unit_bytes
         cast = rows.to(transfer.dtype)
         self._staging.overflows.check(transfer.name, rows, cast)
         parts = {name: tensor[first : first + len(rows)] for name, tensor in self._parts.items()}
