@@ -28,12 +28,12 @@ from modelstate.errors import AmbiguousCheckpointError, CodecError, keep_interru
 from modelstate.formats.tree import nodes_of, refused_in
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.recorder import loads_names_itself, outermost, own_names
-from modelstate.problems import Problem, ProblemKind, option
+from modelstate.problems import Problem, ProblemKind, one_line, option
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, to_be_computed
 from modelstate.rules.known import WRAPPERS
 from modelstate.rules.names import Prefix, Rename
-from modelstate.rules.rule import Entries, Entry, ModelTensor, ModelTensors, Rule, Value, as_code, describe
+from modelstate.rules.rule import Entries, Entry, ModelTensor, ModelTensors, Rule, Value, as_code
 from modelstate.rules.schema import Applied, Schema, apply_rules, renaming, way_back
 from modelstate.spec import Stored, StoredTensor, StoredTensors
 from modelstate.text_format import count
@@ -279,7 +279,7 @@ def _applied_mapping(
         mapped = apply_rules(rules, own.entries, part.read)
     except Exception as error:  # the mapping differs between versions of transformers
         keep_interrupt(error)
-        return own, (), f"transformers' conversion mapping cannot be used: {describe(error)}", False
+        return own, (), f"transformers' conversion mapping cannot be used: {one_line(error)}", False
     names = slots.by_name.keys()
     if mapped.problems or len(mapped.entries.keys() & names) <= len(own.entries.keys() & names):
         return own, (), "", False

@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from modelstate.errors import ModelStateError, RuleError, code_errors, keep_interrupt
-from modelstate.problems import Problem, ProblemKind
+from modelstate.problems import Problem, ProblemKind, one_line
 from modelstate.rules.expression import Read, Source, values_of, why_not_plain
 from modelstate.spec import StoredTensor
 from modelstate.text_format import short_repr
@@ -187,7 +187,7 @@ class RuleContext:
             result = change(entry.tensor)
         except Exception as error:  # torch raises for shapes that do not fit
             keep_interrupt(error)
-            return self.fail(old, describe(error))
+            return self.fail(old, one_line(error))
         return self.make(name, result, [of])
 
     def values(self, source: Source) -> torch.Tensor:
@@ -458,11 +458,6 @@ def as_code(rule: object) -> str:
 
 def _is_built_in(rule: object) -> bool:
     return type(rule).__module__.startswith("modelstate.")
-
-
-def describe(error: Exception) -> str:
-    """Returns class and message of an error on one line."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def irreversible(rule: object, why: str) -> RuleError:

@@ -14,7 +14,7 @@ import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelStateError, OptionError, RuleError
-from modelstate.problems import Problem, ProblemKind, rule_error
+from modelstate.problems import Problem, ProblemKind, one_line, rule_error
 from modelstate.rules.expression import values_of
 from modelstate.rules.names import Fill
 from modelstate.rules.rule import (
@@ -25,7 +25,6 @@ from modelstate.rules.rule import (
     Rule,
     RuleContext,
     Value,
-    describe,
     irreversible,
     literal_names,
     new_name,
@@ -114,7 +113,7 @@ class Rules(tuple[Rule, ...]):
         except ModelStateError:
             raise
         except Exception as error:  # a user's function may raise anything when it gets values
-            raise RuleError("a rule cannot be carried out; nothing has been changed", found=describe(error)) from error
+            raise RuleError("a rule cannot be carried out; nothing has been changed", found=one_line(error)) from error
 
 
 def in_memory(stored: Stored) -> torch.Tensor:
@@ -478,7 +477,7 @@ class Schema:
             raise RuleError(
                 f"the predicate that recognises version {version} raised",
                 where=where,
-                found=describe(error),
+                found=one_line(error),
                 remedy='let it ask for names that are there: "name" in checkpoint, checkpoint.get("name")',
             ) from error
 

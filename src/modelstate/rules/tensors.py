@@ -27,7 +27,6 @@ from modelstate.rules.rule import (
     RuleContext,
     Value,
     check_sizes,
-    describe,
     irreversible,
 )
 from modelstate.text_format import short_repr
@@ -189,7 +188,7 @@ class Apply(EntryRule, msgspec.Struct, frozen=True):
                 result = self._derive(entry.content, context)
         except Exception as error:  # a user's function may raise anything
             keep_interrupt(error)
-            return context.fail(name, describe(error))
+            return context.fail(name, one_line(error))
         return context.make(name, result, [(name, entry)])
 
     def _derive(self, source: Source, context: RuleContext) -> Source:

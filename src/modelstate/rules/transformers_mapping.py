@@ -17,8 +17,9 @@ import msgspec
 from torch import nn
 
 from modelstate.errors import OptionError, PackageError
+from modelstate.problems import one_line
 from modelstate.rules.expression import Source, concatenated, region, reshaped, transposed
-from modelstate.rules.rule import CodeRepr, Rule, RuleContext, describe, irreversible
+from modelstate.rules.rule import CodeRepr, Rule, RuleContext, irreversible
 from modelstate.rules.schema import Applied, Rules
 from modelstate.text_format import listed
 from modelstate.transaction.slots import HIDDEN, slots_of
@@ -224,7 +225,7 @@ class TransformersMapping(msgspec.Struct, frozen=True, eq=False):
             for name, tensor in conversion.named(state):
                 context.make(name, tensor, of)
         except Exception as error:  # torch raises for shapes that do not fit; an operation may be unknown
-            context.fail(target, describe(error))
+            context.fail(target, one_line(error))
         finally:
             context.rule = rule
 
