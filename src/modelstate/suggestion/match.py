@@ -101,6 +101,8 @@ class Fusion(msgspec.Struct, frozen=True):
     """The sizes of the parts along that dimension; None if they are equal."""
     is_transposed: bool
     """Whether the tensors of the checkpoint are transposed first."""
+    is_split: bool
+    """Whether the checkpoint has the wholes, and not the parts."""
 
 
 class Matches(msgspec.Struct):
@@ -110,10 +112,8 @@ class Matches(msgspec.Struct):
     targets: list[Leaf]
     pairs: dict[str, str] = {}
     """From names of the checkpoint to names of the model."""
-    splits: list[Fusion] = []
-    """Tensors of the checkpoint that are split."""
-    joins: list[Fusion] = []
-    """Tensors of the model that are joined from tensors of the checkpoint."""
+    fusions: list[Fusion] = []
+    """Tensors of the checkpoint that are split, and tensors of the model that are joined."""
     expected: dict[str, tuple[str, ...]] = {}
     """For each name of the model with a match, the names in the checkpoint that it is made of."""
     used: set[str] = set()
@@ -333,9 +333,10 @@ def _is_square(leaf: Leaf) -> bool:
 
 def _find_transposed(matches: Matches, first: Orientation, second: Orientation) -> None:
     """Finds the tensors that are the transpose of the other one of their pair."""
-    fused = [(row[:1], fusion) for fusion in matches.splits for row in fusion.rows]
-    fused += [(row[1:], fusion) for fusion in matches.joins for row in fusion.rows]
-    matches.transposed |= {name for names, fusion in fused if fusion.is_transposed for name in names}
+    for fusion in matches.fusions:
+        if fusion.is_transposed:
+            rows = (row[:1] if fusion.is_split else row[1:] for row in fusion.rows)
+            matches.transposed.update(name for row in rows for name in row)
     square = {leaf.name for leaf in matches.sources if _is_square(leaf) and leaf.shape[0] > 1}
     is_mixed = any(first.values()) or any(second.values())
     doubtful = []
@@ -579,49 +580,44 @@ def _alike(source: Kind, i: int, target: Kind, j: int) -> float:
 # Fused tensors.
 
 
-class _Parts(msgspec.Struct, frozen=True):
-    """Kinds that could be the parts of one tensor, in order."""
-
-    concept: str
-    """What their whole is: "qkv", "gate_up"."""
-    kinds: tuple[Kind, ...]
-    means: frozenset[str]
-    """The concepts of the names, without those of the single parts."""
-
-
 def _match_fusions(matches: Matches, first: Orientation, second: Orientation) -> None:
     """Finds tensors that are fused by their names, and clearly consist of tensors of the other side."""
     for is_split in (True, False):
         sides = matches.open_sources(), matches.open_targets()
         wholes = kinds_of(sides[not is_split], within_words=False)
-        for group in list(_part_groups(kinds_of(sides[is_split], within_words=False))):
-            whole = _best_whole(wholes, group, matches, is_split)
-            if whole is None:
+        for joined, parts, concept in list(_part_groups(kinds_of(sides[is_split], within_words=False))):
+            named = [kind for kind in wholes if concept in kind.sample.words(kind.owner.count("."))]
+            fitting = [kind for kind in named if kind.signature == joined.signature]
+            best = _best_pairs(fitting, [joined], matches) if is_split else _best_pairs([joined], fitting, matches)
+            if not best:
                 continue
+            ((source, target),) = best
+            whole = source if is_split else target
             wholes.remove(whole)
-            source, target = (whole, group.kinds[0]) if is_split else (group.kinds[0], whole)
             is_transposed, is_straight = bool(first.get(source.sample.name)), not second.get(target.sample.name)
             if not is_straight and not is_transposed:
                 continue  # the result would have to be transposed, after the split or join
             rows = tuple(
-                (leaf.name, *(part.leaves[ranks].name for part in group.kinds)) for ranks, leaf in whole.leaves.items()
+                (leaf.name, *(part.leaves[ranks].name for part in parts)) for ranks, leaf in whole.leaves.items()
             )
-            sizes = tuple(part.sample.shape[0] for part in group.kinds)
+            sizes = tuple(part.sample.shape[0] for part in parts)
             is_matrix = len(whole.sample.shape) == 2
             dim = 1 if is_matrix and not is_straight else 0
             is_turned = is_transposed and is_straight and is_matrix
-            fusion = Fusion(rows, dim, sizes if len(set(sizes)) > 1 else None, is_turned)
-            (matches.splits if is_split else matches.joins).append(fusion)
-            for name, *parts in rows:
+            matches.fusions.append(Fusion(rows, dim, sizes if len(set(sizes)) > 1 else None, is_turned, is_split))
+            for name, *names in rows:
                 if is_split:
-                    for part in parts:
+                    for part in names:
                         matches.add((name,), part, is_part=True)
                 else:
-                    matches.add(tuple(parts), name)
+                    matches.add(tuple(names), name)
 
 
-def _part_groups(kinds: Iterable[Kind]) -> Iterator[_Parts]:
-    """Yields siblings that are named query, key and value, or like the parts of another fused tensor."""
+def _part_groups(kinds: Iterable[Kind]) -> Iterator[tuple[Kind, list[Kind], str]]:
+    """Yields siblings that are named query, key and value, or like the parts of another fused tensor.
+
+    Yields the kind of what they join to, under the names of the first parts; the parts; and the concept of the whole.
+    """
     whole_of = {part: whole for whole, names in PARTS.items() for part in names if whole != "kv"}
     stems: dict[tuple[str, str, str], dict[str, Kind]] = defaultdict(dict)
     for kind in kinds:
@@ -633,35 +629,24 @@ def _part_groups(kinds: Iterable[Kind]) -> Iterator[_Parts]:
                 stems[stem, kind.role, whole_of[named[0]]][named[0]] = kind
                 break
     for (stem, _, concept), members in stems.items():
-        if members.keys() >= set(PARTS[concept]):
-            yield _Parts(concept, tuple(members[name] for name in PARTS[concept]), of_path(stem.split(".")))
+        parts = [members[name] for name in PARTS[concept] if name in members]
+        if len(parts) == len(PARTS[concept]) and (leaves := _joined(parts)):
+            yield replace(parts[0], leaves=leaves, means=of_path(stem.split(".")) | {concept}), parts, concept
 
 
-def _best_whole(wholes: Sequence[Kind], group: _Parts, matches: Matches, is_split: bool) -> Kind | None:
-    """Returns the kind that the parts clearly belong to."""
-    scored = []
-    for at, kind in enumerate(wholes):
-        is_named = group.concept in kind.sample.words(kind.owner.count("."))
-        if is_named and _adds_up(kind, group) and not contradict(kind.means - frozenset(PARTS), group.means):
-            pair = (kind, group.kinds[0]) if is_split else (group.kinds[0], kind)
-            scored.append((matches.score(*pair), at))
-    scored.sort(reverse=True)
-    is_clear = len(scored) == 1 or (len(scored) > 1 and scored[0][0] - scored[1][0] >= _MARGIN)
-    return wholes[scored[0][1]] if is_clear else None
-
-
-def _adds_up(whole: Kind, group: _Parts) -> bool:
-    """Whether the sizes of the parts add up to the size of the tensor, in the same way in every layer."""
-    if whole.role != group.kinds[0].role or any(part.leaves.keys() != whole.leaves.keys() for part in group.kinds):
-        return False
+def _joined(parts: Sequence[Kind]) -> dict[Ranks, Leaf]:
+    """Returns the tensors that the parts join to; none unless they fit together, in the same way in every layer."""
+    leaves: dict[Ranks, Leaf] = {}
     splits = set()
-    for ranks, leaf in whole.leaves.items():
-        pieces = [part.leaves[ranks] for part in group.kinds]
-        others = {(piece.shape[1:], piece.dtype_kind) for piece in pieces}
-        if not leaf.shape or not all(piece.shape for piece in pieces) or others != {(leaf.shape[1:], leaf.dtype_kind)}:
-            return False
-        splits.add((leaf.shape[0] - sum(piece.shape[0] for piece in pieces), *(piece.shape[0] for piece in pieces)))
-    return len(splits) == 1 and min(splits)[0] == 0 and _order_is_clear(whole, group.kinds[0])
+    for ranks, leaf in parts[0].leaves.items():
+        pieces = [part.leaves.get(ranks, leaf) for part in parts]
+        if not leaf.shape or len({(len(piece.shape), piece.shape[1:], piece.dtype_kind) for piece in pieces}) > 1:
+            return {}
+        sizes = tuple(piece.shape[0] for piece in pieces)
+        splits.add(sizes)
+        leaves[ranks] = replace(leaf, shape=(sum(sizes), *leaf.shape[1:]))
+    is_alike = all(part.leaves.keys() == leaves.keys() for part in parts)
+    return leaves if is_alike and len(splits) == 1 else {}
 
 
 # Certainty.

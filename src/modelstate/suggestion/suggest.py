@@ -304,14 +304,13 @@ def _rules(matches: Matches, entries: Entries, shapes: _Shapes) -> list[Rule]:
             (pattern,) = family.patterns
             is_alone = all(name in transposed for name in entries if template(pattern).match(name) is not None)
             rules += map(Transpose, [pattern] if is_alone else [name for (name,) in family.members])
-    for fusions, is_split in ((matches.splits, True), (matches.joins, False)):
-        rows: dict[tuple[int, tuple[int, ...] | None], list[Names]] = defaultdict(list)
-        for fusion in fusions:
-            rows[fusion.dim, fusion.sizes].extend(fusion.rows)
-        for (dim, sizes), members in rows.items():
-            for whole, *parts in _fused_patterns(members, entries, is_split=is_split):
-                names = tuple(parts)
-                rules.append(Split(whole, names, dim, sizes) if is_split else Concat(names, whole, dim, sizes))
+    rows: dict[tuple[bool, int, tuple[int, ...] | None], list[Names]] = defaultdict(list)
+    for fusion in matches.fusions:
+        rows[fusion.is_split, fusion.dim, fusion.sizes].extend(fusion.rows)
+    for (is_split, dim, sizes), members in rows.items():
+        for whole, *parts in _fused_patterns(members, entries, is_split=is_split):
+            names = tuple(parts)
+            rules.append(Split(whole, names, dim, sizes) if is_split else Concat(names, whole, dim, sizes))
     goals = {name: name for name in matches.expected.keys() - {*matches.pairs.values()}} | matches.pairs
     # Names of the model without a match, to which a rule for others could give an unused value by chance.
     unused = [name for name in entries if name not in matches.used]
