@@ -178,3 +178,45 @@ def test_packages_are_on_the_cpu_whatever_the_default_device_is() -> None:
         assert live(x).unique().tolist() == [5.0]
         live.swap(state)
         assert live(x).unique().tolist() == [10.0]
+
+
+class TwoInputs(nn.Module):
+    """Computes something else where its inputs are exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + y
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_each_call_is_checked_also_after_one_with_the_same_sizes(by_name: bool) -> None:
+    x, y = torch.ones(2, 3), torch.zeros(2, 3)
+    live = ms.Live(package_of(TwoInputs(), kwargs={"x": x, "y": y}) if by_name else package_of(TwoInputs(), x, y))
+
+    def answer(x: object, y: object) -> torch.Tensor:
+        value: torch.Tensor = live(y=y, x=x) if by_name else live(x, y)
+        return value
+
+    columns = torch.arange(6.0).view(3, 2).T
+    for _ in range(2):
+        assert answer(x, y).unique().tolist() == [2.0]
+        assert answer(y, x).unique().tolist() == [1.0]
+        assert torch.equal(answer(x, columns), 2 + columns)
+        for args, named in (
+            ((x,), {}),
+            ((x, y, y), {}),
+            ((x,), {"z": y}),
+            ((x,), {"x": y}),
+            (([x, y],), {}),
+            ((), {"x": x}),
+            ((), {"x": x, "z": y}),
+            ((x, y) if by_name else (), {} if by_name else {"x": x, "y": y}),
+        ):
+            with pytest.raises(ProgramInputError):
+                live(*args, **named)
+        for wrong in (x.double(), x[:, :2], x.to("meta"), x.tolist(), x[0]):
+            with pytest.raises(ProgramInputError):
+                answer(x, wrong)

@@ -103,8 +103,9 @@ class AotiTarget(Target):
 
         def request(*args: object, **named: object) -> object:
             inputs = self._call.inputs(args, named)
-            with torch.no_grad():
-                return unflatten(runner.run(inputs), self._call.out_spec)
+            with torch.set_grad_enabled(False), runner.lock:
+                outputs = runner.library.boxed_run(inputs)
+            return unflatten(outputs, self._call.out_spec)
 
         # The garbage collector may call this at any moment, in any thread.
         weakref.finalize(request, self._idle.append, runner).atexit = False
@@ -134,9 +135,9 @@ class _Runner:
 
     def __init__(self, path: str, model: str, where: str) -> None:
         try:
-            self._library = aoti_loader(path, model)
-            self.names: tuple[str, ...] = tuple(self._library.get_constant_fqns())
-            self.call_spec: tuple[str, str] = tuple(self._library.get_call_spec())
+            self.library = aoti_loader(path, model)
+            self.names: tuple[str, ...] = tuple(self.library.get_constant_fqns())
+            self.call_spec: tuple[str, str] = tuple(self.library.get_call_spec())
         except RuntimeError as error:
             raise LiveTargetError(
                 "the package cannot be loaded",
@@ -148,7 +149,7 @@ class _Runner:
         self._is_loaded = False
         # Python code of the model may release the GIL while it runs. Another request that enters the library then
         # waits there while it holds the GIL.
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def filled(self, values: Mapping[str, torch.Tensor], fixed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies values into the memory of the library. Returns that memory by name, with the ties of the values.
@@ -174,15 +175,9 @@ class _Runner:
             if self.names and not self._is_loaded:
                 constants = {name: self.memory.get(name, fixed.get(name)) for name in self.names}
                 # Without a copy: the library uses this memory.
-                self._library.load_constants(constants, False, True, True)
+                self.library.load_constants(constants, False, True, True)
                 self._is_loaded = True
         return dict(self.memory)
-
-    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Calls the library with inputs that have been checked."""
-        with self._lock:
-            outputs: list[torch.Tensor] = self._library.boxed_run(inputs)
-            return outputs
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:
@@ -227,6 +222,8 @@ class _Call:
 
     def __init__(self, runner: _Runner, manifest: Manifest | None, where: str) -> None:
         self._where = where
+        self._accepted: list[object] | None = None
+        """The signature of the last tensors that were accepted as they are, without containers around them."""
         inputs = None if manifest is None else manifest.inputs
         self._tensors: list[tuple[ProgramInput, torch.dtype, torch.device] | None] | None = None
         """Each input that is a tensor; None for a package whose inputs are not known."""
@@ -247,6 +244,14 @@ class _Call:
 
     def inputs(self, args: tuple[object, ...], named: dict[str, object]) -> list[torch.Tensor]:
         """Returns the tensors of a call in the library's order. Raises `ProgramInputError`."""
+        passed = [*args, *named.values()]
+        kinds = [
+            (each.shape, each.stride(), each.dtype, each.device, each.layout) if type(each) is torch.Tensor else None
+            for each in passed
+        ]
+        signature: list[object] = [*named, *kinds]
+        if signature == self._accepted:
+            return passed  # type: ignore[return-value]
         order = keyword_order(self._in_spec)
         if list(named) != order and named.keys() == set(order):
             named = {name: named[name] for name in order}
@@ -262,7 +267,10 @@ class _Call:
                 raise input_error(
                     self._where, "the inputs have other sizes or values than the library is for", failed, shapes
                 )
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if None not in signature and [*map(id, inputs)] == [*map(id, passed)]:
+            self._accepted = signature
+        return inputs
 
     def _tensor(self, each: ProgramInput, dtype: torch.dtype, device: torch.device, leaf: object) -> torch.Tensor:
         """Checks a tensor, and returns it with the order of strides of the export, which the library assumes."""
