@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import random
+import re
 import threading
 import time
 import warnings
@@ -101,7 +102,7 @@ def follow(
         >>> with modelstate.follow(live, "runs/checkpoints", select="best:loss") as following:
         ...     following.wait(timeout_seconds=3600)
     """
-    metric, sign = _metric_of(select)
+    selection = _selection(select)
     _check_target(target, options)
     canary = options.get("canary")
     if isinstance(target, Live) and isinstance(canary, Canary) and target.version().id:
@@ -114,18 +115,9 @@ def follow(
             raise invalid_option(name, "must be callable", callback, expected="a function, or None")
     # A separate instance: a store that also saves in the background would raise errors of its saves here.
     own_store = Store(store.directory, cache=store.index.cache) if isinstance(store, Store) else Store(store)
-    following = Following(
-        target,
-        own_store,
-        metric=metric,
-        sign=sign,
-        object=object,
-        poll_seconds=poll_seconds,
-        on_error=on_error,
-        on_swap=on_swap,
-        # All bytes are read for their digests, so the check of their values costs little.
-        options={"check_finite": True, **options} if isinstance(target, Live) else options,
-    )
+    if isinstance(target, Live):  # all bytes are read for their digests, so the check of their values costs little
+        options = {"check_finite": True, **options}
+    following = Following(target, own_store, selection, object, poll_seconds, on_error, on_swap, options)
     if background:
         following.start()
     return following
@@ -168,17 +160,14 @@ class Following:
         self,
         target: Swappable,
         store: Store,
-        *,
-        metric: str | None,
-        sign: int,
+        selection: tuple[str | None, int],
         object: str,
         poll_seconds: float,
         on_error: Callable[[Exception], object] | None,
         on_swap: Callable[[Event], object] | None,
         options: dict[str, object],
     ) -> None:
-        self._target, self._store, self._object = target, store, object
-        self._metric, self._sign = metric, sign
+        self._target, self._store, self._selection, self._object = target, store, selection, object
         self._poll_seconds, self._options = poll_seconds, options
         self._on_error, self._on_swap = on_error, on_swap
         self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
@@ -318,20 +307,19 @@ class Following:
     # A poll.
 
     def _try_candidates(self) -> None:
-        while True:
+        outcome: Outcome = "again"
+        while outcome == "again":
             candidates = self._candidates()
-            outcome: Outcome = "skipped"
-            for candidate in candidates or ():
+            if candidates is None:
+                return
+            outcome = "taken"
+            for candidate in candidates:
                 if self._task is not None and self._task.is_cancelled and self._task.is_current:
                     return
-                outcome = self._take(candidate)
-                if outcome != "skipped":
+                if (outcome := self._take(candidate)) != "skipped":
                     break
-            if outcome == "again":
-                continue
-            if outcome != "later" and candidates is not None:
-                self._reported.clear()
-            return
+        if outcome != "later":
+            self._reported.clear()
 
     def _candidates(self) -> list[_Candidate] | None:
         """The checkpoints that `select` prefers to the present one, best first; None if the store is not readable."""
@@ -350,7 +338,7 @@ class Following:
         taken = self._taken
         return [
             candidate
-            for candidate in _ranked(infos, self._metric, self._sign)
+            for candidate in _ranked(infos, *self._selection)
             if self._refused.get(_key(candidate), 0) < _MAX_TRIES
             # Ranks of different stores cannot be compared.
             and (taken is None or candidate.info.store not in ("", taken.info.store) or candidate.rank > taken.rank)
@@ -370,10 +358,11 @@ class Following:
         except Exception as error:
             return self._failed(candidate, error, time.perf_counter() - started)
         self._taken = candidate
-        version = getattr(report, "version", None)
-        event = self._add("swapped", info.step, info.path, time.perf_counter() - started, version)
-        if self._on_swap is not None:
-            self._call(self._on_swap, event)
+        seconds, version = time.perf_counter() - started, getattr(report, "version", None)
+        event = self._add(
+            Event("swapped", version if type(version) is int else None, info.path, time.time(), seconds, "", info.step)
+        )
+        self._call(self._on_swap, event)
         return "taken"
 
     def _failed(self, candidate: _Candidate, error: Exception, seconds: float) -> Outcome:
@@ -413,32 +402,24 @@ class Following:
     # Events and callbacks.
 
     def _report(self, action: str, step: int | None, source: str, error: BaseException, seconds: float = 0.0) -> None:
-        self._add(action, step, source, seconds, error=_text(error))
+        # An event has only the text of an error: the traceback would keep the refused weights alive.
+        self._add(Event(action, None, source, time.time(), seconds, _text(error), step))
         if self._on_error is not None and isinstance(error, Exception):
             self._call(self._on_error, error)
         else:
             _warn(_text(error))
 
-    def _add(
-        self,
-        action: str,
-        step: int | None,
-        source: str,
-        seconds: float,
-        version: object = None,
-        error: str = "",
-    ) -> Event:
-        event = Event(action, version if type(version) is int else None, source, time.time(), seconds, error, step)
-        # An event has only the text of an error: the traceback would keep the refused weights alive.
+    def _add(self, event: Event) -> Event:
         self._events.append(event)
         self._events_of_poll.append(event)
         return event
 
-    def _call(self, callback: Callable[[_T], object], argument: _T) -> None:
+    def _call(self, callback: Callable[[_T], object] | None, argument: _T) -> None:
         try:
-            callback(argument)
+            if callback is not None:
+                callback(argument)
         except Exception as failure:
-            self._add("callback", None, "", 0.0, error=_text(failure))
+            self._add(Event("callback", None, "", time.time(), 0.0, _text(failure)))
             _warn(f"a callback raised {_text(failure)}")
 
 
@@ -467,26 +448,20 @@ def _ranked(infos: Sequence[CheckpointInfo], metric: str | None, sign: int) -> l
     return sorted(candidates, key=lambda candidate: candidate.rank, reverse=True)
 
 
-def _metric_of(select: object) -> tuple[str | None, int]:
-    """Parses `select=`: "latest", "best:loss" for the lowest, "best:accuracy:max" for the highest.
+def _selection(select: object) -> tuple[str | None, int]:
+    """Returns the metric that `select=` names, None for the time of saving, and its sign: -1 where the lowest is best.
 
-    Returns the metric, which is None for the time of saving, and its sign: -1 where lower values are better. Raises
-    `OptionError`.
+    Raises `OptionError`.
     """
-    if select == "latest":
-        return None, 1
-    prefix, _, metric = select.partition(":") if isinstance(select, str) else ("", "", "")
-    name, colon, mode = metric.rpartition(":")
-    if not colon or mode not in ("min", "max"):
-        name, mode = metric, "min"
-    if prefix == "best" and name:
-        return name, 1 if mode == "max" else -1
-    raise invalid_option(
-        "select",
-        "has an unknown value",
-        select,
-        expected='"latest", "best:METRIC" for the lowest, or "best:METRIC:max" for the highest',
-    )
+    match = re.fullmatch(r"latest|best:(.+?)(?::(min|max))?", select) if isinstance(select, str) else None
+    if match is None:
+        raise invalid_option(
+            "select",
+            "has an unknown value",
+            select,
+            expected='"latest", "best:METRIC" for the lowest, or "best:METRIC:max" for the highest',
+        )
+    return match[1], 1 if match[2] == "max" else -1
 
 
 def _text(error: BaseException) -> str:
