@@ -91,7 +91,7 @@ class AotiTarget(Target):
         return self._program(runtime_state(filled))
 
     def _program(self, state: Mapping[str, torch.Tensor]) -> Program:
-        """Returns a version whose runner has copies of these weights. Raises `WeightsError` and `LiveTargetError`."""
+        """Returns a version whose runner has copies of these weights. Raises `LiveTargetError`."""
         runner, self._next = self._next, None
         if runner is None:
             runner = self._idle.pop() if self._idle else self._load()
@@ -152,22 +152,11 @@ class _Runner:
         self.lock = threading.Lock()
 
     def filled(self, values: Mapping[str, torch.Tensor], fixed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies values into the memory of the library. Returns that memory by name, with the ties of the values.
-
-        Raises `WeightsError` where a value has another shape, dtype or device than the memory.
-        """
+        """Copies values into the memory of the library. Returns that memory by name, with the ties of the values."""
         with torch.inference_mode(False), torch.no_grad():
             if not self.memory:
                 allocated = {id(value): _like(value) for value in values.values()}
                 self.memory = {name: allocated[id(value)] for name, value in values.items()}
-            wrong = [name for name, value in values.items() if _kind(value) != _kind(self.memory[name])]
-            if wrong:
-                raise WeightsError(
-                    "weights have another shape or dtype than the library was compiled for",
-                    expected=listed((f"{name}: {_kind_text(self.memory[name])}" for name in wrong), 8, "; "),
-                    found=listed((f"{name}: {_kind_text(values[name])}" for name in wrong), 8, "; "),
-                    names=wrong,
-                )
             pairs = {id(value): (self.memory[name], value.detach()) for name, value in values.items()}
             for memory, value in pairs.values():
                 if memory.data_ptr() != value.data_ptr():  # the weights have been read into this memory
@@ -225,15 +214,8 @@ class _Call:
         self._accepted: list[object] | None = None
         """The signature of the last tensors that were accepted as they are, without containers around them."""
         inputs = None if manifest is None else manifest.inputs
-        self._tensors: list[tuple[ProgramInput, torch.dtype, torch.device] | None] | None = None
-        """Each input that is a tensor; None for a package whose inputs are not known."""
-        self._failed: Callable[[list[object]], str | None] = lambda args: None
-        if inputs is not None:
-            self._tensors = [
-                (each, getattr(torch, each.dtype), torch.device(each.device)) if each.dtype else None
-                for each in inputs.values
-            ]
-            self._failed = _compiled_conditions(inputs.conditions)
+        self._values = None if inputs is None else inputs.values
+        self._failed = _compiled_conditions(() if inputs is None else inputs.conditions)
         with code_errors(
             DamagedFileError,
             "the description of the inputs in the file has classes that are not registered, or is damaged",
@@ -258,10 +240,8 @@ class _Call:
         leaves, spec = flatten((args, named))
         if spec != self._in_spec:
             raise input_error(self._where, "the arguments have another structure", self._in_spec, spec)
-        if self._tensors is not None:
-            for place, (expected, leaf) in enumerate(zip(self._tensors, leaves, strict=True)):
-                if expected is not None:
-                    leaves[place] = self._tensor(*expected, leaf)
+        if self._values is not None:  # else the package does not describe its inputs
+            leaves = [self._checked(*pair) for pair in zip(self._values, leaves, strict=True)]
             if (failed := self._failed(leaves)) is not None:
                 shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
                 raise input_error(
@@ -272,14 +252,17 @@ class _Call:
             self._accepted = signature
         return inputs
 
-    def _tensor(self, each: ProgramInput, dtype: torch.dtype, device: torch.device, leaf: object) -> torch.Tensor:
-        """Checks a tensor, and returns it with the order of strides of the export, which the library assumes."""
+    def _checked(self, each: ProgramInput, leaf: object) -> object:
+        """Checks an input. Returns a tensor in the order of strides of the export, which the library assumes."""
+        if not each.dtype:
+            return leaf
         if not isinstance(leaf, torch.Tensor):
-            raise input_error(self._where, f"{each.name} is not a tensor", dtype, type(leaf).__name__)
-        if (leaf.dtype, leaf.device, leaf.dim()) != (dtype, device, len(each.order)):
-            expected = f"{dtype}, {device}, {len(each.order)} dimensions"
-            found = f"{leaf.dtype}, {leaf.device}, shape {list(leaf.shape)}"
-            raise input_error(self._where, f"{each.name} is another kind of tensor", expected, found)
+            raise input_error(self._where, f"{each.name} is not a tensor", each.dtype, type(leaf).__name__)
+        found = str(leaf.dtype).removeprefix("torch."), str(leaf.device), leaf.dim()
+        if found != (each.dtype, each.device, len(each.order)):
+            expected = f"{each.dtype}, {each.device}, {len(each.order)} dimensions"
+            text = f"{found[0]}, {found[1]}, shape {list(leaf.shape)}"
+            raise input_error(self._where, f"{each.name} is another kind of tensor", expected, text)
         if leaf.permute(each.order).is_contiguous():
             return leaf
         if each.is_written:
@@ -383,11 +366,3 @@ def _check_machine(file: ProgramFile) -> None:
             found="a processor without them",
             remedy="compile the package on this machine, or serve the exported program",
         )
-
-
-def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.layout, tensor.shape, tensor.dtype, tensor.device
-
-
-def _kind_text(tensor: torch.Tensor) -> str:
-    return f"shape {tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}"

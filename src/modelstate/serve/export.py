@@ -166,7 +166,7 @@ def _exported(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.export.export(module, args, named, dynamic_shapes=shapes, strict=strict)
+            return torch.export.export(module, args, named, dynamic_shapes=shapes, strict=strict)
     except Exception as error:
         raise ExportError(
             "torch.export cannot export the module",
@@ -174,15 +174,6 @@ def _exported(
             found=_first_lines(error),
             remedy="see the cause above; the module itself can be served: modelstate.Live(module)",
         ) from error
-    lacking = [name for name in runtime_state(module) if name not in program.state_dict]
-    if lacking:
-        raise ExportError(
-            "tensors of the module are not among those of the program",
-            where=type(module).__name__,
-            found=listed(lacking, 8),
-            names=lacking,
-        )
-    return program
 
 
 def _compiled(
@@ -219,14 +210,11 @@ def _write(
 ) -> None:
     """Writes the archive. Raises `ExportError` and `OSError`."""
     extra = {NAME: manifest.to_json()}
-    with archive_file(output) as file:
-        try:
-            if files is None:
-                torch.export.save(program, file, extra_files=extra)
-            else:
-                aoti_package(file, files, extra)
-        except Exception as error:
-            raise ExportError("torch cannot write the program", where=where, found=_first_lines(error)) from error
+    with archive_file(output) as file, code_errors(ExportError, "torch cannot write the program", where=where):
+        if files is None:
+            torch.export.save(program, file, extra_files=extra)
+        else:
+            aoti_package(file, files, extra)
 
 
 def _tensors(module: nn.Module) -> tuple[ProgramTensor, ...]:

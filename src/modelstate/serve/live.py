@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import sys
 import threading
@@ -187,10 +188,10 @@ class Version:
 class _Turn:
     """A thread's place in a queue of swaps."""
 
-    __slots__ = ("__weakref__", "has_ended", "pid", "thread")
+    __slots__ = ("__weakref__", "process", "thread")
 
     def __init__(self) -> None:
-        self.thread, self.pid, self.has_ended = threading.get_ident(), os.getpid(), False
+        self.process, self.thread = os.getpid(), threading.get_ident()
 
 
 class _TurnQueue:
@@ -198,6 +199,27 @@ class _TurnQueue:
 
     def __init__(self) -> None:
         self._turns: list[weakref.ref[_Turn]] = []
+
+    @contextmanager
+    def turn(self, timeout_seconds: float | None) -> Iterator[None]:
+        """A context in which no other thread has a turn. Raises `SwapBusyError`, and `OptionError` for a bad time."""
+        seconds = math.inf
+        if timeout_seconds is not None:
+            seconds = seconds_of("timeout_seconds", timeout_seconds, most=1e8, accepts_none=True)
+        self.check_not_nested()
+        turn, until = _Turn(), time.monotonic() + seconds
+        reference = weakref.ref(turn)
+        self._turns.append(reference)
+        try:
+            while self._present()[0] is not turn:
+                if time.monotonic() >= until:
+                    raise SwapBusyError(
+                        "another swap did not end in time", remedy="give more time with timeout_seconds="
+                    )
+                time.sleep(0.001)
+            yield
+        finally:
+            self._turns.remove(reference)
 
     def check_not_nested(self) -> None:
         """Raises `SwapBusyError` where this thread already has, or waits for, a turn."""
@@ -207,28 +229,9 @@ class _TurnQueue:
                 remedy="call it when that one has ended",
             )
 
-    @contextmanager
-    def turn(self, timeout_seconds: float | None) -> Iterator[None]:
-        """A context in which no other thread has a turn. Raises `SwapBusyError`."""
-        self.check_not_nested()
-        turn, began = _Turn(), time.monotonic()
-        reference = weakref.ref(turn)
-        self._turns.append(reference)
-        try:
-            while self._present()[0] is not turn:
-                if timeout_seconds is not None and time.monotonic() - began >= timeout_seconds:
-                    raise SwapBusyError(
-                        "another swap did not end in time", remedy="give more time with timeout_seconds="
-                    )
-                time.sleep(0.001)
-            yield
-        finally:
-            turn.has_ended = True
-            self._turns.remove(reference)
-
     def _present(self) -> list[_Turn]:
         turns = [turn for reference in self._turns.copy() if (turn := reference()) is not None]
-        return [turn for turn in turns if not turn.has_ended and turn.pid == os.getpid()]
+        return [turn for turn in turns if turn.process == os.getpid()]
 
 
 def target_factory(target: object, names: NameMap | nn.Module | None, training: bool) -> Target:
@@ -488,7 +491,6 @@ class Live:
                 expected="a Canary, or a function",
                 found=type(canary).__name__,
             )
-        _check_timeout(timeout_seconds)
         loading = checked_options(
             key=key,
             rules=rules,
@@ -497,24 +499,17 @@ class Live:
             verify=verify,
             progress=False,
         )
-        report = self._swap(source, SwapOptions(loading, exact, check_finite), canary, buffers, timeout_seconds)
+        report = self._swap(source, SwapOptions(loading, exact, check_finite, canary, buffers), timeout_seconds)
         with self._flips.turn(None):
             self._free_retired()
         return report
 
-    def _swap(
-        self,
-        source: Source,
-        options: SwapOptions,
-        canary: AnyCanary | None,
-        buffers: Buffers,
-        timeout_seconds: float | None,
-    ) -> SwapReport:
-        began, served, notes = time.perf_counter(), None, list[str]()
+    def _swap(self, source: Source, options: SwapOptions, timeout_seconds: float | None) -> SwapReport:
+        began, served, notes, canary = time.perf_counter(), None, list[str](), options.canary
         try:
             with self._swaps.turn(timeout_seconds):
                 old = self._versions[-1]
-                carries = buffers == "carry" and bool(old.id)
+                carries = options.buffers == "carry" and bool(old.id)
                 with gc_paused(), default_modes():
                     program, report, has_file = stage(self._target, source, options, old.program, self._memory)
                 staged = time.perf_counter()
@@ -541,18 +536,16 @@ class Live:
                     modified = modified_buffers(old.program.module, old.digests) if carries else {}
                     carried = carry_over(modified, program.module)
                     served = _Served(next(self._ids), program, report.source, digests, has_own_memory=not has_file)
-                    kept = self._versions if old.id else self._versions[:-1]
-                    dropped = max(len(kept) - self._keep_versions, 0)
-                    for each in (*kept[:dropped], *(() if old.id else (old,))):
+                    first_kept = max(len(self._versions) - self._keep_versions, 0) if old.id else 1
+                    for each in self._versions[:first_kept]:
                         self._retire(each)
-                    self._versions = (*kept[dropped:], served)
+                    self._versions = (*self._versions[first_kept:], served)
                     self._log("swapped", report.source, time.perf_counter() - began)
                 flipped = time.perf_counter()
         except BaseException as error:
             if served is None or served is not self._versions[-1]:
-                name = type(source).__name__
-                if isinstance(source, Checkpoint | str | os.PathLike):
-                    name = source.source if isinstance(source, Checkpoint) else str(source)
+                where = source.source if isinstance(source, Checkpoint) else source
+                name = str(where) if isinstance(where, str | os.PathLike) else type(where).__name__
                 self._log("refused", name, time.perf_counter() - began, f"{type(error).__name__}: {error}")
             raise
         return replace(
@@ -589,7 +582,6 @@ class Live:
             >>> live.rollback()
             1
         """
-        _check_timeout(timeout_seconds)
         self._swaps.check_not_nested()
         began = time.perf_counter()
         with default_modes(), self._flips.turn(timeout_seconds):
@@ -631,8 +623,3 @@ class Live:
 
     def _log(self, action: str, source: str, seconds: float, error: str = "") -> None:
         self._events.append(Event(action, self._versions[-1].id, source, time.time(), seconds, error))
-
-
-def _check_timeout(timeout_seconds: float | None) -> None:
-    if timeout_seconds is not None:
-        seconds_of("timeout_seconds", timeout_seconds, most=1e8, accepts_none=True)

@@ -63,7 +63,7 @@ def meta_clone(module: nn.Module, memory: Mapping[int, torch.Tensor] = MappingPr
     tensors = {id(tensor): tensor for tensor in tensors_of(modules)}  # `memo` has their ids, so they must stay alive
     _check_overlaps(module, tensors.values())
     memo: dict[int, object] = {}
-    hidden = _hidden_buffer_ids(modules)
+    in_state = set(map(id, runtime_state(module).values()))
     for key, tensor in tensors.items():
         if torch.nn.parameter.is_lazy(tensor):
             raise LiveTargetError(
@@ -73,7 +73,7 @@ def meta_clone(module: nn.Module, memory: Mapping[int, torch.Tensor] = MappingPr
             )
         if key in memory:
             memo[key] = _with_memory(tensor, memory[key])
-        elif key not in hidden and is_plain(tensor) and not tensor.is_nested and not tensor.is_quantized:
+        elif key in in_state and is_plain(tensor) and not tensor.is_nested and not tensor.is_quantized:
             memo[key] = _on_meta(tensor)
     for submodule in modules:
         for name in computed_attributes(submodule):
@@ -195,17 +195,13 @@ def runtime_state(
     if source is not None:
         model = meta_clone(model)
         load(model, source, rules=rules, map=False)
-    parameters: dict[str, torch.Tensor] = {}
-    buffers: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor | None] = {}
+    buffers: dict[str, torch.Tensor | None] = {}
     for prefix, module, own, others in module_tables(model):
-        for name, parameter in own.items():
-            if parameter is not None:
-                parameters[prefix + name] = parameter
+        parameters.update((prefix + name, parameter) for name, parameter in own.items())
         hidden = non_persistent_buffers(module) if others else ()
-        for name, buffer in others.items():
-            if buffer is not None and name not in hidden:
-                buffers[prefix + name] = buffer
-    return parameters | buffers
+        buffers.update((prefix + name, buffer) for name, buffer in others.items() if name not in hidden)
+    return {name: tensor for name, tensor in (parameters | buffers).items() if tensor is not None}
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -234,18 +230,6 @@ def _with_memory(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return clone
 
 
-def _hidden_buffer_ids(modules: Iterable[nn.Module]) -> set[int]:
-    """The ids of buffers that no module registers as persistent: no checkpoint has their values."""
-    hidden: set[int] = set()
-    persistent: set[int] = set()
-    for module in modules:
-        names = non_persistent_buffers(module)
-        for name, buffer in own_buffers(module).items():
-            if buffer is not None:
-                (hidden if name in names else persistent).add(id(buffer))
-    return hidden - persistent
-
-
 def _check_overlaps(module: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
     plain = [tensor for tensor in tensors if not tensor.is_meta and is_plain(tensor)]
     for group in sharing(plain, plain) if plain else ():
@@ -259,7 +243,6 @@ def _check_overlaps(module: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
         )
 
 
-_CONTAINERS = (list, tuple, set, frozenset, deque)
 _CALLED = frozenset(
     [
         *("forward", "__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward"),
@@ -270,7 +253,11 @@ _CALLED = frozenset(
 """Methods of every module that requests and loads call. Libraries wrap others too, such as `to` and `extra_repr`."""
 _UNUSED = {*dir(nn.Module), "_backward_hooks", "_backward_pre_hooks", "_non_persistent_buffers_set"} - _CALLED
 """Attributes of modules that neither requests nor loads use."""
+_CONTAINERS = (list, tuple, set, frozenset, deque)
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_CALLABLES = (types.FunctionType, functools.partial, *_METHODS)
+_PARTS = ("__self__", "__func__", "func", "args", "keywords", "__defaults__", "__kwdefaults__")
+"""What a method, a partial or a function calls, and what it calls that with."""
 Reference = tuple[str, object]
 """The path of an object, and the object."""
 
@@ -300,8 +287,8 @@ def check_captured_references(module: nn.Module, clone: nn.Module) -> tuple[str,
         base = next((name_of_address[address] for address in _addresses(value) if address in name_of_address), None)
         if base is not None:
             references.append(f"{path} is a view of {base}")
-    hidden = _hidden_buffer_ids(modules_of(module))
-    on_meta += [name for name, buffer in module.named_buffers() if buffer.is_meta and id(buffer) in hidden]
+    in_state = set(map(id, state.values()))
+    on_meta += [name for name, buffer in module.named_buffers() if buffer.is_meta and id(buffer) not in in_state]
     if on_meta:
         raise LiveTargetError(
             "buffers or attributes of the module are on the meta device, and no checkpoint has values for them",
@@ -360,13 +347,10 @@ def _referents(path: str, value: object) -> Iterator[Reference]:
     elif isinstance(value, torch.Tensor):
         if is_plain(value):  # the attributes of a wrapper subclass are its payload
             yield from ((f"{path}.{name}", item) for name, item in list(vars(value).items()))
-    elif isinstance(value, types.FunctionType):
-        yield from _of_function(path, value)
-    elif isinstance(value, _METHODS):
-        yield f"{path}.__self__", value.__self__
-        yield path, getattr(value, "__func__", None)
-    elif isinstance(value, functools.partial):
-        yield from ((f"{path}.func", value.func), (f"{path}.args", value.args), (f"{path}.keywords", value.keywords))
+    elif isinstance(value, _CALLABLES):
+        if isinstance(value, types.FunctionType):
+            yield from _of_code(path, value)
+        yield from ((f"{path}.{name}", getattr(value, name, None)) for name in _PARTS)
         yield from _attributes(path, value)
     elif isinstance(value, dict):
         yield from ((f"{path}[{key!r}]", item) for key, item in list(dict.items(value)))
@@ -398,21 +382,17 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Reference]:
             yield f"{path}.{name}" if path else name, value
 
 
-def _of_function(path: str, value: types.FunctionType) -> Iterator[Reference]:
-    """The closure, defaults and attributes of a function, and the modules, tensors and functions among its globals."""
+def _of_code(path: str, value: types.FunctionType) -> Iterator[Reference]:
+    """The closure of a function, and the modules, tensors and callables among its globals."""
     for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
         try:
             yield f"{path}: {name}", cell.cell_contents
         except ValueError:
             continue  # the cell is empty
-    yield f"{path}.__defaults__", value.__defaults__
-    yield f"{path}.__kwdefaults__", value.__kwdefaults__
-    yield from _attributes(path, value)
     for name in _names(value.__code__):
         item = value.__globals__.get(name)
-        kinds = (*_METHODS, types.FunctionType, functools.partial, torch.Tensor, nn.Module)
         is_imported = isinstance(item, types.FunctionType) and item.__globals__ is not value.__globals__
-        if isinstance(item, kinds) and not is_imported:
+        if isinstance(item, (torch.Tensor, nn.Module, *_CALLABLES)) and not is_imported:
             yield f"{path}: {name}", item
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 import zipfile
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Annotated, Literal, Self
 
@@ -23,6 +24,7 @@ from modelstate.errors import (
     DamagedFileError,
     LiveTargetError,
     NewerManifestError,
+    code_errors,
 )
 from modelstate.formats.manifest import check_size
 from modelstate.io.files import SourceFile
@@ -150,7 +152,9 @@ class Manifest(msgspec.Struct, frozen=True, tag_field="format", tag="modelstate-
         Examples:
             >>> manifest = modelstate.serve.Manifest.from_json(text, "program.pt2")
         """
-        try:
+        what = "the description of the weights in the file is damaged"
+        remedy = "export the program again, or get another copy of the file"
+        with code_errors(DamagedFileError, what, where=where, remedy=remedy):
             check_size(text)
             head = msgspec.json.decode(text, type=_Head)
             if head.version > _VERSION:
@@ -161,15 +165,6 @@ class Manifest(msgspec.Struct, frozen=True, tag_field="format", tag="modelstate-
                     found=f"version {head.version}, of modelstate {head.modelstate!r}",
                 )
             return msgspec.json.decode(text, type=cls)
-        except (ValueError, msgspec.DecodeError, RecursionError) as error:
-            if isinstance(error, NewerManifestError):
-                raise
-            raise DamagedFileError(
-                "the description of the weights in the file is damaged",
-                where=where,
-                found=error,
-                remedy="export the program again, or get another copy of the file",
-            ) from error
 
 
 class _Head(msgspec.Struct):
@@ -206,7 +201,8 @@ class ProgramFile:
         with SourceFile(path):  # raises the errors of `modelstate.open`
             self._file = open(path, "rb")  # noqa: SIM115
         try:
-            self._read_directory()
+            with self._readable():
+                self._read_directory()
         except BaseException:
             self._file.close()
             raise
@@ -231,8 +227,6 @@ class ProgramFile:
             raise DamagedFileError(
                 "the archive is damaged", where=self.path, found=error, remedy="get another copy of the file"
             ) from error
-        except (OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-            raise _unreadable(self.path, error) from error
         if damaged is not None:
             raise ChecksumError(
                 "parts of the program differ from their checksums",
@@ -245,11 +239,7 @@ class ProgramFile:
         self._root = folder if all(name.startswith(folder) for name in names) else ""
         records = {name.removeprefix(self._root) for name in names}
         if f"extra/{NAME}" in records:
-            try:
-                text = self._archive.read(f"{self._root}extra/{NAME}").decode()
-            except UnicodeDecodeError as error:
-                raise _unreadable(self.path, error) from error
-            self.manifest = Manifest.from_json(text, self.path)
+            self.manifest = Manifest.from_json(self._archive.read(f"{self._root}extra/{NAME}").decode(), self.path)
         models = {name.removeprefix(_LIBRARIES).split("/")[0] for name in records if name.startswith(_LIBRARIES)}
         if len(models) > 1:
             raise _unsupported(self.path, f"several models: {', '.join(sorted(models))}")
@@ -258,15 +248,17 @@ class ProgramFile:
         elif not any(name.startswith("models/") or name == "serialized_exported_program.json" for name in records):
             raise _no_program(self.path)
 
+    def _readable(self) -> AbstractContextManager[None]:
+        remedy = f"if it is damaged, copy it or export it again; otherwise {_REMEDY}"
+        return code_errors(LiveTargetError, "the program file cannot be read", where=self.path, remedy=remedy)
+
     def program(self) -> ExportedProgram:
         """Returns the exported program. Torch reads it, and trusts the file. Raises `LiveTargetError`."""
         import torch.export
 
-        try:
+        with self._readable():
             self._file.seek(0)
             return torch.export.load(self._file)
-        except Exception as error:
-            raise _unreadable(self.path, error) from error
 
     def weights(self) -> dict[str, torch.Tensor] | None:
         """Returns the constants of a package by the library's names; None where the library itself contains them.
@@ -276,9 +268,9 @@ class ProgramFile:
         config = f"{self._root}{_LIBRARIES}{self.model}/weights_config.json"
         if config not in self._archive.namelist():
             return None
-        try:
-            tensors: dict[tuple[object, ...], torch.Tensor] = {}
-            state: dict[str, torch.Tensor] = {}
+        tensors: dict[tuple[object, ...], torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {}
+        with self._readable():
             for name, (file, shape, stride, offset) in json.loads(self._archive.read(config)).items():
                 key = (file, tuple(shape), tuple(stride), offset)
                 if key not in tensors:
@@ -287,9 +279,7 @@ class ProgramFile:
                     # A clone has a storage of its own, since the view may be a part of a larger one.
                     tensors[key] = torch.as_strided(whole.detach(), shape, stride, offset).clone()
                 state[name] = tensors[key]
-            return state
-        except Exception as error:
-            raise _unreadable(self.path, error) from error
+        return state
 
     def copied_library(self) -> IO[bytes]:
         """Copies the compiled model, without separate weights, to a package that has no path."""
@@ -315,15 +305,6 @@ class ProgramFile:
 
 def _no_program(path: str) -> LiveTargetError:
     return LiveTargetError("the file is not a program", where=path, expected="a .pt2", remedy=_REMEDY)
-
-
-def _unreadable(path: str, error: Exception) -> LiveTargetError:
-    return LiveTargetError(
-        "the program file cannot be read",
-        where=path,
-        found=f"{type(error).__name__}: {error}",
-        remedy=f"if it is damaged, copy it or export it again; otherwise {_REMEDY}",
-    )
 
 
 def _unsupported(path: str, what: str) -> LiveTargetError:

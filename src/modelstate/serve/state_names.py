@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
-from modelstate.errors import NameMapError
+from modelstate.errors import NameMapError, code_errors
 from modelstate.problems import Problem, ProblemKind
 from modelstate.rules.rule import Entry, RuleContext
 from modelstate.serve.meta_clone import runtime_state
@@ -144,14 +144,9 @@ class NameMap(msgspec.Struct, frozen=True, tag_field="format", tag="modelstate-n
         Examples:
             >>> names = modelstate.serve.NameMap.from_json(Path("names.json").read_text())
         """
-        try:
+        expected, remedy = "the text of NameMap.to_json()", "write the map again: NameMap.of(module).to_json()"
+        with code_errors(NameMapError, "this is not a map of names", expected=expected, remedy=remedy):
             return msgspec.json.decode(text, type=cls)
-        except (ValueError, TypeError, msgspec.DecodeError, RecursionError) as error:
-            raise NameMapError(
-                "this is not a map of names",
-                expected="the text of NameMap.to_json()",
-                found=f"{type(error).__name__}: {error}",
-            ) from error
 
     # As a rule.
 

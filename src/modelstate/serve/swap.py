@@ -23,7 +23,7 @@ from modelstate.planning.matching import select_part, wrapper_rule
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.planner import Planner
 from modelstate.planning.transfer import Transfers
-from modelstate.problems import Problem, ProblemKind, Remedies, allowing, casting, extended, ignoring, plan_error
+from modelstate.problems import Problem, ProblemKind, Remedies, allowing, casting, extended, plan_error
 from modelstate.rules.expression import is_dequantized
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renaming, way_back
@@ -50,11 +50,13 @@ Calls = Callable[..., Any]
 
 
 class SwapOptions(msgspec.Struct, frozen=True):
-    """Options of `Live.swap` that concern the weights."""
+    """The options of `Live.swap`."""
 
     loading: LoadOptions
     exact: bool
     check_finite: bool
+    canary: Canary | Callable[[Calls], object] | None
+    buffers: Buffers
 
 
 class SwapReport(msgspec.Struct, frozen=True):
@@ -223,26 +225,14 @@ def _cast_remedy(problems: Sequence[Problem]) -> list[Remedy]:
     return [Remedy(f"give weights with the dtype of the program; or, {other}")]
 
 
+_COMPLETE = "take a checkpoint that has them"
 _REMEDIES: Remedies = {
     ProblemKind.MISSING: lambda members: [
-        Remedy("take a checkpoint that has them"),
+        Remedy(_COMPLETE),
         allowing("allow_missing", members, "or, to keep those of the version that serves"),
     ],
-    ProblemKind.UNEXPECTED: lambda members: [
-        allowing("allow_unexpected", members, "if they are not needed"),
-        Remedy(
-            "if they are missing ones in another spelling: "
-            f"rules=[ms.rules.Rename({members[0].seen_by_rules!r}, other)]"
-        ),
-    ],
-    ProblemKind.WRONG_SHAPE: (
-        "take a checkpoint with the sizes of the program, or serve a model with those of the checkpoint"
-    ),
     ProblemKind.WRONG_DTYPE: _cast_remedy,
-    ProblemKind.UNINITIALISED: "take a checkpoint that has them",
-    ProblemKind.BUFFER_CONFLICT: lambda members: [
-        Remedy(f"if the values of the program are right: {ignoring(members)}")
-    ],
+    ProblemKind.UNINITIALISED: _COMPLETE,
 }
 """In place of remedies with options that a swap does not have."""
 
@@ -281,7 +271,7 @@ def _swap_errors(
         if len(unexpected) == len(error.problems) and target.unexpected_error is not None:
             raise target.unexpected_error(unexpected) from error
         has_values = not any(tensor.is_meta for tensor in serving.tensors)
-        remedies = _REMEDIES if has_values else {**_REMEDIES, ProblemKind.MISSING: "take a checkpoint that has them"}
+        remedies = _REMEDIES if has_values else {**_REMEDIES, ProblemKind.MISSING: _COMPLETE}
         raise plan_error(target.name, where, problems, remedies, given=patterns) from error.__cause__
     except PlacementError as error:
         error.remedy = "give weights of the class that the program has, as the state dict of such a module"
@@ -424,10 +414,8 @@ def carry_over(buffers: Mapping[str, torch.Tensor | None], module: nn.Module) ->
 
 def buffer_restorer(module: nn.Module) -> Callable[[], None]:
     """Returns a function that restores the present buffers: their values, and the set of buffers of each submodule."""
-    parts = [
-        (own_buffers(part), dict(own_buffers(part).items()), non_persistent_buffers(part)) for part in module.modules()
-    ]
-    hidden = [{*names} for _, _, names in parts]
+    tables = [(own_buffers(part), non_persistent_buffers(part)) for part in module.modules()]
+    before = [(dict(table.items()), {*names}) for table, names in tables]
     saved = [(buffer, buffer.detach().clone()) for buffer in buffers_of(module).values()]
 
     def restore() -> None:
@@ -436,10 +424,9 @@ def buffer_restorer(module: nn.Module) -> Callable[[], None]:
                 _overwrite(buffer, value)
             else:  # it was resized
                 become(buffer, value)
-        for (table, buffers, names), names_before in zip(parts, hidden, strict=True):
-            present = dict(table.items())
+        for (table, names), (buffers, names_before) in zip(tables, before, strict=True):
             # TorchScript does not allow writing its table, so an equal one is left alone.
-            if list(present) != list(buffers) or any(present[name] is not value for name, value in buffers.items()):
+            if [(name, id(value)) for name, value in table.items()] != [(name, id(buffers[name])) for name in buffers]:
                 table.clear()
                 table.update(buffers)
             names.clear()
