@@ -231,6 +231,10 @@ _REMEDIES: Remedies = {
         Remedy(_COMPLETE),
         allowing("allow_missing", members, "or, to keep those of the version that serves"),
     ],
+    ProblemKind.UNEXPECTED: lambda members: [
+        allowing("allow_unexpected", members, "if they are not needed"),
+        Remedy(f"if they are misspelt: rules=[ms.rules.Rename({members[0].seen_by_rules!r}, other)]"),
+    ],
     ProblemKind.WRONG_DTYPE: _cast_remedy,
     ProblemKind.UNINITIALISED: _COMPLETE,
 }
