@@ -292,27 +292,32 @@ class _Trial:
         groups: defaultdict[int, list[str]] = defaultdict(list)
         for name, tensor in self._state.items():
             groups[id(tensor)].append(name)
-        if difference := self._difference_with(target, {}):
-            raise _answer_error(self._where, difference, "the original weights")
-        for offset in _OFFSETS:
+        for offset in (None, *_OFFSETS):
             changes = [
                 dict.fromkeys(names, _perturbed(self._state[names[0]], offset, seed))
                 for seed, names in enumerate(groups.values())
+                if offset is not None
             ]
             difference = self._difference_with(target, dict(ChainMap(*changes)))
             if not difference:
                 continue
             each_alone = {next(iter(change)): self._difference_with(target, change) for change in changes}
-            wrong = {name: each for name, each in each_alone.items() if each}
-            if not wrong:
-                raise _answer_error(self._where, difference, "random weights")
+            if wrong := {name: each for name, each in each_alone.items() if each}:
+                raise ExportError(
+                    "the program does not follow changes of its weights: they were compiled into it",
+                    where=self._where,
+                    expected="the answer of the module with the changed tensor",
+                    found=listed((f"{name}: {each}" for name, each in wrong.items()), 8, "; "),
+                    remedy=_REMEDIES[target.kind],
+                    names=list(wrong),
+                )
+            which = "changed" if changes else "the original"
             raise ExportError(
-                "the program does not follow changes of its weights: they were compiled into it",
+                f"the program does not answer as the module does, with {which} weights",
                 where=self._where,
-                expected="the answer of the module with the changed tensor",
-                found=listed((f"{name}: {each}" for name, each in wrong.items()), 8, "; "),
-                remedy=_REMEDIES[target.kind],
-                names=list(wrong),
+                expected="the same answer, within the tolerance of its dtype",
+                found=difference,
+                remedy="export it with other options, or serve the module",
             )
 
     def _difference_with(self, target: Target, changed: State) -> str:
@@ -384,13 +389,3 @@ def _difference(answer: _Answer, expected: _Answer) -> str:
         except CanaryError as error:
             return f"{name}: {error.what}: expected {error.expected}, found {error.found}"
     return ""
-
-
-def _answer_error(where: str, found: str, which: str) -> ExportError:
-    return ExportError(
-        f"the program does not answer as the module does, with {which}",
-        where=where,
-        expected="the same answer, within the tolerance of its dtype",
-        found=found,
-        remedy="export it with other options, or serve the module",
-    )

@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
@@ -142,24 +143,27 @@ def _stage(
         rules = (*rules, wrappers)
         names = set(map(renaming(rules), part))
     template, own_rules, without_hooks = target.read_plan(names)
-    state = runtime_state(template)
-    skeleton = meta_clone(template, {id(tensor): memory[name] for name, tensor in state.items() if name in memory})
+    kept = dict[str, torch.Tensor]()
+    if selection.allow_missing:  # what the checkpoint lacks stays as it serves
+        for name, tensor in runtime_state(serving.module).items():
+            if name not in names or any(fnmatchcase(name, pattern) for pattern in selection.allow_missing):
+                kept[name] = tensor.detach().clone()
+    state, values = runtime_state(template), memory | kept
+    skeleton = meta_clone(template, {id(tensor): values[name] for name, tensor in state.items() if name in values})
     devices = _devices_as_in(serving.module, skeleton)
     kinds = {name: _kind_of(tensor) for name, tensor in runtime_state(skeleton).items()}
-    reserved = {id(tensor) for name, tensor in runtime_state(skeleton).items() if name in memory}
-    kept: dict[int, torch.Tensor] = {}
+    reserved = {id(tensor) for name, tensor in runtime_state(skeleton).items() if name in memory.keys() - kept.keys()}
     kept_extra: list[str] = []
 
     def check(planner: Planner) -> None:
         if selection.allow_missing:
-            kept.update(_kept_tensors(planner, serving, target.name))
             extra = [name for name in planner.slots.extra if name not in planner.extra_states]
             kept_extra.extend(name.rpartition(".")[0] for name in extra)
         if planner.problems:
             raise planner.error()
         if options.exact:
             _check_casts([item.transfers for item in planner.executions], part.source)
-        if not reserved <= {*planner.filled, *kept}:  # code of the model leaves them out
+        if not reserved <= {*planner.filled}:  # code of the model leaves them out
             raise WeightsError("the checkpoint lacks weights that code of the module does not ask for")
 
     in_place = True if memory else None
@@ -170,9 +174,6 @@ def _stage(
         Transaction(skeleton) as transaction,
     ):
         report = load_then(transaction, part, final, check=check)
-    for tensor in tensors_of(modules_of(skeleton)) if kept else ():
-        if (value := kept.get(id(tensor))) is not None:
-            become(tensor, value.detach().clone())
     for path in kept_extra:
         extra_state = serving.module.get_submodule(path).get_extra_state()
         skeleton.get_submodule(path).set_extra_state(copy.deepcopy(extra_state))
@@ -185,21 +186,6 @@ def _stage(
     sizes = {id(tensor): tensor.numel() * tensor.itemsize for tensor in state.values()}
     swapped = SwapReport(target.name, part.source, len(sizes), sum(sizes.values()), notes=tuple(report.notes))
     return program, swapped, bool(part.fingerprints)
-
-
-def _kept_tensors(planner: Planner, serving: Program, where: str) -> dict[int, torch.Tensor]:
-    """Returns the serving values of slots that the checkpoint lacks, by slot, and drops the problems of these slots."""
-    state = runtime_state(serving.module)
-    missing = {slot.name: slot.tensor for slot in planner.slots.tensors if id(slot.tensor) not in planner.filled}
-    kept = {name: state[name] for name in missing if name in state and not state[name].is_meta}
-    planner.problems[:] = [
-        problem
-        for problem in planner.problems
-        if problem.kind is not ProblemKind.UNINITIALISED or problem.why or problem.name not in kept
-    ]
-    if kept and not planner.filled and not planner.problems:
-        planner.problems.append(Problem(ProblemKind.NOTHING_FITS, where))
-    return {id(missing[name]): value for name, value in kept.items()}
 
 
 def _devices_as_in(serving: nn.Module, skeleton: nn.Module) -> Callable[[torch.Tensor], torch.device] | None:
