@@ -83,23 +83,15 @@ class AotiTarget(Target):
         self._first = self._program(state)
 
     def memory_for(self, retired: list[torch.Tensor], *, has_file: bool) -> dict[str, torch.Tensor]:
-        if self._next is None:
-            self._next = self._idle.pop() if self._idle else self._load()
-        return {name: tensor for name, tensor in self._next.memory.items() if name not in self._hidden}
+        return {name: tensor for name, tensor in self._next_runner().memory.items() if name not in self._hidden}
 
     def program(self, filled: nn.Module) -> Program:
         return self._program(runtime_state(filled))
 
     def _program(self, state: Mapping[str, torch.Tensor]) -> Program:
         """Returns a version whose runner has copies of these weights. Raises `LiveTargetError`."""
-        runner, self._next = self._next, None
-        if runner is None:
-            runner = self._idle.pop() if self._idle else self._load()
-        try:
-            tensors = runner.filled({**state, **self._hidden}, self._fixed_values)
-        except BaseException:
-            self._idle.append(runner)
-            raise
+        runner, self._next = self._next_runner(), None
+        tensors = runner.filled({**state, **self._hidden}, self._fixed_values)
 
         def request(*args: object, **named: object) -> object:
             inputs = self._call.inputs(args, named)
@@ -110,6 +102,11 @@ class AotiTarget(Target):
         # The garbage collector may call this at any moment, in any thread.
         weakref.finalize(request, self._idle.append, runner).atexit = False
         return Program(state_module(tensors, meta=False, hidden=self._hidden), request)
+
+    def _next_runner(self) -> _Runner:
+        if self._next is None:
+            self._next = self._idle.pop() if self._idle else self._load()
+        return self._next
 
     def _load(self) -> _Runner:
         return _Runner(f"/dev/fd/{self._copy.fileno()}", self._model, self.name)
@@ -319,18 +316,14 @@ def _state_of_manifest(
     manifest: Manifest, values: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Returns the state, with the ties of the module, and the hidden buffers."""
-    groups: dict[str, torch.Tensor] = {}
-    for entry in manifest.tensors:
-        if entry.name in values:
-            groups.setdefault(entry.alias, values[entry.name])
+    groups = {entry.alias: values[entry.name] for entry in reversed(manifest.tensors) if entry.name in values}
     state: dict[str, torch.Tensor] = {}
     hidden: dict[str, torch.Tensor] = {}
     for entry in manifest.tensors:
-        if entry.alias in groups:
-            value = groups[entry.alias]
-        elif entry.role == "hidden":
+        value = groups.get(entry.alias)
+        if value is None and entry.role == "hidden":
             continue
-        else:  # the program does not use the tensor, so the package does not contain it
+        if value is None:  # the program does not use the tensor, so the package does not contain it
             value = torch.empty_strided(entry.shape, entry.stride, dtype=entry.torch_dtype, device="cpu").zero_()
         if entry.role == "parameter" and not isinstance(value, nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)
