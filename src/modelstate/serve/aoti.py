@@ -82,7 +82,7 @@ class AotiTarget(Target):
         """The runner whose memory the weights of the next version are read into."""
         self._first = self._program(state)
 
-    def memory_for(self, retired: list[torch.Tensor], *, has_file: bool) -> dict[str, torch.Tensor]:
+    def memory_for(self, retired: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in self._next_runner().memory.items() if name not in self._hidden}
 
     def program(self, filled: nn.Module) -> Program:

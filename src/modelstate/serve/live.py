@@ -16,9 +16,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from msgspec.structs import replace
@@ -29,10 +29,8 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
 from modelstate.io.files import local_path
 from modelstate.loading.load import OF_TORCH, Source
-from modelstate.planning.options import checked_options
+from modelstate.planning.options import LoadOptions, SelectionArguments, checked_options
 from modelstate.process import gc_paused
-from modelstate.rules.rule import Rule
-from modelstate.rules.schema import Schema
 from modelstate.serve.meta_clone import runtime_state
 from modelstate.serve.state_names import NameMap
 from modelstate.serve.swap import (
@@ -429,21 +427,18 @@ class Live:
 
     # Changing.
 
-    @checked_call("live.swap", is_method=True, foreign=FOREIGN)
+    @checked_call("live.swap", is_method=True, foreign=FOREIGN, options=SelectionArguments, defaults=LoadOptions())
     def swap(
         self,
         source: Source,
         *,
-        key: str | None = None,
-        rules: Rule | Iterable[Rule] | Schema = (),
-        allow_missing: Iterable[str] = (),
-        allow_unexpected: Iterable[str] = (),
         canary: AnyCanary | None = None,
         buffers: Buffers = "carry",
         timeout_seconds: float | None = 60.0,
         exact: bool = True,
         check_finite: bool = False,
         verify: bool = False,
+        **selection: Unpack[SelectionArguments],
     ) -> SwapReport:
         """Puts new weights into service, all or nothing. After any failure the old version continues to serve.
 
@@ -452,11 +447,6 @@ class Live:
 
         Args:
             source: A source of `modelstate.open`: a path, a directory, a state dict, a `Checkpoint`.
-            key: As for `modelstate.load`, like `rules`, `allow_missing` and `allow_unexpected`.
-            rules: Changes of the checkpoint's names and tensors.
-            allow_missing: Glob patterns of names that may be missing from the checkpoint. The new version has copies of
-                their values in the version that serves.
-            allow_unexpected: Glob patterns of names that may be missing from the program.
             canary: Tries the new version before it serves: a `Canary`, or a function that is called with the version
                 and refuses it by returning False or raising.
             buffers: "carry" takes over the buffers that requests have changed, with their values at the flip. "reset"
@@ -466,6 +456,8 @@ class Live:
             check_finite: Refuses weights with NaN or infinity where those that serve have none. All of them are read
                 for that. A `Canary` refuses answers with NaN.
             verify: Compares the file with the checksums that it contains.
+            **selection: `key`, `rules`, `allow_missing` and `allow_unexpected` of `modelstate.loading.LoadOptions`. The
+                new version has a copy of each weight that may be missing, with its value in the version that serves.
 
         Returns:
             A `SwapReport`: the ids of both versions, sizes, and times.
@@ -491,14 +483,7 @@ class Live:
                 expected="a Canary, or a function",
                 found=type(canary).__name__,
             )
-        loading = checked_options(
-            key=key,
-            rules=rules,
-            allow_missing=allow_missing,
-            allow_unexpected=allow_unexpected,
-            verify=verify,
-            progress=False,
-        )
+        loading = checked_options(**selection, verify=verify, progress=False)
         report = self._swap(source, SwapOptions(loading, exact, check_finite, canary, buffers), timeout_seconds)
         with self._flips.turn(None):
             self._free_retired()

@@ -121,7 +121,7 @@ def stage(
     `modelstate.open` and `modelstate.load` raise.
     """
     checkpoint = open_source(source)
-    memory = target.memory_for(retired, has_file=bool(checkpoint.fingerprints))
+    memory = target.memory_for([] if checkpoint.fingerprints else retired)  # a file is mapped where that is safe
     try:
         return _stage(target, checkpoint, options, serving, memory)
     except ModelStateError:

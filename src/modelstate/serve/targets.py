@@ -125,15 +125,10 @@ class Target(ABC):
         are_runtime = set(names) <= runtime and not set(names) <= saved
         return self.skeleton if are_runtime else self._names, (), False
 
-    def memory_for(self, retired: list[torch.Tensor], *, has_file: bool) -> dict[str, torch.Tensor]:
-        """Returns memory that no version uses, for weights by name.
-
-        Args:
-            retired: Plain CPU tensors of the version that was retired last.
-            has_file: Whether the weights come from a file, which is mapped where that is safe.
-        """
+    def memory_for(self, retired: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns memory that no version uses, for weights by name: that of plain CPU tensors of a retired version."""
         free: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
-        for tensor in () if has_file else retired:
+        for tensor in retired:
             if storage_owners(tensor) == 1:  # not an answer, nor in use by a request
                 free[_kind(tensor)].append(tensor)
         state, memory = runtime_state(self.skeleton), dict[int, torch.Tensor]()
