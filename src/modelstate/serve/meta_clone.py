@@ -272,23 +272,22 @@ def check_captured_references(module: nn.Module, clone: nn.Module) -> tuple[str,
     # Without other buffers: a deep copy keeps views of those.
     state = runtime_state(module)
     name_of_address = {address: name for name, tensor in state.items() for address in _addresses(tensor)}
-    references: list[str] = []
-    others: list[str] = []
-    on_meta: list[str] = []
-    for path, value in _reachable(clone, original):
-        if id(value) in original:
-            references.append(f"{path} is {original[id(value)]} of the first version")
-    for path, value in _reachable(module, ()):
-        if not isinstance(value, torch.Tensor | np.ndarray) or id(value) in original:
-            continue
-        others.append(path)
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            on_meta.append(path)
-        base = next((name_of_address[address] for address in _addresses(value) if address in name_of_address), None)
-        if base is not None:
-            references.append(f"{path} is a view of {base}")
+    others = [
+        (path, value)
+        for path, value in _reachable(module, ())
+        if isinstance(value, torch.Tensor | np.ndarray) and id(value) not in original
+    ]
     in_state = set(map(id, state.values()))
-    on_meta += [name for name, buffer in module.named_buffers() if buffer.is_meta and id(buffer) not in in_state]
+    hidden = [(name, buffer) for name, buffer in module.named_buffers() if id(buffer) not in in_state]
+    on_meta = [path for path, value in (*others, *hidden) if isinstance(value, torch.Tensor) and value.is_meta]
+    references = [
+        f"{path} is {original[id(value)]} of the first version"
+        for path, value in _reachable(clone, original)
+        if id(value) in original
+    ]
+    for path, value in others:
+        names = [name_of_address[address] for address in _addresses(value) if address in name_of_address]
+        references += [f"{path} is a view of {name}" for name in names[:1]]
     if on_meta:
         raise LiveTargetError(
             "buffers or attributes of the module are on the meta device, and no checkpoint has values for them",
@@ -305,7 +304,7 @@ def check_captured_references(module: nn.Module, clone: nn.Module) -> tuple[str,
             remedy="patch the class, or the instance by types.MethodType; let hooks use the module that they "
             "are given; compile the whole, torch.compile(module); make a property of a view",
         )
-    return tuple(others)
+    return tuple(path for path, _ in others)
 
 
 def _addresses(value: torch.Tensor | npt.NDArray[np.generic]) -> set[int]:

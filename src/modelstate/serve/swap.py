@@ -151,8 +151,9 @@ def _stage(
     state, values = runtime_state(template), memory | kept
     skeleton = meta_clone(template, {id(tensor): values[name] for name, tensor in state.items() if name in values})
     devices = _devices_as_in(serving.module, skeleton)
-    kinds = {name: _kind_of(tensor) for name, tensor in runtime_state(skeleton).items()}
-    reserved = {id(tensor) for name, tensor in runtime_state(skeleton).items() if name in memory.keys() - kept.keys()}
+    slots = runtime_state(skeleton)
+    kinds = {name: _kind_of(tensor) for name, tensor in slots.items()}
+    reserved = {id(slots[name]) for name in memory if name not in kept}
     kept_extra: list[str] = []
 
     def check(planner: Planner) -> None:

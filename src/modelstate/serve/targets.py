@@ -250,15 +250,13 @@ class ExportedTarget(Target):
         what, expected = "the program was not exported for these inputs", "inputs for which its guards hold"
         check_inputs_by(module, lambda error: input_error(name, what, expected, f"{type(error).__name__}: {error}"))
         hidden = {key: value for key, value in buffers_of(module).items() if key not in state}
-        fixed = {key: program.constants[key] for key in self.fixed}
-        on_meta = [
-            key for key, value in {**hidden, **fixed}.items() if isinstance(value, torch.Tensor) and value.is_meta
-        ]
-        if on_meta or any(value.is_meta for value in state.values()):
+        everything = {**hidden, **{key: program.constants[key] for key in self.fixed}, **state}
+        on_meta = [key for key, value in everything.items() if isinstance(value, torch.Tensor) and value.is_meta]
+        if on_meta:
             raise LiveTargetError(
                 "the program was exported on the meta device, so it can answer no request",
                 where=name,
-                found=f"on meta: {listed([*on_meta, *state], 8)}",
+                found=f"on meta: {listed(on_meta, 8)}",
                 remedy="give the module values before the export: modelstate.load(model, source)",
             )
         self._first = _program(module, {**state, **hidden})
