@@ -180,7 +180,12 @@ class CollectiveWriter(CheckpointWriter):
         with agreement.phase(WRITING), write_errors(self._path):
             hashes = self._write(layouts, paths, files)
         with agreement.phase(FINISHING, decides=True), write_errors(self._path):
-            return self._finish(layouts, paths, hashes)
+            written = []
+            for planned, path, of_tensors in zip(layouts, paths, self._digests_of_all(layouts, hashes), strict=False):
+                with _opened(path) as output:
+                    written.append(write_header(output, planned, of_tensors))
+                    output.sync()
+            return written
 
     def commit(self, put: Callable[[], Files]) -> Files:
         """Returns on all ranks what `put` returns, which the first rank calls."""
@@ -392,20 +397,8 @@ class CollectiveWriter(CheckpointWriter):
                 column += nbytes
         return result
 
-    def _finish(
-        self, layouts: Sequence[FileLayout], paths: Sequence[str], hashes: Sequence[Hashed]
-    ) -> Sequence[Written]:
-        """Sends the digests to the first rank, which writes the headers."""
-        of_files = self._digests_of_all(layouts, hashes)
-        written = []
-        for planned, path, of_tensors in zip(layouts, paths, of_files, strict=False):
-            with _opened(path) as output:
-                written.append(write_header(output, planned, of_tensors))
-                output.sync()
-        return written
-
     def _digests_of_all(self, layouts: Sequence[FileLayout], hashes: Sequence[Hashed]) -> list[list[str]]:
-        """Returns on the first rank the digests of the tensors of each file; on the others nothing."""
+        """Sends the digests to the first rank, and returns there those of the tensors of each file; else nothing."""
         with self._agreement.barrier():
             texts = self._agreement.texts(FINISHING, json.dumps(hashes))
         if not self._agreement.is_first:

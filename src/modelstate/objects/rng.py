@@ -13,11 +13,8 @@ import torch
 from modelstate.arguments import check_flag, invalid_option
 from modelstate.errors import ObjectStateError, OptionError
 from modelstate.formats.tree import same_value
-from modelstate.text_format import printable, short_repr
+from modelstate.text_format import listed, printable
 
-_VERSION = 1
-_GLOBAL = ("python", "numpy", "torch")
-_FIELDS = ("version", *_GLOBAL, "cuda", "generators")
 _KINDS = "torch.Generator, numpy.random.Generator, BitGenerator or RandomState, or random.Random"
 
 
@@ -82,13 +79,8 @@ class RNG:
         Examples:
             >>> state = ms.RNG().state_dict()
         """
-        used_cuda = self._cuda and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return {
-            "version": _VERSION,
-            **{name: generator.get() for name, generator in self._global.items()},
-            "cuda": [generator.get() for generator in _cuda_generators()] if used_cuda else None,
-            "generators": {name: generator.get() for name, generator in self._own.items()},
-        }
+        used_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return {name: generator.get() for name, generator in self._generators(used_cuda).items()}
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Sets all generators, or none: on an error each one gets its earlier state back.
@@ -103,20 +95,11 @@ class RNG:
         Examples:
             >>> ms.RNG().load_state_dict(state)
         """
-        fields: Mapping[str, Any] = state_dict if isinstance(state_dict, Mapping) else {}
-        of_cuda, of_own = fields.get("cuda") if self._cuda else None, fields.get("generators")
-        is_whole = set(fields) == set(_FIELDS) and isinstance(of_cuda, list | tuple | None)
-        if not is_whole or not isinstance(of_own, Mapping):
-            kinds = [f"{key}: a {type(value).__qualname__}" for key, value in list(fields.items())[:10]]
-            found = printable(", ".join(kinds))[:200] or f"a {type(state_dict).__qualname__}"
-            raise _refused([], "this is not the state of random generators", found=found)
-        version = fields["version"]
-        if type(version) is not int or version != _VERSION:
-            raise _refused([], "a state of a version that is not known here", found=short_repr(version))
-        generators = self._generators()
-        states = {name: state_dict[name] for name in _GLOBAL}
-        states |= {f"cuda: {index}": state for index, state in enumerate(of_cuda or ())}
-        states |= {f"generators: {printable(str(name))}": state for name, state in of_own.items()}
+        saved = state_dict if isinstance(state_dict, Mapping) else {}
+        states = {printable(str(name)): state for name, state in saved.items()}
+        if not self._cuda:
+            states = {name: state for name, state in states.items() if not name.startswith("cuda: ")}
+        generators = self._generators(True)
         problems = [
             f"{name}: nothing was saved for it"
             for name in generators
@@ -132,30 +115,30 @@ class RNG:
                 except Exception as error:
                     problems.append(f"{name}: {_first_line(error)}")
             if problems:
-                raise _refused(problems, "the state does not fit the random generators; nothing has been changed")
+                is_of_cuda = any(text.startswith("cuda: ") for text in problems)
+                raise ObjectStateError(
+                    "the state does not fit the random generators; nothing has been changed",
+                    expected="what RNG.state_dict() returned, of the same generators",
+                    found=listed(problems, 20, "\n    "),
+                    remedy="RNG(cuda=False) leaves CUDA out" if is_of_cuda else "",
+                )
         except BaseException:
             for generator, state in reversed(before):
                 generator.set(state)
             raise
 
-    def _generators(self) -> dict[str, _Generator]:
-        """Returns all generators by their names in messages."""
-        cuda = {f"cuda: {index}": generator for index, generator in enumerate(_cuda_generators() if self._cuda else ())}
-        own = {f"generators: {name}": generator for name, generator in self._own.items()}
-        return {**self._global, **cuda, **own}
+    def _generators(self, cuda: bool) -> dict[str, _Generator]:
+        """Returns all generators by their names in a state, with those of CUDA where they are asked for."""
+        of_cuda = _cuda_generators() if cuda and self._cuda else ()
+        return {
+            **self._global,
+            **{f"cuda: {index}": generator for index, generator in enumerate(of_cuda)},
+            **{f"generators: {name}": generator for name, generator in self._own.items()},
+        }
 
 
 def _first_line(error: Exception) -> str:
     return printable(str(error).split("\n")[0]) or type(error).__qualname__
-
-
-def _refused(problems: list[str], message: str, found: str = "") -> ObjectStateError:
-    return ObjectStateError(
-        message,
-        expected="what RNG.state_dict() returned, of the same generators",
-        found=found or "\n    ".join(problems),
-        remedy="RNG(cuda=False) leaves CUDA out" if any(text.startswith("cuda: ") for text in problems) else "",
-    )
 
 
 def _user_generator(name: str, given: object) -> _Generator:

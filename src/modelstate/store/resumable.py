@@ -323,7 +323,11 @@ def resumable(
     """
     agreement = _agreement(store, objects)
     with agreement.before("beginning"):
-        _check_options(steps, save_every, deadline, restoring)
+        for name, value in (("steps", steps), ("save_every", save_every)):
+            check_integer(name, value, least=1)
+        if deadline is not None and not isinstance(deadline, Deadline):
+            raise invalid_option("deadline", "must be a Deadline", deadline, expected="a modelstate.Deadline")
+        check_keywords("ms.resumable", restoring, _RESTORE_OPTIONS)  # now, not when there is something to restore
         is_path = not isinstance(store, Store)
         if not is_path and keep is not None:
             remedy = "give it to the Store: keep=..."
@@ -343,7 +347,11 @@ def resumable(
         restored = None
         if has_steps:
             restored = store.restore(objects, **restoring)
-            _log_resume(restored, store, steps)
+            done, saved_at = restored.step, time.strftime("%F %T", time.localtime(restored.time))
+            _logger.info("going on from step %s of %s, saved %s, in %s", done, steps, saved_at, store.directory)
+            if done > steps:
+                text = "steps=%s is less than the %s steps that are done already, in %s: no step is left"
+                _logger.warning(text, steps, done, store.directory)
         if restored is None or restored.step < steps:
             try:
                 store.check(objects)
@@ -352,22 +360,3 @@ def resumable(
                     store.close()  # the traceback keeps the store alive, and with it the lock of the directory
                 raise
     return Resumable(store, objects, steps, save_every, deadline, background, restored, is_path)
-
-
-def _check_options(steps: int, save_every: int, deadline: Deadline | None, restoring: Mapping[str, object]) -> None:
-    """Raises `OptionError` for an argument of `resumable` that cannot be used."""
-    for name, value in (("steps", steps), ("save_every", save_every)):
-        check_integer(name, value, least=1)
-    if deadline is not None and not isinstance(deadline, Deadline):
-        raise invalid_option("deadline", "must be a Deadline", deadline, expected="a modelstate.Deadline")
-    check_keywords("ms.resumable", restoring, _RESTORE_OPTIONS)  # now, not when there is something to restore
-
-
-def _log_resume(restored: RestoredStep, store: Store, steps: int) -> None:
-    when = time.strftime("%F %T", time.localtime(restored.time))
-    _logger.info("going on from step %s of %s, saved %s, in %s", restored.step, steps, when, store.directory)
-    if restored.step > steps:
-        _logger.warning(
-            "steps=%s is less than the %s steps that are done already, in %s: no step is left",
-            *(steps, restored.step, store.directory),
-        )
