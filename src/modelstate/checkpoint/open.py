@@ -229,6 +229,11 @@ def _read_file(path: str, *, allow: Sequence[object], skip_forbidden: bool, is_s
     with SourceFile(path) as file:
         if safetensors.begins(file.head):
             return safetensors.read(file, allow=allow)
+        if sharded.begins(file.head, path):
+            if is_shard:
+                raise DamagedFileError("an index names another index as a shard", where=path, remedy="open that index")
+            read = partial(_read_file, allow=allow, skip_forbidden=skip_forbidden, is_shard=True)
+            return sharded.read(path, read_file=read, allow=allow)
         match recognise(file.head, path):
             case Format.SAFETENSORS:
                 return safetensors.read(file, allow=allow)
@@ -244,11 +249,6 @@ def _read_file(path: str, *, allow: Sequence[object], skip_forbidden: bool, is_s
                 from modelstate.formats import dcp
 
                 return dcp.read(file, allow=allow, skip_forbidden=skip_forbidden)
-            case Format.INDEX if not is_shard:
-                read = partial(_read_file, allow=allow, skip_forbidden=skip_forbidden, is_shard=True)
-                return sharded.read(path, read_file=read, allow=allow)
-            case Format.INDEX:
-                raise DamagedFileError("an index names another index as a shard", where=path, remedy="open that index")
     if file.head:
         raise unpacked(path) or no_checkpoint(path, file.head)
     raise TruncatedFileError(

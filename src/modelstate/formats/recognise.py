@@ -8,7 +8,7 @@ import shlex
 from enum import Enum
 
 from modelstate.errors import TruncatedFileError, UnknownFormatError
-from modelstate.formats import safetensors
+from modelstate.formats import safetensors, sharded
 from modelstate.io.files import HEAD_BYTES, SourceFile
 from modelstate.text_format import count, excerpt
 
@@ -31,7 +31,6 @@ class Format(Enum):
 
 DCP_METADATA = ".metadata"
 """The name of the file with the metadata of torch.distributed.checkpoint."""
-_INDEX_SUFFIX = ".index.json"
 _DCP_HEAD_BYTES = 512
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLE = rb"(?s)L%dL\n\.|\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a%b\." % (
@@ -53,9 +52,7 @@ def recognise(head: bytes, path: str = "") -> Format | None:
     """
     if safetensors.begins(head):
         return Format.SAFETENSORS
-    if head.lstrip(b" \t\r\n").startswith(b"{") and (
-        b'"weight_map"' in head or path.partition("?")[0].endswith(_INDEX_SUFFIX)
-    ):
+    if sharded.begins(head, path):
         return Format.INDEX
     is_dcp = head.startswith(b"\x80") and b"torch.distributed.checkpoint" in head[:_DCP_HEAD_BYTES]
     if is_dcp or (head and os.path.basename(path) == DCP_METADATA):

@@ -76,6 +76,12 @@ class Index(NamedTuple):
         return sorted({*self.weight_map.values(), *self.layers})
 
 
+def begins(head: bytes, path: str) -> bool:
+    """Whether a file with this beginning, or with this path and damaged, is an index."""
+    is_named = path.partition("?")[0].endswith(INDEX_SUFFIX)
+    return head.lstrip(b" \t\r\n").startswith(b"{") and (is_named or f'"{WEIGHT_MAP}"'.encode() in head)
+
+
 def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequence[object] = ()) -> Contents:
     """Reads the contents of all shards: one flat dict, in the order of the shards' names and of their bytes.
 
