@@ -107,10 +107,10 @@ def apply(payload: torch.Tensor, out: torch.Tensor, first: int) -> int:
         if frame_bytes:
             start = index * BLOCK_ELEMENTS
             frame = data[starts[index] : starts[index] + frame_bytes]
-            found = _decoded(frame, gap_bytes, min(BLOCK_ELEMENTS, numel - start), dtype)
-            lower, upper = np.searchsorted(found.positions, (first - start, last - start))
-            positions = found.positions[lower:upper] + (start - first)
-            bits.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(found.differences[lower:upper]))
+            found = _decoded(frame, gap_bytes, range(start - first, min(start + BLOCK_ELEMENTS, numel) - first), dtype)
+            inside = slice(*np.searchsorted(found.positions, (0, len(bits))))
+            positions, differences = found.positions[inside], found.differences[inside]
+            bits.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(differences))
             changed += len(positions)
     return changed
 
@@ -164,7 +164,7 @@ def _bits(tensor: torch.Tensor) -> Bits:
 
 def _changes(old: Bits, new: Bits) -> Changes:
     positions = np.flatnonzero(old != new)
-    return Changes(positions, np.take(new, positions) - np.take(old, positions))
+    return Changes(positions, new.take(positions) - old.take(positions))
 
 
 def _encoded(blocks: Iterable[Changes], numel: int, itemsize: int) -> torch.Tensor | None:
@@ -214,26 +214,27 @@ def _directory(data: _Bytes) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]
     return numel, blocks, end + np.cumsum(blocks[:, 0]) - blocks[:, 0]
 
 
-def _decoded(frame: _Bytes, gap_bytes: int, elements: int, dtype: np.dtype[np.signedinteger]) -> Changes:
-    """The changes of a block of so many elements. Raises `DamagedFileError`."""
-    most_bytes = elements * (3 + dtype.itemsize)
+def _decoded(frame: _Bytes, gap_bytes: int, indices: range, dtype: np.dtype[np.signedinteger]) -> Changes:
+    """The changes of a block, whose elements have these indices. Raises `DamagedFileError`."""
+    most_bytes = len(indices) * (3 + dtype.itemsize)
     decompressor = zstd.ZstdDecompressor()
     try:
         plain = np.frombuffer(decompressor.decompress(frame.data, most_bytes), np.uint8)
     except zstd.ZstdError as error:
         raise _damaged(str(error)) from error
     gaps = plain[:gap_bytes]
-    positions = np.cumsum(gaps, dtype=np.int64)[gaps != _LONG_GAP]
-    positions += np.arange(len(positions))
+    is_end = gaps != _LONG_GAP
+    positions = (gaps + is_end).cumsum(dtype=np.int64)[is_end]
+    positions += indices.start - 1
     end_4 = gap_bytes + (len(positions) + 1) // 2
-    differences = np.take(_PAIRS.astype(dtype), plain[gap_bytes:end_4], axis=0).reshape(-1)[: len(positions)]
-    escaped = np.flatnonzero(differences == _DIFFERENCES[_ESCAPE_4])
+    differences = _PAIRS.astype(dtype).take(plain[gap_bytes:end_4], axis=0).reshape(-1)[: len(positions)]
+    (escaped,) = (differences == _DIFFERENCES[_ESCAPE_4]).nonzero()
     end_8 = end_4 + len(escaped)
     codes = plain[end_4:end_8]
     escaped_again = escaped[: len(codes)][codes == _ESCAPE_8]
     end = end_8 + len(escaped_again) * dtype.itemsize
     is_complete = decompressor.eof and not decompressor.unused_data and end == len(plain)
-    if not is_complete or not len(positions) or positions[-1] >= elements:
+    if not is_complete or not len(positions) or positions[-1] >= indices.stop:
         raise _damaged("a block of other streams than its directory describes")
     differences[escaped] = _DIFFERENCES.astype(dtype)[codes]
     large = plain[end_8:].view(f"<u{dtype.itemsize}")
