@@ -94,9 +94,7 @@ class LazyStateBuilder:
 
     def node(self, node: object, path: str) -> object:
         """The lazy copy of a node of the tree; `path` is its dotted path."""
-        if (refused := self._refused_extra_state(node, path)) is not None:
-            return refused
-        if path in self._values:
+        if path in self._values:  # as every extra state is
             return self.value(rebuild(node, self._checkpoint.read), path)
         if isinstance(node, Mapping):
             mapping: dict[object, object] = OrderedDict() if isinstance(empty_like(node), OrderedDict) else {}
@@ -117,10 +115,12 @@ class LazyStateBuilder:
     def value(self, value: Any, path: str) -> object:
         """The value without the keys whose values are not read; a `Refused` where nothing is left to write.
 
-        A list or a tuple with an item that is not read is left out as a whole.
+        A list or a tuple with an item that is not read is left out as a whole, and so is an extra state, so that a load
+        misses it.
         """
-        if (refused := self._refused_extra_state(value, path)) is not None:
-            return refused
+        if path.rpartition(".")[2] == EXTRA_STATE and (found := refused_in(value, path)):
+            self._left_out |= found
+            return next(iter(found.values()))
         if isinstance(value, Refused):
             self._left_out[path] = value
         elif type(value) in (dict, OrderedDict):
@@ -133,12 +133,6 @@ class LazyStateBuilder:
             kept = [self.value(item, f"{path}.{index}") for index, item in enumerate(value)]
             return next((item for item in kept if isinstance(item, Refused)), type(value)(kept))
         return value
-
-    def _refused_extra_state(self, node: object, path: str) -> Refused | None:
-        """A value of an extra state that is not read. The extra state is left out whole, so that a load misses it."""
-        found = refused_in(node, path) if path.rpartition(".")[2] == EXTRA_STATE else {}
-        self._left_out |= found
-        return next(iter(found.values()), None)
 
     def tensor(self, stored: Stored, path: str) -> object:
         """The lazy tensor for a stored one. A tensor that consists of several parts is read at once."""
