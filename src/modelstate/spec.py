@@ -95,8 +95,6 @@ class StoredTensor(msgspec.Struct, frozen=True):
     """Elements from the beginning of the storage to the first element."""
     requires_grad: bool = False
     is_parameter: bool = False
-    attributes: Mapping[str, object] | None = None
-    """The Python attributes of the tensor, where the file stores them."""
 
     @classmethod
     def view(
@@ -492,7 +490,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
         rows, firsts = dict[str, int](), list[StoredTensor]()
         row_of: dict[ByteRange, int] = {}
         for name, stored in tensors.items():
-            if type(stored) is not StoredTensor or not stored.is_contiguous or stored.attributes:
+            if type(stored) is not StoredTensor or not stored.is_contiguous:
                 return None
             row = row_of.setdefault(stored.extent, len(firsts)) if stored.nbytes else len(firsts)
             if row == len(firsts):

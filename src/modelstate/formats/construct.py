@@ -90,7 +90,7 @@ class Audit:
         kind = type(node)
         if kind in _PLAIN:
             return 1, 0, 0
-        if kind is StoredTensor and not node.attributes:
+        if kind is StoredTensor:
             return 1, 0, TENSOR
         key = id(node)
         if key in self.sizes:
@@ -104,7 +104,7 @@ class Audit:
         self.open.add(key)
         nodes, characters, flags = 1, 0, self.own_flags(node, path)
         for name, child in _children(node, bare):
-            if type(child) is StoredTensor and not child.attributes:
+            if type(child) is StoredTensor:
                 below = (1, 0, TENSOR)
             else:
                 below = self.visit(child, path if name is _SAME else (path, name), depth + 1, name is _SAME)
@@ -124,8 +124,6 @@ class Audit:
             else:
                 self.flawed.append((node.error, path))
             return INERT if node.module_fields is None else INERT | UNFINISHED
-        if kind is StoredTensor:
-            return TENSOR
         if kind is Storage:
             return INERT | UNFINISHED if node.dtype in QUANTIZED else TENSOR | UNFINISHED
         if kind is DeferredTensor:
@@ -151,8 +149,6 @@ def _children(node: Any, bare: bool) -> Iterator[tuple[object, object]]:
             yield "_metadata", versions
     elif kind in _SEQUENCES:
         yield from ((_SAME, item) for item in node) if bare else enumerate(node)
-    elif kind is StoredTensor:
-        yield _SAME, node.attributes
     elif kind is Refused:
         yield _SAME, node.held
     elif kind is DeferredTensor:
@@ -347,8 +343,6 @@ class _Constructor:
                 what, remedy = f"a quantized storage ({node.dtype})", "save the dequantize()d form of its tensor"
                 return unsupported(what, remedy)
             return _whole(node)
-        if kind is StoredTensor:
-            return replace(node, attributes=self.make(node.attributes, path))
         if kind is Refused:
             fields = node.module_fields
             return node if fields is None else self.module_state(fields, path)

@@ -434,24 +434,11 @@ def _dtype(value: object) -> torch.dtype:
 
 
 def _parameter(data: object, requires_grad: object = True, hooks: object = None, state: object = None) -> Rebuilt:
-    if isinstance(data, Refused):
-        return data
+    """A parameter. The Python attributes of a tensor, its state, are not read."""
     grad = typed(requires_grad, bool, "requires_grad is neither True nor False")
-    if type(data) is StoredTensor:
-        return _with_attributes(replace(data, requires_grad=grad, is_parameter=True), state)
-    if type(data) is DeferredTensor:
-        return replace(data, requires_grad=grad, is_parameter=True)
-    raise damaged("a parameter without a tensor", type(data).__name__)
-
-
-def _with_attributes(tensor: StoredTensor | DeferredTensor, state: object) -> Rebuilt:
-    """Keeps the Python attributes of a tensor, where its description has a place for them."""
-    attributes = state[0] if isinstance(state, tuple) and len(state) == 2 else state
-    if not attributes or type(tensor) is not StoredTensor:
-        return tensor
-    if not isinstance(attributes, dict) or not all(type(key) is str for key in attributes):
-        raise damaged("attributes that are not a dict")
-    return replace(tensor, attributes=attributes)
+    if not isinstance(data, StoredTensor | DeferredTensor):
+        raise damaged("a parameter without a tensor", type(data).__name__)
+    return replace(data, requires_grad=grad, is_parameter=True)
 
 
 def _sparse(layout: object, data: object) -> Rebuilt:
@@ -502,7 +489,7 @@ def _from_type(function: object, cls: object, args: object, state: object) -> Re
     if type(base) is not StoredTensor and type(base) is not DeferredTensor:
         raise damaged("a subclass of a value that is not a tensor", type(base).__name__)
     if cls.real is torch.Tensor:
-        return _with_attributes(base, state)
+        return base
     if isinstance(cls, SafeGlobal) or not _is_tensor_class(cls.real):
         raise damaged("a tensor converted to a class that is not a tensor class", cls.name)
     return _subclass(cls, base.dtype, base.shape, (base,), state, lambda parts: parts[0])
