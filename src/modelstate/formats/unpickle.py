@@ -452,8 +452,6 @@ class _Machine:
                 self.keys.check(key)
         if kind is dict or kind is OrderedDict:
             target.update(pairs)
-        elif kind is Counter:
-            dict.update(target, pairs)
         elif kind is DeferredCall:
             target.inserted.extend(pairs)
         elif kind is Refused:
@@ -497,12 +495,6 @@ class _Machine:
         else:
             raise damaged("a state for a value without a state", kind.__name__)
 
-    def pop(self) -> None:
-        if self.stack:
-            self.stack.pop()
-        else:
-            self.pop_mark()
-
     def set_protocol(self) -> None:
         self.protocol = self.number(1)
         if self.protocol > pickle.HIGHEST_PROTOCOL:
@@ -536,7 +528,7 @@ _ACTIONS: dict[int, Callable[[_Machine], object]] = {
     pickle.ADDITEMS[0]: lambda m: m.extend(m.pop_mark()),
     pickle.SETITEM[0]: lambda m: m.insert(m.pop_last(2)),
     pickle.SETITEMS[0]: lambda m: m.insert(m.pop_mark()),
-    pickle.POP[0]: _Machine.pop,
+    pickle.POP[0]: lambda m: m.stack.pop(),
     pickle.POP_MARK[0]: lambda m: m.pop_mark(),
     pickle.LONG_BINGET[0]: lambda m: m.push(m.memo[m.number(4)]),
     pickle.MEMOIZE[0]: lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
