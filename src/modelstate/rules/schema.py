@@ -201,10 +201,8 @@ def renaming(rules: Iterable[Rule]) -> Callable[[str], str]:
     """
     steps: list[Callable[[str], str | None]] = []
     for is_literal, group in groupby(rules, _is_literal):
-        if is_literal:
-            steps.append(partial(_renamed_literally, _literal_renames(group)))
-        else:
-            steps += [partial(new_name, rule) for rule in group]
+        together = tuple(group)
+        steps += [_literal_renaming(together)] if is_literal else [partial(new_name, rule) for rule in together]
 
     def renamed(name: str) -> str:
         for step in steps:
@@ -215,23 +213,22 @@ def renaming(rules: Iterable[Rule]) -> Callable[[str], str]:
     return renamed
 
 
-def _literal_renames(rules: Iterable[Rule]) -> dict[str, list[tuple[int, str]]]:
-    """Returns the new names by literal name, each with the position of its rule."""
+def _literal_renaming(rules: Iterable[Rule]) -> Callable[[str], str]:
+    """Returns the `renaming` of rules with literal names. A later rule applies to the result of an earlier one."""
     renames: dict[str, list[tuple[int, str]]] = {}
     for position, rule in enumerate(rules):
         for name in literal_names(rule):
-            renamed = new_name(rule, name)
-            if renamed is not None and renamed != name:
-                renames.setdefault(name, []).append((position, renamed))
-    return renames
+            changed = new_name(rule, name)
+            if changed is not None and changed != name:
+                renames.setdefault(name, []).append((position, changed))
 
+    def renamed(name: str) -> str:
+        last = -1
+        while later := next((rename for rename in renames.get(name, ()) if rename[0] > last), None):
+            last, name = later
+        return name
 
-def _renamed_literally(renames: Mapping[str, Sequence[tuple[int, str]]], name: str) -> str:
-    """Returns the name that literal rules give to a name. A later rule applies to the result of an earlier one."""
-    last = -1
-    while later := [rename for rename in renames.get(name, ()) if rename[0] > last]:
-        last, name = later[0]
-    return name
+    return renamed
 
 
 def way_back(rules: Iterable[Rule]) -> tuple[Rule, ...]:
