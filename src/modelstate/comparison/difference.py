@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 
 import msgspec
 import torch
@@ -79,14 +78,13 @@ class Accumulator:
         # Two values of 4 bits share an element: a share of elements would be wrong.
         self._counts_changes = self._arithmetic is not None or a is torch.bool
         self._is_exact = self._arithmetic is torch.float64 and not a.is_floating_point and 8 in (a.itemsize, b.itemsize)
-        self.is_equal = a == b
+        self._chunks: list[tuple[int, bool, _ChunkSums]] = []
+        """The elements of each chunk, whether all of their bits are equal, and what they add. Threads append to it."""
+
+    @property
+    def is_equal(self) -> bool:
         """Whether all bits that were added are equal."""
-        self._lock = threading.Lock()
-        self._elements = self._changed = self._finite = 0
-        self._nan, self._infinite = (0, 0), (0, 0)
-        self._largest = 0.0
-        self._squares: list[float] = []
-        self._squared_differences: list[float] = []
+        return self._same_dtype and all(is_same for _, is_same, _ in self._chunks)
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Adds a chunk of both tensors: contiguous CPU tensors of one dimension."""
@@ -97,32 +95,32 @@ class Accumulator:
             sums = _ChunkSums(changed, 0)
         else:
             sums = self._quick_sums(a, b, self._arithmetic, is_same) or self._sums(a, b, self._arithmetic)
-        with self._lock:
-            self.is_equal = self.is_equal and is_same
-            self._elements += len(a)
-            self._changed += sums.changed
-            self._finite += sums.finite
-            self._largest = max(self._largest, sums.largest)
-            self._nan = self._nan[0] + sums.nan[0], self._nan[1] + sums.nan[1]
-            self._infinite = self._infinite[0] + sums.infinite[0], self._infinite[1] + sums.infinite[1]
-            self._squares.append(sums.squares)
-            self._squared_differences.append(sums.squared_differences)
+        self._chunks.append((len(a), is_same, sums))
 
     def result(self) -> Difference:
         """Returns the difference of everything that was added."""
-        if not self._elements:
+        elements, chunks = sum(count for count, _, _ in self._chunks), [sums for _, _, sums in self._chunks]
+        if not elements:
             return Difference()
-        changed = self._changed / self._elements if self._counts_changes or self.is_equal else None
+        is_counted = self._counts_changes or self.is_equal
+        changed = sum(sums.changed for sums in chunks) / elements if is_counted else None
         if self._arithmetic is None:
             return Difference(changed)
-        squares, squared_differences = exact_sum(self._squares), exact_sum(self._squared_differences)
-        relative = None
-        if self._finite and not self._largest:
+        squares = exact_sum(sums.squares for sums in chunks)
+        squared_differences = exact_sum(sums.squared_differences for sums in chunks)
+        has_finite, largest, relative = any(sums.finite for sums in chunks), max(sums.largest for sums in chunks), None
+        if has_finite and not largest:
             relative = 0.0
         elif squares and math.isfinite(squares) and math.isfinite(squared_differences):
             relative = math.sqrt(squared_differences / squares)
-        largest = if_finite(self._largest) if self._finite else None
-        return Difference(changed, largest, relative, self._nan, self._infinite)
+        nan, infinite = (
+            (sum(of_a), sum(of_b))
+            for of_a, of_b in (
+                zip(*(sums.nan for sums in chunks), strict=True),
+                zip(*(sums.infinite for sums in chunks), strict=True),
+            )
+        )
+        return Difference(changed, if_finite(largest) if has_finite else None, relative, nan, infinite)
 
     def _quick_sums(
         self, a: torch.Tensor, b: torch.Tensor, arithmetic: torch.dtype, is_same: bool
