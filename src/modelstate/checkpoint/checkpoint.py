@@ -36,7 +36,7 @@ from modelstate.formats.tree import (
     refused_in,
     subtree,
 )
-from modelstate.html.page import ColumnKind, Page, Shown
+from modelstate.html.page import Page, Shown
 from modelstate.io.engine import OpenFiles, RangeFile, Request, for_each, read_fully, read_ranges, read_threads
 from modelstate.io.files import FileFingerprint
 from modelstate.process import cached_attribute
@@ -192,15 +192,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         return Page(
             self.source + (f", key {self.key!r}" if self.key else ""),
             (("Format", self.format), ("Tensors", f"{len(self):,}"), ("Bytes", size(self.nbytes))),
-            (
-                ("Name", ColumnKind.TEXT),
-                ("Shape", ColumnKind.TEXT),
-                ("Dtype", ColumnKind.TEXT),
-                ("Bytes", ColumnKind.BYTES),
-                ("Kind", ColumnKind.TEXT),
-                ("Same bytes as", ColumnKind.TEXT),
-                *([("File", ColumnKind.TEXT)] if len(self.files) > 1 else []),
-            ),
+            ("Name", "Shape", "Dtype", "Bytes", "Kind", "Same bytes as", *(["File"] if len(self.files) > 1 else [])),
             [
                 [
                     spec.name,

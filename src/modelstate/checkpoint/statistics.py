@@ -32,7 +32,7 @@ from modelstate.checkpoint.reduction import (
     reduce,
     scratch,
 )
-from modelstate.html.page import ColumnKind, Page, Shown
+from modelstate.html.page import Page, Shown
 from modelstate.spec import Stored, bytes_key
 from modelstate.text_format import columns, count, folded, folded_label, printable, seconds, size
 from modelstate.torch_compat.dtypes import short
@@ -127,29 +127,15 @@ class CheckpointStatistics(Shown, msgspec.Struct, frozen=True):
         return [entry for tensor in self.tensors for entry in (tensor, *tensor.parts)]
 
     def _page(self) -> Page:
-        measures = (
-            ("Min", "min", ColumnKind.LEAST),
-            ("Max", "max", ColumnKind.MEASURE),
-            ("Mean", "mean", ColumnKind.OWN),
-            ("Std", "std", ColumnKind.OWN),
-            ("Zeros", "zeros", ColumnKind.SHARE),
-            ("NaN", "nan", ColumnKind.COUNT),
-            ("Infinite", "infinite", ColumnKind.COUNT),
-        )
+        measures = ("Min", "Max", "Mean", "Std", "Zeros", "NaN", "Infinite")
         return Page(
             f"Statistics of {self.source}",
             (("Tensors", f"{len(self.tensors):,}"), ("Read", size(self.read_bytes)), ("Time", seconds(self.seconds))),
-            (
-                ("Name", ColumnKind.TEXT),
-                ("Shape", ColumnKind.TEXT),
-                ("Dtype", ColumnKind.TEXT),
-                ("Bytes", ColumnKind.BYTES),
-                *[(title, kind) for title, _, kind in measures],
-            ),
+            ("Name", "Shape", "Dtype", "Bytes", *measures),
             [
                 [entry.name, str(list(entry.shape)), short(entry.dtype)]
                 + [None if entry.parts else entry.bytes]  # the bytes of a tensor with parts are those of its parts
-                + [getattr(entry.statistics, measure) for _, measure, _ in measures]
+                + [getattr(entry.statistics, measure.lower()) for measure in measures]
                 for entry in self._entries()
             ],
         )

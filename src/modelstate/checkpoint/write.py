@@ -26,7 +26,7 @@ from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX
 from modelstate.formats.tree import EXTRA_STATE, empty_like, leaves, rebuild, refused_in, subtree
 from modelstate.formats.writing import CheckpointWriter, Files, write_checkpoint
-from modelstate.html.page import ColumnKind, Page, Shown
+from modelstate.html.page import Page, Shown
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import local_path
@@ -272,7 +272,7 @@ class SaveReport(Shown, msgspec.Struct, frozen=True):
     def _page(self) -> Page:
         facts = (("Tensors", f"{self.tensors:,}"), ("Bytes", size(self.bytes)), ("Time", seconds(self.seconds)))
         files = [(as_given(path),) for path in self.files]
-        return Page(as_given(self.path), facts, (("File", ColumnKind.TEXT),), files, "Files", notes=self.notes)
+        return Page(as_given(self.path), facts, ("File",), files, "Files", notes=self.notes)
 
     def to_json(self) -> str:
         """All fields as JSON."""

@@ -14,7 +14,7 @@ import torch
 
 from modelstate.arguments import check_integer
 from modelstate.comparison.difference import Difference
-from modelstate.html.page import ColumnKind, Page, Shown
+from modelstate.html.page import Page, Shown
 from modelstate.tensor_spec import TensorSpec
 from modelstate.text_format import (
     as_given,
@@ -231,17 +231,7 @@ class Diff(Shown, msgspec.Struct, frozen=True):
         return Page(
             f"{as_given(self.a)} and {as_given(self.b)}",
             (("Result", self._outcome()), ("Read", size(self.read_bytes)), ("Time", seconds(self.seconds))),
-            (
-                ("Name", ColumnKind.TEXT),
-                ("Status", ColumnKind.TEXT),
-                ("Shape", ColumnKind.TEXT),
-                ("Dtype", ColumnKind.TEXT),
-                ("Bytes", ColumnKind.BYTES),
-                ("Changed", ColumnKind.SHARE),
-                ("Max abs", ColumnKind.MEASURE),
-                ("Rel. L2", ColumnKind.MEASURE),
-                ("Matched with", ColumnKind.TEXT),
-            ),
+            ("Name", "Status", "Shape", "Dtype", "Bytes", "Changed", "Max abs", "Rel. L2", "Matched with"),
             rows,
             text=_values(self.values),
         )

@@ -54,13 +54,27 @@ class ColumnKind(Enum):
     """A float that says nothing about a module, such as a mean."""
 
 
+_KINDS = {
+    "Bytes": ColumnKind.BYTES,
+    "Changed": ColumnKind.SHARE,
+    "Infinite": ColumnKind.COUNT,
+    "Max": ColumnKind.MEASURE,
+    "Mean": ColumnKind.OWN,
+    "Min": ColumnKind.LEAST,
+    "NaN": ColumnKind.COUNT,
+    "Std": ColumnKind.OWN,
+    "Zeros": ColumnKind.SHARE,
+}
+"""The kinds of columns by their titles. Another column is a measure if it has a float, and text if it has none."""
+
+
 class Page(msgspec.Struct, frozen=True):
     """The content of a page.
 
     Args:
         title: What the page is about.
         facts: Labels and texts at the top.
-        columns: The titles and kinds of the columns. The first one has dotted names, by which rows are folded.
+        columns: The titles of the columns. The first one has dotted names, by which rows are folded.
         rows: The rows of the table; a row may be shorter than `columns`.
         table: The heading of the table.
         text: Preformatted details, such as the problems of a plan.
@@ -69,7 +83,7 @@ class Page(msgspec.Struct, frozen=True):
 
     title: str
     facts: tuple[tuple[str, str], ...] = ()
-    columns: tuple[tuple[str, ColumnKind], ...] = ()
+    columns: tuple[str, ...] = ()
     rows: Sequence[Sequence[Cell]] = ()
     table: str = "Tensors"
     text: str = ""
@@ -125,7 +139,10 @@ class Page(msgspec.Struct, frozen=True):
         """Returns the columns that have a value in one of these rows, and the rows with these columns alone."""
         full = [_filled(row, len(self.columns)) for row in rows]
         kept = [i for i in range(len(self.columns)) if i == 0 or any(row[i] not in (None, "") for row in full)]
-        return [self.columns[i] for i in kept], [[row[i] for i in kept] for row in full]
+        floats = [any(isinstance(row[i], float) for row in full) for i in kept]
+        kinds = [ColumnKind.MEASURE if has_float else ColumnKind.TEXT for has_float in floats]
+        columns = [(self.columns[i], _KINDS.get(self.columns[i], kind)) for i, kind in zip(kept, kinds, strict=True)]
+        return columns, [[row[i] for i in kept] for row in full]
 
 
 class Shown:
@@ -163,7 +180,7 @@ class Shown:
             raise PackageError("to_frame() needs pandas", remedy="pip install pandas") from error
         page = self._page()
         rows = [_filled(row, len(page.columns)) for row in page.rows]
-        return pandas.DataFrame(rows, columns=[title for title, _ in page.columns])
+        return pandas.DataFrame(rows, columns=list(page.columns))
 
     def _repr_html_(self) -> str:
         return self._page().fragment()

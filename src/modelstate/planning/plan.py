@@ -15,7 +15,7 @@ import msgspec
 import torch
 from msgspec.structs import asdict
 
-from modelstate.html.page import ColumnKind, Page, Shown
+from modelstate.html.page import Page, Shown
 from modelstate.planning.matching import MatchedCheckpoint
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.transfer import Way
@@ -374,12 +374,11 @@ def steps_page(
 ) -> Page:
     """Returns the page of a plan or a report."""
     columns = ("Name", "Kind", "From", "Shape", "Dtype", "Cast", "Bytes", "Way", "Reason", "Time in ms")
-    kinds = {"Bytes": ColumnKind.BYTES, "Time in ms": ColumnKind.MEASURE}
     is_timed = any(step.seconds for step in steps)
     return Page(
         title,
         facts,
-        tuple((name, kinds.get(name, ColumnKind.TEXT)) for name in columns[: None if is_timed else -1]),
+        columns[: None if is_timed else -1],
         [
             (step.name, step.kind, step.source, str(list(step.shape)), short(step.dtype) if step.dtype else "")
             + (step.cast, step.nbytes, step.way, step.why)

@@ -11,7 +11,7 @@ import msgspec
 
 from modelstate.arguments import check_choice, check_integer, invalid_option, is_number
 from modelstate.errors import OptionError
-from modelstate.html.page import ColumnKind, Page
+from modelstate.html.page import Page
 from modelstate.text_format import as_given, short_repr, size
 
 
@@ -87,13 +87,7 @@ def infos_page(directory: str, infos: Sequence[CheckpointInfo]) -> Page:
     return Page(
         as_given(directory),
         (("Checkpoints", f"{len(infos):,}"), ("Bytes", size(sum(info.nbytes for info in infos)))),
-        (
-            ("Step", ColumnKind.TEXT),
-            ("Saved", ColumnKind.TEXT),
-            ("Bytes", ColumnKind.BYTES),
-            ("State", ColumnKind.TEXT),
-            *[(name, ColumnKind.MEASURE) for name in metrics],
-        ),
+        ("Step", "Saved", "Bytes", "State", *metrics),
         [
             (str(info.step), saved_at(info), info.nbytes, info.state, *[info.metrics.get(name) for name in metrics])
             for info in infos
