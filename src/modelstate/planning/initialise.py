@@ -43,18 +43,12 @@ class Initialisers:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._copies: dict[str, _Copies] = {}
-        self._found: dict[str, Initialiser | None] = {}
 
     def find(self, name: str) -> Initialiser | None:
         """Returns the initialiser of a tensor; None if no method of its modules writes the whole tensor.
 
         The methods are called on a copy without memory. The model and the random generator of the CPU do not change.
         """
-        if name not in self._found:
-            self._found[name] = self._find(name)
-        return self._found[name]
-
-    def _find(self, name: str) -> Initialiser | None:
         path, _, attribute = name.rpartition(".")
         chain = list(_chain(self._model, path))
         tensor = _own(chain[-1][1], attribute)

@@ -361,27 +361,23 @@ def sharded_slot(
 
     `device` is the device that the load asks for.
     """
-    mesh_device = mesh_device_type(tensor)
+
+    def unloadable(why: str) -> Problem:
+        return Problem(ProblemKind.UNLOADABLE_LAYOUT, name, why=why)
+
+    mesh_device, local = mesh_device_type(tensor), local_tensor(tensor)
     if device is not None and device.type not in (mesh_device, tensor.device.type):
-        return Problem(
-            ProblemKind.UNLOADABLE_LAYOUT, name, why=f"its mesh is on {mesh_device}, and device= asks for {device.type}"
-        )
+        return unloadable(f"its mesh is on {mesh_device}, and device= asks for {device.type}")
     try:
-        shard = shard_of(tensor)
-        if shard is None:
-            return Problem(ProblemKind.UNLOADABLE_LAYOUT, name, why="this rank is not in the mesh of the DTensor")
-        if not is_plain(local_tensor(tensor)):
-            return Problem(
-                ProblemKind.UNLOADABLE_LAYOUT, name, why=f"its local tensor is a {type(local_tensor(tensor)).__name__}"
-            )
-        if is_sharded(value):
-            given = shard_of(value)
-            if given is None or not (given.is_whole or same_layout(tensor, value)):
-                return Problem(ProblemKind.OTHER_SHARDING, name)
-        elif not is_plain(value):
-            return Problem(
-                ProblemKind.UNLOADABLE_LAYOUT, name, why=f"the value is a {type(value).__name__}, which has no regions"
-            )
+        shard, given = shard_of(tensor), shard_of(value) if is_sharded(value) else None
     except DistributedError as error:
-        return Problem(ProblemKind.UNLOADABLE_LAYOUT, name, why=one_line(error))
+        return unloadable(one_line(error))
+    if shard is None:
+        return unloadable("this rank is not in the mesh of the DTensor")
+    if not is_plain(local):
+        return unloadable(f"its local tensor is a {type(local).__name__}")
+    if is_sharded(value) and (given is None or not (given.is_whole or same_layout(tensor, value))):
+        return Problem(ProblemKind.OTHER_SHARDING, name)
+    if not (is_sharded(value) or is_plain(value)):
+        return unloadable(f"the value is a {type(value).__name__}, which has no regions")
     return ShardedSlot(tensor, shard, value)

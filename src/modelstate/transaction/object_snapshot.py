@@ -85,21 +85,14 @@ class ObjectSnapshot:
             return [grad, *self._visit_attributes(value)]
         if isinstance(value, dict):
             return self._visit_dict(value)
-        if isinstance(value, list):
-            items = list(value)
-            add(partial(list.__setitem__, value, slice(None), items))
-            return items if type(value) is list else [*items, *self._visit_attributes(value)]
         if isinstance(value, tuple):
             return value
-        if isinstance(value, set):
-            add(partial(_refill, set.clear, set.update, value, set(value)))
-            return list(value)
-        if isinstance(value, deque):
-            add(partial(_refill, deque.clear, deque.extend, value, list(value)))
-            return list(value)
-        if isinstance(value, bytearray):
-            add(partial(bytearray.__setitem__, value, slice(None), bytes(value)))
-            return ()
+        for cls, fill in _COLLECTIONS:
+            if isinstance(value, cls):
+                saved = cls.copy(value)
+                add(partial(_refill, cls.clear, fill, value, saved))
+                items = () if cls is bytearray else saved
+                return items if type(value) is cls else [*items, *self._visit_attributes(value)]
         if isinstance(value, np.ndarray):
             # A larger array, or one that maps a file, is data that a model reads, and not state that a load changes.
             if value.flags.writeable and value.nbytes <= _MAX_ARRAY_BYTES and not isinstance(value, np.memmap):
@@ -157,6 +150,15 @@ class ObjectSnapshot:
             referents.append(saved)
             self.restores.append(partial(_restore_slot, value, name, saved))
         return referents
+
+
+_COLLECTIONS: tuple[tuple[Any, Callable[..., None]], ...] = (
+    (list, list.extend),
+    (set, set.update),
+    (deque, deque.extend),
+    (bytearray, bytearray.extend),
+)
+"""The classes of containers that are emptied and filled again, each with the method that fills one."""
 
 
 def _refill(clear: Callable[..., None], fill: Callable[..., None], container: object, items: Iterable[object]) -> None:

@@ -17,7 +17,7 @@ from modelstate.formats.tree import EXTRA_STATE
 from modelstate.spec import span
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import module_tables, non_persistent_buffers, own_modules
-from modelstate.torch_compat.plain import same_place, same_values
+from modelstate.torch_compat.plain import same_values
 from modelstate.torch_compat.private import address_range, payload_of
 
 T = TypeVar("T")
@@ -279,8 +279,6 @@ def _overlapping(starts: Addressed, sizes: Addressed, tensors: Sequence[torch.Te
 
 def clash(a: torch.Tensor, a_value: torch.Tensor, b: torch.Tensor, b_value: torch.Tensor) -> bool:
     """Whether a write of `b_value` to `b` changes an element of `a`, which overlaps it and holds `a_value`."""
-    if same_place(a, b):
-        return not same_values(a_value, b_value)
     (a_start, a_end), (b_start, b_end) = _addresses(a), _addresses(b)
     first = min(a_start, b_start)
     memory = bytearray(max(a_end, b_end) - first)
