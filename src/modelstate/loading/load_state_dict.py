@@ -171,8 +171,13 @@ class _TorchSink:
             cannot_fail = _swap_cannot_fail(param, value, owner is not None)
             write = _ModuleLoad(param, value, owner is not None, checked=cannot_fail)
         elif owner is not None:
-            write = _Assign(owner, key.rpartition(".")[2], param, value)
-            cannot_fail = _assign_cannot_fail(owner, param, value)
+            name = key.rpartition(".")[2]
+            write, cannot_fail = _Assign(owner, name, param, value), False
+            if _assign_cannot_fail(owner, param, value):
+                # At once, since code of the model can see the new object without a use of the tensor.
+                transaction.register_undo(partial(setattr, owner, name, param))
+                write.run(transaction)
+                return
         elif is_plain(param, value) and same_place(param, value):
             return
         else:
@@ -195,7 +200,6 @@ class _Copy(Write):
 
 class _Assign(Write):
     __slots__ = ("name", "owner")
-    replaces_object = True
 
     def __init__(self, owner: nn.Module, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
         super().__init__(target, value)
@@ -257,6 +261,7 @@ def _assign_cannot_fail(module: nn.Module, param: torch.Tensor, value: torch.Ten
         and not is_sharded(param)  # FSDP2 looks at its parameters before the commit
         and not value.is_inference()
         and (not param.requires_grad or value.is_floating_point() or value.is_complex())
+        and isinstance(param, nn.Parameter) >= isinstance(value, nn.Parameter)  # else it becomes a parameter
     )
 
 

@@ -53,8 +53,6 @@ class Write:
     __slots__ = ("done", "order", "target", "value")
     order: int
     """The position among the watched writes."""
-    replaces_object = False
-    """Whether another object replaces the tensor. Model code can see that without a use of the tensor."""
 
     def __init__(self, target: torch.Tensor, value: torch.Tensor) -> None:
         self.target = target
@@ -113,7 +111,6 @@ class Transaction:
         self._protected: set[int] = set()
         self._waiting: dict[int, list[Write]] = {}
         """The watched writes that wait, by the keys of their tensors (`_keys`)."""
-        self._replacing: list[Write] = []
         self._watched = 0
         self._entangled = False
         """Whether a write reads memory of the model, so that all writes have to run in order."""
@@ -202,16 +199,13 @@ class Transaction:
     def _undo_steps(self) -> Iterator[Callable[[], object]]:
         while self._undo:
             yield self._undo.pop()
-        if self._snapshot is not None:
-            yield from self._snapshot.restores
         for storage, saved in self._saved.values():
             yield partial(_restore_bytes, storage, saved)
 
     def _end(self) -> None:
         """Drops all references, so that no cycle keeps staged values until the next garbage collection."""
         self.ended = True
-        waiting = self.writes, self._replacing, self._waiting
-        for collection in (*waiting, self._undo, self._last, self._to_protect, self._saved):
+        for collection in (self.writes, self._waiting, self._undo, self._last, self._to_protect, self._saved):
             collection.clear()
         self._snapshot = None
 
@@ -282,6 +276,7 @@ class Transaction:
             self.armed = True
             with without_modes():
                 self._snapshot = ObjectSnapshot(self.root.modules(), self.others)
+            self._undo += reversed(self._snapshot.restores)
             self._storages = {storage_id(tensor) for tensor in self._snapshot.tensors.values()} - {0}
             for write in self.writes:
                 self._watch(write)
@@ -290,7 +285,6 @@ class Transaction:
     def model_code(self) -> Iterator[None]:
         """A block that runs model code: the code sees every earlier write, and its changes can be undone."""
         self.arm()
-        self._run_replacing()
         if self._guard is None:
             self._guard = _Guard(weakref.ref(self))
         with self._guard.watching(True):
@@ -301,7 +295,6 @@ class Transaction:
         """A block within `model_code`, for a call of model code back into the library."""
         with nullcontext() if self._guard is None else self._guard.watching(False):
             yield
-        self._run_replacing()
 
     def before_use(self, tensor: torch.Tensor) -> None:
         """Called before model code uses a tensor."""
@@ -333,26 +326,19 @@ class Transaction:
 
     def _watch(self, write: Write) -> None:
         self._entangled = self._entangled or self._reads_model(write)
-        if write.replaces_object:
-            self._replacing.append(write)
         write.order = self._watched
         self._watched += 1
         for key in {*_keys(write.target), *_keys(write.value)}:
             self._waiting.setdefault(key, []).append(write)
 
     def _reads_model(self, write: Write) -> bool:
-        return not write.replaces_object and storage_id(write.value) in self._storages
+        return storage_id(write.value) in self._storages
 
     def _run_waiting(self, keys: Iterable[int]) -> None:
         """Runs the waiting writes that have one of the keys, in order."""
         writes = {id(write): write for key in keys for write in self._waiting.pop(key, ())}
         for write in sorted(writes.values(), key=lambda write: write.order):
             self.run(write)
-
-    def _run_replacing(self) -> None:
-        for write in self._replacing:
-            self.run(write)
-        self._replacing.clear()
 
     def _run_all(self) -> None:
         self._waiting.clear()
