@@ -403,12 +403,8 @@ _PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 
 def _has_hooks(module: torch.nn.Module) -> bool:
     """Whether code runs when the state of a module itself is taken or loaded."""
-    held = module
-    hooks = (
-        *(held._state_dict_hooks, held._state_dict_pre_hooks),
-        *(held._load_state_dict_pre_hooks, held._load_state_dict_post_hooks),
-    )
-    return any(hooks) or type(module).set_extra_state is not torch.nn.Module.set_extra_state
+    hooks = any(getattr(module, table) for table in _TABLES)
+    return hooks or type(module).set_extra_state is not torch.nn.Module.set_extra_state
 
 
 _MODULE_FILE = torch.nn.Module.named_parameters.__code__.co_filename
