@@ -129,6 +129,16 @@ class LoadSummary(Shown, msgspec.Struct, frozen=True, kw_only=True, dict=True, e
         """The steps, one for each slot that is filled; in a report with their times."""
         return self.make_steps()
 
+    def to_json(self) -> str:
+        """Returns all of it as JSON."""
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_json() == other.to_json() if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.target, self.source, self.slots))
+
     def __reduce__(self) -> tuple[Callable[..., object], tuple[()]]:
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return partial(type(self), **{**fields, "make_steps": partial(tuple, self.steps)}), ()
