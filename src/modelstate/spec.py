@@ -334,11 +334,17 @@ class Blocks(msgspec.Struct, frozen=True):
     begin: Callable[[Sequence[torch.Tensor], Allocate], FillBlock]
     """Called by each thread with the parts that are needed whole. Returns the function that computes a block."""
     whole: int = 0
-    """The number of parts, the last ones, that are needed whole. The others have the shape of the result."""
+    """The number of parts, the last ones, that are needed whole, or in `pieces`. The others have the shape of the
+    result."""
     unit: int = 1
     """The elements of a row. A block consists of whole rows."""
     scratch_bytes: int = 0
     """What `begin` and its function allocate in each thread."""
+    pieces: Callable[[int, int], Sequence[tuple[int, int]]] | None = None
+    """Returns the elements of each of the last parts, from the first to before the last, that the elements of a block,
+    from an index to before another, are computed from: further blocks for `FillBlock`. None for whole parts."""
+    piece_bytes: int = 0
+    """The most bytes of the pieces of a block."""
     starting_at: Callable[[int], Blocks] | None = None
     """Returns how a run of elements is computed that begins at an element, from the same run of the parts that are not
     needed whole. None where this is not possible."""
@@ -397,7 +403,9 @@ class Combined(msgspec.Struct, frozen=True, eq=False):
         count, aligned = block_elements(self.shape, self.build.unit), len(self.parts) - self.build.whole
         into_result = aligned > 0 and self.parts[0].dtype == self.dtype  # the first part's block
         blocks = sum(count * part.dtype.itemsize for part in self.parts[into_result:aligned])
-        whole = sum(math.prod(part.shape) * part.dtype.itemsize for part in self.parts[aligned:])
+        whole = self.build.piece_bytes
+        if self.build.pieces is None:
+            whole = sum(math.prod(part.shape) * part.dtype.itemsize for part in self.parts[aligned:])
         return blocks + whole + self.build.scratch_bytes + _ALIGNMENT_BYTES
 
 

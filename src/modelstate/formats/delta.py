@@ -90,33 +90,57 @@ def encode_changes(found: Changes, numel: int) -> torch.Tensor | None:
     return _encoded(blocks, numel, found.differences.itemsize)
 
 
+class Directory(NamedTuple):
+    """What a payload says of its blocks: see docs/delta_format.md."""
+
+    numel: int
+    blocks: NDArray[np.int64]
+    """For each block the bytes of its frame, and of its gaps."""
+    starts: NDArray[np.int64]
+    """Where each frame begins in the payload, and at the end where the last one ends."""
+
+    def frames(self, first: int, last: int) -> tuple[int, int]:
+        """Returns the bytes of a payload that have the changes of the elements from `first` to before `last`."""
+        if first == last or not len(self.blocks):
+            return 0, 0
+        return int(self.starts[first // BLOCK_ELEMENTS]), int(self.starts[-(-last // BLOCK_ELEMENTS)])
+
+    def apply(self, frames: torch.Tensor, out: torch.Tensor, first: int) -> int:
+        """Applies the frames of the elements of `out`: flat, from the element with the index `first` on.
+
+        Returns the number of elements that were changed. Raises `DamagedFileError` where a block cannot be decoded; its
+        elements are unchanged then.
+        """
+        data, last, dtype = frames.numpy(), first + out.numel(), _INTEGERS[out.dtype.itemsize]
+        changed, begin = 0, self.frames(first, last)[0]
+        if not len(data):
+            return changed
+        bits = out.detach().view(getattr(torch, dtype.name))
+        for index in range(first // BLOCK_ELEMENTS, -(-last // BLOCK_ELEMENTS)):
+            frame_bytes, gap_bytes = self.blocks[index].tolist()
+            if frame_bytes:
+                start, at = index * BLOCK_ELEMENTS - first, int(self.starts[index]) - begin
+                indices = range(start, min(start + BLOCK_ELEMENTS, self.numel - first))
+                found = _decoded(data[at : at + frame_bytes], gap_bytes, indices, dtype)
+                inside = slice(*np.searchsorted(found.positions, (0, len(bits))))
+                positions, differences = found.positions[inside], found.differences[inside]
+                bits.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(differences))
+                changed += len(positions)
+        return changed
+
+
 def apply(payload: torch.Tensor, out: torch.Tensor, first: int) -> int:
     """Applies a payload to `out`: flat elements of a tensor, from the element with the index `first` on.
 
-    Returns the number of elements that were changed. Only the blocks that have elements of `out` are decoded. Raises
-    `DamagedFileError` where a block cannot be decoded; its elements are unchanged then.
+    Only the blocks that have elements of `out` are decoded. Returns and raises as `Directory.apply`.
     """
-    data, last, dtype = payload.numpy(), first + out.numel(), _INTEGERS[out.dtype.itemsize]
-    changed = 0
-    if not len(data) or first == last:
-        return changed
-    bits = out.detach().view(getattr(torch, dtype.name))
-    numel, blocks, starts = _directory(data)
-    for index in range(first // BLOCK_ELEMENTS, -(-last // BLOCK_ELEMENTS)):
-        frame_bytes, gap_bytes = blocks[index].tolist()
-        if frame_bytes:
-            start = index * BLOCK_ELEMENTS
-            frame = data[starts[index] : starts[index] + frame_bytes]
-            found = _decoded(frame, gap_bytes, range(start - first, min(start + BLOCK_ELEMENTS, numel) - first), dtype)
-            inside = slice(*np.searchsorted(found.positions, (0, len(bits))))
-            positions, differences = found.positions[inside], found.differences[inside]
-            bits.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(differences))
-            changed += len(positions)
-    return changed
+    directory = _directory(payload.numpy())
+    begin, end = directory.frames(first, first + out.numel())
+    return directory.apply(payload[begin:end], out, first)
 
 
-def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> None:
-    """Raises `DamagedFileError` where a payload does not fit a tensor, as far as its directory shows.
+def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> Directory:
+    """Returns the directory of a payload. Raises `DamagedFileError` where it does not fit the payload and the tensor.
 
     Args:
         payload: The payload.
@@ -125,33 +149,39 @@ def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> 
         where: The file and the name of the tensor, for messages.
     """
     data, directory_bytes = payload.numpy(), _NUMEL_BYTES + -(-numel // BLOCK_ELEMENTS) * _ENTRY_BYTES
-    if not len(data):
-        return
-    if itemsize not in _INTEGERS or len(data) < directory_bytes or int(data[:_NUMEL_BYTES].view("<u8")[0]) != numel:
-        raise _damaged(f"{len(data)} bytes that are not for {numel} elements of {itemsize} bytes", where)
-    end = directory_bytes + int(_directory(data)[1][:, 0].sum())
-    if end != len(data):
-        raise _damaged(f"{len(data)} bytes, of which the directory describes {end}", where)
+    if len(data):
+        is_too_short = itemsize not in _INTEGERS or len(data) < directory_bytes
+        if is_too_short or int(data[:_NUMEL_BYTES].view("<u8")[0]) != numel:
+            raise _damaged(f"{len(data)} bytes that are not for {numel} elements of {itemsize} bytes", where)
+    directory = _directory(data)
+    if directory.starts[-1] != len(data):
+        raise _damaged(f"{len(data)} bytes, of which the directory describes {directory.starts[-1]}", where)
+    return directory
 
 
-def patched(base: Stored, payloads: Sequence[StoredTensor]) -> Combined:
+def patched(base: Stored, payloads: Sequence[StoredTensor], directories: Sequence[Directory]) -> Combined:
     """Returns a tensor with payloads applied to it in their order, to be computed when it is read."""
 
     def starting_at(origin: int) -> Blocks:
-        def begin(whole: Sequence[torch.Tensor], _: Allocate) -> FillBlock:
+        def begin(_: Sequence[torch.Tensor], __: Allocate) -> FillBlock:
             def fill(out: torch.Tensor, blocks: Sequence[torch.Tensor], first: int) -> None:
                 if blocks[0].data_ptr() != out.data_ptr():
                     out.copy_(blocks[0])
-                for payload in whole:
-                    apply(payload, out, origin + first)
+                for directory, frames in zip(directories, blocks[1:], strict=True):
+                    directory.apply(frames, out, origin + first)
 
             return fill
 
+        def pieces(first: int, last: int) -> list[tuple[int, int]]:
+            return [directory.frames(origin + first, origin + last) for directory in directories]
+
         return Blocks(
-            begin, len(payloads), scratch_bytes=scratch_bytes, starting_at=lambda first: starting_at(origin + first)
+            begin, len(payloads), 1, scratch_bytes, pieces, piece_bytes, starting_at=lambda at: starting_at(origin + at)
         )
 
     scratch_bytes = min(math.prod(base.shape), BLOCK_ELEMENTS) * (16 + base.dtype.itemsize)
+    # A region may have elements of two blocks in each block that is computed.
+    piece_bytes = sum(2 * int(max(directory.blocks[:, 0], default=0)) for directory in directories)
     kind = f"patched {len(payloads)} times"
     return Combined(kind, base.dtype, tuple(base.shape), (base, *payloads), starting_at(0))
 
@@ -206,12 +236,13 @@ def _frame(found: Changes) -> tuple[bytes, int]:
     return b"".join([*parts, compressor.flush()]), len(of_gaps)
 
 
-def _directory(data: _Bytes) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
-    """The elements of the tensor; for each block the bytes of its frame, and of its gaps; where each frame begins."""
+def _directory(data: _Bytes) -> Directory:
+    if not len(data):
+        return Directory(0, np.zeros((0, 2), np.int64), np.zeros(1, np.int64))
     numel = int(data[:_NUMEL_BYTES].view("<u8")[0])
     end = _NUMEL_BYTES + -(-numel // BLOCK_ELEMENTS) * _ENTRY_BYTES
     blocks = data[_NUMEL_BYTES:end].view("<u4").reshape(-1, 2).astype(np.int64)
-    return numel, blocks, end + np.cumsum(blocks[:, 0]) - blocks[:, 0]
+    return Directory(numel, blocks, end + np.cumsum(np.append(0, blocks[:, 0])))
 
 
 def _decoded(frame: _Bytes, gap_bytes: int, indices: range, dtype: np.dtype[np.signedinteger]) -> Changes:

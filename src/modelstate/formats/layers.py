@@ -100,11 +100,8 @@ def resolve(
     Returns the layer of each tensor that remains; the patched tensors, whose patches have been read and checked; and
     the number of elements that each step has changed. Raises `DamagedFileError`.
     """
-    from modelstate.formats import delta
-
     tables = {layer: tree for layer in layers if isinstance(tree := trees[layer], StoredTensors)}
-    patched, changes = dict[str, Patched](), dict[str, int]()
-    payloads: list[tuple[StoredTensor, StoredTensor, str]] = []
+    stored, changes = dict[str, _Stored](), dict[str, int]()
     try:
         patches = {layer: patch for layer in tables if (patch := patch_layer(contents[layer].metadata)) is not None}
         needed = chains(tables, patches)
@@ -112,24 +109,19 @@ def resolve(
             raise ValueError("other layers than the index describes")
         for name, (first, *rest) in needed.items():
             if rest:
-                base, of_base = tables[first][name], [tables[layer][name] for layer in rest]
+                base, payloads = tables[first][name], [tables[layer][name] for layer in rest]
                 records = [patches[layer].tensors[name] for layer in rest]
-                kinds = {
-                    (payload.dtype_name, record.dtype, record.shape)
-                    for payload, record in zip(of_base, records, strict=True)
-                }
+                kinds = {("uint8", record.dtype, record.shape) for record in records}
+                kinds |= {(payload.dtype_name, base.dtype_name, base.shape) for payload in payloads}
                 is_chain = all(below.after == patch.before for below, patch in pairwise(records))
-                if kinds != {("uint8", base.dtype_name, base.shape)} or not is_chain:
+                if len(kinds) > 1 or not is_chain:
                     raise ValueError(f"a patch of another tensor than {quote(name)}, or of other values of it")
-                of_parts = {base.extent: records[0].before}
-                of_parts |= {payload.extent: record.payload for payload, record in zip(of_base, records, strict=True)}
-                checksums = {extent: Checksum(ALGORITHM, BLOCK_BYTES, value) for extent, value in of_parts.items()}
-                patched[name] = Patched(delta.patched(base, of_base), records[-1].after, checksums)
-                payloads += [(base, payload, of_parts[payload.extent]) for payload in of_base]
+                stored[name] = _Stored(base, payloads, records)
     except (ValueError, LookupError) as error:
         what = "the layers of the checkpoint do not fit together"
         raise DamagedFileError(what, where=index_path, found=error) from error
-    _check_payloads(payloads, {path: known for each in contents.values() for path, known in each.files.items()})
+    files = {path: known for each in contents.values() for path, known in each.files.items()}
+    patched = _checked([*stored.items()], files)
     for layer, table in tables.items():
         if layer not in patches:
             trees[layer] = table.under_names({name: name for name in table if needed[name][0] == layer})
@@ -140,25 +132,38 @@ def resolve(
     return {name: chain[0] for name, chain in needed.items()}, patched, changes
 
 
-def _check_payloads(
-    payloads: list[tuple[StoredTensor, StoredTensor, str]], files: Mapping[str, FileFingerprint]
-) -> None:
-    """Reads payloads, each with the tensor that it patches and with its digests. Raises `DamagedFileError`."""
+class _Stored(msgspec.Struct, frozen=True):
+    """A tensor with patches, which have not been checked."""
+
+    base: StoredTensor
+    payloads: list[StoredTensor]
+    records: list[Patch]
+
+
+def _checked(tensors: list[tuple[str, _Stored]], files: Mapping[str, FileFingerprint]) -> dict[str, Patched]:
+    """Reads payloads, and compares them with their digests. Raises `DamagedFileError`."""
     from modelstate.formats import delta
     from modelstate.formats.block_writer import write_blocks
     from modelstate.io.engine import read_ranges
     from modelstate.io.tensors import runs
 
-    while payloads:
+    patched: dict[str, Patched] = {}
+    while tensors:
         end = nbytes = 0
-        while end < len(payloads) and nbytes < _CHECKED_BYTES:
-            nbytes += payloads[end][1].nbytes
+        while end < len(tensors) and nbytes < _CHECKED_BYTES:
+            nbytes += sum(payload.nbytes for payload in tensors[end][1].payloads)
             end += 1
-        group, payloads = payloads[:end], payloads[end:]
-        values = runs([payload for _, payload, _ in group], partial(read_ranges, files=files))
-        digests = write_blocks(None, 0, values)
-        for (base, payload, expected), value, digest in zip(group, values, digests, strict=True):
-            where = payload.extent.path
-            if digest != expected:
-                raise DamagedFileError("a patch is not what its checksum says", where=where)
-            delta.check(value, base.numel, base.dtype.itemsize, where)
+        group, tensors = tensors[:end], tensors[end:]
+        payloads = [payload for _, of in group for payload in of.payloads]
+        values = runs(payloads, partial(read_ranges, files=files))
+        found = iter(zip(values, write_blocks(None, 0, values), strict=True))
+        for name, of in group:
+            base, checksums = of.base, {of.base.extent: Checksum(ALGORITHM, BLOCK_BYTES, of.records[0].before)}
+            directories = []
+            for payload, record, (value, digest) in zip(of.payloads, of.records, found, strict=False):
+                if digest != record.payload:
+                    raise DamagedFileError("a patch is not what its checksum says", where=payload.extent.path)
+                checksums[payload.extent] = Checksum(ALGORITHM, BLOCK_BYTES, digest)
+                directories.append(delta.check(value, base.numel, base.dtype.itemsize, payload.extent.path))
+            patched[name] = Patched(delta.patched(base, of.payloads, directories), of.records[-1].after, checksums)
+    return patched

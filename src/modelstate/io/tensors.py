@@ -212,7 +212,8 @@ class _ComputedTensor:
         """Reads the parts that are needed whole; returns the function that computes the block from an element on."""
         requests: list[Request] = []
         whole: list[torch.Tensor] = []
-        for part in self._whole:
+        pieces = self.build.pieces
+        for part in self._whole if pieces is None else ():
             if isinstance(part, StoredTensor):
                 whole.append(scratch(part.shape, part.dtype))
                 requests.append(Request(part.extent, whole[-1].data_ptr()))
@@ -223,6 +224,7 @@ class _ComputedTensor:
         for index, part in enumerate(self._aligned):
             is_read = isinstance(part, StoredTensor) and (index > 0 or part.dtype != self.out.dtype)
             buffers.append(scratch((self.step,), part.dtype) if is_read else None)
+        memory = scratch((self.build.piece_bytes,), torch.uint8)
         fill = self.build.begin(whole, scratch)
 
         def block(first: int) -> None:
@@ -237,6 +239,16 @@ class _ComputedTensor:
                     requests.append(Request(extent, values[-1].data_ptr()))
                 else:
                     values.append(part[first : first + self.step])
+            used = 0
+            for part, (begin, end) in zip(self._whole, pieces(first, first + len(out)), strict=True) if pieces else ():
+                if isinstance(part, StoredTensor):
+                    itemsize = part.dtype.itemsize
+                    values.append(memory[used : (used := used + (end - begin) * itemsize)].view(part.dtype))
+                    path, start, _ = part.extent
+                    extent = ByteRange(path, start + begin * itemsize, (end - begin) * itemsize)
+                    requests.append(Request(extent, values[-1].data_ptr()))
+                else:
+                    values.append(part[begin:end])
             read(requests)
             fill(out, values, first)
 
