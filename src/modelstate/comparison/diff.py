@@ -14,6 +14,7 @@ from time import perf_counter
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from modelstate.arguments import checked_call, invalid_option
@@ -127,7 +128,7 @@ def diff(
     if not selected:
         raise nothing_selected(patterns, [*second, *first], where)
     both, one_sided = matched & selected, selected - matched
-    comparable = [part for name in second if name in both for part in _parts(name, tensors[name], others[name])]
+    comparable = [pair for name in second if name in both for pair in _pairs(name, tensors[name], others[name])]
     differences, read_bytes = _compared(comparable, first, second, values, progress)
     return Diff(
         _label(a, first),
@@ -207,23 +208,13 @@ def _json_value(value: Value) -> object:
 # Plain tensors that are compared.
 
 
-class _Part(msgspec.Struct, frozen=True, eq=False):
+class _Pair(msgspec.Struct, frozen=True, eq=False):
     """Two plain tensors that are compared, or two tensors that cannot be compared."""
 
-    name: str
-    source_names: tuple[str, ...]
-    label: str
+    diff: TensorDiff
+    """What is known before their values are read."""
     a: TensorSource
     b: TensorSource
-    kinds: tuple[str, str]
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return tuple(self.a.shape), tuple(self.b.shape)
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        return self.a.dtype, self.b.dtype
 
     @property
     def read_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -232,29 +223,41 @@ class _Part(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_comparable(self) -> bool:
-        are_plain = self.kinds == ("strided", "strided")
-        return are_plain and self.shapes[0] == self.shapes[1] and is_comparable(*self.read_dtypes)
+        are_plain, (shape, other) = self.diff.kinds == ("strided", "strided"), self.diff.shapes
+        return are_plain and shape == other and is_comparable(*self.read_dtypes)
 
 
-def _parts(name: str, entry: Entry, other: Entry) -> list[_Part]:
+def _pair(name: str, entry: Entry, part: str, a: TensorSource, b: TensorSource, kinds: tuple[str, str]) -> _Pair:
+    shapes, dtypes, status = (tuple(a.shape), tuple(b.shape)), (a.dtype, b.dtype), Status.NOT_COMPARED
+    if kinds[0] != kinds[1]:
+        status = Status.OTHER_KIND
+    elif shapes[0] != shapes[1]:
+        status = Status.OTHER_SHAPE
+    elif dtypes[0] != dtypes[1]:
+        status = Status.OTHER_DTYPE
+    nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    return _Pair(TensorDiff(name, entry.sources, part, status, shapes, dtypes, kinds, nbytes, False, None), a, b)
+
+
+def _pairs(name: str, entry: Entry, other: Entry) -> list[_Pair]:
     """Returns the parts of two tensors that consist of several; both as a whole where they do not correspond."""
     a, b = entry.tensor, other.tensor
     assert a is not None
     assert b is not None
     kinds = kind_of(a), kind_of(b)
     if isinstance(a, Derived) or isinstance(b, Derived) or kinds[0] != kinds[1] or tuple(a.shape) != tuple(b.shape):
-        return [_Part(name, entry.sources, "", a, b, kinds)]
+        return [_pair(name, entry, "", a, b, kinds)]
     first, second = parts_of(a), parts_of(b)
     if len(first) != len(second):
-        return [_Part(name, entry.sources, "", a, b, kinds)]
+        return [_pair(name, entry, "", a, b, kinds)]
     if first.keys() != second.keys():  # one of the files does not say what the parts are
         first, second = ({f"part {i}": part for i, part in enumerate(side.values())} for side in (first, second))
     plain = ("strided", "strided")
-    return [_Part(name, entry.sources, label, part, second[label], plain) for label, part in first.items()]
+    return [_pair(name, entry, label, part, second[label], plain) for label, part in first.items()]
 
 
 def _compared(
-    parts: Sequence[_Part],
+    pairs: Sequence[_Pair],
     first: Checkpoint,
     second: Checkpoint,
     values: bool,
@@ -265,23 +268,25 @@ def _compared(
     accumulators: list[Accumulator] = []
     known: dict[object, Accumulator] = {}
     read: dict[int, Accumulator] = {}
-    """The accumulators of the parts that are read, by their index."""
+    """The accumulators of the pairs that are read, by their index."""
     if values:
-        for checkpoint, sides in ((first, [part.a for part in parts]), (second, [part.b for part in parts])):
-            named = ((part.name, leaf) for part, side in zip(parts, sides, strict=True) for leaf in leaves(side))
+        for checkpoint, sides in ((first, [pair.a for pair in pairs]), (second, [pair.b for pair in pairs])):
+            named = ((pair.diff.name, leaf) for pair, side in zip(pairs, sides, strict=True) for leaf in leaves(side))
             check_readable(
                 named,
                 where=checkpoint.source,
                 remedy="give the model its values first; or values=False, which compares names, shapes and dtypes",
             )
-    for index, part in enumerate(parts if values else ()):
-        if not part.is_comparable or _is_equal_unread(part, first, second):
+    for index, pair in enumerate(pairs if values else ()):
+        if not pair.is_comparable or _is_equal_unread(pair, first, second):
             continue
-        key = tuple(id(side) if isinstance(side, Derived) else bytes_key(side, part.name) for side in (part.a, part.b))
+        key = tuple(
+            id(side) if isinstance(side, Derived) else bytes_key(side, pair.diff.name) for side in (pair.a, pair.b)
+        )
         if key not in known:
-            known[key] = Accumulator(*part.read_dtypes)
+            known[key] = Accumulator(*pair.read_dtypes)
             accumulators.append(known[key])
-            items.append((_operand(part.a, first), _operand(part.b, second)))
+            items.append((_operand(pair.a, first), _operand(pair.b, second)))
         read[index] = known[key]
 
     def fold(item: int, values: tuple[torch.Tensor, ...]) -> None:
@@ -289,14 +294,14 @@ def _compared(
 
     fingerprints = merged_fingerprints((first, second))
     read_bytes = reduce(items, fold, fingerprints=fingerprints, progress=progress, what="comparing")
-    differences = [_tensor_diff(part, values, read.get(index)) for index, part in enumerate(parts)]
+    differences = [_measured(pair, read.get(index)) if values else pair.diff for index, pair in enumerate(pairs)]
     return tuple(differences), read_bytes
 
 
-def _is_equal_unread(part: _Part, first: Checkpoint, second: Checkpoint) -> bool:
+def _is_equal_unread(pair: _Pair, first: Checkpoint, second: Checkpoint) -> bool:
     """Whether two tensors are known to be equal without reading them."""
-    a, b = part.a, part.b
-    if part.dtypes[0] != part.dtypes[1]:
+    a, b = pair.a, pair.b
+    if a.dtype != b.dtype:
         return False
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return is_plain(a, b) and same_place(a, b)
@@ -326,33 +331,14 @@ def _operand(source: TensorSource, checkpoint: Checkpoint) -> Operand:
     return Operand(source.dtype, tuple(source.shape), of_region)
 
 
-def _tensor_diff(part: _Part, values: bool, accumulator: Accumulator | None) -> TensorDiff:
-    found, is_equal = None, True
+def _measured(pair: _Pair, accumulator: Accumulator | None) -> TensorDiff:
+    """Returns the difference of two tensors whose values have been read, are known to be equal, or have no measure."""
+    difference, status = None, pair.diff.status
     if accumulator is not None:
-        found, is_equal = accumulator.result(), accumulator.is_equal
-    elif values and part.is_comparable:
-        found = equal_unread(math.prod(part.shapes[1]), part.read_dtypes[1])
-    if part.kinds[0] != part.kinds[1]:
-        status = Status.OTHER_KIND
-    elif part.shapes[0] != part.shapes[1]:
-        status = Status.OTHER_SHAPE
-    elif part.dtypes[0] != part.dtypes[1]:
-        status = Status.OTHER_DTYPE
-    elif not values:
-        status = Status.NOT_COMPARED
-    elif not part.is_comparable:
-        status = Status.OTHER_KIND
-    else:
-        status = Status.EQUAL if is_equal else Status.CHANGED
-    return TensorDiff(
-        part.name,
-        part.source_names,
-        part.label,
-        status,
-        part.shapes,
-        part.dtypes,
-        part.kinds,
-        sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(part.shapes, part.dtypes, strict=True)),
-        accumulator is not None,
-        found,
-    )
+        difference = accumulator.result()
+    elif pair.is_comparable:
+        difference = equal_unread(math.prod(pair.b.shape), pair.read_dtypes[1])
+    if status is Status.NOT_COMPARED:
+        is_equal = accumulator is None or accumulator.is_equal
+        status = Status.OTHER_KIND if difference is None else Status.EQUAL if is_equal else Status.CHANGED
+    return replace(pair.diff, status=status, is_read=accumulator is not None, difference=difference)
