@@ -25,7 +25,7 @@ from modelstate.errors import (
     code_errors,
 )
 from modelstate.formats.torch_zip import archive_file
-from modelstate.io.atomic import Output, atomic_file, check_target
+from modelstate.io.atomic import atomic_file, check_target
 from modelstate.serve.aoti import inputs_of
 from modelstate.serve.live import target_factory
 from modelstate.serve.meta_clone import buffers_of, check_captured_references, meta_clone, runtime_state, state_module
@@ -124,7 +124,11 @@ def export(
     files, inputs = (None, None) if kind == "exported" else _compiled(program, model, options or {})
     manifest = Manifest(kind, _tensors(model), names, reason, str(torch.__version__), inputs)
     with atomic_file(where, overwrite=overwrite) as output:
-        _write(output, program, files, manifest, where)
+        with archive_file(output) as file, code_errors(ExportError, "torch cannot write the program", where=where):
+            if files is None:
+                torch.export.save(program, file, extra_files={NAME: manifest.to_json()})
+            else:
+                aoti_package(file, files, {NAME: manifest.to_json()})
         trial.verify(target_factory(output.path, None, training))
     return manifest
 
@@ -203,18 +207,6 @@ def _compiled(
             found=_first_lines(error),
             remedy="install a C++ compiler (g++)" if missing else "see the cause above; or export with kind='exported'",
         ) from error
-
-
-def _write(
-    output: Output, program: ExportedProgram, files: list[object] | None, manifest: Manifest, where: str
-) -> None:
-    """Writes the archive. Raises `ExportError` and `OSError`."""
-    extra = {NAME: manifest.to_json()}
-    with archive_file(output) as file, code_errors(ExportError, "torch cannot write the program", where=where):
-        if files is None:
-            torch.export.save(program, file, extra_files=extra)
-        else:
-            aoti_package(file, files, extra)
 
 
 def _tensors(module: nn.Module) -> tuple[ProgramTensor, ...]:

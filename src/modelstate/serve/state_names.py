@@ -21,8 +21,6 @@ from modelstate.text_format import listed
 from modelstate.torch_compat.modules import state_dict_of
 from modelstate.torch_compat.private import storage_id
 
-_LISTED = 8
-
 
 class NameMap(msgspec.Struct, frozen=True, tag_field="format", tag="modelstate-name-map"):
     """A map between the names of `module.state_dict()` and the runtime names: those of a program exported from it.
@@ -111,7 +109,7 @@ class NameMap(msgspec.Struct, frozen=True, tag_field="format", tag="modelstate-n
                 "state-dict hooks do more than rename tensors, which a map of names cannot express",
                 where=type(module).__name__,
                 expected="each tensor of the module, unchanged, under a name of the state dict",
-                found=listed(found, _LISTED, "; "),
+                found=listed(found, 8, "; "),
                 remedy="keep the module's code: modelstate.serve.runtime_state(module, checkpoint) follows its hooks",
                 names=[*wrong, *exchanged],
             )
