@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
 import msgspec
@@ -60,15 +60,6 @@ def slices_of(box: Box) -> tuple[slice, ...]:
 def moved(box: Box, origin: Sequence[int]) -> Box:
     """Returns a region with its indices counted from another origin."""
     return tuple(range(indices.start - start, indices.stop - start) for indices, start in zip(box, origin, strict=True))
-
-
-def overlapping(first: ByteRange, second: ByteRange) -> bool:
-    """Whether two ranges of files have bytes in common."""
-    return (
-        first.path == second.path
-        and first.start < second.start + second.nbytes
-        and second.start < first.start + first.nbytes
-    )
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
@@ -506,8 +497,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
             elif (firsts[row].shape, firsts[row].dtype) != (stored.shape, stored.dtype):
                 return None
             rows[name] = row
-        extents = sorted(row_of)
-        if any(map(overlapping, extents, extents[1:])):
+        if any(a.path == b.path and b.start < a.start + a.nbytes for a, b in pairwise(sorted(row_of))):
             return None
         dtypes = [stored.dtype for stored in firsts]
         names = {dtype: str(dtype).removeprefix("torch.") for dtype in {*dtypes}}

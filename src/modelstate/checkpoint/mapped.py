@@ -210,9 +210,7 @@ class Maps:
             if extent.nbytes and not self.is_mappable(path):
                 self.note("read into memory, not mapped: its file system has no maps, or the system refuses them", path)
                 return False
-            if extent.nbytes:
-                self._map(path)
-            elif path not in self._maps:
+            if path not in self._maps:
                 return True  # only tensors without bytes were requested
             known = self._can_map[path, option] = self._protect(path, option)
         return known

@@ -162,7 +162,6 @@ class _Serializer:
         """The names that cannot be stored, with the reasons."""
         self._refused: list[object] = []
         self._by_bytes: dict[object, str] = {}
-        self._kept: list[torch.Tensor] = []
         self._open: set[int] = set()
         self._leaves: set[str] = set()
         """The paths of the tensors and of the other values of a tree."""
@@ -332,7 +331,6 @@ class _Serializer:
         name = f"{self._prefix}{len(self.state.extra_tensors)}"
         if problem := why_not_plain(tensor) or why_not(name, tensor):
             raise ValueError(problem)
-        self._kept.append(tensor)
         self.state.tensors[name] = tensor
         self.state.extra_tensors.append(name)
         return name
