@@ -199,7 +199,7 @@ def test_numbers_are_not_taken_without_their_scales(tmp_path: Path) -> None:
         ms.convert_checkpoint(source, path, rules=[rule])
     result = ms.open(paths, combine=ms.merge.Average()).tensor("a.weight")
     expected = (sources[0]["a.weight"].double() * scales[0] + sources[1]["a.weight"].double() * scales[1]) / 2
-    assert torch.allclose(result.double(), expected)
+    assert torch.allclose(result.double(), expected, atol=1e-6)  # weights of both signs nearly cancel out
 
 
 @pytest.mark.parametrize("number", [torch.arange(4), torch.arange(4).half(), torch.arange(6), torch.ones(2).bool()])
