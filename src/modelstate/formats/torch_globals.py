@@ -86,6 +86,23 @@ class StorageType(msgspec.Struct, frozen=True):
     dtype: torch.dtype
 
 
+def storage_of(key: tuple[object, ...], length: int) -> tuple[StorageType, str, int] | Refused:
+    """Returns the class, the name and the number of elements of the storage that a persistent id names.
+
+    Returns the class alone where it is not allowed. Raises `DamagedFileError`.
+    """
+    if len(key) != length or key[0] not in ("storage", b"storage"):
+        raise damaged("a persistent id that is not a storage", len(key))
+    _, cls, name, _, numel = key[:5]
+    if type(cls) is Refused:
+        return cls
+    name = str(name) if type(name) is int else name
+    is_name = type(name) is str and len(name) <= 100
+    if type(cls) is not StorageType or not is_name or type(numel) is not int or not 0 <= numel < 2**60:
+        raise damaged("the description of a storage is not valid")
+    return cls, str(name), numel
+
+
 class TorchGlobals:
     """Looks up the names in a torch checkpoint."""
 

@@ -16,7 +16,7 @@ from modelstate.errors import (
 )
 from modelstate.formats.construct import construct
 from modelstate.formats.recognise import LEGACY_MAGIC
-from modelstate.formats.torch_globals import StorageType, TorchGlobals
+from modelstate.formats.torch_globals import TorchGlobals, storage_of
 from modelstate.formats.tree import Contents
 from modelstate.formats.unpickle import (
     Allowed,
@@ -97,34 +97,18 @@ class _StreamStorages:
         self.declared: dict[str, Storage] = {}
         self.located: dict[str, Storage] = {}
 
-    def parse(self, key: tuple[object, ...]) -> object:
-        """The type, name, number of elements and view of a storage as a tuple; or a class that is no storage."""
-        kind = key[0].decode() if key and isinstance(key[0], bytes) else key[:1] and key[0]
-        if kind == "module" and len(key) == 4 and type(key[1]) in (Refused, Allowed):
-            return key[1]
-        if kind != "storage" or len(key) != 6:
-            raise damaged("a persistent id that is not a storage", len(key))
-        if type(key[1]) is Refused:
-            return key[1]
-        _, cls, name, _, numel, view = key
-        name = str(name) if type(name) is int else name
-        is_name = type(name) is str and len(name) <= 100
-        if type(cls) is not StorageType or not is_name or type(numel) is not int or not 0 <= numel < 2**60:
-            raise damaged("the description of a storage is not valid")
-        return cls, name, numel, view
-
     def declare(self, key: tuple[object, ...]) -> object:
         """Records the description of a storage in the pickle."""
-        parsed = self.parse(key)
-        if type(parsed) is Refused and key[0] != "module":
+        if _is_module(key):
+            return key[1]
+        description = storage_of(key, 6)
+        if isinstance(description, Refused):
             # Without the size of its elements the storages behind it cannot be found.
             raise UnsupportedTensorError(
-                f"a storage of class {parsed.name[:100]} is not supported",
+                f"a storage of class {description.name[:100]} is not supported",
                 remedy="if you trust it: torch.load may read it; save its tensors as plain ones then",
             )
-        if not isinstance(parsed, tuple):
-            return parsed
-        cls, name, numel, _ = parsed
+        cls, name, numel = description
         region = ByteRange(self.file.path, 0, numel * cls.dtype.itemsize)
         # The first mention decides the size of an element in the file.
         self.declared.setdefault(name, Storage(cls.dtype, region, numel=numel))
@@ -156,10 +140,12 @@ class _StreamStorages:
 
     def find(self, key: tuple[object, ...]) -> object:
         """The storage that the pickle refers to, with its place."""
-        parsed = self.parse(key)
-        if not isinstance(parsed, tuple):
-            return parsed
-        cls, name, numel, view = parsed
+        if _is_module(key):
+            return key[1]
+        description = storage_of(key, 6)
+        if isinstance(description, Refused):
+            return description
+        (cls, name, numel), view = description, key[5]
         storage = self.located.get(name)
         if storage is None:
             raise DamagedFileError("a storage is missing", expected=f"storage {name}")
@@ -169,3 +155,8 @@ class _StreamStorages:
                 raise damaged("the view of a storage is not valid")
             _, offset, numel = view
         return replace(storage, dtype=cls.dtype, offset=offset, numel=numel)
+
+
+def _is_module(key: tuple[object, ...]) -> bool:
+    """Whether a persistent id names the class of a module, beside its source."""
+    return len(key) == 4 and key[0] in ("module", b"module") and type(key[1]) in (Refused, Allowed)

@@ -33,7 +33,7 @@ from modelstate.errors import (
 from modelstate.formats.block_writer import LazyTensor, check_expanded, threads_within, write_blocks
 from modelstate.formats.construct import construct, refusal
 from modelstate.formats.safetensors import listed_problems
-from modelstate.formats.torch_globals import StorageType, TorchGlobals
+from modelstate.formats.torch_globals import TorchGlobals, storage_of
 from modelstate.formats.tree import Checksums, Contents, flatten, leaves, map_leaves, nodes_of, refused_in
 from modelstate.formats.unpickle import (
     Storage,
@@ -363,19 +363,16 @@ def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
 
     def find(key: tuple[object, ...]) -> object:
         """Returns the storage that a persistent id names."""
-        if len(key) != 5 or key[0] not in ("storage", b"storage"):
-            raise damaged("a persistent id that is not a storage", len(key))
-        _, kind, name, _, numel = key
-        if type(kind) is Refused:
-            return kind
-        if type(kind) is not StorageType or type(name) is not str or type(numel) is not int or len(name) > 100:
-            raise damaged("the description of a storage is not valid")
+        description = storage_of(key, 5)
+        if isinstance(description, Refused):
+            return description
+        kind, name, numel = description
         short = (kind.dtype, name, numel)
         storage = storages.get(short)
         if storage is None:
             region = directory.region(record := f"{prefix}data/{name}")
             nbytes = numel * kind.dtype.itemsize
-            if not 0 <= nbytes <= region.nbytes:
+            if nbytes > region.nbytes:
                 return invalid(
                     DamagedFileError(
                         "a storage is shorter in the archive than in the pickle",
