@@ -25,9 +25,9 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import AmbiguousCheckpointError, CodecError, keep_interrupt
-from modelstate.formats.tree import nodes_of, refused_in
+from modelstate.formats.tree import leaves, nodes_of, refused_in
 from modelstate.planning.options import LoadOptions
-from modelstate.planning.recorder import loads_names_itself, outermost, own_names
+from modelstate.planning.recorder import loads_names_itself, outermost, own_state
 from modelstate.problems import Problem, ProblemKind, one_line, option
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, to_be_computed
@@ -68,7 +68,8 @@ class ModelSchemaView(msgspec.Struct, eq=False, dict=True):
         """Returns the names of the slots; of a module that saves and loads its state itself those that it saves."""
         names = {*self.slots.by_name, *self.slots.extra, *self.slots.lazy}
         for prefix, module in outermost(self.model):
-            if has_own_load(module) and has_own_state_dict(module) and (own := own_names(module)):
+            saves_itself = has_own_load(module) and has_own_state_dict(module)
+            if saves_itself and (own := [name for name, _ in leaves(own_state(module)) if name]):
                 names = {name for name in names if not name.startswith(prefix)}.union(prefix + name for name in own)
         return names
 

@@ -271,11 +271,6 @@ def outermost(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
         yield from outermost(child, f"{prefix}{name}.")
 
 
-def own_names(module: nn.Module) -> list[str]:
-    """Returns the names that the module's own `state_dict` gives; none where it cannot tell, as on the meta device."""
-    return [name for name, _ in leaves(own_state(module)) if name]
-
-
 def own_state(module: nn.Module) -> Mapping[str, object]:
     """Returns the module's own `state_dict`; nothing when it fails, as on the meta device."""
     try:

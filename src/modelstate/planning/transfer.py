@@ -435,14 +435,13 @@ def single_transfer(
         in_order = in_order and param.is_contiguous() and not (param.is_conj() or param.is_neg())
     is_final = facts.value.dtype == dtype and device.type == "cpu" and facts.module_transform is None
     sink = Sink.WHOLE
-    if way is Way.CODE or facts.transform is not None or not in_order:
-        pass
-    elif is_final and facts.combined is not None:
-        sink = Sink.COMPUTED
-    elif is_final and (columns is not None or placed):
-        sink = Sink.MEMORY
-    elif columns is not None and (facts.module_transform is None or facts.block_function is not None):
-        sink = Sink.BLOCKS
+    if way is not Way.CODE and facts.transform is None and in_order:
+        if is_final and facts.combined is not None:
+            sink = Sink.COMPUTED
+        elif is_final and (columns is not None or placed):
+            sink = Sink.MEMORY
+        elif columns is not None and (facts.module_transform is None or facts.block_function is not None):
+            sink = Sink.BLOCKS
     return Transfers([name], [kind], [param], [dtype], device, way, why, columns, sink, nbytes, maps, facts)
 
 

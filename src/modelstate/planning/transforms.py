@@ -145,20 +145,11 @@ class Transforms:
         self._matching: set[int] = set()
         self._applied: set[int] = set()
         self._choices: dict[str, Choice] = {}
-        if self._by_pattern or isinstance(given, ModuleTransform):
-            for slot in slots.tensors:
-                self._choices.update(dict.fromkeys(slot.names, self._choose(slot.names)))
-        elif given is not None and not isinstance(given, tuple):
-            self._everywhere = Choice(given)
-
-    _everywhere: Choice | None = None
+        for slot in slots.tensors:
+            self._choices.update(dict.fromkeys(slot.names, self._choose(slot.names)))
 
     def of(self, name: str) -> Choice:
         """Returns the transforms of the tensor of this name."""
-        if self._everywhere is not None:
-            return self._everywhere
-        if not self._pairs:
-            return NO_TRANSFORM
         choice = self._choices.get(name)
         if choice is None:  # code of the model has created the tensor during the load
             choice = self._choices[name] = self._choose((name,))
@@ -166,8 +157,6 @@ class Transforms:
 
     def idle(self) -> Iterator[Problem]:
         """Yields a problem for each pattern, and for each transform, without effect."""
-        if self._everywhere is not None:
-            return
         for index, (pattern, transform) in enumerate(self._pairs):
             name = pattern if self._by_pattern else str(transform)
             if self._by_pattern and index not in self._winning:
