@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable
 
 import torch
-from msgspec.structs import replace
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -285,7 +284,8 @@ class Planner:
         self.used.add(given)
         first = self.filled.get(id(param))
         if first is not None:
-            if not self._equals(first.transfers.facts, value, stored):
+            known = first.transfers.facts
+            if not self.incoming.are_equal(known.value if known.sharded is None else known.sharded.value, value):
                 self.problems.append(self._tie_conflict(name, first.transfers.name))
             return
         item = self._transfer(name, kind, param, value, given, stored)
@@ -376,17 +376,6 @@ class Planner:
             return False
         self._mapped_storages.update([stored.storage] if stored.nbytes else [])
         return True
-
-    def _equals(self, first: RowFacts, value: torch.Tensor, stored: Source | None) -> bool:
-        """Whether another value for the same slot is equal. Each rank compares its part of a DTensor."""
-        whole = first.value if first.sharded is None else first.sharded.value
-        if whole is value:
-            return True
-        if first.sharded is not None and isinstance(first.stored, StoredTensor) and isinstance(stored, StoredTensor):
-            local = replace(first.sharded, value=value).local(stored).stored
-            assert isinstance(local, StoredTensor)
-            return same_values(self._values(first), self.incoming.maps.tensor(local))
-        return self.incoming.are_equal(whole, value)
 
     def _sharded_slot(
         self, name: str, param: torch.Tensor, value: torch.Tensor, stored: Source | None, choice: Choice
