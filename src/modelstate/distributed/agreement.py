@@ -488,8 +488,7 @@ class Agreement:
                 raise lost_rank from lost
             error.add_note(f"{lost_rank.what}: {lost_rank.found}")
         elif reports:
-            self._order.has_failed = True
-            self._raise(phase, error, dict(zip(self.ranks, reports, strict=True)))
+            self._raise(phase, error, reports)
 
     def _reports(
         self,
@@ -521,8 +520,7 @@ class Agreement:
         """
         reports, longest = self._reports(connections, phase, None, (), length)
         if reports:
-            self._order.has_failed = True
-            self._raise(phase, None, dict(zip(self.ranks, reports, strict=True)))
+            self._raise(phase, None, reports)
         return longest
 
     def _leave(self, phase: _Phase) -> None:
@@ -567,11 +565,13 @@ class Agreement:
         self._close("" if is_reported else json.dumps([self.rank, report_of(error)]))
         return error
 
-    def _raise(self, phase: _Phase, error: BaseException | None, reports: Mapping[int, Report]) -> None:
+    def _raise(self, phase: _Phase, error: BaseException | None, reports: Sequence[Report]) -> None:
         """Raises what the reports of all ranks say together. Returns where `error` is the same on all ranks."""
-        failed = {rank: report for rank, report in reports.items() if "error" in report}
+        self._order.has_failed = True
+        of_ranks = dict(zip(self.ranks, reports, strict=True))
+        failed = {rank: report for rank, report in of_ranks.items() if "error" in report}
         if not failed:
-            raise difference_of(reports, self.call)
+            raise difference_of(of_ranks, self.call)
         if error is not None and not isinstance(error, ModelStateError):
             return  # an interrupt, or an error of a library: the others say where it came from
         is_same = len({json.dumps(report) for report in failed.values()}) == 1

@@ -175,14 +175,10 @@ class Deadline:
             )
         self._depth, self._owner_pid, self._entered_seconds = 1, os.getpid(), now_seconds()
         _entered.append(self)
-        try:
-            for number in self._signals:
-                previous = signal.signal(number, self._receive)
-                if previous != self._receive:  # it is where another thread has left the deadline
-                    self._previous[number] = previous
-        except (OSError, ValueError) as error:
-            self.__exit__(None, None, None)
-            raise OptionError("a signal that cannot be received", found=error, remedy="signals= without it") from error
+        for number in self._signals:
+            previous = signal.signal(number, self._receive)
+            if previous != self._receive:  # it is where another thread has left the deadline
+                self._previous[number] = previous
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

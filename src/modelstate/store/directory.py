@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 STORE_FORMAT = 1
 """The version of a store as a whole. A writer refuses a newer one."""
-_MAX_TRIES = 1000
 _READS_AT_ONCE = 16
 _MAX_STORE_FILE_BYTES = 10_000
 _UNUSABLE = (DamagedCheckpointError, NewerManifestError, ReadFailedError)
@@ -236,7 +235,7 @@ class StepIndex:
 
         `store` is the name of the store, where that is known.
         """
-        for _ in range(_MAX_TRIES):
+        while True:
             places = self.places()
             self._records = {place.path: self._records[place.path] for place in places if place.path in self._records}
             name = cache(partial(self._name, places, store))
@@ -244,12 +243,6 @@ class StepIndex:
             # A checkpoint that was removed meanwhile may have been replaced by one that is not on this list.
             if not any(not entry.is_whole and entry.is_gone for entry in entries):
                 return entries
-        raise ReadFailedError(
-            "the store changes all the time",
-            where=self.directory,
-            found=f"another change in each of {_MAX_TRIES} lists of it",
-            remedy="try again when no process saves and prunes without a pause",
-        )
 
     def read_all(self, entries: Iterable[StepEntry] | None = None) -> list[StepEntry]:
         """Returns checkpoints, or else every revision, with their records read; those of a bucket several at a time."""
