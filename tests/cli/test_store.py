@@ -187,19 +187,19 @@ class TestVerify:
 
 def take_away_when_read(monkeypatch: pytest.MonkeyPatch, *steps: int, save: int | None = None) -> None:
     """Somebody takes steps away as soon as one of them is read, and saves another one."""
-    real = ObjectEntry.verify
+    real = ObjectEntry.open
 
-    def verify(entry: ObjectEntry, directory: str, *more: Any, **options: Any) -> None:
+    def opened(entry: ObjectEntry, directory: str, *more: Any, **options: Any) -> ms.Checkpoint:
         if any(f"step-{step:09d}" in directory for step in steps):
-            monkeypatch.setattr(ObjectEntry, "verify", real)
+            monkeypatch.setattr(ObjectEntry, "open", real)
             for step in steps:
                 shutil.rmtree(f"run/step-{step:09d}")
             if save is not None:
                 with ms.Store("run") as store:
                     store.save(save, {"model": model_at(save)})
-        real(entry, directory, *more, **options)
+        return real(entry, directory, *more, **options)
 
-    monkeypatch.setattr(ObjectEntry, "verify", verify)
+    monkeypatch.setattr(ObjectEntry, "open", opened)
 
 
 class TestWhileARunPrunes:

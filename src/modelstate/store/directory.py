@@ -157,8 +157,7 @@ class StepEntry:
                 found=short_repr(name),
                 remedy="give the name of one of these objects",
             )
-        verified = saved.verify(self.place.files, cache) if verify else None
-        return saved.open(self.place.files, cache) if verified is None else verified
+        return saved.open(self.place.files, cache, verify=verify)
 
     @property
     def is_pinned(self) -> bool:
@@ -515,21 +514,18 @@ class StepIndex:
             progress: whether the verification shows a progress bar, as in `modelstate.verify`.
         """
         entries, directory = entry.usable_record.entries, entry.place.files
-        verified: dict[str, Checkpoint | None] = {}
-        if verify:
-            with progress_bar(progress, entry.info.nbytes, "verifying") as advance:
-                for path, saved in entries.items():
-                    verified[path] = saved.verify(directory, self.cache, share, advance)
-            self.note_whole(entry.place.path)
+        opened: dict[str, Checkpoint] = {}
         parts = {}
+        with progress_bar(progress if verify else False, entry.info.nbytes, "verifying") as advance:
+            for path, saved in entries.items():
+                if saved.index:
+                    opened[path] = saved.open(directory, self.cache, verify=verify, share=share, on_read=advance)
+        if verify:
+            self.note_whole(entry.place.path)
         for path, saved in entries.items():
-            is_module = saved.kind is Kind.MODULE and saved.index
-            is_mapped = map and saved.kind is Kind.OPTIMIZER
-            opened = verified.get(path)
-            if is_module:
-                tree: object = saved.open(directory, self.cache) if opened is None else opened
-            else:
-                tree = saved.decode(directory, self.cache, opened=opened, map=is_mapped)
+            tree: object = opened.get(path)
+            if saved.kind is not Kind.MODULE or tree is None:
+                tree = saved.decode(directory, opened=opened.get(path), map=map and saved.kind is Kind.OPTIMIZER)
             if saved.ranks and not (isinstance(tree, list) and len(tree) == saved.ranks):
                 raise damaged(directory, f"{path}: not the states of {saved.ranks} ranks")
             parts[path] = Part(saved.kind, tree, saved.ranks)
@@ -546,7 +542,8 @@ class StepIndex:
                 raise entry.error
             with progress_bar(progress, entry.info.nbytes, f"step {entry.place.step}") as advance:
                 for saved in read_record(entry.place.path).entries.values():
-                    saved.verify(entry.place.files, self.cache, on_read=advance)
+                    if saved.index:  # else the state is in the record, which is sealed
+                        saved.open(entry.place.files, self.cache, verify=True, on_read=advance)
         except (ModelStateError, OSError) as error:
             if entry.is_gone:
                 raise StepNotFoundError(

@@ -85,54 +85,42 @@ class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     patches: int = 0
     """The number of saves whose patches it needs; 0 where it is whole."""
 
-    def open(self, directory: str, cache: Cache | None = None) -> Checkpoint:
-        """Opens an object that has tensors. `cache` keeps what is read of a bucket.
+    def open(
+        self,
+        directory: str,
+        cache: Cache | None = None,
+        *,
+        verify: bool = False,
+        share: slice = ALL,
+        on_read: Callable[[int], None] | None = None,
+    ) -> Checkpoint:
+        """Opens an object that has tensors.
+
+        Args:
+            directory: the directory of its files.
+            cache: keeps what is read of a bucket.
+            verify: whether its tensors are read and compared with their digests. The checkpoint then refuses to read
+                files that change later.
+            share: the share of the tensors that is read.
+            on_read: called with the size of each tensor that was read.
 
         Raises `DamagedCheckpointError`, `NewerManifestError`, and `ReadFailedError` where a file cannot be read, which
         may be for now only.
         """
         try:
-            return open_checkpoint(os.path.join(directory, self.index), cache=cache)
+            checkpoint = open_checkpoint(os.path.join(directory, self.index), cache=cache)
+            for name, file in self.files.items() if verify else ():
+                if file.read_head(os.path.join(directory, name)) is None:
+                    raise damaged(directory, f"{name}: what it says of its tensors is not what was written")
+            if verify and checkpoint.checksums:
+                checkpoint.verification().run(on_read, share)
         except NewerManifestError:
             raise
         except (OpenError, ChecksumError) as error:
             raise _unusable(directory, error) from error
-
-    def verify(
-        self,
-        directory: str,
-        cache: Cache | None,
-        share: slice = ALL,
-        on_read: Callable[[int], None] | None = None,
-    ) -> Checkpoint | None:
-        """Opens an object, reads its tensors or a share of them, and compares them with their digests.
-
-        `on_read` is called with the size of each tensor.
-
-        Returns the open checkpoint, which refuses to read files that change later; None for an object without tensors.
-
-        Raises as `open`.
-        """
-        if not self.index:
-            return None  # the state is in the record, which is sealed
-        checkpoint = self.open(directory, cache)
-        for name, file in self.files.items():
-            try:
-                head = file.read_head(os.path.join(directory, name))
-            except OpenError as error:
-                raise _unusable(directory, error) from error
-            if head is None:
-                raise damaged(directory, f"{name}: what it says of its tensors is not what was written")
-        try:
-            if checkpoint.checksums:
-                checkpoint.verification().run(on_read, share)
-        except ChecksumError as error:
-            raise damaged(directory, short(error)) from error
         return checkpoint
 
-    def decode(
-        self, directory: str, cache: Cache | None = None, *, opened: Checkpoint | None = None, map: bool = False
-    ) -> object:
+    def decode(self, directory: str, *, opened: Checkpoint | None = None, map: bool = False) -> object:
         """Returns the state of an object as it was captured: containers, values, and tensors.
 
         `opened` is the object, where it is open. With `map` the tensors may be maps of the files, which nothing may
@@ -142,7 +130,7 @@ class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         """
         from modelstate.codec.codec import decode
 
-        checkpoint = self.open(directory, cache) if self.index and opened is None else opened
+        checkpoint = self.open(directory) if self.index and opened is None else opened
         try:
             return decode(self.value) if checkpoint is None else checkpoint.value(map=None if map else False)
         except UnknownClassError:
@@ -171,7 +159,7 @@ class Record(msgspec.Struct, frozen=True):
         """
         opened = {path: entry.open(directory, cache) for path, entry in self.entries.items() if entry.index}
         tree = {
-            path: opened[path].contents.tree if path in opened else entry.decode(directory, cache)
+            path: opened[path].contents.tree if path in opened else entry.decode(directory)
             for path, entry in self.entries.items()
         }
         return join(list(opened.values()), tree, directory, format="safetensors")
