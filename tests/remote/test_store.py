@@ -188,7 +188,7 @@ def test_what_has_not_changed_is_not_uploaded_again_and_survives_pruning(
     assert second.pruned == (1,)
     assert restored(store) == 2
     frozen = [name for name in names() if name.startswith("data/model-")]
-    assert len(frozen) == 2  # that of the first save, and that of the second one
+    assert len(frozen) == 3  # that of the first save; and of the second one, what has changed and what has not
     assert store.verify() == {2: ""}
 
 
