@@ -722,7 +722,8 @@ def _find_guesses(matches: Matches, is_whole: bool) -> None:
         common = first.facts[source] & second.facts[target]
         # Numbers that differ may stand for the same layers only where no layer lacks a match.
         numbers = [first.ranks[source], second.ranks[target]] if is_whole else [*map(_NUMBER.findall, (source, target))]
-        if numbers[0] != numbers[1] and len(numbers[0]) == len(numbers[1]):
+        differs_in_numbers = _NUMBER.sub("", source) == _NUMBER.sub("", target)  # and in nothing else: conv and conv2
+        if numbers[0] != numbers[1] and (len(numbers[0]) == len(numbers[1]) or differs_in_numbers):
             return False
         here, there = first.words[source] - second.facts[target], second.words[target] - first.facts[source]
         if CONVENTION in here | there or (here and there and not is_whole):
