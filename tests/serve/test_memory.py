@@ -104,3 +104,15 @@ def test_versions_that_refer_to_themselves_are_collected() -> None:
     finally:
         gc.enable()
     assert sum(version() is not None for version in versions) <= 3
+
+
+def test_the_memory_of_a_dropped_version_is_that_of_a_later_one() -> None:
+    live, addresses = ms.Live(Constant(2, 8).eval(), keep_versions=0), set[int]()
+    for k in range(2, 10):
+        live.swap(weights_of(Constant(2, 8), k))
+        addresses.update(weight.data_ptr() for weight in module_of(live).parameters())
+    assert len(addresses) == 2 * 2  # weights of two versions
+    with live.version() as v:
+        live.swap(weights_of(Constant(2, 8), 10))
+        live.swap(weights_of(Constant(2, 8), 11))
+        assert v(torch.ones(2, 8)).unique().tolist() == [9.0]
