@@ -167,6 +167,7 @@ def timed(mb: int, runs: int, folder: Path | None) -> Iterator[list[str]]:
         before.append(old)
         after.append(new)
     payloads = [payload for payload in map(delta.encode, before, after) if payload is not None]
+    directories = [delta.check(payload, TENSOR_ELEMENTS, 2) for payload in payloads]
     out = [torch.empty_like(tensor) for tensor in before]
     blocks = [
         (index, first) for index in range(len(before)) for first in range(0, TENSOR_ELEMENTS, delta.BLOCK_ELEMENTS)
@@ -177,7 +178,9 @@ def timed(mb: int, runs: int, folder: Path | None) -> Iterator[list[str]]:
         out[index][block].copy_(before[index][block])
 
     def apply(index: int, first: int) -> None:
-        delta.apply(payloads[index], out[index][first : first + delta.BLOCK_ELEMENTS], first)
+        last = min(first + delta.BLOCK_ELEMENTS, TENSOR_ELEMENTS)
+        begin, end = directories[index].frames(first, last)
+        directories[index].apply(payloads[index][begin:end], out[index][first:last], first)
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=folder) as name:

@@ -1,0 +1,35 @@
+"""What `bench.delta` measures: deltas are near the entropy of what changed, and smaller than what trainers publish."""
+
+import pytest
+import torch
+
+from bench import delta
+
+
+def test_the_entropy() -> None:
+    before, after = torch.zeros(1024, dtype=torch.bfloat16), torch.zeros(1024, dtype=torch.bfloat16)
+    after.view(torch.int16)[:512] = torch.tensor([1, 2]).repeat(256).to(torch.int16)
+    assert delta.entropy_bytes(before, after) == pytest.approx(1024 / 8 + 512 / 8)
+
+
+@pytest.mark.parametrize("share", [0.004, 0.02, 0.2])
+def test_the_bytes_of_a_step(share: float) -> None:
+    """Of weights of which a share takes a step of a few ulps."""
+    generator = torch.Generator().manual_seed(0)
+    before = (torch.randn(1 << 21, generator=generator) * 0.02).bfloat16()
+    after = before.clone()
+    changed = torch.rand(len(before), generator=generator) < share
+    steps = torch.empty(len(before)).geometric_(0.8, generator=generator).to(torch.int16)
+    up = torch.rand(len(before), generator=generator) < 0.5
+    after.view(torch.int16)[changed] += torch.where(up, steps, -steps)[changed]
+    *_, to_field, to_entropy, _ = map(float, delta.weigh({"weight": before}, {"weight": after}, 0)[5:])
+    assert to_field < 0.6
+    assert to_entropy < 1.15
+
+
+@pytest.mark.slow
+def test_the_times(capsys: pytest.CaptureFixture[str]) -> None:
+    delta.main(["--steps", "0", "--mb", "20", "--runs", "1"])
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        *("a copy in memory", "apply", "encode", "write and sync the delta", "write and sync all")
+    ]
