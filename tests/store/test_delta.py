@@ -446,3 +446,12 @@ def test_base_that_is_damaged_is_not_patched(tmp_path: Path) -> None:
         fresh = Model()
         ms.load(fresh, store.open("model", 1, verify=True))
         assert same(fresh.state_dict(), state)
+
+
+def test_in_inference_mode_and_out_of_it(tmp_path: Path) -> None:
+    store, model = only(tmp_path), Model()
+    for step in range(4):
+        state = model.train_step()
+        with torch.inference_mode(step % 2 == 0):
+            assert len(patch_files(store.save(step, {"model": model}))) == step
+        assert is_same(store, step, state)

@@ -134,6 +134,7 @@ class Published:
             patches[name] = Patch(dtype, shape, changed[name], digests[name], digest)
         return payloads, patches
 
+    @torch.inference_mode(False)
     def copied(self, path: str, tensors: _Tensors) -> dict[str, torch.Tensor]:
         """Returns copies of tensors, which are kept until the next save. `note` gives them their digests."""
         copies = {}

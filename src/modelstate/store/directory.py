@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 STORE_FORMAT = 1
 """The version of a store as a whole. A writer refuses a newer one."""
-_READS_AT_ONCE = 16
+READS_AT_ONCE = 16
 _MAX_STORE_FILE_BYTES = 10_000
 _UNUSABLE = (DamagedCheckpointError, NewerManifestError, ReadFailedError)
 """Errors of one checkpoint, after which an older one is tried."""
@@ -246,7 +246,7 @@ class StepIndex:
     def read_all(self, entries: Iterable[StepEntry] | None = None) -> list[StepEntry]:
         """Returns checkpoints, or else every revision, with their records read; those of a bucket several at a time."""
         listed = self.all_revisions() if entries is None else list(entries)
-        for_each(listed, [StepEntry.read] * min(_READS_AT_ONCE, len(listed)))
+        for_each(listed, [StepEntry.read] * min(READS_AT_ONCE, len(listed)))
         return listed
 
     def steps(self, revisions: Iterable[StepEntry] | None = None) -> list[StepEntry]:

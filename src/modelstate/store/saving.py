@@ -41,6 +41,7 @@ from modelstate.formats.sharded import (
     index_of,
 )
 from modelstate.io.atomic import write_error
+from modelstate.io.engine import for_each
 from modelstate.io.lock import check_directory
 from modelstate.io.staging import StagingBuffer
 from modelstate.objects.objects import Target, capture
@@ -48,7 +49,7 @@ from modelstate.objects.parts import Kind
 from modelstate.objects.per_rank import gathered
 from modelstate.process import stopped_by, unstoppable
 from modelstate.store.backend import NewDirectory, name_of
-from modelstate.store.directory import StepEntry, StepIndex
+from modelstate.store.directory import READS_AT_ONCE, StepEntry, StepIndex
 from modelstate.store.record import MAX_RECORD_BYTES, FileRecord, ObjectEntry, Record
 from modelstate.store.retention import Keep
 from modelstate.text_format import size
@@ -555,13 +556,18 @@ class NewStep:
         entry = self._before.get(path)
         if entry is None or not entry.index.endswith(INDEX_SUFFIX):
             return None
-        heads, last = dict[str, bytes](), _LastFiles(entry)
+        last, read = _LastFiles(entry), dict[str, bytes]()
+
+        def read_head(file: tuple[str, FileRecord]) -> None:
+            head = self._index.untouched_head(os.path.join(self._files_before, file[0]), file[1])
+            # Parsing one with more parts could need gigabytes.
+            if head is not None and sum(map(head.count, (b"[", b"{", b","))) <= MAX_PARTS:
+                read[file[0]] = head
+
+        threads = READS_AT_ONCE if self._index.backend.is_lazy else 1
+        for_each(entry.files.items(), [read_head] * min(threads, len(entry.files)))
+        heads = {name: read[name] for name in entry.files if name in read}
         try:
-            for name, record in entry.files.items():
-                head = self._index.untouched_head(os.path.join(self._files_before, name), record)
-                # Parsing one with more parts could need gigabytes.
-                if head is not None and sum(map(head.count, (b"[", b"{", b","))) <= MAX_PARTS:
-                    heads[name] = head
             metadata = json.loads(heads.pop(entry.index))["metadata"]
             check_size(metadata[KEY])
             last.digests |= json.loads(metadata[KEY])["digests"]["tensors"]
