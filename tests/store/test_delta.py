@@ -1,6 +1,7 @@
 """Steps as differences: each one is complete by itself, gives back every bit, and says so where it cannot."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, sealed
+from modelstate.formats.sharded import LAYERS
 from modelstate.rules.expression import region, values_of
 from tests.faults import failing, faulty_writes
 from tests.store.common import contents, flip, litter
@@ -455,3 +458,47 @@ def test_in_inference_mode_and_out_of_it(tmp_path: Path) -> None:
         with torch.inference_mode(step % 2 == 0):
             assert len(patch_files(store.save(step, {"model": model}))) == step
         assert is_same(store, step, state)
+
+
+def swapped(index: dict[str, Any], layers: list[str]) -> None:
+    """Patches in another order, which the map of names agrees with."""
+    index["weight_map"] = {
+        name: layers[-2] if file == layers[-1] else file for name, file in index["weight_map"].items()
+    }
+    layers[-2:] = layers[:-3:-1]
+
+
+def cut_short(index: dict[str, Any], layers: list[str]) -> None:
+    layers.pop()
+
+
+def without_a_base(index: dict[str, Any], layers: list[str]) -> None:
+    del layers[:2]
+
+
+def without_a_manifest(index: dict[str, Any], layers: list[str]) -> None:
+    del index["metadata"][KEY]
+
+
+def elsewhere(index: dict[str, Any], layers: list[str]) -> None:
+    layers.insert(0, "../other.safetensors")
+
+
+def of_numbers(index: dict[str, Any], layers: list[Any]) -> None:
+    layers.append(1)
+
+
+@pytest.mark.parametrize("change", [swapped, cut_short, without_a_base, without_a_manifest, elsewhere, of_numbers])
+def test_an_index_with_other_layers_is_refused(tmp_path: Path, change: Callable[..., None]) -> None:
+    store, model = only(tmp_path), Model()
+    for step in range(3):
+        model.train_step()
+        saved = store.save(step, {"model": model})
+    path = Path(saved.path) / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    layers = json.loads(index["metadata"][LAYERS])
+    change(index, layers)
+    index["metadata"] |= {SEAL: OPEN_SEAL, LAYERS: json.dumps(layers)}
+    path.write_bytes(sealed(json.dumps(index).encode()))
+    with pytest.raises(errors.DamagedFileError):
+        ms.open(path)
