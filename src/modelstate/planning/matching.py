@@ -419,6 +419,9 @@ class Rewrapped(msgspec.Struct, frozen=True):
                 return put + name[len(prefix) :]
         return None
 
+    def reverse(self) -> Rewrapped:
+        return Rewrapped({put: prefix for prefix, put in self.modules.items()})
+
     def note(self, names: int) -> str:
         """Returns a note for the report, for the number of names that the rule has changed."""
         taken, put = (
