@@ -3,8 +3,10 @@
 import errno
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -502,3 +504,80 @@ def test_an_index_with_other_layers_is_refused(tmp_path: Path, change: Callable[
     path.write_bytes(sealed(json.dumps(index).encode()))
     with pytest.raises(errors.DamagedFileError):
         ms.open(path)
+
+
+def test_a_tensor_that_begins_anew_after_patches(tmp_path: Path) -> None:
+    """The patches of it are in files that other tensors need, and what they were for is not linked any more."""
+    store, model = only(tmp_path), Model()
+    for step in range(6):
+        model.train_step()
+        if step in (1, 4):
+            nn.init.normal_(model.small.weight)
+        store.save(step, {"model": model})
+        assert is_same(ms.Store(tmp_path), step, model.copy())
+    kinds = {name: spec.kind for name, spec in store.open("model").items()}
+    assert (kinds["small.weight"], kinds["wide.weight"]) == ("patched 1 times", "patched 5 times")
+
+
+class Run:
+    """A model of layers of several kinds, which come and go, with all that a run does to a store."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.chance, self.directory, self.states = random.Random(seed), directory, dict[int, dict[str, torch.Tensor]]()
+        self.model = nn.ModuleDict({f"{number}": self.layer() for number in range(4)})
+        self.store = self.opened()
+
+    def layer(self) -> nn.Module:
+        sizes = self.chance.choices([8, 40, 90], k=2)
+        layer = nn.Linear(*sizes).to(self.chance.choice([torch.float32, torch.bfloat16, torch.float64]))
+        return layer.requires_grad_(self.chance.random() < 0.7)
+
+    def opened(self) -> ms.Store:
+        delta = self.chance.choice([None, *(ms.Delta(full_every=number) for number in (1, 2, 4, 32, 32))])
+        size = self.chance.choice([None, 3000, 20_000])
+        return ms.Store(self.directory, delta=delta, shard_size_bytes=size, keep=self.chance.choice([1, 3]))
+
+    @torch.no_grad()
+    def change(self) -> None:
+        kind, names = self.chance.random(), list(self.model)
+        if kind < 0.1:
+            self.model[f"{self.chance.randrange(8)}"] = self.layer()
+        elif kind < 0.15 and len(names) > 1:
+            self.model.pop(self.chance.choice(names))
+        elif kind < 0.25:
+            self.store.close()
+            self.store = self.opened()
+        for param in self.model.parameters() if kind > 0.3 else ():
+            if self.chance.random() < 0.05:
+                param.normal_()
+            elif param.requires_grad and self.chance.random() < 0.8:
+                param += torch.randn_like(param) * (torch.rand_like(param) < 0.02)
+
+    def save(self) -> None:
+        step = max(self.states, default=0) + self.chance.choice([0, 1, 1])
+        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        full, at = OSError(errno.ENOSPC, "full"), self.chance.choice([10_000, 10_000, self.chance.randrange(1, 20)])
+        with suppress(errors.WriteFailedError), faulty_writes(at=at, error=full):
+            pending = self.store.save(step, {"model": self.model}, overwrite=True, background=True)
+            assert pending is not None
+            pending.result()
+            self.states[step] = state
+
+    def check(self) -> None:
+        store = ms.Store(self.directory)
+        for step in store.steps():
+            opened = store.open("model", step, verify=True)
+            assert same(dict(sorted(opened.value().items())), dict(sorted(self.states[step].items()))), step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens(tmp_path: Path, seed: int) -> None:
+    run = Run(tmp_path, seed)
+    for number in range(60):
+        run.change()
+        run.save()
+        if number % 5 == 0:
+            run.check()
+    run.check()

@@ -75,16 +75,16 @@ def patch_layer(metadata: Mapping[str, str]) -> PatchLayer | None:
 def chains(layers: Mapping[str, Iterable[str]], patches: Collection[str]) -> dict[str, list[str]]:
     """Returns the layers that the value of each tensor needs: the last one that has it whole, and the patches after it.
 
+    A layer may have patches of a tensor that a later layer has whole, without the layer that they were for.
+
     Args:
         layers: The names of the tensors in each layer, in the order of the layers.
         patches: The layers that have patches.
-
-    Raises `KeyError` for a patch of nothing.
     """
     needed: dict[str, list[str]] = {}
     for layer, names in layers.items():
         for name in names:
-            needed[name] = [*needed[name], layer] if layer in patches else [layer]
+            needed[name] = [*needed.get(name, ()), layer] if layer in patches else [layer]
     return needed
 
 
@@ -108,6 +108,8 @@ def resolve(
         if tables.keys() != trees.keys() or weight_map != {name: chain[-1] for name, chain in needed.items()}:
             raise ValueError("other layers than the index describes")
         for name, (first, *rest) in needed.items():
+            if first in patches:
+                raise ValueError(f"patches of {quote(name)}, which no layer has whole")
             if rest:
                 base, payloads = tables[first][name], [tables[layer][name] for layer in rest]
                 records = [patches[layer].tensors[name] for layer in rest]
