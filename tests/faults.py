@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -71,8 +72,8 @@ class Faults:
             return None
         if self._before is not None:
             self._before(request)
-        if self._error is not None:
-            raise self._error
+        if self._error is not None:  # a copy, whose traceback no test keeps
+            raise copy(self._error)
         return self._short
 
 
