@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from modelstate.arguments import check_integer
+from modelstate.distributed.writing import ShardedTensor
 from modelstate.errors import ModelStateError
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.layers import Patch
@@ -61,8 +62,6 @@ class Delta(msgspec.Struct, frozen=True):
         """Casts the floating-point parameters and buffers of a module's state."""
         dtype = floating_dtype(self.dtype)
         if dtype is not None:
-            from modelstate.distributed.writing import ShardedTensor
-
             for name in state.plain_names:
                 tensor = state.tensors[name]
                 if not tensor.dtype.is_floating_point:
@@ -142,7 +141,9 @@ class Published:
             self._digests.pop((path, name), None)
             copy = self._copies.get((path, name))
             if copy is None or (copy.dtype, copy.shape) != (tensor.dtype, tensor.shape):
-                copy = self._copies[path, name] = empty_cpu(tensor.shape, tensor.dtype)
+                # By its bytes: some dtypes cannot be filled with zeros.
+                copy = empty_cpu((tensor.nbytes,), torch.uint8).view(tensor.dtype).view(tensor.shape)
+                self._copies[path, name] = copy
             copies[name] = copy
         copy_all(list(tensors.values()), list(copies.values()))
         return copies
