@@ -204,6 +204,8 @@ def test_each_call_is_checked_also_after_one_with_the_same_sizes(by_name: bool) 
     for _ in range(2):
         assert answer(x, y).unique().tolist() == [2.0]
         assert answer(y, x).unique().tolist() == [1.0]
+        answer(y, y)  # in both orders of the names the same
+        assert answer(x, y).unique().tolist() == [2.0]
         assert torch.equal(answer(x, columns), 2 + columns)
         for args, named in (
             ((x,), {}),

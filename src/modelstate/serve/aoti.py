@@ -212,7 +212,7 @@ class _Call:
         """The signature of the last tensors that were accepted as they are, without containers around them."""
         inputs = None if manifest is None else manifest.inputs
         self._values = None if inputs is None else inputs.values
-        self._failed = _compiled_conditions(() if inputs is None else inputs.conditions)
+        self._failed, self._is_usual = _compiled_conditions(() if inputs is None else inputs.conditions)
         with code_errors(
             DamagedFileError,
             "the description of the inputs in the file has classes that are not registered, or is damaged",
@@ -232,7 +232,8 @@ class _Call:
         if signature == self._accepted:
             return passed  # type: ignore[return-value]
         order = keyword_order(self._in_spec)
-        if list(named) != order and named.keys() == set(order):
+        in_order = list(named) == order
+        if not in_order and named.keys() == set(order):
             named = {name: named[name] for name in order}
         leaves, spec = flatten((args, named))
         if spec != self._in_spec:
@@ -245,7 +246,7 @@ class _Call:
                     self._where, "the inputs have other sizes or values than the library is for", failed, shapes
                 )
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if None not in signature and [*map(id, inputs)] == [*map(id, passed)]:
+        if self._is_usual and in_order and None not in signature and [*map(id, inputs)] == [*map(id, passed)]:
             self._accepted = signature
         return inputs
 
@@ -273,8 +274,11 @@ class _Call:
         return leaf.permute(each.order).contiguous().permute(inverse)
 
 
-def _compiled_conditions(conditions: Sequence[str]) -> Callable[[list[object]], str | None]:
-    """Returns a function that returns the first condition that the inputs of a call do not fulfil."""
+def _compiled_conditions(conditions: Sequence[str]) -> tuple[Callable[[list[object]], str | None], bool]:
+    """Returns a function that returns the first condition that the inputs of a call do not fulfil.
+
+    Also returns whether all conditions are about the sizes and strides of the inputs.
+    """
     codes = [(text, compile(text.strip(), "<condition>", "eval")) for text in conditions]
     usual = {"args", "size", "shape", "stride", "math", *_FUNCTIONS, *dir(math)}
     is_usual = all(usual.issuperset(code.co_names) for _, code in codes)
@@ -283,7 +287,7 @@ def _compiled_conditions(conditions: Sequence[str]) -> Callable[[list[object]], 
     def first_failed(args: list[object]) -> str | None:
         return next((text for text, code in codes if not eval(code, functions, {"args": args})), None)
 
-    return first_failed
+    return first_failed, is_usual
 
 
 def _values(file: ProgramFile, runner: _Runner) -> dict[str, torch.Tensor]:
