@@ -280,11 +280,20 @@ class CollectiveWriter(CheckpointWriter):
     def _pieces(self, layouts: Sequence[FileLayout], meshes: dict[Mesh, Mesh]) -> list[list[Piece]]:
         """Returns the pieces of each file. Of several ranks that hold one, the one with the least work writes it.
 
-        The ranks take turns with what is exchanged, a block each.
+        The ranks take turns with what is exchanged: each takes up to a block, or its share of all of it.
         """
         loads = dict.fromkeys(self._ranks, 0)
         files: list[list[Piece]] = []
-        exchanged_bytes = 0
+        exchanged = (
+            (part.end - part.start) * tensor.itemsize
+            for planned in layouts
+            for _, tensor in planned.tensors
+            if isinstance(tensor, ShardedTensor)
+            for part in tensor.parts_on(meshes[tensor.mesh]).parts
+            if part.region is None
+        )
+        most_bytes = min(BLOCK_BYTES, -(-sum(exchanged) // len(self._ranks)))
+        turn = turn_bytes = 0
         for number, planned in enumerate(layouts):
             files.append([])
             start = planned.header_bytes
@@ -295,8 +304,11 @@ class CollectiveWriter(CheckpointWriter):
                     parts = replicated(tensor.numel(), tensor.itemsize, self._ranks)
                 for part in parts.parts:
                     if part.region is None:
-                        rank = part.ranks[exchanged_bytes // BLOCK_BYTES % len(part.ranks)]
-                        exchanged_bytes += (part.end - part.start) * tensor.itemsize
+                        nbytes = (part.end - part.start) * tensor.itemsize
+                        if turn_bytes and turn_bytes + nbytes > most_bytes:
+                            turn, turn_bytes = turn + 1, 0
+                        turn_bytes += nbytes
+                        rank = part.ranks[turn % len(part.ranks)]
                     else:
                         rank = min(part.ranks, key=loads.__getitem__)
                     piece = Piece(tensor, start + part.start * tensor.itemsize, part, rank, parts, (number, index))
