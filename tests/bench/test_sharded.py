@@ -1,19 +1,21 @@
 """The benchmark of loads on several ranks."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import sharded
-from bench.measure import MeasurementError
+from bench.measure import MeasurementError, temporary_folder
 from bench.sharded import CONTENDERS, OURS, Loaded
 from tests.bench.forked import run_together_forked
 
 
 @pytest.mark.slow
 def test_a_contender_runs_on_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    # No variable of the environment: the server of forks, which may start here, would keep it for all other tests.
+    monkeypatch.setattr(sharded, "temporary_folder", partial(temporary_folder, tmp_path))
     nbytes = sharded.write(tmp_path / "again", 64, 2)
     monkeypatch.setattr(sharded, "run_together", run_together_forked)
     monkeypatch.setattr(sharded, "CONTENDERS", {OURS: CONTENDERS[OURS]})
