@@ -65,7 +65,7 @@ class TestLs:
                 store.save(step, {"model": model})
         lines = run("store", "ls", "deltas").stdout.splitlines()
         assert lines[0].split() == ["step", "saved", "bytes", "written", "metrics"]
-        assert ["whole" in line for line in lines] == [False, True, False, False]
+        assert ["full" in line for line in lines] == [False, True, False, False]
         assert "delta, 2 layers" in lines[3]
         listed = json.loads(run("store", "ls", "deltas", "--json").stdout)
         assert [fields["patches"] for fields in listed] == [0, 1, 2]

@@ -207,6 +207,7 @@ def test_each_call_is_checked_also_after_one_with_the_same_sizes(by_name: bool) 
         answer(y, y)  # in both orders of the names the same
         assert answer(x, y).unique().tolist() == [2.0]
         assert torch.equal(answer(x, columns), 2 + columns)
+        assert torch.equal(answer(x, torch._neg_view(columns.contiguous())), 2 - columns)
         for args, named in (
             ((x,), {}),
             ((x, y, y), {}),

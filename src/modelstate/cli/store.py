@@ -133,7 +133,7 @@ def list_steps(directory: str, as_json: bool, html: str | None) -> None:
     elif infos:
         rows = [["step", "saved", "bytes", "", "metrics"], *map(_row, infos)]
         if any(info.patches for info in infos):
-            kinds = [f"delta, {count(info.patches, 'layer')}" if info.patches else "whole" for info in infos]
+            kinds = [f"delta, {count(info.patches, 'layer')}" if info.patches else "full" for info in infos]
             of_deltas = [
                 ["written", ""],
                 *([size(info.written_bytes), kind] for info, kind in zip(infos, kinds, strict=True)),

@@ -225,7 +225,9 @@ class _Call:
         """Returns the tensors of a call in the library's order. Raises `ProgramInputError`."""
         passed = [*args, *named.values()]
         kinds = [
-            (each.shape, each.stride(), each.dtype, each.device, each.layout) if type(each) is torch.Tensor else None
+            (each.shape, each.stride(), each.dtype, each.device, each.layout)
+            if type(each) is torch.Tensor and not (each.is_neg() or each.is_conj())
+            else None
             for each in passed
         ]
         signature: list[object] = [*named, *kinds]
@@ -261,7 +263,7 @@ class _Call:
             expected = f"{each.dtype}, {each.device}, {len(each.order)} dimensions"
             text = f"{found[0]}, {found[1]}, shape {list(leaf.shape)}"
             raise input_error(self._where, f"{each.name} is another kind of tensor", expected, text)
-        if leaf.permute(each.order).is_contiguous():
+        if leaf.permute(each.order).is_contiguous() and not (leaf.is_neg() or leaf.is_conj()):
             return leaf
         if each.is_written:
             raise input_error(
@@ -271,7 +273,7 @@ class _Call:
                 f"shape {list(leaf.shape)}, stride {list(leaf.stride())}",
             )
         inverse = sorted(range(leaf.dim()), key=each.order.__getitem__)
-        return leaf.permute(each.order).contiguous().permute(inverse)
+        return leaf.permute(each.order).contiguous().resolve_conj().resolve_neg().permute(inverse)
 
 
 def _compiled_conditions(conditions: Sequence[str]) -> tuple[Callable[[list[object]], str | None], bool]:
