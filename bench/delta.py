@@ -6,8 +6,8 @@ prints the bytes: the XOR of the bits, compressed with zstd at level 1, as most 
 positions and differences, as if each element of a tensor changed with the same probability; the payloads of the delta;
 and all bytes that the store has written.
 
-Then it encodes and applies changes of `--mb` MB of bfloat16, of which 2% changed, with two threads, beside a copy in
-memory and a whole write to a disk.
+Then it encodes and applies the changes of `--mb` MB of bfloat16 with 2% changed elements, on two threads. Beside that,
+it copies the weights in memory and writes all of them to a disk.
 """
 
 import argparse

@@ -96,14 +96,17 @@ def test_a_report_tells_the_memory_that_was_taken(
     """`new_bytes` is what the model has more than before, `extra_bytes` what the plan says of what it needs beyond."""
     if "torchao" in options:
         pytest.importorskip("torchao.quantization")
-    done = run_program(PROGRAM, target, path, options)
-    assert done.returncode == 0, done.stderr
-    taken, told, stated = map(int, done.stdout.split())
-    assert stated == extra_bytes or "max_memory_bytes" in options
-    assert extra_bytes // 2 <= told <= extra_bytes
-    assert taken <= new_bytes + told + SLACK_BYTES
-    # It is no wild overestimate either. (Memory that the load gives back may come from what was there before.)
-    assert taken >= (new_bytes + told) / 3 - SLACK_BYTES
+    for _ in range(3):
+        done = run_program(PROGRAM, target, path, options)
+        assert done.returncode == 0, done.stderr
+        taken, told, stated = map(int, done.stdout.split())
+        assert stated == extra_bytes or "max_memory_bytes" in options
+        assert extra_bytes // 2 <= told <= extra_bytes
+        assert taken <= new_bytes + told + SLACK_BYTES
+        # It is no wild overestimate either. (Memory that the load gives back may come from what was there before.)
+        if taken >= (new_bytes + told) * 0.5 - SLACK_BYTES:
+            return
+    raise AssertionError(f"{taken:,} bytes were taken, {new_bytes + told:,} told")  # a busy machine may miss one peak
 
 
 SHORT = """

@@ -155,7 +155,7 @@ def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> 
             raise _damaged(f"{len(data)} bytes that are not for {numel} elements of {itemsize} bytes", where)
     directory = _directory(data)
     if directory.starts[-1] != len(data):
-        raise _damaged(f"{len(data)} bytes, of which the directory describes {directory.starts[-1]}", where)
+        raise _damaged(f"{len(data)} bytes; its directory describes {directory.starts[-1]}", where)
     return directory
 
 

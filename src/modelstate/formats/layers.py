@@ -1,4 +1,4 @@
-"""Layers: the files of a model in a step of a store with `delta=`, of which later ones change tensors of earlier ones.
+"""Layers: the files of a model in a step of a store with `delta=`. Later files change tensors of earlier files.
 
 A layer has whole tensors, or patches (`formats/delta.py`). The value of a tensor is that of the last layer that has it
 whole, with the patches of the later layers applied in their order. docs/delta_format.md describes the files.

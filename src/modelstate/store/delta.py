@@ -1,4 +1,4 @@
-"""Models as differences to their values in the last checkpoint, of which a copy is kept in memory.
+"""Writes models as differences to their values in the last checkpoint. A copy of these values is kept in memory.
 
 A payload is made from a copy whose digest is the one in the manifest of the last checkpoint, and is applied to it. The
 digest of the result is the one that the new manifest gets. So a patch that was written leads from the one to the other,

@@ -621,7 +621,7 @@ class NewStep:
             linked_bytes = sum(last.entry.files[file].nbytes for file in last.needed(kept))
             if 2 * written_bytes <= state.nbytes and written_bytes + linked_bytes <= 2 * state.nbytes:
                 return _Difference(same, kept, payloads, patches)
-        # Of a whole step, only files with whole tensors none of which has changed are linked.
+        # A whole step links only files that have whole tensors and no tensor that has changed.
         whole = (names for file, names in last.names.items() if all(last.chains[name] == [file] for name in names))
         return _Difference(same, {name for names in whole if same.issuperset(names) for name in names})
 
