@@ -89,11 +89,12 @@ def fine_tune(material: Material, rate: float, steps: int) -> Iterator[torch.nn.
 
 
 def entropy_bytes(before: torch.Tensor, after: torch.Tensor) -> float:
-    """Returns the entropy of the positions of changed elements, and of their differences."""
-    found, bits = delta.changes(before, after), 0.0
+    """Returns the entropy of the positions of changed elements of 2 bytes, and of their differences."""
+    old, new = (tensor.flatten().view(torch.int16).numpy() for tensor in (before, after))
+    differences, bits = (new - old)[new != old], 0.0
     for counts in (
-        np.array([len(found.positions), before.numel() - len(found.positions)]),
-        np.unique(found.differences, return_counts=True)[1],
+        np.array([len(differences), len(old) - len(differences)]),
+        np.unique(differences, return_counts=True)[1],
     ):
         counts = counts[counts > 0]
         bits -= float((counts * np.log2(counts / counts.sum())).sum())

@@ -5,10 +5,8 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -18,12 +16,9 @@ import modelstate as ms
 from modelstate.errors import DamagedFileError
 from modelstate.formats.delta import (
     BLOCK_ELEMENTS,
-    Changes,
     apply,
-    changes,
     check,
     encode,
-    encode_changes,
     patched,
     zstd,
 )
@@ -119,17 +114,6 @@ def test_any_block_of_elements(long: tuple[torch.Tensor, ...], first: int, last:
     out = before[first:last].clone()
     apply(payload, out, first)
     assert same_bits(out, after[first:last])
-
-
-@given(st.sets(st.integers(0, LONG) | st.just(BLOCK_ELEMENTS), max_size=3))
-def test_changes_of_parts_encode_to_the_same_payload(long: tuple[torch.Tensor, ...], bounds: set[int]) -> None:
-    before, after, payload = long
-    parts = [slice(*bound) for bound in pairwise(sorted({0, *bounds, LONG}))]
-    of_parts = [changes(before[part], after[part]) for part in parts]
-    positions = np.concatenate([found.positions + part.start for found, part in zip(of_parts, parts, strict=True)])
-    encoded = encode_changes(Changes(positions, np.concatenate([found.differences for found in of_parts])), LONG)
-    assert encoded is not None
-    assert torch.equal(encoded, payload)
 
 
 def test_a_block_without_changes_has_no_bytes() -> None:

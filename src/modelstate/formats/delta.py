@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -62,11 +61,6 @@ class Changes(NamedTuple):
     """The bits after minus the bits before, modulo 2 to the number of bits."""
 
 
-def changes(before: torch.Tensor, after: torch.Tensor) -> Changes:
-    """Returns the elements in which two contiguous tensors of the CPU, of one dtype and shape, differ."""
-    return _changes(_bits(before), _bits(after))
-
-
 def encode(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor | None:
     """Returns the payload that turns `before` into `after`: contiguous tensors of the CPU, of one dtype and shape.
 
@@ -78,16 +72,6 @@ def encode(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor | None:
     old, new = _bits(before), _bits(after)
     blocks = (slice(first, first + BLOCK_ELEMENTS) for first in range(0, len(new), BLOCK_ELEMENTS))
     return _encoded((_changes(old[block], new[block]) for block in blocks), len(new), new.itemsize)
-
-
-def encode_changes(found: Changes, numel: int) -> torch.Tensor | None:
-    """Returns the payload for the changes of a tensor of `numel` elements, as `encode` does."""
-    ends = np.searchsorted(found.positions, np.arange(0, numel + BLOCK_ELEMENTS, BLOCK_ELEMENTS))
-    blocks = (
-        Changes(found.positions[first:end] - index * BLOCK_ELEMENTS, found.differences[first:end])
-        for index, (first, end) in enumerate(pairwise(ends.tolist()))
-    )
-    return _encoded(blocks, numel, found.differences.itemsize)
 
 
 class Directory(NamedTuple):
