@@ -32,9 +32,6 @@ _CHECKED_BYTES = 64 << 20
 class Patch(msgspec.Struct, frozen=True, array_like=True):
     """What a layer says of a patch."""
 
-    dtype: str
-    """The name that torch has for the dtype of the tensor."""
-    shape: tuple[int, ...]
     changed: int
     """The number of elements that it changes."""
     before: str
@@ -54,22 +51,25 @@ class PatchLayer(msgspec.Struct, frozen=True):
     tensors: dict[str, Patch]
 
     def metadata(self, digests: Mapping[str, str]) -> dict[str, str]:
-        """Returns the `__metadata__` of the file, whose payloads have these digests."""
-        tensors = {name: msgspec.structs.replace(self.tensors[name], payload=digests[name]) for name in digests}
-        layer = PatchLayer(self.step, self.save, tensors)
-        return {"format": FORMAT, PATCHES: msgspec.json.encode(layer).decode()}
+        """Returns the `__metadata__` of the file, whose payloads have these digests, in the order of the file."""
+        patches = [msgspec.structs.replace(self.tensors[name], payload=digest) for name, digest in digests.items()]
+        return {"format": FORMAT, PATCHES: msgspec.json.encode((self.step, self.save, patches)).decode()}
 
 
-def patch_layer(metadata: Mapping[str, str]) -> PatchLayer | None:
-    """Returns what the `__metadata__` of a layer says of its patches; None for whole tensors. Raises `ValueError`."""
+def patch_layer(metadata: Mapping[str, str], names: Iterable[str]) -> PatchLayer | None:
+    """Returns what the `__metadata__` of a layer says of its patches; None for whole tensors. Raises `ValueError`.
+
+    `names` are those of the tensors in the file, in its order.
+    """
     text = metadata.get(PATCHES)
     if text is None:
         return None
     check_size(text)
     try:
-        return msgspec.json.decode(text, type=PatchLayer)
+        step, save, patches = msgspec.json.decode(text, type=tuple[int, int, list[Patch]])
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(str(error)) from error
+    return PatchLayer(step, save, dict(zip(names, patches, strict=True)))
 
 
 def chains(layers: Mapping[str, Iterable[str]], patches: Collection[str]) -> dict[str, list[str]]:
@@ -91,7 +91,6 @@ def chains(layers: Mapping[str, Iterable[str]], patches: Collection[str]) -> dic
 def resolve(
     index_path: str,
     layers: Iterable[str],
-    weight_map: Mapping[str, str],
     contents: dict[str, Contents],
     trees: dict[str, Mapping[str, object]],
 ) -> tuple[dict[str, str], dict[str, Patched], dict[str, int]]:
@@ -103,9 +102,9 @@ def resolve(
     tables = {layer: tree for layer in layers if isinstance(tree := trees[layer], StoredTensors)}
     stored, changes = dict[str, _Stored](), dict[str, int]()
     try:
-        patches = {layer: patch for layer in tables if (patch := patch_layer(contents[layer].metadata)) is not None}
+        patches = {layer: patch for layer in tables if (patch := patch_layer(contents[layer].metadata, tables[layer]))}
         needed = chains(tables, patches)
-        if tables.keys() != trees.keys() or weight_map != {name: chain[-1] for name, chain in needed.items()}:
+        if tables.keys() != trees.keys():
             raise ValueError("other layers than the index describes")
         for name, (first, *rest) in needed.items():
             if first in patches:
@@ -113,10 +112,8 @@ def resolve(
             if rest:
                 base, payloads = tables[first][name], [tables[layer][name] for layer in rest]
                 records = [patches[layer].tensors[name] for layer in rest]
-                kinds = {("uint8", record.dtype, record.shape) for record in records}
-                kinds |= {(payload.dtype_name, base.dtype_name, base.shape) for payload in payloads}
                 is_chain = all(below.after == patch.before for below, patch in pairwise(records))
-                if len(kinds) > 1 or not is_chain:
+                if not is_chain or any(payload.dtype_name != "uint8" for payload in payloads):
                     raise ValueError(f"a patch of another tensor than {quote(name)}, or of other values of it")
                 stored[name] = _Stored(base, payloads, records)
     except (ValueError, LookupError) as error:

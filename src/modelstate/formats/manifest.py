@@ -6,7 +6,8 @@ first are optional:
 - `format`, `writer`, `schema`: the versions of this layout, of the program that wrote the file, and of the state.
 - `aliases`: additional names of tensors of the file (tied tensors).
 - `digests`: the XXH3-128 digests of each tensor, one for each block. `parts` has the sizes of the parts of tensors that
-  several processes have written; each part has blocks of its own.
+  several processes have written; each part has blocks of its own. `patched` is the digest of the digests of all tensors
+  with patches, whose layers have them.
 - `subclasses`: tensors of wrapper subclasses, which consist of tensors of the file.
 - `extra`: encoded values other than tensors; `extra_tensors` lists the tensors within them.
 - `attached`: the encoded values that the caller saved beside the state.
@@ -155,10 +156,11 @@ def apply(
         if "attached" in manifest:
             metadata["extra"] = Encoded(manifest["attached"], hidden, f"{path}: extra")
         composites: dict[str, Stored] = {}
-        for name, patch in patched.items():
-            if name in hidden or manifest["digests"]["tensors"][name] != patch.after:
-                raise damaged(where, f"{quote(name)}: its patches lead to other values than those that were saved")
-            composites[name] = patch.tensor
+        after = {name: patch.after for name, patch in patched.items()}
+        of_patched = manifest.get("digests", {}).get("patched", digest_of_all({}))
+        if not hidden.keys().isdisjoint(after) or of_patched != digest_of_all(after):
+            raise damaged(where, "its patches lead to other values than those that were saved")
+        composites |= {name: patch.tensor for name, patch in patched.items()}
         known = ChainMap[str, Stored](composites, cast("Any", tensors))
         parts: set[str] = set()
         for name, description in manifest.get("subclasses", {}).items():
@@ -265,7 +267,6 @@ def _checksums(
         {
             tensors.extent(name): Checksum(ALGORITHM, BLOCK_BYTES, digest_of_blocks, tuple(parts.get(name, ())))
             for name, digest_of_blocks in digests.items()
-            if name not in patched
         }
         | of_patched
     )
@@ -457,6 +458,11 @@ OPEN_SEAL = f"{ALGORITHM}:{'0' * HEX}"
 
 digest = xxhash.xxh3_128_hexdigest
 """The hexadecimal XXH3-128 digest of some bytes."""
+
+
+def digest_of_all(digests: Mapping[str, str]) -> str:
+    """Returns one digest of the digests of tensors by name, in the order of the names."""
+    return digest("".join(digests[name] for name in sorted(digests)).encode())
 
 
 def sealed(data: bytes) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, TypeGuard
 
 import msgspec
@@ -21,6 +21,7 @@ from modelstate.formats.manifest import (
     KEY,
     MAX_PATH_CHARACTERS,
     are_usual_versions,
+    digest_of_all,
 )
 from modelstate.formats.safetensors import NOT_A_NAME, listed_problems, why_not
 from modelstate.formats.tree import EXTRA_STATE
@@ -78,12 +79,15 @@ class SerializedState(msgspec.Struct):
             named[f"the {key} of {path or 'the state'}"] = getattr(self, key)
         return named | dict(_values_of(self.tree, path))
 
-    def manifest(self, schema: str | None, digests: Mapping[str, str]) -> str:
-        """The manifest as JSON. Its length does not depend on the digests."""
+    def manifest(self, schema: str | None, digests: Mapping[str, str], patched: Set[str] = frozenset()) -> str:
+        """The manifest as JSON. Its length does not depend on the digests. Of `patched` tensors, it has one digest."""
         manifest: dict[str, object] = {"format": FORMAT, "writer": f"{KEY} {__version__}"}
         if schema is not None:
             manifest["schema"] = schema
-        fields: dict[str, object] = {"algorithm": ALGORITHM, "block_bytes": BLOCK_BYTES, "tensors": dict(digests)}
+        of_whole = {name: digest for name, digest in digests.items() if name not in patched}
+        fields: dict[str, object] = {"algorithm": ALGORITHM, "block_bytes": BLOCK_BYTES, "tensors": of_whole}
+        if patched:
+            fields["patched"] = digest_of_all({name: digests[name] for name in patched})
         lazy = {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, LazyTensor)}
         if parts := {name: list(tensor.parts) for name, tensor in lazy.items() if tensor.parts}:
             fields["parts"] = parts

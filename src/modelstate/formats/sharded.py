@@ -11,7 +11,7 @@ Invariants:
   another checkpoint. Only shards with such names, or with those of other tools, are ever removed.
 
 The shards of a step of a store with `delta=` are layers: an order of files, in which a later one replaces tensors of
-the earlier ones, or has patches of them (`formats/layers.py`). `weight_map` has the last layer with a name.
+the earlier ones, or has patches of them (`formats/layers.py`). `weight_map` is empty then.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], a
 
         if manifest.KEY not in metadata:
             raise DamagedFileError("the index has layers, and no manifest", where=index_path)
-        weight_map, patched, changes = resolve(index_path, layers, weight_map, contents, trees)
+        weight_map, patched, changes = resolve(index_path, layers, contents, trees)
         own_metadata[CHANGES] = changes
     # Every name must be in the shard that the index states, and in no other.
     stated = dict.fromkeys(weight_map.items())
@@ -201,7 +201,7 @@ def read_index(index_path: str) -> Index:
         is_own = f'"{SEAL}"'.encode() in text
         metadata = strings_of(fields.get("metadata", {}), _MOST_METADATA) if is_own else {}
         layers = msgspec.json.decode(metadata.get(LAYERS, "[]"), type=tuple[str, ...])
-        if not weight_map:
+        if not weight_map and not layers:
             what = "it has no weight_map, which says what is in which shard, or an empty one"
             raise JsonError(what, remedy="open the file that holds the tensors, or its directory")
     except msgspec.DecodeError as error:
@@ -373,12 +373,12 @@ def own_shards(path: str) -> re.Pattern[str]:
 def index_of(files: Mapping[str, Iterable[str]], total_bytes: int, manifest: str, layered: bool = False) -> bytes:
     """The text of an index: the file of each tensor, and the manifest. Raises `ValueError` where none would read it.
 
-    With `layered`, the files are layers in their order.
+    With `layered`, the files are layers in their order, whose headers say what is in which file.
     """
     metadata = {SEAL: OPEN_SEAL, "total_size": str(total_bytes), KEY: manifest}
-    if layered:
-        metadata[LAYERS] = json.dumps([*files])
     weight_map = {name: file for file, names in files.items() for name in names}
+    if layered:
+        metadata[LAYERS], weight_map = json.dumps([*files]), {}
     text = json.dumps({"metadata": metadata, WEIGHT_MAP: weight_map}, ensure_ascii=False, indent=1)
     data = text.encode() + b"\n"
     if len(data) > MAX_INDEX_BYTES or len(weight_map) > MAX_NAMES:

@@ -128,9 +128,8 @@ class Published:
         patched = [name for name in copies if name in changed]
         patches = {}
         for name, digest in zip(patched, write_blocks(None, 0, [copies[name] for name in patched]), strict=True):
-            self._digests[path, name], tensor = digest, copies[name]
-            dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-            patches[name] = Patch(dtype, shape, changed[name], digests[name], digest)
+            self._digests[path, name] = digest
+            patches[name] = Patch(changed[name], digests[name], digest)
         return payloads, patches
 
     @torch.inference_mode(False)

@@ -546,6 +546,7 @@ class NewStep:
                 planned = layout(group, PatchLayer(self._record.step, self._record.serial, patches).metadata)
                 name, _, record = new.write_tensors(f"{path}.delta", planned)
                 files.add(name, tuple(group), record, {name: patches[name].after for name in group})
+                files.patched |= group.keys()
         return _with_index(new, path, encoded, files), files
 
     def _last_files(self, path: str) -> _LastFiles | None:
@@ -570,7 +571,7 @@ class NewStep:
         try:
             metadata = json.loads(heads.pop(entry.index))["metadata"]
             check_size(metadata[KEY])
-            last.digests |= json.loads(metadata[KEY])["digests"]["tensors"]
+            digests = json.loads(metadata[KEY])["digests"]["tensors"]
             layers = json.loads(metadata.get(LAYERS, "[]"))
             if layers and heads.keys() != {*layers}:
                 return None
@@ -578,11 +579,13 @@ class NewStep:
                 entries = json.loads(heads[file][8:])
                 metadata = entries.pop(METADATA_NAME)
                 last.names[file] = tuple(entries)
-                if layers and (patches := patch_layer(metadata)) is not None:
+                if layers and (patches := patch_layer(metadata, entries)) is not None:
                     last.patches[file] = patches
+                    last.digests |= {name: patch.after for name, patch in patches.tensors.items()}
                     continue
                 last.layouts |= {key: (of["dtype"], of["shape"]) for key, of in entries.items()}
                 last.chains |= {name: [file] for name in entries}
+            last.digests |= digests
             if layers:
                 last.chains = chains(last.names, last.patches)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -638,6 +641,7 @@ class NewStep:
             files.linked_bytes += record.nbytes
             files.saves |= set() if patches is None else {patches.save}
         files.digests |= {name: last.digests[name] for name in complete}
+        files.patched |= {name for name in complete if len(last.chains[name]) > 1}
 
     @property
     def files(self) -> NewFiles:
@@ -733,6 +737,8 @@ class _Files(msgspec.Struct):
     records: dict[str, FileRecord] = msgspec.field(default_factory=dict)
     written_bytes: int = 0
     linked_bytes: int = 0
+    patched: set[str] = msgspec.field(default_factory=set)
+    """The tensors with patches."""
     saves: set[int] = msgspec.field(default_factory=set)
     """The saves whose patches it needs."""
 
@@ -747,7 +753,8 @@ def _with_index(new: NewFiles, path: str, encoded: EncodedObject, files: _Files)
     """Writes the index of the files of an object. Returns the entry of the object."""
     is_layered = sum(map(len, files.tensors.values())) > len(files.digests)
     with size_errors(path):
-        text = index_of(files.tensors, encoded.state.nbytes, encoded.state.manifest(None, files.digests), is_layered)
+        manifest = encoded.state.manifest(None, files.digests, files.patched)
+        text = index_of(files.tensors, encoded.state.nbytes, manifest, is_layered)
     index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
     files.records[index] = record
     files.written_bytes += len(text)
