@@ -181,7 +181,7 @@ def timed(mb: int, runs: int, folder: Path | None) -> Iterator[list[str]]:
     def apply(index: int, first: int) -> None:
         last = min(first + delta.BLOCK_ELEMENTS, TENSOR_ELEMENTS)
         begin, end = directories[index].frames(first, last)
-        directories[index].apply(payloads[index][begin:end], out[index][first:last], first)
+        delta.apply_frames([directories[index]], [payloads[index][begin:end]], out[index][first:last], first)
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=folder) as name:

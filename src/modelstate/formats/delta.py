@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import add, sub
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -38,10 +40,14 @@ _LONG_GAP = 255
 """A byte of a gap that adds 255, and after which the gap goes on."""
 _ESCAPE_4, _ESCAPE_8 = 15, 255
 """The codes of 4 and of 8 bits that say: the code is in the next stream."""
-_DIFFERENCES = np.array([(code >> 1) ^ -(code & 1) for code in range(256)])
-"""The difference of each code."""
-_PAIRS = _DIFFERENCES[[[byte & 15, byte >> 4] for byte in range(256)]]
+_DIFFERENCES = {
+    dtype: np.array([(code >> 1) ^ -(code & 1) for code in range(256)], dtype) for dtype in _INTEGERS.values()
+}
+"""The difference of each code, for each dtype."""
+_PAIRS = {dtype: of[[[byte & 15, byte >> 4] for byte in range(256)]] for dtype, of in _DIFFERENCES.items()}
 """The differences of the two codes of 4 bits in each byte."""
+_CHANGES_AT_ONCE = BLOCK_ELEMENTS // 8
+"""The bytes of gaps that are decoded at once, at least, where there are so many."""
 _NUMEL_BYTES, _ENTRY_BYTES = 8, 8
 """The directory is the number of elements, and an entry for each block."""
 _OPTIONS: dict[int, int] = {
@@ -89,38 +95,50 @@ class Directory(NamedTuple):
             return 0, 0
         return int(self.starts[first // BLOCK_ELEMENTS]), int(self.starts[-(-last // BLOCK_ELEMENTS)])
 
-    def apply(self, frames: torch.Tensor, out: torch.Tensor, first: int) -> int:
-        """Applies the frames of the elements of `out`: flat, from the element with the index `first` on.
-
-        Returns the number of elements that were changed. Raises `DamagedFileError` where a block cannot be decoded; its
-        elements are unchanged then.
-        """
-        data, last, dtype = frames.numpy(), first + out.numel(), _INTEGERS[out.dtype.itemsize]
-        changed, begin = 0, self.frames(first, last)[0]
-        if not len(data):
-            return changed
-        bits = out.detach().view(getattr(torch, dtype.name))
-        for index in range(first // BLOCK_ELEMENTS, -(-last // BLOCK_ELEMENTS)):
-            frame_bytes, gap_bytes = self.blocks[index].tolist()
-            if frame_bytes:
-                start, at = index * BLOCK_ELEMENTS - first, int(self.starts[index]) - begin
-                indices = range(start, min(start + BLOCK_ELEMENTS, self.numel - first))
-                found = _decoded(data[at : at + frame_bytes], gap_bytes, indices, dtype)
-                inside = slice(*np.searchsorted(found.positions, (0, len(bits))))
-                positions, differences = found.positions[inside], found.differences[inside]
-                bits.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(differences))
-                changed += len(positions)
-        return changed
-
 
 def apply(payload: torch.Tensor, out: torch.Tensor, first: int) -> int:
     """Applies a payload to `out`: flat elements of a tensor, from the element with the index `first` on.
 
-    Only the blocks that have elements of `out` are decoded. Returns and raises as `Directory.apply`.
+    Only the blocks that have elements of `out` are decoded. Returns and raises as `apply_frames`.
     """
     directory = _directory(payload.numpy())
     begin, end = directory.frames(first, first + out.numel())
-    return directory.apply(payload[begin:end], out, first)
+    return apply_frames([directory], [payload[begin:end]], out, first)
+
+
+def apply_frames(
+    directories: Sequence[Directory], frames: Sequence[torch.Tensor], out: torch.Tensor, first: int
+) -> int:
+    """Applies payloads as `apply`. Of each one, `frames` are the bytes that `Directory.frames` names for `out`.
+
+    The order of payloads makes no difference: their differences are added.
+
+    Returns the number of changes. Raises `DamagedFileError` where a block cannot be decoded. Other blocks may have been
+    changed then.
+    """
+    last, dtype, changed = first + out.numel(), _INTEGERS[out.dtype.itemsize], 0
+    bits, waiting = out.detach().view(getattr(torch, dtype.name)), list[_Frame]()
+
+    def apply_waiting() -> int:
+        positions, differences = _decoded(waiting, dtype)
+        if any(frame.indices.start < 0 or frame.indices.stop > len(bits) for frame in waiting):
+            inside = (positions >= 0) & (positions < len(bits))
+            positions, differences = positions[inside], differences[inside]
+        waiting.clear()
+        bits.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(differences))
+        return len(positions)
+
+    for directory, of_directory in zip(directories, frames, strict=True):
+        data, begin = of_directory.numpy(), directory.frames(first, last)[0]
+        for block in range(first // BLOCK_ELEMENTS, -(-last // BLOCK_ELEMENTS)) if len(data) else ():
+            frame_bytes, gap_bytes = directory.blocks[block].tolist()
+            if frame_bytes:
+                start, at = block * BLOCK_ELEMENTS - first, int(directory.starts[block]) - begin
+                indices = range(start, min(start + BLOCK_ELEMENTS, directory.numel - first))
+                waiting.append(_Frame(data[at : at + frame_bytes], gap_bytes, indices))
+                if sum(frame.gap_bytes for frame in waiting) >= _CHANGES_AT_ONCE:
+                    changed += apply_waiting()
+    return changed + apply_waiting() if waiting else changed
 
 
 def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> Directory:
@@ -151,8 +169,7 @@ def patched(base: Stored, payloads: Sequence[StoredTensor], directories: Sequenc
             def fill(out: torch.Tensor, blocks: Sequence[torch.Tensor], first: int) -> None:
                 if blocks[0].data_ptr() != out.data_ptr():
                     out.copy_(blocks[0])
-                for directory, frames in zip(directories, blocks[1:], strict=True):
-                    directory.apply(frames, out, origin + first)
+                apply_frames(directories, blocks[1:], out, origin + first)
 
             return fill
 
@@ -163,7 +180,7 @@ def patched(base: Stored, payloads: Sequence[StoredTensor], directories: Sequenc
             begin, len(payloads), 1, scratch_bytes, pieces, piece_bytes, starting_at=lambda at: starting_at(origin + at)
         )
 
-    scratch_bytes = min(math.prod(base.shape), BLOCK_ELEMENTS) * (16 + base.dtype.itemsize)
+    scratch_bytes = min(math.prod(base.shape), BLOCK_ELEMENTS) * (24 + 2 * base.dtype.itemsize)
     # A region may have elements of two blocks in each block that is computed.
     piece_bytes = sum(2 * int(max(directory.blocks[:, 0], default=0)) for directory in directories)
     kind = f"patched {len(payloads)} times"
@@ -177,8 +194,14 @@ def _bits(tensor: torch.Tensor) -> Bits:
 
 
 def _changes(old: Bits, new: Bits) -> Changes:
-    positions = np.flatnonzero(old != new)
-    return Changes(positions, new.take(positions) - old.take(positions))
+    differences = new - old
+    # Words of 8 flags: few of them have a change, so the second search is in a small part of the flags.
+    is_changed = np.zeros((-(-len(new) // 8), 8), bool)
+    np.not_equal(differences, 0, out=is_changed.reshape(-1)[: len(new)])
+    (words,) = (is_changed.view(np.int64)[:, 0] != 0).nonzero()
+    (flags,) = is_changed.take(words, axis=0).reshape(-1).nonzero()
+    positions = words.take(flags >> 3) * 8 + (flags & 7)
+    return Changes(positions, differences.take(positions))
 
 
 def _encoded(blocks: Iterable[Changes], numel: int, itemsize: int) -> torch.Tensor | None:
@@ -229,32 +252,70 @@ def _directory(data: _Bytes) -> Directory:
     return Directory(numel, blocks, end + np.cumsum(np.append(0, blocks[:, 0])))
 
 
-def _decoded(frame: _Bytes, gap_bytes: int, indices: range, dtype: np.dtype[np.signedinteger]) -> Changes:
-    """The changes of a block, whose elements have these indices. Raises `DamagedFileError`."""
-    most_bytes = len(indices) * (3 + dtype.itemsize)
+class _Frame(NamedTuple):
+    """The frame of a block."""
+
+    data: _Bytes
+    gap_bytes: int
+    indices: range
+    """Those of the elements of the block."""
+
+
+def _decoded(frames: Sequence[_Frame], dtype: np.dtype[np.signedinteger]) -> Changes:
+    """The changes of several frames, one frame after another. Raises `DamagedFileError`.
+
+    The streams of all frames are decoded at once: where few elements changed, the calls take longer than their work.
+    """
+    plain = [_decompressed(frame.data, len(frame.indices) * (3 + dtype.itemsize)) for frame in frames]
+    begins = [0] * len(plain)
+
+    def stream(sizes: list[int]) -> _Bytes:
+        """The next bytes of each frame."""
+        parts = [each[begin : begin + size] for each, begin, size in zip(plain, begins, sizes, strict=True)]
+        if [len(part) for part in parts] != sizes:
+            raise _damaged("a block of fewer bytes than its directory describes")
+        begins[:] = map(add, begins, sizes)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def sizes_of(ends: list[int]) -> list[int]:
+        return list(map(sub, ends, [0, *ends]))
+
+    gap_bytes = [frame.gap_bytes for frame in frames]
+    gaps, ends = stream(gap_bytes), list(accumulate(gap_bytes))
+    is_end = gaps != _LONG_GAP
+    steps = (gaps + is_end).cumsum(dtype=np.int64)
+    counts = [np.count_nonzero(is_end[end - size : end]) for end, size in zip(ends, gap_bytes, strict=True)]
+    bounds, positions = list(accumulate(counts)), steps[is_end]
+    for frame, begin, first, last in zip(frames, [0, *ends], [0, *bounds], bounds, strict=False):
+        positions[first:last] += frame.indices.start - 1 - (int(steps[begin - 1]) if begin else 0)
+        if first == last or positions[last - 1] >= frame.indices.stop:
+            raise _damaged("a block of other positions than its elements have")
+    pairs = [(count + 1) // 2 for count in counts]
+    of_pairs = _PAIRS[dtype].take(stream(pairs), axis=0).reshape(-1)
+    ends = [2 * end for end in accumulate(pairs)]
+    parts = [of_pairs[end - 2 * pair :][:count] for end, pair, count in zip(ends, pairs, counts, strict=True)]
+    differences = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    (escaped,) = (differences == _DIFFERENCES[dtype][_ESCAPE_4]).nonzero()
+    codes = stream(sizes_of(np.searchsorted(escaped, bounds).tolist()))
+    escaped_again = escaped[codes == _ESCAPE_8]
+    large = stream([dtype.itemsize * size for size in sizes_of(np.searchsorted(escaped_again, bounds).tolist())])
+    if begins != [len(each) for each in plain]:
+        raise _damaged("a block of more bytes than its directory describes")
+    differences[escaped] = _DIFFERENCES[dtype][codes]
+    wide = large.view(f"<u{dtype.itemsize}")
+    differences[escaped_again] = (wide >> 1 ^ -(wide & 1)).view(dtype)
+    return Changes(positions, differences)
+
+
+def _decompressed(data: _Bytes, most_bytes: int) -> _Bytes:
     decompressor = zstd.ZstdDecompressor()
     try:
-        plain = np.frombuffer(decompressor.decompress(frame.data, most_bytes), np.uint8)
+        plain = np.frombuffer(decompressor.decompress(data.data, most_bytes), np.uint8)
     except zstd.ZstdError as error:
         raise _damaged(str(error)) from error
-    gaps = plain[:gap_bytes]
-    is_end = gaps != _LONG_GAP
-    positions = (gaps + is_end).cumsum(dtype=np.int64)[is_end]
-    positions += indices.start - 1
-    end_4 = gap_bytes + (len(positions) + 1) // 2
-    differences = _PAIRS.astype(dtype).take(plain[gap_bytes:end_4], axis=0).reshape(-1)[: len(positions)]
-    (escaped,) = (differences == _DIFFERENCES[_ESCAPE_4]).nonzero()
-    end_8 = end_4 + len(escaped)
-    codes = plain[end_4:end_8]
-    escaped_again = escaped[: len(codes)][codes == _ESCAPE_8]
-    end = end_8 + len(escaped_again) * dtype.itemsize
-    is_complete = decompressor.eof and not decompressor.unused_data and end == len(plain)
-    if not is_complete or not len(positions) or positions[-1] >= indices.stop:
-        raise _damaged("a block of other streams than its directory describes")
-    differences[escaped] = _DIFFERENCES.astype(dtype)[codes]
-    large = plain[end_8:].view(f"<u{dtype.itemsize}")
-    differences[escaped_again] = (large >> 1 ^ -(large & 1)).view(dtype)
-    return Changes(positions, differences)
+    if not decompressor.eof or decompressor.unused_data:
+        raise _damaged("a block that is not one frame of zstd")
+    return plain
 
 
 def _damaged(found: str, where: str = "") -> DamagedFileError:
