@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from modelstate.errors import DamagedFileError
 from modelstate.spec import Allocate, Blocks, Combined, FillBlock, Stored, StoredTensor
+from modelstate.torch_compat.plain import byte_tensor
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -67,17 +68,33 @@ class Changes(NamedTuple):
     """The bits after minus the bits before, modulo 2 to the number of bits."""
 
 
-def encode(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor | None:
+def encode(before: torch.Tensor, after: torch.Tensor, most_bytes: int | None = None) -> torch.Tensor | None:
     """Returns the payload that turns `before` into `after`: contiguous tensors of the CPU, of one dtype and shape.
 
-    The payload has no bytes where the tensors are equal. Returns None where it would have more than half of the bytes
-    of the tensor, or where an element has more than 8 bytes.
+    The payload has no bytes where the tensors are equal. Returns None where it would have more than `most_bytes`, or
+    else than half of the bytes of the tensor; or where an element has more than 8 bytes.
     """
     if after.dtype.itemsize not in _INTEGERS:
         return None
     old, new = _bits(before), _bits(after)
     blocks = (slice(first, first + BLOCK_ELEMENTS) for first in range(0, len(new), BLOCK_ELEMENTS))
-    return _encoded((_changes(old[block], new[block]) for block in blocks), len(new), new.itemsize)
+    most_bytes = new.nbytes // 2 if most_bytes is None else most_bytes
+    return _encoded((_changes(old[block], new[block]) for block in blocks), len(new), most_bytes)
+
+
+def joined(parts: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    """Returns the payload of a tensor from those of its parts, of which all but the last one are whole blocks.
+
+    With each payload comes the number of elements.
+    """
+    entries, frames = list[Sequence[int]](), list[torch.Tensor]()
+    for payload, numel in parts:
+        directory = _directory(payload.numpy())
+        entries += directory.blocks.tolist() or [(0, 0)] * -(-numel // BLOCK_ELEMENTS)
+        frames.append(payload[int(directory.starts[0]) :])
+    if len(parts) == 1 or not any(map(len, frames)):
+        return parts[0][0] if parts else torch.empty(0, dtype=torch.uint8)
+    return torch.cat([byte_tensor(head(sum(numel for _, numel in parts), entries)), *frames])
 
 
 class Directory(NamedTuple):
@@ -204,8 +221,8 @@ def _changes(old: Bits, new: Bits) -> Changes:
     return Changes(positions, differences.take(positions))
 
 
-def _encoded(blocks: Iterable[Changes], numel: int, itemsize: int) -> torch.Tensor | None:
-    directory, frames, left = list[tuple[int, int]](), list[bytes](), numel * itemsize // 2 - _NUMEL_BYTES
+def _encoded(blocks: Iterable[Changes], numel: int, most_bytes: int) -> torch.Tensor | None:
+    directory, frames, left = list[tuple[int, int]](), list[bytes](), most_bytes - _NUMEL_BYTES
     for found in blocks:
         frame, gap_bytes = _frame(found) if len(found.positions) else (b"", 0)
         frames.append(frame)
@@ -215,8 +232,12 @@ def _encoded(blocks: Iterable[Changes], numel: int, itemsize: int) -> torch.Tens
             return None
     if not any(frames):
         return torch.empty(0, dtype=torch.uint8)
-    parts = [np.array(numel, "<u8").tobytes(), np.array(directory, "<u4").tobytes(), *frames]
-    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(b"".join([head(numel, directory), *frames])), dtype=torch.uint8)
+
+
+def head(numel: int, blocks: Iterable[Sequence[int]]) -> bytes:
+    """Returns what is before the frames of a payload: the number of elements, and `Directory.blocks`."""
+    return np.array(numel, "<u8").tobytes() + np.array([*blocks], "<u4").tobytes()
 
 
 def _frame(found: Changes) -> tuple[bytes, int]:

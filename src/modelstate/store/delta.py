@@ -17,11 +17,13 @@ from modelstate.distributed.writing import ShardedTensor
 from modelstate.errors import ModelStateError
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.layers import Patch
+from modelstate.formats.manifest import BLOCK_BYTES
 from modelstate.formats.serialize import SerializedState
 from modelstate.io.engine import for_each, read_threads
 from modelstate.io.memory import empty_cpu
 from modelstate.io.staging import copy_all
 from modelstate.torch_compat.dtypes import floating_dtype
+from modelstate.torch_compat.plain import in_a_row
 
 _Tensors = Mapping[str, torch.Tensor]
 _Key = tuple[str, str]
@@ -101,7 +103,7 @@ class Published:
             digests: their digests in the last checkpoint.
             read: returns the values in the last checkpoint.
         """
-        from modelstate.formats.delta import apply, encode  # with a codec that only deltas need
+        from modelstate.formats.delta import BLOCK_ELEMENTS, apply, encode, joined  # with a codec that only deltas need
 
         for name in tensors.keys() - self.held(path, tensors, digests).keys():
             try:
@@ -111,25 +113,37 @@ class Published:
             self._copies[path, name] = values
             (self._digests[path, name],) = write_blocks(None, 0, [values])
         # Those that are held now: not what was damaged since it was saved.
-        copies, payloads, changed = self.held(path, tensors, digests), dict[str, torch.Tensor](), dict[str, int]()
+        copies, whole = self.held(path, tensors, digests), set[str]()
+        parts = {name: _parts(tensor, BLOCK_ELEMENTS) for name, tensor in copies.items()}
+        encoded = dict[tuple[str, range], tuple[torch.Tensor, int, str]]()
 
         @torch.inference_mode(False)
         @torch.no_grad()
-        def encode_one(name: str) -> None:
-            payload = encode(copies[name], tensors[name].detach().cpu().contiguous())
-            if payload is not None and payload.numel():
-                del self._digests[path, name]
-                changed[name] = apply(payload, copies[name].view(-1), 0)
-            if payload is not None:
-                payloads[name] = payload
+        def encode_part(part: tuple[str, range]) -> None:
+            name, elements = part
+            if name not in whole:
+                copy = copies[name].view(-1)[elements.start : elements.stop]
+                values = in_a_row(tensors[name], elements.start, elements.stop)
+                payload = encode(copy, values, tensors[name].nbytes // 2)
+                if payload is None:
+                    whole.add(name)
+                else:
+                    # The digest is computed while the part is in the cache of the processor.
+                    encoded[part] = payload, apply(payload, copy, 0), *write_blocks(None, 0, [copy])
 
-        largest_first = sorted(copies, key=lambda name: -tensors[name].nbytes)
-        for_each(largest_first, [encode_one] * min(read_threads(), len(copies)), with_torch=True)
-        patched = [name for name in copies if name in changed]
-        patches = {}
-        for name, digest in zip(patched, write_blocks(None, 0, [copies[name] for name in patched]), strict=True):
-            self._digests[path, name] = digest
-            patches[name] = Patch(changed[name], digests[name], digest)
+        for name in copies:
+            del self._digests[path, name]
+        every = [(name, part) for name, of_tensor in parts.items() for part in of_tensor]
+        for_each(every, [encode_part] * min(read_threads(), len(every)), with_torch=True)
+        payloads, patches = dict[str, torch.Tensor](), dict[str, Patch]()
+        for name in (name for name in copies if name not in whole):
+            found = [encoded[name, part] for part in parts[name]]
+            payload = joined([(of_part, len(part)) for (of_part, _, _), part in zip(found, parts[name], strict=True)])
+            if 2 * payload.nbytes <= tensors[name].nbytes:
+                payloads[name] = payload
+                self._digests[path, name] = after = "".join(digest for _, _, digest in found)
+                if payload.numel():
+                    patches[name] = Patch(sum(changed for _, changed, _ in found), digests[name], after)
         return payloads, patches
 
     @torch.inference_mode(False)
@@ -150,3 +164,9 @@ class Published:
     def note(self, path: str, digests: Mapping[str, str]) -> None:
         """Notes the digests of copies that were written."""
         self._digests |= {(path, name): digest for name, digest in digests.items()}
+
+
+def _parts(tensor: torch.Tensor, block_elements: int) -> list[range]:
+    """The elements of a tensor in parts that begin at blocks of payloads, and of digests."""
+    step = max(block_elements, BLOCK_BYTES // tensor.itemsize)
+    return [range(first, min(first + step, tensor.numel())) for first in range(0, tensor.numel(), step)]
