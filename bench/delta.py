@@ -1,13 +1,14 @@
-"""What deltas weigh and how long they take: for a real fine-tune, and for many weights.
+"""What deltas weigh and how long they take, beside whole steps and beside the format of most trainers.
 
-`python -m bench.delta` trains all-MiniLM-L6-v2 for some steps at several learning rates: in float32, with AdamW, on
-neighbouring sentences from the documentation of torch. A store publishes each step in bfloat16. Of the last step it
-prints the bytes: the XOR of the bits, compressed with zstd at level 1, as most trainers publish it; the entropy of the
-positions and differences, as if each element of a tensor changed with the same probability; the payloads of the delta;
-and all bytes that the store has written.
+    python -m bench.delta [--write]
 
-Then it encodes and applies the changes of `--mb` MB of bfloat16 with 2% changed elements, on two threads. Beside that,
-it copies the weights in memory and writes all of them to a disk.
+Bytes: all-MiniLM-L6-v2 is trained for some steps at several learning rates, in float32, with AdamW, on neighbouring
+sentences from the documentation of torch. A store publishes each step in bfloat16. Of the last step, all bytes that
+the store has written are compared with the XOR of the bits, compressed with zstd at level 1, as most trainers publish
+it. Its payloads are compared with the entropy of the positions and differences, as if each element of a tensor changed
+with the same probability.
+
+Times: of many weights in bfloat16, in fresh processes that take turns.
 """
 
 import argparse
@@ -18,21 +19,25 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 
 import modelstate as ms
+from bench import files
 from bench.demo import Material, build_bert, find_material
-from modelstate.formats import delta
-from modelstate.text_format import columns
+from bench.measure import ROOT, Stage, Stages, alternate, call, run, temporary_folder
+from bench.pages import InPage, Row
+from modelstate.formats import delta as formats
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -42,7 +47,13 @@ else:
 RATES = (1e-6, 1e-5, 1e-4)
 PAIRS = 32
 TENSOR_ELEMENTS = 8 << 20
+SHARE = 0.02
+"""Of the elements that change in a step."""
+CHAIN = 32
 THREADS = 2
+BUCKET_SPEED = 100e6
+"""Bytes in a second."""
+READY, PUBLISH = "ready", "publish a step, 2% changed"
 
 State = dict[str, torch.Tensor]
 
@@ -101,121 +112,236 @@ def entropy_bytes(before: torch.Tensor, after: torch.Tensor) -> float:
     return bits / 8
 
 
-def weigh(before: State, after: State, written_bytes: int) -> list[str]:
-    """Returns the row of a step, whose delta has to give its bits."""
-    nbytes = changed = payload_bytes = 0
+class Weighed(NamedTuple):
+    """The bytes of a step."""
+
+    changed: float
+    """The share of the elements."""
+    xor_bytes: int
+    entropy_bytes: float
+    payload_bytes: int
+
+
+def weigh(before: State, after: State) -> Weighed:
+    """Returns what a step weighs, whose delta has to give its bits."""
+    elements = changed = payload_bytes = 0
     entropy, xors = 0.0, list[bytes]()
     for name, old in before.items():
         new, out = after[name], old.clone().view(-1)
-        payload = delta.encode(old, new)
+        payload = formats.encode(old, new)
         if payload is None:
             payload_bytes += new.nbytes
         else:
-            changed += delta.apply(payload, out, 0)
+            changed += formats.apply(payload, out, 0)
             assert torch.equal(out.view(torch.int16), new.view(torch.int16).view(-1))
             payload_bytes += payload.nbytes
-        nbytes += new.nbytes
+        elements += new.numel()
         entropy += entropy_bytes(old, new)
         xors.append((old.view(torch.int16) ^ new.view(torch.int16)).numpy().tobytes())
-    field_bytes = len(zstd.compress(b"".join(xors), 1))
-    row = [f"{changed / (nbytes / 2):.2%}", *(f"{size:,.0f}" for size in (nbytes, field_bytes, entropy, payload_bytes))]
-    ratios = (payload_bytes / field_bytes, payload_bytes / entropy, written_bytes / field_bytes)
-    return [*row, f"{written_bytes:,}", *(f"{ratio:.2f}" for ratio in ratios)]
+    return Weighed(changed / elements, len(zstd.compress(b"".join(xors), 1)), entropy, payload_bytes)
 
 
-def published(steps: int) -> Iterator[list[str]]:
-    """Yields the row of the last step of a fine-tune, for each learning rate."""
+def fine_tuned(*, rate: float, steps: int) -> None:
+    """What the last step of a fine-tune weighs."""
+    stages = Stages()
     material = find_material()
-    for rate in RATES:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            ms.Store(folder, delta=ms.Delta(dtype="bfloat16")) as store,
-        ):
-            before, after = State(), State()
-            for step, model in enumerate(fine_tune(material, rate, steps)):
-                store.save(step, {"model": model})
-                before = after
-                after = {name: value.detach().bfloat16() for name, value in model.named_parameters()}
-            yield [f"{rate:.0e}", *weigh(before, after, store.infos()[-1].written_bytes)]
+    with tempfile.TemporaryDirectory() as folder, ms.Store(folder, delta=ms.Delta(dtype="bfloat16")) as store:
+        before, after = State(), State()
+        for step, model in enumerate(fine_tune(material, rate, steps)):
+            store.save(step, {"model": model})
+            before = after
+            after = {name: value.detach().bfloat16() for name, value in model.named_parameters()}
+        stages.end(READY, **weigh(before, after)._asdict(), written_bytes=store.infos()[-1].written_bytes)
 
 
-def seconds(jobs: Iterable[Callable[[], object]]) -> tuple[float, float]:
-    """Returns the time of jobs on two threads, and that of the processors."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        start, busy = time.perf_counter(), time.process_time()
-        for job in [pool.submit(job) for job in jobs]:
-            job.result()
-        return time.perf_counter() - start, time.process_time() - busy
+class Weights(nn.Module):
+    """Many weights in bfloat16, of which each step changes some."""
+
+    def __init__(self, mb: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+        values = (torch.randn(TENSOR_ELEMENTS, generator=self.generator) * 0.02).bfloat16()
+        count = max(round(mb * 1e6 / values.nbytes), 1)
+        self.layers = nn.ParameterList([nn.Parameter(values.roll(layer).view(-1, 1024)) for layer in range(count)])
+
+    def change(self, share: float = SHARE) -> None:
+        """Changes a share of the elements by some steps in the order of the floats."""
+        places = (torch.rand(TENSOR_ELEMENTS, generator=self.generator) < share).nonzero().view(-1)
+        steps = torch.randn(len(places), generator=self.generator).mul_(2).clamp(-100, 100).to(torch.int16)
+        steps += (steps >= 0).to(torch.int16)
+        for layer, parameter in enumerate(self.layers):
+            parameter.data.view(torch.int16).view(-1)[(places + 1000 * layer) % TENSOR_ELEMENTS] += steps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers[0].view(-1)[0].float()
 
 
-def write(path: Path, tensors: Sequence[torch.Tensor]) -> None:
-    with path.open("wb", buffering=0) as file:
-        for tensor in tensors:
-            file.write(tensor.view(torch.uint8).numpy().data)
-        os.fsync(file.fileno())
+def publish(*, delta: bool, mb: int, folder: str) -> None:
+    """A step of a store, after two others."""
+    model = Weights(mb)
+    with ms.Store(folder, delta=ms.Delta() if delta else None, keep=1) as store:
+        for step in range(2):
+            store.save(step, {"model": model})
+            model.change()
+        os.sync()
+        stages = Stages()
+        saved = store.save(2, {"model": model})
+        stages.end(READY, written_bytes=saved.written_bytes)
 
 
-def timed(mb: int, runs: int, folder: Path | None) -> Iterator[list[str]]:
-    """Yields the times of each job: the least, the median, and the least of the processors. The jobs take turns."""
-    generator = torch.Generator().manual_seed(0)
-    before, after = list[torch.Tensor](), list[torch.Tensor]()
-    for _ in range(max(round(mb * 1e6 / 2 / TENSOR_ELEMENTS), 1)):
-        old = (torch.randn(TENSOR_ELEMENTS, generator=generator) * 0.02).bfloat16()
-        new = old.clone()
-        places = (torch.rand(TENSOR_ELEMENTS, generator=generator) < 0.02).nonzero().view(-1)
-        size = torch.randn(len(places), generator=generator).abs().clamp(max=100).to(torch.int16) + 1
-        new.view(torch.int16)[places] += torch.where(torch.rand(len(places), generator=generator) < 0.5, size, -size)
-        before.append(old)
-        after.append(new)
-    payloads = [payload for payload in map(delta.encode, before, after) if payload is not None]
-    directories = [delta.check(payload, TENSOR_ELEMENTS, 2) for payload in payloads]
-    out = [torch.empty_like(tensor) for tensor in before]
-    blocks = [
-        (index, first) for index in range(len(before)) for first in range(0, TENSOR_ELEMENTS, delta.BLOCK_ELEMENTS)
-    ]
+def apply(*, delta: bool, mb: int) -> None:
+    """The patches of a step, or a copy of the weights, on two threads."""
+    model = Weights(mb)
+    before = [parameter.detach().clone().view(-1) for parameter in model.layers]
+    model.change()
+    after = [parameter.detach().view(-1) for parameter in model.layers]
+    payloads = [payload for payload in map(formats.encode, before, after) if payload is not None]
 
-    def copy(index: int, first: int) -> None:
-        block = slice(first, first + delta.BLOCK_ELEMENTS)
-        out[index][block].copy_(before[index][block])
-
-    def apply(index: int, first: int) -> None:
-        last = min(first + delta.BLOCK_ELEMENTS, TENSOR_ELEMENTS)
-        begin, end = directories[index].frames(first, last)
-        delta.apply_frames([directories[index]], [payloads[index][begin:end]], out[index][first:last], first)
+    def change(layer: int) -> None:
+        if delta:
+            formats.apply(payloads[layer], before[layer], 0)
+        else:
+            before[layer].copy_(after[layer])
 
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        path = Path(name, "weights")
-        jobs: dict[str, Callable[[], tuple[float, float]]] = {
-            "a copy in memory": lambda: seconds(partial(copy, *block) for block in blocks),
-            "apply": lambda: seconds(partial(apply, *block) for block in blocks),
-            "encode": lambda: seconds(map(partial, repeat(delta.encode), before, after)),
-            "write and sync the delta": lambda: seconds([partial(write, path, payloads)]),
-            "write and sync all": lambda: seconds([partial(write, path, after)]),
-        }
-        times: dict[str, list[tuple[float, float]]] = {job: [] for job in jobs}
-        for _ in range(runs):
-            for job, measure in jobs.items():
-                times[job].append(measure())
-    for job, measured in times.items():
-        walls, busy = ([1e3 * of_run[kind] for of_run in measured] for kind in (0, 1))
-        yield [job, *(f"{value:.0f}" for value in (min(walls), median(walls), min(busy)))]
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(time.sleep, [0.01] * THREADS))  # starts the threads
+        stages = Stages()
+        list(pool.map(change, range(len(before))))
+        stages.end(READY)
+    assert all(map(torch.equal, before, after))
+
+
+def chained(*, mb: int, share: float, folder: str) -> None:
+    """Writes a chain of steps, and the last one as a whole."""
+    stages, model = Stages(), Weights(mb)
+    with ms.Store(f"{folder}/True", delta=ms.Delta(full_every=CHAIN), keep=1) as store:
+        for step in range(CHAIN):
+            store.save(step, {"model": model})
+            model.change(share if step < CHAIN - 1 else 0)
+    with ms.Store(f"{folder}/False") as store:
+        store.save(CHAIN - 1, {"model": model})
+    stages.end(READY)
+
+
+def load(*, delta: bool, mb: int, folder: str, cold: bool) -> None:
+    """Opens a step, and loads it into a module that has memory."""
+    model, path = Weights(mb), Path(folder, str(delta))
+    ms.load(nn.Linear(2, 2), nn.Linear(2, 2).state_dict())
+    (files.chill if cold else files.warm)([file for file in path.rglob("*") if file.is_file()])
+    stages = Stages()
+    report = ms.load(model, ms.Store(path).open("model"))
+    stages.end(READY, tensors=len(report.steps))
+
+
+def swap(*, delta: bool, mb: int, folder: str) -> None:
+    """A swap of a program that serves to the next step, apart from its staging."""
+    model = Weights(mb)
+    served = Weights(mb).eval()
+    with ms.Store(folder, delta=ms.Delta() if delta else None) as store:
+        store.save(0, {"model": model})
+        live, found = ms.Live(served), list[tuple[float, float]]()
+        stages = Stages()
+        for step in range(1, 5):
+            model.change()
+            store.save(step, {"model": model})
+            report = live.swap(store.open("model", step))
+            found.append((report.seconds - report.staged_seconds, report.staged_seconds))
+        pause, staged = map(median, zip(*found[1:], strict=True))
+        stages.end(READY, seconds=pause, staged_seconds=staged)
+
+
+def child(function: Callable[..., None], **arguments: object) -> dict[str, Stage]:
+    """Calls a function in a fresh process."""
+    return run(call(function, **arguments), environment={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"})
+
+
+class Job(NamedTuple):
+    """A row of the table of times: a job with a delta, and without."""
+
+    name: str
+    beside: str
+    run: Callable[[bool], dict[str, Stage]]
+    goal: str
+
+
+def times(mb: int, runs: int) -> Iterator[Row]:
+    """Measures in fresh processes, in turn."""
+
+    def in_folder(function: Callable[..., None], delta: bool) -> dict[str, Stage]:
+        with temporary_folder() as folder:
+            return child(function, delta=delta, mb=mb, folder=str(folder))
+
+    with ExitStack() as stack:
+        jobs = [
+            Job(PUBLISH, "`Store.save` of all", partial(in_folder, publish), "0.67"),
+            Job("apply a step, 2% changed", "memcpy", lambda delta: child(apply, delta=delta, mb=mb), "1.0"),
+            Job("pause of requests at a swap", "of whole steps", partial(in_folder, swap), "under 1 ms"),
+        ]
+        for share in (SHARE, SHARE / 5):
+            folder = str(stack.enter_context(temporary_folder()))
+            child(chained, mb=mb, share=share, folder=folder)
+            for cold in (False, True):
+                where = "from the disk" if cold else "from the page cache"
+                arguments: dict[str, object] = {"mb": mb, "folder": folder, "cold": cold}
+                jobs.append(
+                    Job(
+                        f"load a chain of {CHAIN}, {share:.1%} changed in each, {where}",
+                        "one file",
+                        lambda delta, arguments=arguments: child(load, delta=delta, **arguments),
+                        "1.6",
+                    )
+                )
+        contenders = {f"{job.name}\n{delta}": partial(job.run, delta) for job in jobs for delta in (True, False)}
+        results, failed = alternate(contenders, runs, lambda stages: f"{stages[READY].seconds * 1e3:.0f} ms")
+        assert not failed, failed
+    for job in jobs:
+        found = [[stages[READY] for stages in results[f"{job.name}\n{delta}"]] for delta in (True, False)]
+        of_delta, of_other = (median(stage.facts.get("seconds", stage.seconds) for stage in each) for each in found)
+        texts = [f"{seconds * 1e3:,.{0 if seconds > 0.1 else 2}f} ms" for seconds in (of_delta, of_other)]
+        yield job.name, job.beside, *texts, f"{of_delta / of_other:.2f}", job.goal
+        if job.name == PUBLISH:
+            sent = [each[0].facts["written_bytes"] / BUCKET_SPEED for each in found]
+            first, second = of_delta + sent[0], of_other + sent[1]
+            name = f"{PUBLISH}, and send it at 100 MB/s (computed)"
+            yield name, job.beside, f"{first:.2f} s", f"{second:.2f} s", f"{first / second:.2f}", "0.1"
+        elif "cache" in job.name:
+            memory = [median(stage.anonymous_bytes for stage in each) / 1e6 for each in found]
+            texts = [f"{mb:,.0f} MB" for mb in memory]
+            yield f"{job.name}: memory", job.beside, *texts, f"{memory[0] - memory[1]:+,.0f} MB", "+64 MB"
+
+
+def weights(steps: int) -> Iterator[Row]:
+    """Yields the rows of the bytes of the last step of a fine-tune, for each learning rate."""
+    for rate in RATES:
+        facts = child(fine_tuned, rate=rate, steps=steps)[READY].facts
+        written, xor, payload, entropy = (
+            facts[key] for key in ("written_bytes", "xor_bytes", "payload_bytes", "entropy_bytes")
+        )
+        step = f"MiniLM at lr {rate:.0e}, {facts['changed']:.2%} changed"
+        yield f"{step}: all bytes", "XOR, zstd -1", f"{written:,}", f"{xor:,}", f"{written / xor:.2f}", "0.6"
+        yield f"{step}: payloads", "entropy", f"{payload:,}", f"{entropy:,.0f}", f"{payload / entropy:.2f}", "1.15"
+
+
+HEAD = ("", "beside", "delta", "beside", "ratio", "goal")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints both tables."""
+    """Prints the table, or writes it."""
     parser = argparse.ArgumentParser(prog="python -m bench.delta", description=__doc__)
     parser.add_argument("--steps", type=int, default=6, help="steps of each fine-tune; 0 leaves it out")
     parser.add_argument("--mb", type=int, default=600, help="MB of weights; 0 leaves the times out")
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--folder", type=Path, help="where to write (default: the temporary folder)")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--write", action="store_true", help="put the table into bench/results/deltas.md")
     options = parser.parse_args(arguments)
-    if options.steps:
-        head = ["lr", "changed", "weights", "XOR", "entropy", "payloads", "written", "p/XOR", "p/entropy", "w/XOR"]
-        print(columns([head, *published(options.steps)], right=range(10)))
-    if options.mb:
-        head = ["", "least ms", "median ms", "of processors"]
-        print(columns([head, *timed(options.mb, options.runs, options.folder)], right=range(1, 4)))
+
+    def rows() -> Iterator[Row]:
+        if options.steps:
+            yield from weights(options.steps)
+        if options.mb:
+            yield from times(options.mb, options.runs)
+
+    InPage("bench/results/deltas.md", "delta", "<!-- End of the table -->", HEAD, rows).show(options.write)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,16 @@ def test_the_bytes_of_a_step(share: float) -> None:
     steps = torch.empty(len(before)).geometric_(0.8, generator=generator).to(torch.int16)
     up = torch.rand(len(before), generator=generator) < 0.5
     after.view(torch.int16)[changed] += torch.where(up, steps, -steps)[changed]
-    *_, to_field, to_entropy, _ = map(float, delta.weigh({"weight": before}, {"weight": after}, 0)[5:])
-    assert to_field < 0.6
-    assert to_entropy < 1.15
+    weighed = delta.weigh({"weight": before}, {"weight": after})
+    assert weighed.payload_bytes < 0.6 * weighed.xor_bytes
+    assert weighed.payload_bytes < 1.15 * weighed.entropy_bytes
 
 
 @pytest.mark.slow
 def test_the_times(capsys: pytest.CaptureFixture[str]) -> None:
     delta.main(["--steps", "0", "--mb", "20", "--runs", "1"])
-    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
-        *("a copy in memory", "apply", "encode", "write and sync the delta", "write and sync all")
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0].split(",")[0] for row in rows] == [
+        *(["| publish a step"] * 2 + ["| apply a step", "| pause of requests at a swap"]),
+        *(["| load a chain of 32"] * 6),
     ]
