@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from operator import add, sub
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -48,7 +46,7 @@ _DIFFERENCES = {
 _PAIRS = {dtype: of[[[byte & 15, byte >> 4] for byte in range(256)]] for dtype, of in _DIFFERENCES.items()}
 """The differences of the two codes of 4 bits in each byte."""
 _CHANGES_AT_ONCE = BLOCK_ELEMENTS // 8
-"""The bytes of gaps that are decoded at once, at least, where there are so many."""
+"""Of several payloads, so many changes are collected before they are applied."""
 _NUMEL_BYTES, _ENTRY_BYTES = 8, 8
 """The directory is the number of elements, and an entry for each block."""
 _OPTIONS: dict[int, int] = {
@@ -130,19 +128,15 @@ def apply_frames(
 
     The order of payloads makes no difference: their differences are added.
 
-    Returns the number of changes. Raises `DamagedFileError` where a block cannot be decoded. Other blocks may have been
-    changed then.
+    Returns the number of changes. Raises `DamagedFileError` where a block cannot be decoded; others may be applied then.
     """
     last, dtype, changed = first + out.numel(), _INTEGERS[out.dtype.itemsize], 0
-    bits, waiting = out.detach().view(getattr(torch, dtype.name)), list[_Frame]()
+    bits, waiting = out.detach().view(getattr(torch, dtype.name)), list[Changes]()
 
-    def apply_waiting() -> int:
-        positions, differences = _decoded(waiting, dtype)
-        if any(frame.indices.start < 0 or frame.indices.stop > len(bits) for frame in waiting):
-            inside = (positions >= 0) & (positions < len(bits))
-            positions, differences = positions[inside], differences[inside]
-        waiting.clear()
+    def add() -> int:
+        positions, differences = (np.concatenate(of) for of in zip(*waiting, strict=True))
         bits.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(differences))
+        waiting.clear()
         return len(positions)
 
     for directory, of_directory in zip(directories, frames, strict=True):
@@ -152,10 +146,12 @@ def apply_frames(
             if frame_bytes:
                 start, at = block * BLOCK_ELEMENTS - first, int(directory.starts[block]) - begin
                 indices = range(start, min(start + BLOCK_ELEMENTS, directory.numel - first))
-                waiting.append(_Frame(data[at : at + frame_bytes], gap_bytes, indices))
-                if sum(frame.gap_bytes for frame in waiting) >= _CHANGES_AT_ONCE:
-                    changed += apply_waiting()
-    return changed + apply_waiting() if waiting else changed
+                found = _decoded(data[at : at + frame_bytes], gap_bytes, indices, dtype)
+                inside = slice(*np.searchsorted(found.positions, (0, len(bits))))
+                waiting.append(Changes(found.positions[inside], found.differences[inside]))
+                if sum(len(each.positions) for each in waiting) >= _CHANGES_AT_ONCE:
+                    changed += add()
+    return changed + add() if waiting else changed
 
 
 def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> Directory:
@@ -273,70 +269,31 @@ def _directory(data: _Bytes) -> Directory:
     return Directory(numel, blocks, end + np.cumsum(np.append(0, blocks[:, 0])))
 
 
-class _Frame(NamedTuple):
-    """The frame of a block."""
-
-    data: _Bytes
-    gap_bytes: int
-    indices: range
-    """Those of the elements of the block."""
-
-
-def _decoded(frames: Sequence[_Frame], dtype: np.dtype[np.signedinteger]) -> Changes:
-    """The changes of several frames, one frame after another. Raises `DamagedFileError`.
-
-    The streams of all frames are decoded at once: where few elements changed, the calls take longer than their work.
-    """
-    plain = [_decompressed(frame.data, len(frame.indices) * (3 + dtype.itemsize)) for frame in frames]
-    begins = [0] * len(plain)
-
-    def stream(sizes: list[int]) -> _Bytes:
-        """The next bytes of each frame."""
-        parts = [each[begin : begin + size] for each, begin, size in zip(plain, begins, sizes, strict=True)]
-        if [len(part) for part in parts] != sizes:
-            raise _damaged("a block of fewer bytes than its directory describes")
-        begins[:] = map(add, begins, sizes)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def sizes_of(ends: list[int]) -> list[int]:
-        return list(map(sub, ends, [0, *ends]))
-
-    gap_bytes = [frame.gap_bytes for frame in frames]
-    gaps, ends = stream(gap_bytes), list(accumulate(gap_bytes))
-    is_end = gaps != _LONG_GAP
-    steps = (gaps + is_end).cumsum(dtype=np.int64)
-    counts = [np.count_nonzero(is_end[end - size : end]) for end, size in zip(ends, gap_bytes, strict=True)]
-    bounds, positions = list(accumulate(counts)), steps[is_end]
-    for frame, begin, first, last in zip(frames, [0, *ends], [0, *bounds], bounds, strict=False):
-        positions[first:last] += frame.indices.start - 1 - (int(steps[begin - 1]) if begin else 0)
-        if first == last or positions[last - 1] >= frame.indices.stop:
-            raise _damaged("a block of other positions than its elements have")
-    pairs = [(count + 1) // 2 for count in counts]
-    of_pairs = _PAIRS[dtype].take(stream(pairs), axis=0).reshape(-1)
-    ends = [2 * end for end in accumulate(pairs)]
-    parts = [of_pairs[end - 2 * pair :][:count] for end, pair, count in zip(ends, pairs, counts, strict=True)]
-    differences = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    (escaped,) = (differences == _DIFFERENCES[dtype][_ESCAPE_4]).nonzero()
-    codes = stream(sizes_of(np.searchsorted(escaped, bounds).tolist()))
-    escaped_again = escaped[codes == _ESCAPE_8]
-    large = stream([dtype.itemsize * size for size in sizes_of(np.searchsorted(escaped_again, bounds).tolist())])
-    if begins != [len(each) for each in plain]:
-        raise _damaged("a block of more bytes than its directory describes")
-    differences[escaped] = _DIFFERENCES[dtype][codes]
-    wide = large.view(f"<u{dtype.itemsize}")
-    differences[escaped_again] = (wide >> 1 ^ -(wide & 1)).view(dtype)
-    return Changes(positions, differences)
-
-
-def _decompressed(data: _Bytes, most_bytes: int) -> _Bytes:
+def _decoded(frame: _Bytes, gap_bytes: int, indices: range, dtype: np.dtype[np.signedinteger]) -> Changes:
+    """The changes of a block, whose elements have these indices. Raises `DamagedFileError`."""
     decompressor = zstd.ZstdDecompressor()
     try:
-        plain = np.frombuffer(decompressor.decompress(data.data, most_bytes), np.uint8)
+        plain = np.frombuffer(decompressor.decompress(frame.data, len(indices) * (3 + dtype.itemsize)), np.uint8)
     except zstd.ZstdError as error:
         raise _damaged(str(error)) from error
-    if not decompressor.eof or decompressor.unused_data:
-        raise _damaged("a block that is not one frame of zstd")
-    return plain
+    gaps = plain[:gap_bytes]
+    is_end = gaps != _LONG_GAP
+    positions = (gaps + is_end).cumsum(dtype=np.int64)[is_end]
+    positions += indices.start - 1
+    end_4 = gap_bytes + (len(positions) + 1) // 2
+    differences = _PAIRS[dtype].take(plain[gap_bytes:end_4], axis=0).reshape(-1)[: len(positions)]
+    (escaped,) = (differences == _DIFFERENCES[dtype][_ESCAPE_4]).nonzero()
+    end_8 = end_4 + len(escaped)
+    codes = plain[end_4:end_8]
+    escaped_again = escaped[: len(codes)][codes == _ESCAPE_8]
+    end = end_8 + len(escaped_again) * dtype.itemsize
+    is_complete = decompressor.eof and not decompressor.unused_data and end == len(plain)
+    if not is_complete or not len(positions) or positions[-1] >= indices.stop:
+        raise _damaged("a block of other streams than its directory describes")
+    differences[escaped] = _DIFFERENCES[dtype][codes]
+    large = plain[end_8:].view(f"<u{dtype.itemsize}")
+    differences[escaped_again] = (large >> 1 ^ -(large & 1)).view(dtype)
+    return Changes(positions, differences)
 
 
 def _damaged(found: str, where: str = "") -> DamagedFileError:
