@@ -128,7 +128,7 @@ def apply_frames(
 
     The order of payloads makes no difference: their differences are added.
 
-    Returns the number of changes. Raises `DamagedFileError` where a block cannot be decoded; others may be applied then.
+    Returns the number of changes. Raises `DamagedFileError` for a block that cannot be decoded; others may be changed.
     """
     last, dtype, changed = first + out.numel(), _INTEGERS[out.dtype.itemsize], 0
     bits, waiting = out.detach().view(getattr(torch, dtype.name)), list[Changes]()
