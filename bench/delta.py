@@ -267,38 +267,31 @@ class Job(NamedTuple):
 
     name: str
     beside: str
-    run: Callable[[bool], dict[str, Stage]]
+    run: Callable[..., dict[str, Stage]]
     goal: str
 
 
 def times(mb: int, runs: int) -> Iterator[Row]:
     """Measures in fresh processes, in turn."""
 
-    def in_folder(function: Callable[..., None], delta: bool) -> dict[str, Stage]:
+    def in_folder(function: Callable[..., None], *, delta: bool) -> dict[str, Stage]:
         with temporary_folder() as folder:
             return child(function, delta=delta, mb=mb, folder=str(folder))
 
+    jobs = [
+        Job(PUBLISH, "`Store.save` of all", partial(in_folder, publish), "0.67"),
+        Job("apply a step, 2% changed", "memcpy", partial(child, apply, mb=mb), "1.0"),
+        Job("pause of requests at a swap", "of whole steps", partial(in_folder, swap), "under 1 ms"),
+    ]
     with ExitStack() as stack:
-        jobs = [
-            Job(PUBLISH, "`Store.save` of all", partial(in_folder, publish), "0.67"),
-            Job("apply a step, 2% changed", "memcpy", lambda delta: child(apply, delta=delta, mb=mb), "1.0"),
-            Job("pause of requests at a swap", "of whole steps", partial(in_folder, swap), "under 1 ms"),
-        ]
         for share in (SHARE, SHARE / 5):
             folder = str(stack.enter_context(temporary_folder()))
             child(chained, mb=mb, share=share, folder=folder)
-            for cold in (False, True):
-                where = "from the disk" if cold else "from the page cache"
-                arguments: dict[str, object] = {"mb": mb, "folder": folder, "cold": cold}
-                jobs.append(
-                    Job(
-                        f"load a chain of {CHAIN}, {share:.1%} changed in each, {where}",
-                        "one file",
-                        lambda delta, arguments=arguments: child(load, delta=delta, **arguments),
-                        "1.6",
-                    )
-                )
-        contenders = {f"{job.name}\n{delta}": partial(job.run, delta) for job in jobs for delta in (True, False)}
+            for cold, where in ((False, "page cache"), (True, "disk")):
+                name = f"load a chain of {CHAIN}, {share:.1%} changed in each, from the {where}"
+                load_step = partial(child, load, mb=mb, folder=folder, cold=cold)
+                jobs.append(Job(name, "one file", load_step, "1.6"))
+        contenders = {f"{job.name}\n{delta}": partial(job.run, delta=delta) for job in jobs for delta in (True, False)}
         results, failed = alternate(contenders, runs, lambda stages: f"{stages[READY].seconds * 1e3:.0f} ms")
         assert not failed, failed
     for job in jobs:

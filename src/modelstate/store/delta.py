@@ -128,8 +128,9 @@ class Published:
                 if payload is None:
                     whole.add(name)
                 else:
-                    # The digest is computed while the part is in the cache of the processor.
-                    encoded[part] = payload, apply(payload, copy, 0), *write_blocks(None, 0, [copy])
+                    changed = apply(payload, copy, 0)
+                    (digest,) = write_blocks(None, 0, [copy])  # while the part is in the cache of the processor
+                    encoded[part] = payload, changed, digest
 
         for name in copies:
             del self._digests[path, name]
