@@ -1,32 +1,35 @@
 """Finds which tensors of a checkpoint and a model belong together, from their names and shapes.
 
-Tensors whose names differ only in numbers, such as those of the layers of an encoder, are one `Kind`. Kinds that have
-the same shapes at the same numbers can match. The words of their names, and the matches beside them, decide: a match
-counts only if it is clearly the best one in both directions. A fused tensor matches the kinds of its parts.
+Names that are equal belong together. Other tensors are matched as kinds: tensors whose names differ only in numbers,
+such as those of the layers of an encoder. Two kinds can match if they have the same shapes at the same numbers. The
+words of their names, and the matches beside them, decide: a match counts only if it is clearly the best one in both
+directions. At first all numbers of a name may differ within a kind, then fewer and fewer of them, from the last one on.
+A fused tensor matches the kinds of its parts.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import combinations
 
 import msgspec
 import torch
 from msgspec.structs import replace
 
-from modelstate.planning.matching import prefixes, without_wrappers
+from modelstate.planning.matching import prefixes
+from modelstate.rules.expression import Source
 from modelstate.suggestion.words import (
     CONVENTION,
     GENERIC,
     PARTS,
-    SEQUENCE,
     Shape,
     concepts,
     contradict,
+    meaning,
     meanings_beside,
-    of_path,
     role_of,
     shared,
 )
@@ -39,12 +42,11 @@ LONGEST_NAME = 1000
 Its numbers are short enough for Python, which converts none of over 4,300 digits."""
 _ORDINARY = re.compile(rf"[^*#\n]{{1,{LONGEST_NAME}}}")
 """Names that contain the wildcards of patterns cannot be matched by a pattern, and long ones are of no model."""
-_NUMBER = re.compile(r"(\d+)")
-_ALIKE = 0.5
-"""The share of equal names below two numbers from which on these number modules of one kind."""
+_NUMBER = re.compile(r"(\d+)(?![^\W_])")
+"""A number that is a part of a name, or the end of a word in it: not the 2 of 2d."""
 _MARGIN = 0.25
 """The least lead of the best score over the others."""
-_SAME_OWNER, _SAME_PARENT = 2.0, 0.75
+_SAME_OWNER, _SAME_PARENT, _SAME_END = 2.0, 0.75, 1.0
 _MOST_CANDIDATES = 20_000
 
 
@@ -55,65 +57,178 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
     shape: Shape
     dtype_kind: str
     """ "float", "int", "bool" or "complex"."""
-    context: Mapping[int, frozenset[str]] = {}
-    """The concepts of parts of the name, by their index, that differ beside the other members of their module."""
+
+    @classmethod
+    def of(cls, name: str, tensor: Source) -> Leaf:
+        """Returns a tensor of a checkpoint or a model without its values."""
+        dtype = tensor.dtype
+        kind = "complex" if dtype.is_complex else "bool" if dtype is torch.bool else "int"
+        return cls(name, tuple(tensor.shape), "float" if dtype.is_floating_point else kind)
 
     @property
     def content(self) -> tuple[Shape, str]:
         return self.shape, self.dtype_kind
 
-    def words(self, at: int) -> frozenset[str]:
-        """Returns the concepts of one part of the name."""
-        return self.context.get(at) or concepts(_member(self.name.split(".")[at]))
 
-
-def dtype_kind(dtype: torch.dtype) -> str:
-    if dtype.is_floating_point:
-        return "float"
-    return "complex" if dtype.is_complex else "bool" if dtype is torch.bool else "int"
-
-
-def layer_of(name: str) -> str:
-    """Returns the path of the layer of a tensor, with # for numbers."""
-    text = without_numbers(name)
-    return text[: text.rfind("#") + 1]
-
-
-def module_of(name: str) -> str:
-    """Returns the path of the module that owns the tensor."""
+def _owner_and_role(name: str) -> tuple[str, str]:
+    """Returns the path of the module that owns a tensor, and the role of the tensor in it."""
     path, _, last = name.rpartition(".")
-    return ".".join(filter(None, (path, role_of(last)[0])))
+    rest, role = role_of(last)
+    return ".".join(filter(None, (path, rest))), role
 
 
-def _above(module: str) -> str:
-    """Returns the path above a module, with # for numbers."""
-    return without_numbers(module).rpartition(".")[0]
+class _Name(msgspec.Struct, frozen=True, eq=False):
+    """A tensor of one side, with what its name says."""
+
+    leaf: Leaf
+    """With the shape that it has in a Linear."""
+    owner: str
+    role: str
+    words: tuple[frozenset[str], ...]
+    """The concepts of the parts of the owner's path."""
+    texts: list[str]
+    """The texts around the numbers."""
+    numbers: list[str]
+    ranks: list[tuple[int, int]]
+    """The rank of each number in its place, and the count of the numbers that are in this place."""
+
+    def text(self, varied: Collection[int]) -> str:
+        """Returns the name, with # for the numbers of these indices."""
+        numbers = ["#" if at in varied else number for at, number in enumerate(self.numbers)]
+        return "".join(text + number for text, number in zip(self.texts, [*numbers, ""], strict=True))
+
+    @property
+    def parent(self) -> str:
+        """The path above the owner, with # for numbers."""
+        return without_numbers(self.owner).rpartition(".")[0]
+
+
+class Kind(msgspec.Struct, eq=False, dict=True):
+    """Tensors whose names differ only in numbers."""
+
+    first: _Name
+    """The first of them."""
+    varied: tuple[int, ...]
+    """The indices of the numbers in which the names differ."""
+    text: str
+    """The name, with # for these numbers."""
+    leaves: dict[Ranks, Leaf]
+    """The tensors by the ranks of these numbers."""
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What is equal for kinds that can match: role, shapes and dtypes at each combination of numbers."""
+        return self.first.role, tuple(sorted((ranks, *leaf.content) for ranks, leaf in self.leaves.items()))
+
+    @cached_property
+    def means(self) -> frozenset[str]:
+        """The concepts of the name."""
+        *path, last = self.first.words
+        rank, count = self.first.ranks[-1] if self.first.ranks else (0, 0)
+        is_numbered = self.first.owner[-1:].isdecimal() and len(self.first.ranks) - 1 not in self.varied
+        if last == {"norm"} and is_numbered and count < 3:
+            # Of two norms in a layer, the first belongs to attention and the second to the MLP.
+            rank = rank if count > 1 else int(self.first.numbers[-1]) - 1
+            last |= {("first", "second")[rank]} if rank in (0, 1) else set()
+        return meaning([*path, last])
+
+    @cached_property
+    def ordinals(self) -> dict[int, str]:
+        """The ranks of the numbers that do not vary, by their indices from the end of the name."""
+        ranks = [(at, *rank) for at, rank in enumerate(self.first.ranks) if at not in self.varied]
+        return {at - len(self.first.ranks): f"{rank}/{count}" for at, rank, count in ranks if count > 1}
+
+    @cached_property
+    def alone(self) -> list[str]:
+        """The numbers at the ends of words that are alone in their place: norm1 is not ln_2."""
+        numbers = zip(self.first.texts, self.first.numbers, self.first.ranks, strict=False)
+        return [number for text, number, (_, count) in numbers if count == 1 and text[-1:] not in ("", ".")]
+
+    @cached_property
+    def facts(self) -> frozenset[str]:
+        """What the name states: concepts, and which one of several it is."""
+        return self.means | {f"#{at}:{rank}" for at, rank in self.ordinals.items()}
+
+
+class Side:
+    """The tensors of a checkpoint or a model with ordinary names."""
+
+    def __init__(self, leaves: Iterable[Leaf], turned: Mapping[str, bool | None]) -> None:
+        self.turned = turned
+        straight = [replace(leaf, shape=leaf.shape[::-1]) if turned.get(leaf.name) else leaf for leaf in leaves]
+        beside = _words_beside(straight)
+        places: dict[str, set[str]] = defaultdict(set)
+        self.names: dict[str, _Name] = {}
+        for leaf in straight:
+            owner, role = _owner_and_role(leaf.name)
+            words = [concepts(segment) for segment in owner.split(".")]
+            words[-1] = beside.get(without_numbers(owner), words[-1])
+            # The number of a part that has a meaning of its own, as w1, does not stand for an order.
+            end = owner.rfind(".") + 1 if without_numbers(owner) in beside else len(leaf.name)
+            pieces = _NUMBER.split(leaf.name[:end])
+            pieces[-1] += leaf.name[end:]
+            for at in range(1, len(pieces), 2):
+                places["#".join(pieces[:at:2])].add(pieces[at])
+            self.names[leaf.name] = _Name(leaf, owner, role, tuple(words), pieces[::2], pieces[1::2], [])
+        order = {place: sorted(numbers, key=lambda text: (int(text), text)) for place, numbers in places.items()}
+        ranks = {place: {number: at for at, number in enumerate(numbers)} for place, numbers in order.items()}
+        for name in self.names.values():
+            for at, number in enumerate(name.numbers):
+                of_place = ranks["#".join(name.texts[: at + 1])]
+                name.ranks.append((of_place[number], len(of_place)))
+        self.open = dict(self.names)
+        """The tensors without a match."""
+
+    def kinds(self, varying: int) -> list[Kind]:
+        """Returns the kinds of open tensors whose names differ in the first numbers, at most so many, in order."""
+        kinds: dict[str, Kind] = {}
+        for name in self.open.values():
+            varied = tuple(at for at, (_, count) in enumerate(name.ranks) if count > 1)[:varying]
+            text = name.text(varied)
+            kind = kinds.setdefault(text, Kind(name, varied, text, {}))
+            kind.leaves[tuple(name.ranks[at][0] for at in varied)] = name.leaf
+        return list(kinds.values())
+
+
+def _words_beside(leaves: Iterable[Leaf]) -> dict[str, frozenset[str]]:
+    """Returns the concepts of modules that the other members of their parents decide, the same in all layers."""
+    parents: dict[str, dict[str, Shape]] = defaultdict(dict)
+    for leaf in leaves:
+        owner, role = _owner_and_role(leaf.name)
+        parent, _, member = without_numbers(owner).rpartition(".")
+        if role in ("", "weight") and parents[parent].setdefault(member, leaf.shape) != leaf.shape:
+            parents[parent][member] = ()
+    return {
+        f"{parent}.{member}" if parent else member: words
+        for parent, members in parents.items()
+        for member, words in meanings_beside(members).items()
+    }
 
 
 class Fusion(msgspec.Struct, frozen=True):
-    """Tensors that consist of others, and how."""
+    """How tensors consist of others."""
 
-    rows: tuple[tuple[str, ...], ...]
-    """The name of each whole, followed by those of its parts."""
+    is_split: bool
+    """Whether the checkpoint has the wholes, and not the parts."""
     dim: int
     """The dimension along which the parts are joined."""
     sizes: tuple[int, ...] | None
     """The sizes of the parts along that dimension; None if they are equal."""
-    is_transposed: bool
-    """Whether the tensors of the checkpoint are transposed first."""
-    is_split: bool
-    """Whether the checkpoint has the wholes, and not the parts."""
 
 
 class Matches(msgspec.Struct):
     """The matches between the tensors of a checkpoint and those of a model."""
 
-    sources: list[Leaf]
-    targets: list[Leaf]
+    sources: Side
+    targets: Side
+    equal: set[str] = set()
+    """Names that match because they are equal."""
     pairs: dict[str, str] = {}
     """From names of the checkpoint to names of the model."""
-    fusions: list[Fusion] = []
-    """Tensors of the checkpoint that are split, and tensors of the model that are joined."""
+    fusions: dict[Fusion, list[tuple[str, ...]]] = {}
+    """The names of tensors of the checkpoint that are split, and of the model that are joined, each with its parts."""
+    links: list[tuple[Kind, Kind]] = []
+    """The kinds that match; a kind of fused tensors with that of each of its parts."""
     expected: dict[str, tuple[str, ...]] = {}
     """For each name of the model with a match, the names in the checkpoint that it is made of."""
     used: set[str] = set()
@@ -124,493 +239,266 @@ class Matches(msgspec.Struct):
     """Names of square tensors that are transposed because their neighbours are."""
     guesses: set[str] = set()
     """Names of the model whose match, or whose transposition, is a guess."""
-    notes: list[str] = []
-    owners: dict[str, str] = {}
-    """The modules of the model by those of the checkpoint, where a tensor of them has a match."""
-    parents: set[tuple[str, str]] = set()
-    """The paths above such modules, of both sides."""
+    notes: dict[str, None] = {}
+    beside: set[tuple[str, str]] = set()
+    """The modules of both sides with tensors that match, and the paths above them with # for numbers."""
+    unordered: set[tuple[str, ...]] = set()
+    """Texts of names whose numbers could be exchanged."""
 
-    def open_sources(self) -> list[Leaf]:
-        """Returns the tensors of the checkpoint without a match."""
-        return [leaf for leaf in self.sources if leaf.name not in self.used]
+    @property
+    def passes(self) -> range:
+        """How many of the numbers of a name may vary within a kind, from all of them to none."""
+        sides = (self.sources, self.targets)
+        return range(max((len(name.ranks) for side in sides for name in side.names.values()), default=0), -1, -1)
 
-    def open_targets(self) -> list[Leaf]:
-        """Returns the tensors of the model without a match."""
-        return [leaf for leaf in self.targets if leaf.name not in self.expected]
-
-    def add(self, sources: tuple[str, ...], target: str, *, is_part: bool = False) -> None:
-        """Records what a tensor of the model is made of: another one, parts, or a part of another one."""
+    def add(self, sources: tuple[str, ...], target: str) -> None:
+        """Records what a tensor of the model is made of."""
         self.expected[target] = sources
         self.used.update(sources)
-        for source in sources:
-            first, second = module_of(source), module_of(target)
-            if not is_part and len(sources) == 1:
-                self.pairs[source] = target
-                self.owners[first] = second
-            self.parents.add((_above(first), _above(second)))
+        goal = self.targets.open.pop(target, None)
+        for name in (self.sources.open.pop(source, None) for source in sources):
+            if name is not None and goal is not None:
+                self.beside |= {(name.owner, goal.owner), (name.parent, goal.parent)}
 
     def score(self, source: Kind, target: Kind) -> float:
-        """Returns how much speaks for a pair: the words that it shares, and matches of tensors beside it."""
-        first, second = module_of(source.sample.name), module_of(target.sample.name)
-        score = shared(source.means, target.means) + _SAME_PARENT * ((_above(first), _above(second)) in self.parents)
-        if source.role and first in self.owners:
-            score += _SAME_OWNER if self.owners[first] == second else -_SAME_OWNER
+        """Returns how much speaks for a pair: what both names state, their ends, and matches of tensors beside it."""
+        first, second = source.first, target.first
+        score = shared(source.facts, target.facts) + _SAME_PARENT * ((first.parent, second.parent) in self.beside)
+        score += _SAME_OWNER * ((first.owner, second.owner) in self.beside)
+        score += _SAME_END * _is_end(source.text, target.text)
         return score
 
 
 def match(sources: Sequence[Leaf], targets: Sequence[Leaf], ties: Mapping[str, Sequence[str]]) -> Matches:
-    """Matches both sides: equal names, names that differ in a prefix, fused tensors, and similar names.
+    """Matches both sides: equal names, then fused tensors and similar names.
 
     Args:
         sources: The tensors of the checkpoint.
         targets: The tensors of the model.
         ties: All names of a tensor of the model, by each of them.
     """
-    matches = Matches(list(sources), list(targets))
-    _match_equal(matches, lambda name: name)
-    matches.sources, matches.targets = (
-        [leaf for leaf in side if _ORDINARY.fullmatch(leaf.name)] for side in (sources, targets)
-    )
-    _match_equal(matches, without_wrappers)
-    _match_prefixes(matches)
-    matches.sources, matches.targets = in_context(matches.sources), in_context(matches.targets)
-    unturned, second = matches.sources, orientation(matches.targets)
-    matches.targets = straight(matches.targets, second)
-    contents = {leaf.content for leaf in matches.targets}
-    misfits: set[str] = set()
-    for _ in range(2):
-        first = orientation(unturned, misfits)
-        matches.sources = straight(unturned, first)
-        _match_fusions(matches, first, second)
-        for within_words in (True, False):
-            _match_kinds(matches, within_words)
-        # Open weights that fit an open weight of the model, and only transposed.
-        open_contents = {leaf.content for leaf in matches.open_targets()}
-        misfits = {
-            leaf.name
-            for leaf in unturned
-            if leaf.name not in matches.used
-            and len(leaf.shape) == 2
-            and leaf.content not in contents
-            and (leaf.shape[::-1], leaf.dtype_kind) in open_contents
-        }
-    _drop_shifted(matches)
+    here, there = ([leaf for leaf in side if _ORDINARY.fullmatch(leaf.name)] for side in (sources, targets))
+    second = Side(there, _orientation(there))
+    contents = {name.leaf.content for name in second.names.values()}
+    lacking = contents.difference(leaf.content for leaf in here)
+    # Weights that fit a weight of the model which no other fits, and only transposed.
+    misfits = [
+        leaf.name for leaf in here if (leaf.shape[::-1], leaf.dtype_kind) in lacking and leaf.content not in contents
+    ]
+    first = Side(here, _orientation(here, misfits))
+    matches = Matches(first, second)
+    of_model = {leaf.name: leaf for leaf in targets}
+    for leaf in sources:
+        if leaf.name in of_model and of_model[leaf.name].content == leaf.content:
+            matches.equal.add(leaf.name)
+            matches.pairs[leaf.name] = leaf.name
+            matches.add((leaf.name,), leaf.name)
+    for varying in matches.passes:
+        _match_fusions(matches, varying)
+        _match_kinds(matches, varying)
     filled = {name for target in matches.expected for name in ties.get(target, (target,))}
     # Whether every tensor of both sides has a match, so that what is left over belongs together.
-    is_whole = matches.used.issuperset(leaf.name for leaf in sources) and filled.issuperset(
-        leaf.name for leaf in targets
-    )
+    is_whole = matches.used.issuperset(leaf.name for leaf in sources) and filled.issuperset(of_model)
     _find_guesses(matches, is_whole)
-    shapes, goals = ({leaf.name: leaf.shape for leaf in side} for side in (sources, targets))
-    matches.transposed = {name for name, goal in matches.pairs.items() if shapes[name] != goals[goal]}
-    _find_transposed(matches, first, second)
+    shapes = {leaf.name: leaf.shape for leaf in sources}
+    matches.transposed |= {name for name, goal in matches.pairs.items() if shapes[name] != of_model[goal].shape}
+    _find_turned_squares(matches)
     return matches
-
-
-def _drop_shifted(matches: Matches) -> None:
-    """Removes pairs at the ends of a row in which each name may be shifted by one.
-
-    If layers 1 and 2 of both sides have equal names, only 0 and 3 are left; but it is more likely that every number is
-    one higher. The same holds if "a.a.w" and "a.w" match "a.w" and "w".
-    """
-    equal = {source for source, target in matches.pairs.items() if source == target}
-    rows = {*map(without_numbers, equal)}
-    for source, target in list(matches.pairs.items()):
-        shorter, longer = sorted((source, target), key=len)
-        is_prefixed = longer.endswith(f".{shorter}") and any(longer[len(part) :] in equal for part in prefixes(longer))
-        row = without_numbers(source)
-        if source != target and (is_prefixed or (row == without_numbers(target) and row in rows)):
-            del matches.pairs[source], matches.expected[target]
-            matches.used.remove(source)
-            note = "names that fit as they are may each have moved by one; then only a Rename written by hand says so"
-            matches.notes = [note]
-
-
-# Equal names.
-
-
-def _match_equal(matches: Matches, text: Callable[[str], str]) -> None:
-    """Matches names that have the same text, such as that without wrappers, if no other name has it."""
-    sides: list[dict[str, list[Leaf]]] = []
-    for leaves in (matches.open_sources(), matches.open_targets()):
-        sides.append(defaultdict(list))
-        for leaf in leaves:
-            sides[-1][text(leaf.name)].append(leaf)
-    for key, candidates in sides[0].items():
-        others = sides[1].get(key, [])
-        if len(candidates) == len(others) == 1 and candidates[0].content == others[0].content:
-            matches.add((candidates[0].name,), others[0].name)
-
-
-def _match_prefixes(matches: Matches) -> None:
-    """Matches names that differ by a prefix, if no other prefix fits as well."""
-    for is_longer in (True, False):  # whether the names of the checkpoint have the prefix
-        sides = matches.open_sources(), matches.open_targets()
-        contents = {leaf.name: leaf.content for leaf in sides[is_longer]}
-        rests: dict[str, list[tuple[str, str]]] = defaultdict(list)
-        for leaf in sides[not is_longer]:
-            for prefix in prefixes(leaf.name):
-                rest = leaf.name[len(prefix) :]
-                if contents.get(rest) == leaf.content:
-                    rests[prefix].append((leaf.name, rest))
-        best = max(rests.values(), key=len, default=[])
-        claims = Counter(name for pairs in rests.values() for pair in pairs for name in pair)
-        if not any(claims[name] > 1 for pair in best for name in pair):
-            for long, short in best:
-                matches.add((long,), short) if is_longer else matches.add((short,), long)
-
-
-# Words that depend on their neighbours.
-
-
-def _member(segment: str) -> str:
-    """Returns a part of a name without its role: w1 of w1_weight."""
-    return role_of(segment)[0] or segment
-
-
-def in_context(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Returns the tensors with the concepts that the other members of their modules decide, the same in all layers."""
-    modules: dict[tuple[str, str], dict[str, Shape]] = defaultdict(dict)
-    for leaf in leaves:
-        segments = leaf.name.split(".")
-        if role_of(segments[-1])[1] not in ("", "weight"):
-            continue
-        for at, segment in enumerate(segments):
-            members = modules[without_numbers(".".join(segments[:at])), ".".join(segments[at + 1 :])]
-            if members.setdefault(_member(segment), leaf.shape) != leaf.shape:
-                members[_member(segment)] = ()
-    known = {
-        (parent, member): words
-        for (parent, _), members in modules.items()
-        for member, words in meanings_beside(members).items()
-    }
-    result = []
-    for leaf in leaves:
-        segments = leaf.name.split(".")
-        keys = [(without_numbers(".".join(segments[:at])), _member(segment)) for at, segment in enumerate(segments)]
-        result.append(replace(leaf, context={at: known[key] for at, key in enumerate(keys) if key in known}))
-    return result
 
 
 # Transposed weights.
 
-Orientation = Mapping[str, bool | None]
-"""Whether weights have their inputs first, as in a Conv1D; None if nothing shows it."""
 
+def _orientation(leaves: Sequence[Leaf], misfits: Collection[str] = ()) -> dict[str, bool | None]:
+    """Returns whether weights have their inputs first, as in a Conv1D, as their biases show; None if nothing shows it.
 
-def orientation(leaves: Sequence[Leaf], misfits: Collection[str] = ()) -> Orientation:
-    """Returns the orientation of weights, as their biases show; those in `misfits` are transposed.
-
-    Square weights, and weights without a bias in a layer, are oriented as the known weights of their layer are.
+    Weights in `misfits` have. Square weights, and weights without a bias in a layer, are as the known weights of their
+    layer are.
     """
     biases = {leaf.name.removesuffix("bias"): leaf.shape for leaf in leaves if leaf.name.endswith("bias")}
     layers: dict[str, set[bool]] = defaultdict(set)
     known: dict[str, bool | None] = {}
     for leaf in leaves:
-        if len(leaf.shape) != 2 or role_of(leaf.name.rpartition(".")[2])[1] not in ("", "weight"):
+        if len(leaf.shape) != 2 or _owner_and_role(leaf.name)[1] not in ("", "weight"):
             continue
-        bias = biases.get(leaf.name.removesuffix("weight"))
         known[leaf.name] = None
+        bias = biases.get(leaf.name.removesuffix("weight"))
         if not _is_square(leaf) and (leaf.name in misfits or bias in ((leaf.shape[0],), (leaf.shape[1],))):
-            is_transposed = leaf.name in misfits or bias == (leaf.shape[1],)
-            known[leaf.name] = is_transposed
-            layers[layer_of(leaf.name)].add(is_transposed)
+            is_turned = known[leaf.name] = leaf.name in misfits or bias == (leaf.shape[1],)
+            layers[_layer_of(leaf.name)].add(is_turned)
     for leaf in leaves:
-        layer = layer_of(leaf.name)
+        layer = _layer_of(leaf.name)
         if leaf.name in known and known[leaf.name] is None and len(layers[layer]) == 1 and (layer or _is_square(leaf)):
             (known[leaf.name],) = layers[layer]
     return known
 
 
-def straight(leaves: Iterable[Leaf], known: Orientation) -> list[Leaf]:
-    """Returns the tensors with the shapes that they have in a Linear."""
-    return [replace(leaf, shape=leaf.shape[::-1]) if known.get(leaf.name) else leaf for leaf in leaves]
+def _layer_of(name: str) -> str:
+    """Returns the path of the layer of a tensor, with # for numbers."""
+    text = without_numbers(name)
+    return text[: text.rfind("#") + 1]
 
 
 def _is_square(leaf: Leaf) -> bool:
     return len(leaf.shape) == 2 and leaf.shape[0] == leaf.shape[1]
 
 
-def _find_transposed(matches: Matches, first: Orientation, second: Orientation) -> None:
-    """Finds the tensors that are the transpose of the other one of their pair."""
-    for fusion in matches.fusions:
-        if fusion.is_transposed:
-            rows = (row[:1] if fusion.is_split else row[1:] for row in fusion.rows)
-            matches.transposed.update(name for row in rows for name in row)
-    square = {leaf.name for leaf in matches.sources if _is_square(leaf) and leaf.shape[0] > 1}
-    is_mixed = any(first.values()) or any(second.values())
+def _find_turned_squares(matches: Matches) -> None:
+    """Finds the square weights that are transposed as the other weights of their layer, which is a guess."""
+    first, second = matches.sources, matches.targets
+    is_mixed = any(first.turned.values()) or any(second.turned.values())
     doubtful = []
     for name, goal in matches.pairs.items():
-        here, there = first.get(name), second.get(goal)
-        if name not in square or not name.endswith("weight"):
+        if name not in first.turned or not _is_square(leaf := first.names[name].leaf) or leaf.shape == (1, 1):
             continue
-        if here is not None and there is not None:
-            matches.inferred |= {name} if here != there else set()
-        elif is_mixed:
-            doubtful.append(name)
+        here, there = first.turned[name], second.turned.get(goal)
+        if here is None or there is None:
+            doubtful += [name] if is_mixed else []
+        elif here != there:
+            matches.inferred.add(name)
     for names, what in ((sorted(matches.inferred), "transposed as the weights beside it"), (doubtful, "left as it is")):
         matches.guesses.update(matches.pairs[name] for name in names)
         if names:
-            matches.notes.append(
-                f"square, so its shape does not show whether to transpose it: {', '.join(folded(names))}; {what}"
-            )
-
-
-# Kinds of tensors.
-
-
-class Kind(msgspec.Struct):
-    """Tensors whose names differ only in numbers."""
-
-    text: str
-    """The name, with # for each number that was replaced."""
-    leaves: dict[Ranks, Leaf]
-    """The tensors by the rank of each number among all numbers in its place; constant numbers are left out."""
-    role: str
-    owner: str
-    """The text without the role."""
-    means: frozenset[str]
-    taken: int
-    """The count of replaced numbers."""
-    varied: tuple[int, ...]
-    """The indices of those that vary."""
-    constant: tuple[str, ...]
-    """The constant numbers within words: norm1 alone is not ln_2 alone."""
-
-    @property
-    def sample(self) -> Leaf:
-        return next(iter(self.leaves.values()))
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        """What is equal for kinds that can match: role, shapes and dtypes at each combination of numbers."""
-        return self.role, tuple(sorted((ranks, *leaf.content) for ranks, leaf in self.leaves.items()))
-
-
-class _Name(msgspec.Struct):
-    """A name that is cut at its numbers, and the numbers that have been replaced so far."""
-
-    leaf: Leaf
-    texts: list[str]
-    numbers: list[str]
-    text: str
-    taken: list[tuple[str, str]] = []
-    """Replaced numbers, each with the text before it."""
-    ordinals: list[tuple[str, str]] = []
-    """Other numbers, each with the text before it."""
-
-
-def kinds_of(leaves: Iterable[Leaf], *, within_words: bool) -> list[Kind]:
-    """Returns the kinds of tensors, in order.
-
-    A number that is a whole part of a name is replaced if the modules that it numbers are alike, as the layers of an
-    encoder are, and not if they differ, as the members of most `nn.Sequential` do: their names and shapes are compared.
-    With `within_words`, numbers within a part are replaced, too, and of shapes only the numbers of dimensions compared.
-    """
-    names = []
-    for leaf in leaves:
-        pieces = [""]
-        for at, segment in enumerate(leaf.name.split(".")):
-            # Numbers of a part that has a meaning of its own, as w1, do not stand for an order.
-            is_kept = leaf.context.get(at, SEQUENCE) != SEQUENCE
-            first, *others = [segment] if is_kept else _NUMBER.split(segment)
-            pieces[-1] += f".{first}" if at else first
-            pieces += others
-        names.append(_Name(leaf, pieces[::2], pieces[1::2], pieces[0]))
-    places: dict[str, set[str]] = defaultdict(set)
-    for depth in range(max((len(name.numbers) for name in names), default=0)):
-        _replace_numbers([name for name in names if depth < len(name.numbers)], depth, places, within_words)
-    ranks = {
-        (text, number): (at, len(numbers))
-        for text, numbers in places.items()
-        for at, number in enumerate(sorted(numbers, key=lambda number: (int(number), number)))
-    }
-    groups: dict[str, list[_Name]] = defaultdict(list)
-    for name in names:
-        groups[name.text].append(name)
-    return [_kind(text, members, ranks) for text, members in groups.items()]
-
-
-def _replace_numbers(names: Sequence[_Name], depth: int, places: dict[str, set[str]], within_words: bool) -> None:
-    """Replaces or keeps the number at this depth of every name."""
-    below: dict[str, dict[str, set[object]]] = defaultdict(lambda: defaultdict(set))
-    for name in names:
-        shape = name.leaf.shape
-        rest = "#".join(name.texts[depth + 1 :]), len(shape) if within_words else shape
-        below[name.text][name.numbers[depth]].add(rest)
-        places[name.text].add(name.numbers[depth])
-    are_alike = {}
-    for text, values in below.items():
-        most = max(values.values(), key=len)
-        are_alike[text] = all(len(content & most) >= _ALIKE * len(content | most) for content in values.values())
-    for name in names:
-        number, text, after = name.numbers[depth], name.text, name.texts[depth + 1]
-        is_whole = text[-1:] in ("", ".") and after[:1] in ("", ".")
-        is_taken = are_alike[text] and (within_words or is_whole)
-        (name.taken if is_taken else name.ordinals).append((text, number))
-        name.text += ("#" if is_taken else number) + after
-
-
-def _kind(text: str, members: Sequence[_Name], ranks: Mapping[tuple[str, str], tuple[int, int]]) -> Kind:
-    columns = list(zip(*(name.taken for name in members), strict=True))
-    varied = tuple(at for at, column in enumerate(columns) if len(set(column)) > 1)
-    constant = tuple(
-        column[0][1] for at, column in enumerate(columns) if at not in varied and column[0][0][-1:] not in ("", ".")
-    )
-    path, _, last = text.rpartition(".")
-    rest, role = role_of(last)
-    owner = ".".join(filter(None, (path, rest)))
-    means = set(of_path(owner.split("."), members[0].leaf.context))
-    ordinals = [(before[-1:] in ("", "."), *ranks[before, number]) for before, number in members[0].ordinals]
-    for is_whole in (True, False):
-        # Numbers are compared from the last one, because names of the other side may have more before it.
-        numbers = [(at, count) for whole, at, count in reversed(ordinals) if whole is is_whole]
-        means |= {f"#{is_whole}{back}:{at}/{count}" for back, (at, count) in enumerate(numbers) if count > 1}
-    if ordinals and "norm" in means and "#" in owner and owner[-1].isdecimal() and ordinals[-1][::2] == (False, 2):
-        # Of two norms in a layer, the first belongs to attention and the second to the MLP.
-        means.add("second" if ordinals[-1][1] else "first")
-    leaves = {tuple(ranks[name.taken[at]][0] for at in varied): name.leaf for name in members}
-    return Kind(text, leaves, role, owner, frozenset(means), len(columns), varied, constant)
-
-
-def by_signature(kinds: Iterable[Kind], settled: Collection[str] = ()) -> dict[tuple[object, ...], list[Kind]]:
-    """Groups kinds that cannot be told apart without their names, and leaves out the tensors that are settled."""
-    groups: dict[tuple[object, ...], list[Kind]] = defaultdict(list)
-    for kind in kinds:
-        kind.leaves = {ranks: leaf for ranks, leaf in kind.leaves.items() if leaf.name not in settled}
-        if kind.leaves:
-            groups[kind.signature].append(kind)
-    return groups
+            text = f"square, so its shape does not show whether to transpose it: {', '.join(folded(names))}; {what}"
+            matches.notes[text] = None
 
 
 # Similar names.
 
 
-def _match_kinds(matches: Matches, within_words: bool) -> None:
+def _match_kinds(matches: Matches, varying: int) -> None:
     """Matches kinds that are clearly each other's best match, until nothing changes."""
-    # The meaning of numbers depends on all names, with those that have a match.
-    first = by_signature(kinds_of(matches.sources, within_words=within_words), matches.used)
-    second = by_signature(kinds_of(matches.targets, within_words=within_words), matches.expected)
-    groups = [
-        (left, second[signature])
-        for signature, left in first.items()
-        if signature in second and len(left) * len(second[signature]) <= _MOST_CANDIDATES
-    ]
     is_changing = True
     while is_changing:
         is_changing = False
-        for left, right in groups:
-            for source, target in _best_pairs(left, right, matches):
+        first, second = (by_signature(side.kinds(varying)) for side in (matches.sources, matches.targets))
+        for signature, left in first.items():
+            for source, target in _best_pairs(left, second.get(signature, []), matches):
                 for ranks, leaf in source.leaves.items():
+                    matches.pairs[leaf.name] = target.leaves[ranks].name
                     matches.add((leaf.name,), target.leaves[ranks].name)
-                left.remove(source)
-                right.remove(target)
+                matches.links.append((source, target))
                 is_changing = True
+
+
+def by_signature(kinds: Iterable[Kind]) -> dict[tuple[object, ...], list[Kind]]:
+    """Groups kinds that cannot be told apart without their names."""
+    groups: dict[tuple[object, ...], list[Kind]] = defaultdict(list)
+    for kind in kinds:
+        groups[kind.signature].append(kind)
+    return groups
 
 
 def _best_pairs(sources: Sequence[Kind], targets: Sequence[Kind], matches: Matches) -> list[tuple[Kind, Kind]]:
     """Returns pairs that clearly are each other's best match."""
-    rows: dict[int, list[tuple[float, int]]] = defaultdict(list)
-    columns: dict[int, list[tuple[float, int]]] = defaultdict(list)
-    for i, source in enumerate(sources):
-        for j, target in enumerate(targets):
-            if _can_match(source, target):
-                score = matches.score(source, target)
-                rows[i].append((score, j))
-                columns[j].append((score, i))
-    best = {i: _clearly_best(candidates) for i, candidates in rows.items()}
-    return [(sources[i], targets[j]) for i, j in best.items() if j is not None and _clearly_best(columns[j]) == i]
+    if len(sources) * len(targets) > _MOST_CANDIDATES:
+        return []
+    scores = [
+        (matches.score(source, target), source, target)
+        for source in sources
+        for target in targets
+        if not exclude(source, target) and _is_ordered(source, target, matches)
+    ]
+    ranked: dict[Kind, list[float]] = defaultdict(list)
+    for score, *pair in scores:
+        for kind in pair:
+            ranked[kind].append(score)
+    best: dict[Kind, float] = {}
+    for kind, of_kind in ranked.items():
+        *others, first = sorted(of_kind)
+        if not others or first - others[-1] >= _MARGIN:
+            best[kind] = first
+    pairs = [(source, target) for score, source, target in scores if best.get(source) == best.get(target) == score]
+    moved = [pair for pair in pairs if _may_have_moved(*pair, matches.equal)]
+    if moved:
+        matches.notes[
+            "names that fit as they are may each have moved by one; then only a Rename written by hand says so"
+        ] = None
+    return [pair for pair in pairs if pair not in moved]
 
 
-def _clearly_best(candidates: list[tuple[float, int]]) -> int | None:
-    """Returns the candidate with the best score by a margin."""
-    (best, index), *others = sorted(candidates, reverse=True)
-    return index if all(best - score >= _MARGIN for score, _ in others) else None
-
-
-def _can_match(source: Kind, target: Kind) -> bool:
-    """Whether two kinds can match at all, whatever their score."""
-    if contradict(source.means, target.means):
-        return False
+def exclude(source: Kind, target: Kind) -> bool:
+    """Whether words or numbers of two kinds say that they do not match."""
+    if contradict(source.means, target.means) or (source.alone and target.alone and source.alone != target.alone):
+        return True
+    if any(target.ordinals.get(at, rank) != rank for at, rank in source.ordinals.items()):
+        return True
     # If both names have the same count of numbers, the same ones must vary: a layer is not a part of a layer.
-    if source.taken == target.taken and source.varied != target.varied:
-        return False
-    if source.constant and target.constant and source.constant != target.constant:
-        return False
-    return not (_other_norm(source, target) or _other_norm(target, source)) and _order_is_clear(source, target)
+    return len(source.first.ranks) == len(target.first.ranks) and source.varied != target.varied
 
 
-def _other_norm(numbered: Kind, named: Kind) -> bool:
-    """Whether one is a numbered norm and the other is a norm with another ordinal: norm1 and second."""
-    ordinals = {number for word, number in (("first", "1"), ("second", "2")) if word in named.means}
-    return "norm" in numbered.means and bool(numbered.constant and ordinals) and ordinals.isdisjoint(numbered.constant)
+def _is_ordered(source: Kind, target: Kind, matches: Matches) -> bool:
+    """Whether the numbers of two kinds cannot be exchanged; also where not all of them vary any more."""
+    texts = "#".join(source.first.texts), "#".join(target.first.texts)
+    if not _order_is_clear(source, target):
+        matches.unordered.add(texts)
+    return texts not in matches.unordered
+
+
+def _may_have_moved(source: Kind, target: Kind, equal: Collection[str]) -> bool:
+    """Whether all names may be shifted: if "a.a.w" and "a.w" match "a.w" and "w", the equal names may be wrong."""
+    shorter, longer = sorted((source.first.leaf.name, target.first.leaf.name), key=len)
+    return longer.endswith(f".{shorter}") and any(longer[len(part) :] in equal for part in prefixes(longer))
+
+
+def _is_end(first: str, second: str) -> bool:
+    """Whether one of two names is the other one behind a prefix."""
+    return f".{first}".endswith(f".{second}") or f".{second}".endswith(f".{first}")
 
 
 def _order_is_clear(source: Kind, target: Kind) -> bool:
     """Whether numbers whose exchange would change nothing can be told apart by the words before them."""
-    if len(source.varied) != len(target.varied):
-        return True
-    for i, j in combinations(range(len(source.varied)), 2):
-        order = [*range(len(source.varied))]
+    first, second = _words_before(source), _words_before(target)
+    for i, j in combinations(range(min(len(first), len(second))), 2):
+        order = [*range(len(first))]
         order[i], order[j] = j, i
-        swapped = (source.leaves.get(tuple(ranks[at] for at in order)) for ranks in source.leaves)
-        if all(
-            other is not None and other.content == leaf.content
-            for leaf, other in zip(source.leaves.values(), swapped, strict=True)
-        ):
-            straight = _alike(source, i, target, i) + _alike(source, j, target, j)
-            if straight - _alike(source, i, target, j) - _alike(source, j, target, i) < _MARGIN:
+        contents = {ranks: leaf.content for ranks, leaf in source.leaves.items()}
+        if contents == {tuple(ranks[at] for at in order): content for ranks, content in contents.items()}:
+            straight = shared(first[i], second[i]) + shared(first[j], second[j])
+            if straight - shared(first[i], second[j]) - shared(first[j], second[i]) < _MARGIN:
                 return False
     return True
 
 
-def _alike(source: Kind, i: int, target: Kind, j: int) -> float:
-    """Returns how similar the text before a varying number is to the text before one of the other side."""
-    words, meanings, are_whole = [], [], []
-    for kind, number in ((source, i), (target, j)):
-        texts, at = kind.text.split("#"), kind.varied[number]
-        parts = [part for part in texts[at].lower().split(".") if part]
-        words.append(parts[-1:])
-        meanings.append(frozenset[str]().union(*map(concepts, parts)))
-        are_whole.append(texts[at][-1:] in ("", ".") and texts[at + 1][:1] in ("", "."))
-    score = shared(*meanings) + (0.5 if words[0] and words[0] == words[1] else 0.0)
-    return score + (0.5 if are_whole[0] == are_whole[1] else 0.0)
+def _words_before(kind: Kind) -> list[frozenset[str]]:
+    """Returns the concepts before each number that varies, up to the number before it, and the last word itself."""
+    parts = [re.findall(r"[^.]+", kind.first.texts[at].lower()) for at in kind.varied]
+    return [frozenset(f"={part}" for part in path[-1:]).union(*map(concepts, path)) for path in parts]
 
 
 # Fused tensors.
 
 
-def _match_fusions(matches: Matches, first: Orientation, second: Orientation) -> None:
+def _match_fusions(matches: Matches, varying: int) -> None:
     """Finds tensors that are fused by their names, and clearly consist of tensors of the other side."""
     for is_split in (True, False):
-        sides = matches.open_sources(), matches.open_targets()
-        wholes = kinds_of(sides[not is_split], within_words=False)
-        for joined, parts, concept in list(_part_groups(kinds_of(sides[is_split], within_words=False))):
-            named = [kind for kind in wholes if concept in kind.sample.words(kind.owner.count("."))]
-            fitting = [kind for kind in named if kind.signature == joined.signature]
-            best = _best_pairs(fitting, [joined], matches) if is_split else _best_pairs([joined], fitting, matches)
-            if not best:
+        with_wholes, with_parts = matches.sources, matches.targets
+        if not is_split:
+            with_wholes, with_parts = with_parts, with_wholes
+        kinds = with_wholes.kinds(varying)
+        for joined, parts, concept in _part_groups(with_parts.kinds(varying)):
+            wholes = [kind for kind in kinds if concept in kind.first.words[-1] and kind.signature == joined.signature]
+            sides = (wholes, [joined]) if is_split else ([joined], wholes)
+            if not (best := _best_pairs(*sides, matches)):
                 continue
-            ((source, target),) = best
-            whole = source if is_split else target
-            wholes.remove(whole)
-            is_transposed, is_straight = bool(first.get(source.sample.name)), not second.get(target.sample.name)
-            if not is_straight and not is_transposed:
+            whole = best[0][0] if is_split else best[0][1]
+            turned = [
+                bool(side.turned.get(kind.first.leaf.name))
+                for side, kind in ((matches.sources, best[0][0]), (matches.targets, best[0][1]))
+            ]
+            if turned == [False, True]:
                 continue  # the result would have to be transposed, after the split or join
-            rows = tuple(
-                (leaf.name, *(part.leaves[ranks].name for part in parts)) for ranks, leaf in whole.leaves.items()
-            )
-            sizes = tuple(part.sample.shape[0] for part in parts)
-            is_matrix = len(whole.sample.shape) == 2
-            dim = 1 if is_matrix and not is_straight else 0
-            is_turned = is_transposed and is_straight and is_matrix
-            matches.fusions.append(Fusion(rows, dim, sizes if len(set(sizes)) > 1 else None, is_turned, is_split))
-            for name, *names in rows:
-                if is_split:
-                    for part in names:
-                        matches.add((name,), part, is_part=True)
-                else:
-                    matches.add(tuple(names), name)
+            sizes = tuple(part.first.leaf.shape[0] for part in parts)
+            dim = 1 if turned[1] and len(whole.first.leaf.shape) == 2 else 0
+            rows = matches.fusions.setdefault(Fusion(is_split, dim, sizes if len({*sizes}) > 1 else None), [])
+            for ranks, leaf in whole.leaves.items():
+                names = tuple(part.leaves[ranks].name for part in parts)
+                rows.append((leaf.name, *names))
+                for name in names if is_split else (leaf.name,):
+                    matches.add((leaf.name,) if is_split else names, name)
+                if turned == [True, False] and len(leaf.shape) == 2:
+                    matches.transposed.update([leaf.name] if is_split else names)
+            matches.links += [(whole, part) if is_split else (part, whole) for part in parts]
 
 
 def _part_groups(kinds: Iterable[Kind]) -> Iterator[tuple[Kind, list[Kind], str]]:
@@ -619,19 +507,22 @@ def _part_groups(kinds: Iterable[Kind]) -> Iterator[tuple[Kind, list[Kind], str]
     Yields the kind of what they join to, under the names of the first parts; the parts; and the concept of the whole.
     """
     whole_of = {part: whole for whole, names in PARTS.items() for part in names if whole != "kv"}
-    stems: dict[tuple[str, str, str], dict[str, Kind]] = defaultdict(dict)
+    stems: dict[tuple[str, int, str, str], dict[str, Kind]] = defaultdict(dict)
     for kind in kinds:
-        segments = kind.owner.split(".")
-        for at in range(len(segments) - 1, max(len(segments) - 3, -1), -1):
-            named = [word for word in kind.sample.words(at) if word in whole_of]
+        path = _owner_and_role(kind.text)[0].split(".")
+        for at in range(len(path))[:-3:-1]:
+            named = [word for word in kind.first.words[at] if word in whole_of]
             if len(named) == 1:
-                stem = ".".join([*segments[:at], "?", *segments[at + 1 :]])
-                stems[stem, kind.role, whole_of[named[0]]][named[0]] = kind
+                path[at] = "?"
+                stems[".".join(path), at, kind.first.role, whole_of[named[0]]][named[0]] = kind
                 break
-    for (stem, _, concept), members in stems.items():
+    for (_, at, _, concept), members in stems.items():
         parts = [members[name] for name in PARTS[concept] if name in members]
         if len(parts) == len(PARTS[concept]) and (leaves := _joined(parts)):
-            yield replace(parts[0], leaves=leaves, means=of_path(stem.split(".")) | {concept}), parts, concept
+            words = list(parts[0].first.words)
+            words[at] = frozenset({concept})
+            whole = replace(parts[0].first, words=tuple(words))
+            yield Kind(whole, parts[0].varied, parts[0].text, leaves), parts, concept
 
 
 def _joined(parts: Sequence[Kind]) -> dict[Ranks, Leaf]:
@@ -651,108 +542,84 @@ def _joined(parts: Sequence[Kind]) -> dict[Ranks, Leaf]:
 
 # Certainty.
 
-Fact = str | tuple[bool, int, int]
-"""What a name states: a word; or which layer it is: whether numbers within words count, the place of one, its rank."""
-
-
-class _Side:
-    """The names of one side: what each of them states, and which open ones have tensors of the same size."""
-
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self.facts: dict[str, set[Fact]] = {}
-        self.words: dict[str, frozenset[str]] = {}
-        """The words of a name that say which tensor it is."""
-        self.own: dict[str, frozenset[str]] = {}
-        """The words of the last part of the name that has any."""
-        self.ranks: dict[str, Ranks] = {}
-        """The ranks of the numbers of layers in a name."""
-        self.size: dict[str, tuple[object, ...]] = {}
-        """What is equal for tensors that could take each other's place, transposed or reshaped too."""
-        self._open: dict[object, set[str]] = defaultdict(set)
-        self._all: dict[object, set[str]] = defaultdict(set)
-        self._having: dict[tuple[object, Fact], set[str]] = defaultdict(set)
-        kinds = [(kind, within) for within in (True, False) for kind in kinds_of(leaves, within_words=within)]
-        for kind, within_words in kinds:
-            words = kind.means - GENERIC
-            parts = {part for word in words for part in PARTS.get(word, ())}
-            for ranks, leaf in kind.leaves.items():
-                sizes = sorted(size for size in leaf.shape if size != 1)
-                size = self.size[leaf.name] = leaf.dtype_kind, kind.role, *sizes
-                self._all[size].add(leaf.name)
-                self._open[size].add(leaf.name)
-                facts: set[Fact] = {*words, *parts, *((within_words, at, rank) for at, rank in enumerate(ranks))}
-                self.facts.setdefault(leaf.name, set()).update(facts)
-                for fact in facts:
-                    self._having[size, fact].add(leaf.name)
-                segments = [leaf.words(at) - GENERIC for at in range(kind.owner.count(".") + 1)]
-                self.own[leaf.name] = next((segment for segment in reversed(segments) if segment), frozenset())
-                self.words[leaf.name] = frozenset(word for word in words if not word.startswith("#"))
-                self.ranks[leaf.name] = ranks
-
-    def settle(self, names: Iterable[str]) -> None:
-        """Records that names have a sure match, so that no other match can be with them."""
-        for name in names:
-            self._open[self.size.get(name)].discard(name)
-
-    def alike(self, name: str) -> set[str]:
-        """Returns all names of tensors of this size and role, open or not."""
-        return self._all[self.size[name]]
-
-    def has_rival(self, name: str, facts: Iterable[Fact]) -> bool:
-        """Whether another open name of this size and role has all of these facts."""
-        size = self.size[name]
-        return bool(self._open[size].intersection(*(self._having[size, fact] for fact in facts)) - {name})
-
 
 def _find_guesses(matches: Matches, is_whole: bool) -> None:
     """Finds the matches that are not sure.
 
-    A match is sure where names or structure leave no other one: the words and numbers that both names share are
-    together in no other open name of a tensor of this size, or all other tensors of this size have a sure match.
-    Everything else is a guess, however high its score is.
+    A match is sure where names or structure leave no other one: what both names state is together in no other open
+    name of a tensor of this size, or all other tensors of this size have a sure match. Everything else is a guess,
+    however high its score is.
     """
-    first, second = _Side(matches.sources), _Side(matches.targets)
+    sides = matches.sources, matches.targets
+    unmatched = [side.kinds(0) for side in sides]
+    left = list(matches.links)
     owners: set[tuple[str, str]] = set()  # modules with a sure match
 
-    def is_sure(source: str, target: str) -> bool:
-        if source == target or (module_of(source), module_of(target)) in owners:
-            return True
-        if source not in first.size or target not in second.size:
-            return False
-        common = first.facts[source] & second.facts[target]
-        # Numbers that differ may stand for the same layers only where no layer lacks a match.
-        numbers = [first.ranks[source], second.ranks[target]] if is_whole else [*map(_NUMBER.findall, (source, target))]
-        differs_in_numbers = _NUMBER.sub("", source) == _NUMBER.sub("", target)  # and in nothing else: conv and conv2
-        if numbers[0] != numbers[1] and (len(numbers[0]) == len(numbers[1]) or differs_in_numbers):
-            return False
-        here, there = first.words[source] - second.facts[target], second.words[target] - first.facts[source]
-        if CONVENTION in here | there or (here and there and not is_whole):
-            return False
-        return (
-            (
-                bool(first.own[source] & common and second.own[target] & common)
-                or source.endswith(f".{target}")
-                or target.endswith(f".{source}")
-                or (is_whole and any(isinstance(fact, tuple) or fact[0] == "#" for fact in common))
-                or (is_whole and len(first.alike(source)) == len(second.alike(target)) == 1)
-            )
-            and not first.has_rival(source, common)
-            and not second.has_rival(target, common)
-            and not any(second.has_rival(target, [word]) for word in here)
-            and not any(first.has_rival(source, [word]) for word in there)
+    def sizes_of(at: int, kind: Kind) -> set[object]:
+        """Returns what is equal for tensors that could take each other's place, transposed or reshaped too."""
+        return {_size(sides[at], sides[at].names[leaf.name]) for leaf in kind.leaves.values()}
+
+    def has_rival(at: int, kind: Kind, facts: frozenset[str]) -> bool:
+        others = [*(link[at] for link in left), *unmatched[at]]
+        return any(
+            other is not kind and facts <= _claims(other) and sizes_of(at, kind) & sizes_of(at, other)
+            for other in others
         )
 
-    left = [(source, target) for target, sources in matches.expected.items() for source in sources]
-    sure = {*left}
-    while sure:
-        sure = {pair for pair in left if is_sure(*pair)}
-        left = [pair for pair in left if pair not in sure]
-        owners |= {(module_of(source), module_of(target)) for source, target in sure}
-        first.settle({source for source, _ in sure} - {source for source, _ in left})
-        second.settle({target for _, target in sure} - {target for _, target in left})
-    matches.guesses |= {target for _, target in left}
-    if any(
-        (CONVENTION in first.words.get(source, ())) != (CONVENTION in second.words.get(target, ()))
-        for source, target in left
-    ):
-        matches.notes.append("gate (w1) and up (w3) are told apart by Llama's convention alone")
+    def is_only_one(at: int, kind: Kind) -> bool:
+        side, sizes, names = sides[at], sizes_of(at, kind), {leaf.name for leaf in kind.leaves.values()}
+        return all(_size(side, tensor) not in sizes for name, tensor in side.names.items() if name not in names)
+
+    def is_sure(source: Kind, target: Kind) -> bool:
+        if (source.first.owner, target.first.owner) in owners:
+            return True
+        common = _claims(source) & _claims(target)
+        here, there = source.means - GENERIC - _claims(target), target.means - GENERIC - _claims(source)
+        if CONVENTION in here | there or (not is_whole and ((here and there) or _is_renumbered(source, target))):
+            return False
+        is_placed = any(fact[0] == "#" for fact in common)
+        is_named = bool(_own(source) & common and _own(target) & common) or _is_end(source.text, target.text)
+        is_left = is_whole and (is_placed or (is_only_one(0, source) and is_only_one(1, target)))
+        return (is_named or is_left) and not any(
+            has_rival(at, kind, facts)
+            for at, kind, words in ((0, source, there), (1, target, here))
+            for facts in (common, *(frozenset({word}) for word in words))
+        )
+
+    is_changing = True
+    while is_changing:
+        sure = [link for link in left if is_sure(*link)]
+        left = [link for link in left if link not in sure]
+        owners.update((source.first.owner, target.first.owner) for source, target in sure)
+        is_changing = bool(sure)
+    matches.guesses.update(leaf.name for _, target in left for leaf in target.leaves.values())
+    if any((CONVENTION in source.means) != (CONVENTION in target.means) for source, target in left):
+        matches.notes["gate (w1) and up (w3) are told apart by Llama's convention alone"] = None
+
+
+def _size(side: Side, tensor: _Name) -> tuple[object, ...]:
+    shape = [size for size in tensor.leaf.shape if size != 1]
+    is_known = side.turned.get(tensor.leaf.name) is not None
+    return tensor.leaf.dtype_kind, tensor.role, *(shape if is_known else sorted(shape))
+
+
+def _claims(kind: Kind) -> frozenset[str]:
+    """Returns the facts that tell kinds apart; a fused tensor has those of its parts too."""
+    ranks = kind.first.ranks
+    numbered = [f"#{at - len(ranks)}" for at, (_, count) in enumerate(ranks) if count > 1]
+    return (kind.facts - GENERIC).union(numbered, *(PARTS.get(word, ()) for word in kind.means))
+
+
+def _own(kind: Kind) -> frozenset[str]:
+    """Returns the concepts of the last part of the name that says which tensor it is."""
+    return next((own for words in reversed(kind.first.words) if (own := words - GENERIC)), frozenset())
+
+
+def _is_renumbered(source: Kind, target: Kind) -> bool:
+    """Whether the numbers of two names differ, so that they stand for the same layers only where no layer is left."""
+    for ranks, leaf in source.leaves.items():
+        name, goal = leaf.name, target.leaves[ranks].name
+        first, second = _NUMBER.findall(name), _NUMBER.findall(goal)
+        if first != second and (len(first) == len(second) or _NUMBER.sub("", name) == _NUMBER.sub("", goal)):
+            return True
+    return False

@@ -16,6 +16,7 @@ from itertools import product
 import msgspec
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -32,14 +33,15 @@ from modelstate.rules.rule import Entries, Entry, Guess, Rule, Value, as_code, t
 from modelstate.rules.schema import Applied, apply_rules
 from modelstate.rules.tensors import Transpose
 from modelstate.spec import Stored
-from modelstate.suggestion.match import LONGEST_NAME, Leaf, Matches, by_signature, dtype_kind, kinds_of, match
-from modelstate.suggestion.words import contradict, of_path
+from modelstate.suggestion.match import LONGEST_NAME, Leaf, Matches, by_signature, exclude, match
+from modelstate.suggestion.words import concepts
 from modelstate.text_format import count as text_count, folded, folded_label, listed, printable, without_numbers
 from modelstate.transaction.slots import HIDDEN, Slots, slots_of
 
 _LISTED = 12
 """The number of names of a list that are printed."""
 Names = tuple[str, ...]
+_Shapes = Mapping[str, tuple[int, ...]]
 Goals = dict[str, str | None]
 """Names with the names that they are to get. A name without a goal may become anything that is not barred."""
 
@@ -133,9 +135,7 @@ class Suggestion(Shown, msgspec.Struct, frozen=True):
             ("names of the checkpoint that are not used", self.unused),
         ):
             if names:
-                groups = _grouped(names)
-                more = [f"#   ... and {len(groups) - _LISTED} more"] if len(groups) > _LISTED else []
-                lines += [f"# {title} ({len(names)}):", *(f"#   {printable(name)}" for name in groups[:_LISTED]), *more]
+                lines += [f"# {title} ({len(names)}):", *(f"#   {line}" for line in _grouped(names).split("\n"))]
         if self.guesses:
             lines.append(
                 "# a load with a Guess is refused: compare both models, then use rules=suggestion.accept_guesses()"
@@ -143,31 +143,28 @@ class Suggestion(Shown, msgspec.Struct, frozen=True):
         if self.ambiguous:
             lines.append("# alike, and the names do not say which is which:")
         for group in self.ambiguous:
-            sides = (printable(listed(_grouped(side), _LISTED)) for side in (group.names, group.candidates))
-            lines.append(f"#   {'  from one of  '.join(sides)}")
+            lines.append(f"#   {_grouped(group.names, ', ')}  from one of  {_grouped(group.candidates, ', ')}")
         return lines
 
     def to_json(self) -> str:
         """Returns everything as JSON."""
         rules = [
-            {
-                "rule": as_code(rule.rule if isinstance(rule, Guess) else rule),
-                "guess": isinstance(rule, Guess),
-                "names": names,
-            }
-            for rule, names in zip(self, self.counts, strict=True)
+            {"rule": as_code(rule), "guess": guess, "names": names}
+            for rule, guess, names in zip(
+                self.accept_guesses(), (isinstance(rule, Guess) for rule in self), self.counts, strict=True
+            )
         ]
         fields = ("complete", "explained", "total", "guesses", "missing", "unused", "ambiguous", "notes")
         values = msgspec.to_builtins({"rules": rules} | {field: getattr(self, field) for field in fields})
         return json.dumps(values, indent=1)
 
 
-def _grouped(names: Sequence[str]) -> list[str]:
-    """Returns the names, with one line for names that differ only in numbers."""
+def _grouped(names: Sequence[str], between: str = "\n") -> str:
+    """Returns the first names, with one for names that differ only in numbers."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[without_numbers(name)].append(name)
-    return [folded_label(group) for group in groups.values()]
+    return listed([printable(folded_label(group)) for group in groups.values()], _LISTED, between)
 
 
 @checked_call("ms.suggest")
@@ -209,21 +206,15 @@ def suggest(
     slots = slots_of(check_model(model))
     checkpoint = open_checkpoint(source)
     checkpoint = _part(checkpoint, slots) if key is None else checkpoint.select(key)
-    wanted = [slot for slot in slots.tensors if slot.kind != HIDDEN and not torch.nn.parameter.is_lazy(slot.tensor)]
-    targets = [
-        Leaf(name, tuple(slot.tensor.shape), dtype_kind(slot.tensor.dtype)) for slot in wanted for name in slot.names
-    ]
+    wanted = [slot for slot in slots.tensors if slot.kind != HIDDEN and not is_lazy(slot.tensor)]
+    targets = [Leaf.of(name, slot.tensor) for slot in wanted for name in slot.names]
     named = {leaf.name for leaf in targets}
     entries = {
         name: Entry(checkpoint.stored(name) if name in checkpoint else Value(None), (name,))  # values are not needed
         for name in (*checkpoint, *checkpoint.extra)
         if len(name) <= LONGEST_NAME or name in named
     }
-    leaves = [
-        Leaf(name, tuple(entry.tensor.shape), dtype_kind(entry.tensor.dtype))
-        for name, entry in entries.items()
-        if entry.tensor is not None
-    ]
+    leaves = [Leaf.of(name, entry.tensor) for name, entry in entries.items() if entry.tensor is not None]
     matches = match(leaves, targets, {name: slot.names for slot in wanted for name in slot.names})
     shapes = {leaf.name: leaf.shape for leaf in targets}
     return _reported(matches, *_verified(matches, entries, shapes), checkpoint, slots)
@@ -235,24 +226,21 @@ def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
     part = matching_part(checkpoint, names, [str])
     if part.key or len(checkpoint.containers) < 2 or any(name in checkpoint for name in names):
         return part
-    wanted = Counter(tuple(slot.tensor.shape) for slot in slots.tensors if not torch.nn.parameter.is_lazy(slot.tensor))
+    wanted = Counter(tuple(slot.tensor.shape) for slot in slots.tensors if not is_lazy(slot.tensor))
     scores = {}
     for key in dict.fromkeys(["", *checkpoint.containers]):
         shapes = Counter(spec.shape for name, spec in checkpoint.items() if not key or name.startswith(f"{key}."))
-        scores[key] = (shapes & wanted).total(), -shapes.total(), len(key)
-    best = max(scores, key=scores.__getitem__)
-    rivals = [
-        other
-        for other, score in scores.items()
-        if score[:2] == scores[best][:2] and not (best.startswith(f"{other}.") or other == best or not other)
-    ]
+        scores[key] = (shapes & wanted).total(), -shapes.total()
+    # Of containers in each other with the same tensors, the innermost.
+    best = max(scores, key=lambda key: (scores[key], len(key)))
+    rivals = [key for key in scores if key and scores[key] == scores[best] and not f"{best}.".startswith(f"{key}.")]
     if rivals:
         raise AmbiguousCheckpointError(
             "the checkpoint holds several parts with tensors like the model's",
             where=checkpoint.source,
             found=", ".join(map(repr, [best, *rivals])),
             remedy=f"say which one is meant, for example key={best!r}",
-            options=option("--key", best or next(key for key in rivals if key)),
+            options=option("--key", best or rivals[0]),
             candidates=tuple((candidate, scores[candidate][0]) for candidate in [best, *rivals]),
         )
     return checkpoint.select(best) if best else checkpoint
@@ -264,10 +252,8 @@ def _unread(stored: Stored) -> torch.Tensor:
 
 # From matches to rules.
 
-_Shapes = Mapping[str, tuple[int, ...]]
 
-
-def _verified(matches: Matches, entries: Entries, shapes: _Shapes) -> tuple[list[Rule], Applied, set[str]]:
+def _verified(matches: Matches, entries: Entries, shapes: _Shapes) -> tuple[list[Rule], Applied, Names]:
     """Returns rules, their result on names and shapes, and the names of the model with the right result.
 
     Rules that lead to wrong results are left out.
@@ -275,20 +261,20 @@ def _verified(matches: Matches, entries: Entries, shapes: _Shapes) -> tuple[list
     rules = _rules(matches, entries, shapes)
     while True:
         applied = apply_rules(rules, entries, _unread)
-        right = {
+        tensors = {
+            name: (entry, tuple(entry.tensor.shape))
+            for name in shapes
+            if (entry := applied.entries.get(name)) is not None and entry.tensor is not None
+        }
+        right = tuple(
             name
             for name, sources in matches.expected.items()
-            if (entry := applied.entries.get(name)) is not None
-            and entry.tensor is not None
-            and entry.sources == sources
-            and tuple(entry.tensor.shape) == shapes[name]
-        }
+            if name in tensors and (tensors[name][0].sources, tensors[name][1]) == (sources, shapes[name])
+        )
         bad = {*applied.idle, *(str(problem.found) for problem in applied.problems)}
-        for name, shape in shapes.items():
-            entry = applied.entries.get(name)
-            if entry is None or name in right or entry.tensor is None:
-                continue
-            if name in matches.expected or (entry.rules and tuple(entry.tensor.shape) == shape):
+        for name in tensors.keys() - {*right}:
+            entry, shape = tensors[name]
+            if name in matches.expected or shape == shapes[name]:
                 bad.update(entry.rules)  # the name has got something else than its match
         kept = [rule for rule in rules if repr(rule) not in bad]
         if len(kept) == len(rules):
@@ -300,17 +286,16 @@ def _rules(matches: Matches, entries: Entries, shapes: _Shapes) -> list[Rule]:
     """Returns the rules that transpose, then those that split and join, then those that rename."""
     rules: list[Rule] = []
     for transposed in (matches.transposed, matches.inferred):
-        for family in _families((name,) for name in entries if name in transposed):
-            (pattern,) = family.patterns
-            is_alone = all(name in transposed for name in entries if template(pattern).match(name) is not None)
-            rules += map(Transpose, [pattern] if is_alone else [name for (name,) in family.members])
-    rows: dict[tuple[bool, int, tuple[int, ...] | None], list[Names]] = defaultdict(list)
-    for fusion in matches.fusions:
-        rows[fusion.is_split, fusion.dim, fusion.sizes].extend(fusion.rows)
-    for (is_split, dim, sizes), members in rows.items():
-        for whole, *parts in _fused_patterns(members, entries, is_split=is_split):
-            names = tuple(parts)
-            rules.append(Split(whole, names, dim, sizes) if is_split else Concat(names, whole, dim, sizes))
+        for (pattern,), members in _families((name,) for name in entries if name in transposed).items():
+            is_right = _matches_only([pattern], transposed, entries)
+            rules += map(Transpose, [pattern] if is_right else [name for (name,) in members])
+    for fusion, rows in matches.fusions.items():
+        sources = slice(1) if fusion.is_split else slice(1, None)
+        for whole, *parts in _fused_patterns(rows, entries, sources):
+            if fusion.is_split:
+                rules.append(Split(whole, tuple(parts), fusion.dim, fusion.sizes))
+            else:
+                rules.append(Concat(tuple(parts), whole, fusion.dim, fusion.sizes))
     goals = {name: name for name in matches.expected.keys() - {*matches.pairs.values()}} | matches.pairs
     # Names of the model without a match, to which a rule for others could give an unused value by chance.
     unused = [name for name in entries if name not in matches.used]
@@ -319,29 +304,31 @@ def _rules(matches: Matches, entries: Entries, shapes: _Shapes) -> list[Rule]:
     return [*rules, *_rename_rules(goals, unused, barred)]
 
 
-class _Family(msgspec.Struct):
-    """Names that differ only in numbers, with what they become: patterns with * for these numbers."""
+def _matches_only(patterns: Sequence[str], names: Collection[str], entries: Collection[str]) -> bool:
+    """Whether patterns match no other name of the checkpoint than these."""
+    return all(
+        name in names for name in entries if any(template(pattern).match(name) is not None for pattern in patterns)
+    )
 
-    patterns: Names
-    """The pattern of the name, followed by those of the names that are made of it."""
-    members: list[Names]
 
+def _families(rows: Iterable[Names]) -> dict[Names, list[Names]]:
+    """Groups rows of related names by their patterns.
 
-def _families(rows: Iterable[Names]) -> list[_Family]:
-    """Groups rows of related names; a number becomes * if it is equal in all names of each row."""
-    alike: dict[Names, list[Names]] = defaultdict(list)
+    A number becomes * if it varies, and is equal in all names of each row.
+    """
+    alike: dict[Names, list[list[list[str]]]] = defaultdict(list)
     for row in rows:
-        alike[tuple(map(without_numbers, row))].append(row)
-    by_patterns: dict[Names, _Family] = {}
+        alike[tuple(map(without_numbers, row))].append([name.split(".") for name in row])
+    families: dict[Names, list[Names]] = defaultdict(list)
     for members in alike.values():
-        linked = _linked([[name.split(".") for name in row] for row in members])
-        for row in members:
-            patterns = tuple(
-                ".".join("*" if at in places else part for at, part in enumerate(name.split(".")))
-                for name, places in zip(row, linked, strict=True)
-            )
-            by_patterns.setdefault(patterns, _Family(patterns, [])).members.append(row)
-    return list(by_patterns.values())
+        linked = _linked(members)
+        for names in members:
+            patterns = [
+                ".".join("*" if at in places else part for at, part in enumerate(name))
+                for name, places in zip(names, linked, strict=True)
+            ]
+            families[tuple(patterns)].append(tuple(map(".".join, names)))
+    return families
 
 
 def _linked(rows: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:
@@ -351,16 +338,13 @@ def _linked(rows: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:
         column = [row[0][at] for row in rows]
         if not part.isdecimal() or len({*column}) == 1:
             continue
-        places = [at]
-        for side in range(1, len(linked)):
-            after = range(linked[side][-1] + 1 if linked[side] else 0, len(rows[0][side]))
-            place = next((place for place in after if [row[side][place] for row in rows] == column), None)
-            if place is None:
-                break
-            places.append(place)
-        else:
-            for of_side, place in zip(linked, places, strict=True):
-                of_side.append(place)
+        places: list[int] = []
+        for side, found in enumerate(linked):
+            after = range(found[-1] + 1 if found else 0, len(rows[0][side]))
+            places += [place for place in after if [row[side][place] for row in rows] == column][:1]
+        if len(places) == len(linked):
+            for found, place in zip(linked, places, strict=True):
+                found.append(place)
     return linked
 
 
@@ -378,19 +362,18 @@ def _rename_rules(pairs: Mapping[str, str], loose: Collection[str], barred: Coll
     is_changing = True
     while is_changing:  # a rule is blocked while another name has its result
         is_changing = False
-        waiting, blocked = blocked, []
-        for family in waiting:
-            if all(goals.get(name) != goal for name, goal in family.members):
-                continue  # a rule for another family has renamed these, too
-            for rule in _candidates(*family.patterns):
+        for patterns, members in list(blocked.items()):
+            if all(goals.get(name) != goal for name, goal in members):
+                del blocked[patterns]  # a rule for another family has renamed these, too
+                continue
+            for rule in _candidates(*patterns):
                 renamed = _renamed(rule, goals, barred)
                 if renamed is not None:
                     rules.append(rule)
                     goals = renamed
                     is_changing = True
+                    del blocked[patterns]
                     break
-            else:
-                blocked.append(family)
     return rules
 
 
@@ -427,27 +410,24 @@ def _candidates(pattern: str, goal: str) -> Iterator[Rule]:
             yield Rename(".".join(before), ".".join(after))
 
 
-def _fused_patterns(rows: Iterable[Names], entries: Collection[str], *, is_split: bool) -> list[Names]:
+def _fused_patterns(rows: Iterable[Names], entries: Collection[str], sources: slice) -> list[Names]:
     """Returns the patterns of wholes and their parts; one for weights and biases if it matches nothing else.
 
     Args:
         rows: The name of each whole, followed by those of its parts.
         entries: The names of the checkpoint.
-        is_split: Whether the checkpoint has the wholes, and not the parts.
+        sources: The names of each row that are in the checkpoint.
     """
-    by_owner: dict[Names, list[_Family]] = defaultdict(list)
-    for family in _families(rows):
-        owners, _, ends = zip(*(pattern.rpartition(".") for pattern in family.patterns), strict=True)
+    by_owner: dict[Names, dict[Names, list[Names]]] = defaultdict(dict)
+    for patterns, members in _families(rows).items():
+        owners, _, ends = zip(*(pattern.rpartition(".") for pattern in patterns), strict=True)
         is_one_end = len({*ends}) == 1 and "*" not in ends
-        by_owner[tuple(f"{owner}.*" for owner in owners) if is_one_end else family.patterns].append(family)
+        by_owner[tuple(f"{owner}.*" for owner in owners) if is_one_end else patterns][patterns] = members
     result: list[Names] = []
-    for patterns, members in by_owner.items():
-        sources = patterns[:1] if is_split else patterns[1:]
-        known = {name for family in members for row in family.members for name in row}
-        fits = all(
-            name in known for name in entries if any(template(source).match(name) is not None for source in sources)
-        )
-        result += [patterns] if fits and len(members) > 1 else [family.patterns for family in members]
+    for general, families in by_owner.items():
+        known = {name for members in families.values() for row in members for name in row}
+        is_right = len(families) > 1 and _matches_only(general[sources], known, entries)
+        result += [general] if is_right else families
     return result
 
 
@@ -455,29 +435,30 @@ def _fused_patterns(rows: Iterable[Names], entries: Collection[str], *, is_split
 
 
 def _reported(
-    matches: Matches, rules: Sequence[Rule], applied: Applied, right: set[str], checkpoint: Checkpoint, slots: Slots
+    matches: Matches,
+    rules: Sequence[Rule],
+    applied: Applied,
+    right: Sequence[str],
+    checkpoint: Checkpoint,
+    slots: Slots,
 ) -> Suggestion:
-    rules_of = {name: {*applied.entries[name].rules} for name in matches.expected if name in right}
-    guesses = tuple(name for name in rules_of if name in matches.guesses)
+    rules_of = {name: {*applied.entries[name].rules} for name in right}
+    guesses = tuple(name for name in right if name in matches.guesses)
     guessed = {rule for name in guesses for rule in rules_of[name]}
     filled = {id(slots.by_name[name].tensor) for name in right}
     wanted = [slot for slot in slots.tensors if slot.kind != HIDDEN]
-    lazy = {slot.name for slot in wanted if torch.nn.parameter.is_lazy(slot.tensor)} & applied.entries.keys()
-    extra = {name for name in slots.extra if name in applied.entries}
-    missing = [slot.name for slot in wanted if id(slot.tensor) not in filled and slot.name not in lazy]
-    missing += [name for name in slots.extra if name not in extra]
-    used = {source for name in {*right, *extra} for source in applied.entries[name].sources}
-    used |= lazy | {name for slot in slots.tensors if slot.kind == HIDDEN for name in slot.names}
+    given = applied.entries.keys() & {*slots.extra, *(slot.name for slot in wanted if is_lazy(slot.tensor))}
+    missing = [slot.name for slot in wanted if id(slot.tensor) not in filled and slot.name not in given]
+    missing += [name for name in slots.extra if name not in given]
+    used = {source for name in {*right, *given} for source in applied.entries[name].sources}
+    used |= {name for slot in slots.tensors if slot.kind == HIDDEN for name in slot.names}
     unused = [name for name in (*checkpoint, *checkpoint.extra) if name not in used]
-    ambiguous = _ambiguous(
-        [leaf for leaf in matches.sources if leaf.name in {*unused}],
-        [leaf for leaf in matches.targets if leaf.name in {*missing}],
-    )
-    interleaved = [name for name in unused if name in checkpoint and "interleaved" in of_path(name.split("."))]
     notes = list(matches.notes)
+    interleaved = [name for name in unused if any("interleaved" in concepts(part) for part in name.split("."))]
     if interleaved and missing:
         names = ", ".join(folded(interleaved))
         notes.append(f"{names}: query, key and value may take turns in it, head by head; it is not cut")
+    ambiguous = _ambiguous(matches, {*unused}, {*missing})
     doubted = {name for group in ambiguous for name in (*group.names, *group.candidates)}
     total = len(wanted) + len(slots.extra)
     counts = Counter(rule for of_name in rules_of.values() for rule in of_name)
@@ -494,18 +475,21 @@ def _reported(
     )
 
 
-def _ambiguous(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> list[Ambiguous]:
+def _ambiguous(matches: Matches, unused: set[str], missing: set[str]) -> list[Ambiguous]:
     """Returns groups of unmatched tensors on both sides that could match each other."""
-    groups = []
-    first, second = (by_signature(kinds_of(side, within_words=False)) for side in (sources, targets))
-    for signature, left in first.items():
-        right = [
-            kind for kind in second.get(signature, []) if not all(contradict(kind.means, other.means) for other in left)
-        ]
-        left = [kind for kind in left if not all(contradict(kind.means, other.means) for other in right)]
-        if left and right:
-            names, candidates = (
-                tuple(leaf.name for kind in side for leaf in kind.leaves.values()) for side in (right, left)
-            )
-            groups.append(Ambiguous(names, candidates))
+    groups: list[Ambiguous] = []
+    sides = (matches.targets, missing), (matches.sources, unused)
+    for varying in matches.passes:
+        for side, of_side in sides:
+            side.open = {name: tensor for name, tensor in side.names.items() if name in of_side}
+        first, second = (by_signature(side.kinds(varying)) for side, _ in sides)
+        for signature, left in first.items():
+            right = second.get(signature, [])
+            possible = [(a, b) for a in left for b in right if not exclude(a, b)]
+            if possible:
+                kinds = [dict.fromkeys(side) for side in zip(*possible, strict=True)]
+                names = [tuple(leaf.name for kind in side for leaf in kind.leaves.values()) for side in kinds]
+                groups.append(Ambiguous(*names))
+                missing.difference_update(names[0])
+                unused.difference_update(names[1])
     return groups
