@@ -180,6 +180,7 @@ def test_what_the_public_names_pull_in(fresh: Fresh) -> None:
         "before = set(sys.modules)\n"
         "import modelstate\n"
         "[getattr(modelstate, name) for name in modelstate.__all__]\n"
+        "with modelstate.skeleton(): torch.nn.Linear(2, 2)\n"
         "print(json.dumps({'new': sorted(set(sys.modules) - before)}))"
     )["new"]
     assert isinstance(found, list)

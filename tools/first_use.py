@@ -25,6 +25,7 @@ CALLS = {
     "load": 'ms.load(model, "model.safetensors")',
     "open": 'ms.open("model.safetensors")["weight"].shape',
     "save": 'ms.save(model, "saved.safetensors")',
+    "skeleton": "with ms.skeleton(): torch.nn.Linear(4, 4)",
     "store": 'ms.Store("store").save(next(steps), {"model": model})',
 }
 PROGRAM = """
@@ -81,14 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for call in calls:
             seconds(call, folder)  # writes bytecode
         times = [[seconds(call, folder) for call in calls] for _ in range(options.runs)]
-        print(f"{'':6} {'ms':>8} {'least':>8} {'most':>8} {'processor ms':>13} {'modules':>8}")
+        print(f"{'':8} {'ms':>8} {'least':>8} {'most':>8} {'processor ms':>13} {'modules':>8}")
         for call, runs in zip(calls, zip(*times, strict=True), strict=True):
             elapsed, processor = ([run[index] * 1000 for run in runs] for index in range(2))
             found = modules(call, folder)
             figures = statistics.median(elapsed), min(elapsed), max(elapsed)
-            print(f"{call:6}" + "".join(f" {ms:8.1f}" for ms in figures), end="")
+            print(f"{call:8}" + "".join(f" {ms:8.1f}" for ms in figures), end="")
             print(f" {statistics.median(processor):13.1f} {len(found):8}")
-            print("".join(f"{'':6} {ms:8.1f} {name}\n" for ms, name in found[:10]))
+            print("".join(f"{'':8} {ms:8.1f} {name}\n" for ms, name in found[:10]))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from modelstate.errors import OPEN_AGAIN, ReadFailedError, SourceTypeError
-from modelstate.io import lease, system
+from modelstate.io import lease, linux, system
 from modelstate.io.files import FileFingerprint, Opened, open_regular, read_failed
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.process import parallel_for
@@ -47,6 +47,8 @@ _REPLY_BYTES = 5 << 19
 """The memory of the client for the reply to one request, at most: measured 2.2 MB."""
 _IOV_MAX = 1024
 """The number of buffers that Linux accepts in one call."""
+_LEAST_POPULATED_BYTES = 256 << 10
+"""Less new memory takes its pages one by one."""
 _PyBUF_WRITE = 0x200
 _BLOCK_BYTES = 4 << 20
 """What a thread reads before it casts it: smaller blocks lose more to the interpreter lock than the cache saves."""
@@ -402,6 +404,7 @@ def read_ranges(
     on_read: Callable[[int], None] | None = None,
     threads: int | None = None,
     batch_bytes: int | None = None,
+    is_new_memory: bool = False,
 ) -> None:
     """Executes read requests on several threads. No thread writes to memory any more when this returns or raises.
 
@@ -413,6 +416,7 @@ def read_ranges(
         threads: The number of threads; by default one for each processor, up to 8.
         batch_bytes: The most that one call reads; by default `BATCH_BYTES`, and more of servers and where much is
             read, as far as all threads have a share.
+        is_new_memory: Whether the destinations may not have memory yet.
 
     Raises:
         ReadFailedError: The first I/O error, a short read, or a file that has changed.
@@ -421,7 +425,14 @@ def read_ranges(
         with OpenFiles(files) as opened:
             for path in {request.source.path for request in requests}:
                 _ = opened[path]
-            read_ranges(requests, files=opened, on_read=on_read, threads=threads, batch_bytes=batch_bytes)
+            read_ranges(
+                requests,
+                files=opened,
+                on_read=on_read,
+                threads=threads,
+                batch_bytes=batch_bytes,
+                is_new_memory=is_new_memory,
+            )
             opened.check_unchanged()
         return
     single, rows = list[Request](), list[Rows]()
@@ -448,6 +459,9 @@ def read_ranges(
 
     def process(buffer: memoryview, item: Batch | Rows) -> None:
         if isinstance(item, Batch):
+            for address, nbytes in item.pieces if is_new_memory else ():
+                if address is not None and nbytes >= _LEAST_POPULATED_BYTES:
+                    linux.populate(address, nbytes)
             read_batch(files[item.path], item)
         else:
             _read_rows(files[item.source.path], item, buffer if item.has_small_gaps else None)

@@ -64,6 +64,17 @@ def madvise(address: int, nbytes: int, advice: Advice) -> int:
     return ctypes.get_errno() if _madvise(address, nbytes, advice) else 0
 
 
+def populate(address: int, nbytes: int) -> None:
+    """Gives memory to the pages that lie within a range, where the kernel can, in less time than faults take for each.
+
+    Memory that is there already keeps its values.
+    """
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = (address + nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if whole > 0:
+        madvise(first, whole, Advice.POPULATE_WRITE)
+
+
 def will_need(descriptor: int, start: int, nbytes: int) -> None:
     """Makes the kernel start to read a range of a file into the page cache, where it can be asked to."""
     if hasattr(os, "posix_fadvise"):

@@ -76,9 +76,10 @@ def read_ahead(ranges: Iterable[ByteRange], files: OpenFiles | Mapping[str, File
         cold = [span for span in spans if is_cold(span, files)]
     except ReadFailedError:
         return 0  # the read itself reports it
+    if not cold:
+        return 0
     total = min(sum(span.nbytes for span in cold), most_to_read())
-    if total:
-        run_detached(partial(_read_ahead, cold, total, files.fingerprints))
+    run_detached(partial(_read_ahead, cold, total, files.fingerprints))
     return total
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from msgspec.structs import replace
 
+from modelstate.checkpoint.mapped import Maps
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError
 from modelstate.io.page_cache import bring_into_cache, lease_files
 from modelstate.loading.stage import Progress, Staging, limit_memory, reads, stage, stage_one
 from modelstate.planning.planner import refusal_of_writes
-from modelstate.planning.transfer import Execution, Transfers, Way, copy_cannot_fail
+from modelstate.planning.transfer import Execution, Sink, Transfers, Way, copy_cannot_fail
 from modelstate.text_format import listed
+from modelstate.torch_compat.dtypes import can_overflow
 from modelstate.torch_compat.plain import is_plain
-from modelstate.torch_compat.private import without_modes
+from modelstate.torch_compat.private import copy_each, without_modes
 from modelstate.torch_compat.sharding import dtensor_like
 from modelstate.transaction.swap_tensors import become, give_memory, give_memory_to_all, point_to, refusals
 from modelstate.transaction.transaction import Transaction, Write
@@ -218,13 +221,33 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution], advance: 
         if not refusal:
             advance(sum(item.transfers.nbytes for item in waiting))
             staging.files.check_unchanged()
-            return [*reads(staging, waiting, lambda _: None), staging.files.check_unchanged]
+            casts = [item for item in waiting if _casts_from_map(item.transfers)]
+            rest = [item for item in waiting if item not in casts]
+            copies = [_copy_from_maps(staging, casts)] if casts else []
+            return [*copies, *reads(staging, rest, lambda _: None), staging.files.check_unchanged]
         for item in waiting:
             item.stage_instead(refusal)
         limit_memory(staging, executions)
         stage(staging, executions, advance)
     staging.files.check_unchanged()
     return []
+
+
+def _casts_from_map(transfers: Transfers) -> bool:
+    """Whether torch may cast the values out of a map: nothing has to look at them, and it is faster than in blocks."""
+    columns = transfers.columns
+    if transfers.sink is not Sink.BLOCKS or columns is None or transfers.own is not None or not transfers.on_cpu:
+        return False
+    stored = transfers.stored_dtype
+    are_aligned = all(start % stored.itemsize == 0 for start in columns.starts)
+    return are_aligned and not any(can_overflow(stored, dtype) for dtype in {*transfers.dtypes})
+
+
+def _copy_from_maps(staging: Staging, executions: Sequence[Execution]) -> Callable[[], object]:
+    """Returns a function that copies values out of maps of their files, which are leased and in the page cache."""
+    maps = Maps(staging.checkpoint.fingerprints, staging.checkpoint.format)
+    values = [value for item in executions if item.transfers.columns for value in maps.tensors(item.transfers.columns)]
+    return partial(copy_each, [param for item in executions for param in item.transfers.params], values)
 
 
 def commit_values(

@@ -210,6 +210,7 @@ def _read(staging: Staging, items: Sequence[Execution], memory: Memory, progress
         on_read=progress,
         threads=strategy.threads,
         batch_bytes=strategy.block_bytes if strategy.remote else None,
+        is_new_memory=any(item.transfers.way is not Way.INTO for item in items),
     )
     _share_seconds(items, time.perf_counter() - started)
 

@@ -45,6 +45,9 @@ _FITS_IN_PART = (
     "rest: rules=ms.rules.from_transformers(model), if that is meant"
 )
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""The attributes that each module has: the tensors in them are slots."""
+
 
 def record(planner: Planner) -> None:
     """Plans a load: every value gets a transfer, or there is a problem. Raises `ModelCodeError`."""
@@ -146,6 +149,7 @@ def _check_meta(planner: Planner, on_meta: Sequence[Slot]) -> None:
         prefix + name
         for prefix, module in modules.items()
         for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE
         for tensor in (
             value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
         )

@@ -223,6 +223,11 @@ def _watched_operations(watch: Watch) -> Iterator[None]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # Without it, torch imports its compiler at the first operation, which takes a second or more.
+            return "torch._dynamo" in sys.modules
+
         def __torch_dispatch__(
             self,
             func: torch._ops.OpOverload,
