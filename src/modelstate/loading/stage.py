@@ -626,7 +626,7 @@ class _Rows:
 
     def __init__(self, execution: Execution, targets: list[torch.Tensor]) -> None:
         self.execution, self.transfers, self._targets = execution, execution.transfers, targets
-        self._sources = self.transfers.sources
+        self._sources = self.transfers.rows.ranges()
         self._order = sorted(range(len(self._sources)), key=self._sources.__getitem__)
         ordered = [self._sources[row] for row in self._order]
         self._begins = [(path, start) for path, start, _ in ordered]
