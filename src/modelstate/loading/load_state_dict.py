@@ -172,21 +172,11 @@ class _TorchSink:
         elif is_plain(param, value) and same_place(param, value):
             return
         else:
-            write, cannot_fail = _Copy(param, value), copy_cannot_fail(param, value)
+            write, cannot_fail = Write(param, value), copy_cannot_fail(param, value)
         if cannot_fail:
             transaction.add(write)
         else:
             transaction.run_now(write)
-
-
-class _Copy(Write):
-    __slots__ = ()
-
-    def run(self, transaction: Transaction | None) -> None:
-        if transaction is not None:
-            transaction.save_tensor(self.target)
-        with torch.no_grad():
-            self.target.copy_(self.value)
 
 
 class _Assign(Write):
