@@ -57,10 +57,13 @@ def values_in(objects: dict[str, Any]) -> list[float]:
 # Kills.
 
 
-def go_on(folder: Path, steps: int) -> int:
+def go_on(folder: Path, steps: int, delta: ms.Delta | None) -> int:
     """Restores the latest step, and saves the next ones, each third one in the background. Reports them in a file."""
     objects, at = objects_of(0), 0
-    with ms.Store(folder / "store", keep=2) as store, (folder / f"reports {dist.get_rank()}").open("ab", 0) as reports:
+    with (
+        ms.Store(folder / "store", keep=2, delta=delta) as store,
+        (folder / f"reports {dist.get_rank()}").open("ab", 0) as reports,
+    ):
         if store.latest() is not None:
             at = store.restore(objects).step
             assert values_in(objects) == [at]
@@ -75,7 +78,8 @@ def go_on(folder: Path, steps: int) -> int:
     return at
 
 
-def test_all_ranks_are_killed_at_random_moments(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("delta", [None, ms.Delta(full_every=4)], ids=["whole", "deltas"])
+def test_all_ranks_are_killed_at_random_moments(ranks: Ranks, tmp_path: Path, delta: ms.Delta | None) -> None:
     chance = random.Random(0)
     reports = [tmp_path / f"reports {rank}" for rank in range(WORLD_SIZE)]
     newest = 0
@@ -91,7 +95,7 @@ def test_all_ranks_are_killed_at_random_moments(ranks: Ranks, tmp_path: Path) ->
             path.unlink(missing_ok=True)
         killer = threading.Thread(target=kill, args=(chance.random() * 0.4,), daemon=True)
         killer.start()
-        outcomes = ranks.until_failure(go_on, tmp_path, 10_000)
+        outcomes = ranks.until_failure(go_on, tmp_path, 10_000, delta)
         killer.join()
         ranks.discard()
         assert not any(
@@ -101,5 +105,5 @@ def test_all_ranks_are_killed_at_random_moments(ranks: Ranks, tmp_path: Path) ->
         assert len({own[0] for own in steps}) == 1, "the ranks have restored different steps"
         assert steps[0][0] >= newest, f"kill {number}: a step that was reported is gone"
         newest = max(max(own) for own in steps)
-    assert ranks.values(go_on, tmp_path, 3)[0] >= newest
+    assert ranks.values(go_on, tmp_path, 3, delta)[0] >= newest
     assert not litter(tmp_path)

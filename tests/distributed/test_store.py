@@ -1,10 +1,12 @@
 """A store on several ranks: one checkpoint from all of them, which all of them restore, or none."""
 
 import errno
+import math
 import os
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -496,6 +498,90 @@ def test_two_runs_on_one_store(ranks: Ranks, tmp_path: Path) -> None:
         for kind, text in ranks.values(save_in_a_locked_store, tmp_path):
             assert kind == "LockedError", text
     check_store(tmp_path, 1)
+
+
+# Deltas.
+
+KINDS = ("fsdp", "hsdp", "fsdp+tp", "shard1", "uneven", "empty", "tied", "replicated")
+
+
+class Wide(nn.Module):
+    """Tensors of several blocks, whose rows end within blocks, on ranks as on one machine; and a frozen one."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.rows, self.half = nn.Linear(1999, 1501), nn.Linear(3001, 1501, dtype=torch.bfloat16)
+        self.frozen = nn.Linear(30, 40).requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        if mesh is not None:
+            fully_shard(self, mesh=mesh)
+
+
+@torch.no_grad()
+def change_some(model: nn.Module, step: int, part: float = 0.03) -> None:
+    """Changes elements that depend on their values, in every layout alike: all of those of a tensor in step 3."""
+    for name, param in model.named_parameters():
+        values = models.local(param)
+        if param.requires_grad:
+            is_all = step == 3 and name.endswith("head.weight")
+            values += 0.01 * (((values.float() * 1000 + step) % 1 < part) | is_all)
+    if (steps := getattr(model, "steps", None)) is not None:
+        steps += 1
+
+
+def publish(folder: Path, name: str, model: nn.Module, odd: int = 0, **options: Any) -> list[list[str]]:
+    """Saves six steps, in two processes as it were; one in the background, and one at the second try. Returns files."""
+    found, disks = [], {2: full_disk, 4: failing_disk}
+    rank = dist.get_rank() if dist.is_initialized() else odd
+    for first in (0, 3):
+        delta = ms.Delta(full_every=4, dtype="bfloat16" if name == "fsdp" else None)
+        with ms.Store(folder / name, delta=delta, timeout_seconds=60, **options) as store:
+            for step in range(first, first + 3):
+                change_some(model, step)
+                if step in disks:
+                    with disks[step]() if rank == odd else nullcontext():
+                        kind, text = error_of(partial(store.save, step, {"model": model}))
+                    assert kind == "WriteFailedError", text
+                saved = store.save(step, {"model": model}, background=step == 1)
+                saved = saved.result() if isinstance(saved, PendingSave) else saved
+                found.append(sorted(path.name.split("-")[0] for path in Path(saved.path).glob("*.safetensors")))
+    return found
+
+
+def publish_on_ranks(
+    folder: Path, name: str, shape: tuple[int, ...], odd: int, options: dict[str, Any]
+) -> list[list[str]]:
+    """Saves a `Wide` on a mesh, also of the first ranks only, or one of the networks."""
+    if not shape:
+        return publish(folder, name, models.sharded(name), odd, **options)
+    ranks = torch.arange(math.prod(shape)).view(shape)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("outer", "inner")[-len(shape) :])
+    return publish(folder, name, Wide(mesh), odd, **options) if dist.get_rank() in ranks else []
+
+
+def all_files(folder: Path) -> dict[str, bytes]:
+    """The files of all steps but for the records, which have times."""
+    paths = [path for path in folder.glob("step-*/*") if path.name != "checkpoint.json"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "odd", "options"),
+    [(kind, (), 0, {}) for kind in KINDS]
+    + [("2", (2,), 1, {}), ("4", (4,), 3, {"shard_size_bytes": 9_000_000}), ("2 x 2", (2, 2), 0, {})],
+)
+def test_deltas_are_those_of_one_process(
+    ranks: Ranks, tmp_path: Path, name: str, shape: tuple[int, ...], odd: int, options: dict[str, Any]
+) -> None:
+    """Byte for byte, also after a save that has failed on one rank."""
+    found = ranks.values(publish_on_ranks, tmp_path / "ranks", name, shape, odd, options)[0]
+    assert found == publish(tmp_path / "one", name, Wide() if shape else models.plain(name, seed=1), **options)
+    assert sum("model.delta" in files for files in found) >= (0 if name == "empty" else 3)
+    files, expected = all_files(tmp_path / "ranks" / name), all_files(tmp_path / "one" / name)
+    assert files.keys() == expected.keys()
+    assert [file for file in files if files[file] != expected[file]] == []
+    assert ms.Store(tmp_path / "ranks" / name).verify() == dict.fromkeys(range(6), "")
 
 
 def saves_deltas(folder: Path) -> dict[str, tuple[str, torch.dtype]]:

@@ -52,6 +52,14 @@ def test_differences_are_followed(tmp_path: Path) -> None:
         assert actions(following) == [("swapped", step)]
         assert torch.equal(live(x), trained(x))
     assert [info.patches for info in store.infos()] == [2, 3]
+    for step in range(4, 104):  # while the follower is away
+        trained.weight.data[step % 40] += 1
+        store.save(step, {"model": trained})
+    for _ in range(2):  # the last step, and that step saved again with other values
+        assert actions(following) == [("swapped", 103)]
+        assert torch.equal(live(x), trained(x))
+        trained.weight.data[0] += 1
+        store.save(103, {"model": trained}, overwrite=True)
     assert log == []
 
 

@@ -1,6 +1,7 @@
 """Programs that are killed: they run in processes that are forked from one that has imported torch already."""
 
 import hashlib
+import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from modelstate.errors import LockedError, TargetExistsError
 from tests.programs import CONTEXT, as_process_of_its_own
 
 DELTA = ms.Delta(full_every=4)
@@ -94,3 +96,23 @@ def train(report: Connection, directory: str, steps: int, delta: ms.Delta | None
             store.save(step, job.objects(step))
         report.send(("saved", step))
     report.send(("ended", step))
+
+
+def publish(report: Connection, directory: str, seed: int, steps: int) -> None:
+    """Saves steps of a job of its own as differences, beside others that do so, and says which they are."""
+    as_process_of_its_own()
+    job = Job(DELTA)
+    torch.manual_seed(seed)
+    for _ in range(steps):
+        job.train()
+        while True:
+            store = ms.Store(directory, delta=DELTA)
+            step = (store.latest() or 0) + 1
+            try:
+                store.save(step, job.objects(step))
+                break
+            except (LockedError, TargetExistsError):
+                time.sleep(0.001)
+            finally:
+                store.close()
+        report.send(step)

@@ -10,7 +10,7 @@ import pytest
 
 import modelstate as ms
 from tests.store.common import litter
-from tests.store.killed import DELTA, Job, said, start, train
+from tests.store.killed import DELTA, Job, publish, said, start, train
 
 pytestmark = pytest.mark.slow
 
@@ -57,3 +57,14 @@ def test_at_random_moments(tmp_path: Path, delta: ms.Delta | None) -> None:
     assert ms.Store(tmp_path).steps() == (newest + 2, newest + 3)
     print(f"{kills} kills, {newest} steps, {unfinished} in a save, {time.monotonic() - began:.0f} s")
     assert unfinished  # else it was not the saves that were killed
+
+
+def test_two_publishers_at_one_store(tmp_path: Path) -> None:
+    """Each step is that of one of them, also as a difference to one of the other."""
+    publishers = [start(publish, str(tmp_path), seed, 10) for seed in range(2)]
+    saved = [said(report) for _, report in publishers]
+    for process, _ in publishers:
+        process.join()
+    assert sorted(saved[0] + saved[1]) == [*range(1, 21)]
+    assert check(tmp_path, 20) == 20
+    assert any(info.patches for info in ms.Store(tmp_path).infos())

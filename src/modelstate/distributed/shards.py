@@ -278,13 +278,7 @@ def parts_of(
     nbytes = math.prod(shape) * itemsize
     if not nbytes:
         return Parts(row_elements, (), ())
-    placed = [
-        (own, before, region)
-        for region in regions
-        for own, before in zip(region.rows, accumulate(map(len, region.rows), initial=0), strict=False)
-    ]
-    placed.sort(key=_start)
-    reach = tuple(accumulate((own.stop for own, _, _ in placed), max))
+    placed, reach = _placed(regions)
     runs_of = [len(r.rows) if r.width == row_elements else sum(map(len, r.rows)) * len(r.columns) for r in regions]
     if sum(runs_of) == 1 or nbytes // sum(runs_of) >= least or row_elements * itemsize > most_row:
         parts = [
@@ -295,11 +289,42 @@ def parts_of(
             for start in range(run.start, run.stop, step)
         ]
         parts.sort(key=lambda part: part.start)
-        return Parts(row_elements, tuple(regions), tuple(parts), tuple(placed), reach)
+        return Parts(row_elements, tuple(regions), tuple(parts), placed, reach)
     step = max(1, max(BLOCK_BYTES, least) // (row_elements * itemsize)) * row_elements
     starts = range(0, math.prod(shape), step)
     exchanged = (Part(start, min(start + step, math.prod(shape)), ranks, None) for start in starts)
-    return Parts(row_elements, tuple(regions), tuple(exchanged), tuple(placed), reach)
+    return Parts(row_elements, tuple(regions), tuple(exchanged), placed, reach)
+
+
+@lru_cache(maxsize=4096)
+def parts_of_ranges(ranges: tuple[tuple[int, int], ...], itemsize: int) -> Parts:
+    """Returns the parts of a tensor of one dimension that one rank after another has: a rank and a number of elements.
+
+    The parts end at multiples of `BLOCK_BYTES`. Elements are exchanged where a range of a rank ends elsewhere.
+    """
+    of_ranks: dict[int, list[range]] = {}
+    end = 0
+    for rank, count in ranges:
+        of_ranks.setdefault(rank, []).append(range(end, end := end + count))
+    regions = [Region((rank,), tuple(runs), (range(1),)) for rank, runs in of_ranks.items()]
+    placed, reach = _placed(regions)
+    if all(run.stop * itemsize % BLOCK_BYTES == 0 or run.stop == end for run, _, _ in placed):
+        parts = [Part(run.start, run.stop, region.ranks, region) for run, _, region in placed]
+    else:
+        step = BLOCK_BYTES // itemsize
+        parts = [Part(start, min(start + step, end), tuple(of_ranks), None) for start in range(0, end, step)]
+    return Parts(1, tuple(regions), tuple(parts), placed, reach)
+
+
+def _placed(regions: Sequence[Region]) -> tuple[tuple[tuple[range, int, Region], ...], tuple[int, ...]]:
+    """Returns `Parts.rows` and `Parts.reach`."""
+    placed = [
+        (own, before, region)
+        for region in regions
+        for own, before in zip(region.rows, accumulate(map(len, region.rows), initial=0), strict=False)
+    ]
+    placed.sort(key=_start)
+    return tuple(placed), tuple(accumulate((own.stop for own, _, _ in placed), max))
 
 
 def _start(rows: tuple[range, int, Region]) -> int:

@@ -63,7 +63,7 @@ class CollectiveUploader(CollectiveWriter):
     def shards(self, tensors: Mapping[str, Kind]) -> list[dict[str, Kind]]:
         """Groups tensors into objects, at least one for each rank where that is worth a request."""
         parts = ceil(sum(tensor.nbytes for tensor in tensors.values()) / PART_BYTES)
-        return balanced(tensors, max(1, min(parts, len(self._ranks))))
+        return balanced(tensors, max(1, min(parts, len(self.ranks))))
 
     def upload(
         self,
@@ -82,7 +82,7 @@ class CollectiveUploader(CollectiveWriter):
         after the uploads, the first rank removes all.
         """
         agreement = self._agreement
-        meshes, urls = self._planned(layouts, compared, names)
+        meshes, urls = self.planned(layouts, compared, names)
         owned = self._owned([planned.nbytes for planned in layouts])
         uploads = _Objects({number: layouts[number] for number in owned[self._agreement.rank]}, urls)
         try:
@@ -98,8 +98,8 @@ class CollectiveUploader(CollectiveWriter):
 
     def _owned(self, sizes: Sequence[int]) -> dict[int, list[int]]:
         """Returns for each rank the numbers of the objects that it uploads: of the largest ones first, one each."""
-        owned: dict[int, list[int]] = {rank: [] for rank in self._ranks}
-        loads = dict.fromkeys(self._ranks, 0)
+        owned: dict[int, list[int]] = {rank: [] for rank in self.ranks}
+        loads = dict.fromkeys(self.ranks, 0)
         for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
             rank = min(loads, key=loads.__getitem__)
             owned[rank].append(number)
@@ -125,7 +125,7 @@ class CollectiveUploader(CollectiveWriter):
                     pieces = next(rounds, None)
                     if pieces is None:
                         break
-                    chunk = self._exchanged([piece for piece in pieces if piece.part.region is None])
+                    chunk = self.exchanged([piece for piece in pieces if piece.part.region is None])
                 try:
                     exchanged = iter(chunk)
                     for piece in (piece for piece in pieces if piece.rank == self._agreement.rank):
@@ -172,10 +172,10 @@ class CollectiveUploader(CollectiveWriter):
                     parts = tensor.parts_on(meshes[tensor.mesh])
                     region = None
                 else:
-                    parts = replicated(tensor.numel(), tensor.itemsize, self._ranks)
+                    parts = replicated(tensor.numel(), tensor.itemsize, self.ranks)
                     region = parts.regions[0]
                 for block in _blocks(tensor.numel(), parts.row_elements, PIECE_BYTES // tensor.itemsize):
-                    part = Part(block.start, block.stop, self._ranks, region)
+                    part = Part(block.start, block.stop, self.ranks, region)
                     start = at + block.start * tensor.itemsize
                     yield Piece(tensor, start, part, rank, parts, (number, index))
                 at += tensor.nbytes

@@ -129,7 +129,7 @@ class CollectiveWriter(CheckpointWriter):
         self._agreement, self._path = agreement, path
         # Directories may have other names on other ranks; a URL is the same on all of them.
         self._name = path if is_remote(path) else os.path.basename(path)
-        self._ranks = agreement.ranks or (agreement.rank,)
+        self.ranks = agreement.ranks or (agreement.rank,)
         self._total_bytes = 0
 
     @cached_attribute
@@ -153,7 +153,7 @@ class CollectiveWriter(CheckpointWriter):
         # Ties must be the same on ranks whose local tensor is empty, where no two tensors share an address.
         key = (storage_id(local), local.storage_offset(), local.stride(), shape, placements, tensor.dtype)
         self._total_bytes += nbytes
-        return ShardedTensor(tensor.dtype, shape, key, _make, True, 0, nbytes, local, placements, mesh, writer=self)
+        return ShardedTensor(tensor.dtype, shape, key, unmade, True, 0, nbytes, local, placements, mesh, writer=self)
 
     def planning(self) -> AbstractContextManager[None]:
         """A block before `write`, whose errors reach all ranks."""
@@ -172,7 +172,7 @@ class CollectiveWriter(CheckpointWriter):
         No error leaves a file, but for what the first rank has created; the caller removes that.
         """
         agreement, directory = self._agreement, os.path.dirname(self._path)
-        meshes, names = self._planned(layouts, compared, lambda: self._create(layouts, outputs))
+        meshes, names = self.planned(layouts, compared, lambda: self._create(layouts, outputs))
         files = self._pieces(layouts, meshes)
         paths = [os.path.join(directory, name) for name in names]
         with agreement.phase(OPENING), write_errors(self._path):
@@ -196,7 +196,7 @@ class CollectiveWriter(CheckpointWriter):
 
     # The plan, which is the same on all ranks.
 
-    def _planned(
+    def planned(
         self,
         layouts: Sequence[FileLayout],
         compared: Callable[[], Mapping[str, object]],
@@ -220,15 +220,15 @@ class CollectiveWriter(CheckpointWriter):
             found, first_meshes = agreement.on_first(lambda: (on_first(), meshes)) or ([], [])
         # Ranks of other replicas may have meshes of their own: those of the first rank write.
         of_first = {own: (tuple(shape), tuple(ranks)) for own, (shape, ranks) in zip(meshes, first_meshes, strict=True)}
-        if any({*ranks} != {*self._ranks} for _, ranks in of_first.values()):
+        if any({*ranks} != {*self.ranks} for _, ranks in of_first.values()):
             self._check_replicas(layouts, of_first)
         return of_first, found
 
     def _whole(self, tensor: torch.Tensor | LazyTensor) -> torch.Tensor | None:
         """Returns a tensor that all ranks have as a whole: no DTensor, or one that is replicated on all of them."""
         if isinstance(tensor, ShardedTensor):
-            is_replicated = all(placement.is_replicate() for placement in tensor.placements)
-            return tensor.local if is_replicated and {*tensor.mesh[1]} == {*self._ranks} else None
+            is_replicated = tensor.placements and all(placement.is_replicate() for placement in tensor.placements)
+            return tensor.local if is_replicated and {*tensor.mesh[1]} == {*self.ranks} else None
         return tensor if isinstance(tensor, torch.Tensor) else None
 
     def _check_replicas(self, layouts: Sequence[FileLayout], of_first: Mapping[Mesh, Mesh]) -> None:
@@ -282,7 +282,7 @@ class CollectiveWriter(CheckpointWriter):
 
         The ranks take turns with what is exchanged: each takes up to a block, or its share of all of it.
         """
-        loads = dict.fromkeys(self._ranks, 0)
+        loads = dict.fromkeys(self.ranks, 0)
         files: list[list[Piece]] = []
         exchanged = (
             (part.end - part.start) * tensor.itemsize
@@ -292,7 +292,7 @@ class CollectiveWriter(CheckpointWriter):
             for part in tensor.parts_on(meshes[tensor.mesh]).parts
             if part.region is None
         )
-        most_bytes = min(BLOCK_BYTES, -(-sum(exchanged) // len(self._ranks)))
+        most_bytes = min(BLOCK_BYTES, -(-sum(exchanged) // len(self.ranks)))
         turn = turn_bytes = 0
         for number, planned in enumerate(layouts):
             files.append([])
@@ -301,7 +301,7 @@ class CollectiveWriter(CheckpointWriter):
                 if isinstance(tensor, ShardedTensor):
                     parts = tensor.parts_on(meshes[tensor.mesh])
                 else:
-                    parts = replicated(tensor.numel(), tensor.itemsize, self._ranks)
+                    parts = replicated(tensor.numel(), tensor.itemsize, self.ranks)
                 for part in parts.parts:
                     if part.region is None:
                         nbytes = (part.end - part.start) * tensor.itemsize
@@ -345,7 +345,7 @@ class CollectiveWriter(CheckpointWriter):
                 with ExitStack() as opened:
                     for number in range(len(rounds) + 1):
                         if number:
-                            chunk = self._exchanged(rounds[number - 1])
+                            chunk = [*self.exchanged(rounds[number - 1])]
                         try:
                             if failed is None and own:
                                 if output is None:
@@ -364,12 +364,12 @@ class CollectiveWriter(CheckpointWriter):
             raise failed
         return hashes
 
-    def _exchanged(self, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor | LazyTensor]]:
+    def exchanged(self, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
         """Exchanges pieces, and returns the bytes of those that this rank writes, in their order."""
-        sent: list[list[torch.Tensor]] = [[] for _ in self._ranks]
-        blocks: list[list[tuple[torch.Tensor, range, list[range], int]]] = [[] for _ in self._ranks]
-        position = {rank: index for index, rank in enumerate(self._ranks)}
-        result: list[tuple[Piece, torch.Tensor | LazyTensor]] = []
+        sent: list[list[torch.Tensor]] = [[] for _ in self.ranks]
+        blocks: list[list[tuple[torch.Tensor, range, list[range], int]]] = [[] for _ in self.ranks]
+        position = {rank: index for index, rank in enumerate(self.ranks)}
+        result: list[tuple[Piece, torch.Tensor]] = []
         here = self._agreement.rank
         for number, piece in enumerate(pieces):
             tensor = piece.tensor
@@ -490,8 +490,8 @@ def _index(ranges: Sequence[range], index: int) -> int:
     raise AssertionError(f"{index} is in none of {ranges}")
 
 
-def _make(first: int, end: int) -> torch.Tensor:
-    raise AssertionError("a part of a DTensor is written by CollectiveWriter")
+def unmade(first: int, end: int) -> torch.Tensor:
+    raise AssertionError("a tensor of several ranks is written by CollectiveWriter")
 
 
 def _described(name: str, value: object) -> str:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from modelstate.errors import DamagedFileError
 from modelstate.spec import Allocate, Blocks, Combined, FillBlock, Stored, StoredTensor
-from modelstate.torch_compat.plain import byte_tensor
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -78,21 +77,6 @@ def encode(before: torch.Tensor, after: torch.Tensor, most_bytes: int | None = N
     blocks = (slice(first, first + BLOCK_ELEMENTS) for first in range(0, len(new), BLOCK_ELEMENTS))
     most_bytes = new.nbytes // 2 if most_bytes is None else most_bytes
     return _encoded((_changes(old[block], new[block]) for block in blocks), len(new), most_bytes)
-
-
-def joined(parts: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    """Returns the payload of a tensor from those of its parts, of which all but the last one are whole blocks.
-
-    With each payload comes the number of elements.
-    """
-    entries, frames = list[Sequence[int]](), list[torch.Tensor]()
-    for payload, numel in parts:
-        directory = _directory(payload.numpy())
-        entries += directory.blocks.tolist() or [(0, 0)] * -(-numel // BLOCK_ELEMENTS)
-        frames.append(payload[int(directory.starts[0]) :])
-    if len(parts) == 1 or not any(map(len, frames)):
-        return parts[0][0] if parts else torch.empty(0, dtype=torch.uint8)
-    return torch.cat([byte_tensor(head(sum(numel for _, numel in parts), entries)), *frames])
 
 
 class Directory(NamedTuple):

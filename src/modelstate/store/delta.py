@@ -1,4 +1,8 @@
-"""Writes models as differences to their values in the last checkpoint. A copy of these values is kept in memory.
+"""Writes modules as differences to the last checkpoint: in one process, or byte for byte the same with several ranks.
+
+A rank has blocks of each tensor (`distributed/blocks.py`); a process that saves alone has all of them. It keeps a copy
+of its blocks in memory, and encodes their changes. Then all ranks know the sizes of all changes, so that the first one
+can choose what is patched and what is written whole. Both are written from the memory of the ranks that have them.
 
 A payload is made from a copy whose digest is the one in the manifest of the last checkpoint, and is applied to it. The
 digest of the result is the one that the new manifest gets. So a patch that was written leads from the one to the other,
@@ -7,27 +11,50 @@ even where the model was changed meanwhile, or another process has written a che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from functools import cache
+from itertools import groupby
+from typing import Protocol
 
 import msgspec
 import torch
 
 from modelstate.arguments import check_integer
-from modelstate.distributed.writing import ShardedTensor
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.distributed.agreement import Agreement
+from modelstate.distributed.blocks import TensorBlock, block_tensor, divided, exchanged
+from modelstate.distributed.shards import Mesh
+from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.errors import ModelStateError
-from modelstate.formats.block_writer import write_blocks
-from modelstate.formats.layers import Patch
+from modelstate.formats.block_writer import LazyTensor, write_blocks
+from modelstate.formats.layers import Patch, PatchLayer
 from modelstate.formats.manifest import BLOCK_BYTES
+from modelstate.formats.safetensors import FileLayout
 from modelstate.formats.serialize import SerializedState
 from modelstate.io.engine import for_each, read_threads
 from modelstate.io.memory import empty_cpu
-from modelstate.io.staging import copy_all
+from modelstate.store.directory import StepIndex
 from modelstate.torch_compat.dtypes import floating_dtype
-from modelstate.torch_compat.plain import in_a_row
+from modelstate.torch_compat.plain import byte_tensor, in_a_row
 
-_Tensors = Mapping[str, torch.Tensor]
-_Key = tuple[str, str]
+Key = tuple[str, str]
 """The path of an object, and the name of a tensor."""
+LastModule = tuple[dict[str, str], str, bool]
+"""A module in the last checkpoint: the digests of the tensors that have the same dtypes and shapes there; its index,
+relative to the directory of the store, or nothing; and whether its tensors may be patched."""
+LinkedModule = tuple[int, int, list[str]]
+"""The step, the number of the save, and the tensors of a module whose files the new checkpoint has of the last one."""
+_Tensor = torch.Tensor | LazyTensor
+_Frames = list[tuple[int, int]] | None
+"""`Directory.blocks` of the payload of a block; None where it was not compared, or has changed too much."""
+_Report = tuple[str, int, _Frames]
+"""What a rank says of a block: the digest, the number of changed elements, and the frames."""
+COMPARING, CHOOSING = "comparing with the last checkpoint", "choosing the files"
+"""The phases before differences are written."""
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -35,10 +62,10 @@ class Delta(msgspec.Struct, frozen=True):
 
     Every step is complete by itself, as without it: files of earlier steps that it needs are linked. A step is whole
     where the difference would be larger than half of the model, or with the linked files larger than the model twice.
-    Other objects than modules are whole in every step, and so are modules with DTensors.
+    Other objects than modules are whole in every step.
 
     The store keeps a copy of the models as they were saved last in memory of the CPU, without frozen parameters, until
-    `Store.close`.
+    `Store.close`. Of a module with DTensors, each rank keeps a copy of its part, with frozen parameters.
 
     Args:
         full_every: the first of each so many steps is whole, so that at most one less have to be applied.
@@ -74,100 +101,235 @@ class Delta(msgspec.Struct, frozen=True):
                     state.tensors[name] = tensor.to(dtype)
 
 
-class Published:
-    """The values of the modules as they were saved last, by the paths of the objects and the names of the tensors."""
+class LastModules(Protocol):
+    """What the first rank knows of the last checkpoint, and links."""
 
-    def __init__(self, delta: Delta) -> None:
-        self.delta = delta
-        self._copies: dict[_Key, torch.Tensor] = {}
-        self._digests: dict[_Key, str] = {}
-        """Those of the copies that are not being changed."""
+    def last_module(self, path: str) -> LastModule:
+        """Returns what the last checkpoint has of a module."""
 
-    def held(self, path: str, tensors: _Tensors, digests: Mapping[str, str]) -> dict[str, torch.Tensor]:
-        """Returns the copies of tensors that have these digests."""
-        copies = {}
-        for name, tensor in tensors.items():
-            copy = self._copies.get((path, name)) if self._digests.get((path, name)) == digests[name] else None
-            if copy is not None and (copy.dtype, copy.shape) == (tensor.dtype, tensor.shape):
-                copies[name] = copy
-        return copies
-
-    def encode(
-        self, path: str, tensors: _Tensors, digests: Mapping[str, str], read: Callable[[str], torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Patch]]:
-        """Returns the payloads of the tensors that can be patched, and the patches; no patch of an equal tensor.
+    def link_module(self, path: str, same: Set[str], payloads: Mapping[str, int] | None) -> LinkedModule:
+        """Links the files that a module needs, after `last_module`.
 
         Args:
-            path: the path of the object.
-            tensors: the tensors, with the dtypes and shapes that they have in the last checkpoint.
-            digests: their digests in the last checkpoint.
-            read: returns the values in the last checkpoint.
+            path: The path of the module.
+            same: The tensors that have not changed.
+            payloads: The bytes of the payloads of those that can be patched; None for a step that is to be whole.
         """
-        from modelstate.formats.delta import BLOCK_ELEMENTS, apply, encode, joined  # with a codec that only deltas need
 
-        for name in tensors.keys() - self.held(path, tensors, digests).keys():
-            try:
-                values = read(name)
-            except (ModelStateError, OSError):
-                return {}, {}  # all is written whole
-            self._copies[path, name] = values
-            (self._digests[path, name],) = write_blocks(None, 0, [values])
-        # Those that are held now: not what was damaged since it was saved.
-        copies, whole = self.held(path, tensors, digests), set[str]()
-        parts = {name: _parts(tensor, BLOCK_ELEMENTS) for name, tensor in copies.items()}
-        encoded = dict[tuple[str, range], tuple[torch.Tensor, int, str]]()
+
+class WrittenModule(msgspec.Struct, frozen=True):
+    """What is to be written of a module."""
+
+    whole: Mapping[str, _Tensor]
+    constant: Set[str]
+    """The tensors that have not changed since the last checkpoint."""
+    payloads: Mapping[str, _Tensor]
+    layer: PatchLayer
+    """Describes the payloads."""
+
+
+class _Change(msgspec.Struct):
+    """A tensor beside what it was: the same on all ranks."""
+
+    digest: str = ""
+    changed: int = 0
+    frames: _Frames = []
+    """None where it was not compared, or has changed too much."""
+    ranges: list[tuple[int, int]] = []
+    """The elements that the ranks have, as `BlockTensor.ranges`."""
+    frame_ranges: list[tuple[int, int]] = []
+    """The bytes of frames that the ranks have."""
+
+    def add(self, block: TensorBlock, digest: str, changed: int, frames: _Frames) -> None:
+        self.digest += digest
+        self.changed += changed
+        self.frames = None if frames is None or self.frames is None else self.frames + frames
+        self.ranges.append((block.rank, len(block.elements)))
+        self.frame_ranges.append((block.rank, sum(nbytes for nbytes, _ in frames or ())))
+
+    def payload_bytes(self, head_bytes: int) -> int:
+        """Returns the size of the payload; 0 where nothing has changed."""
+        nbytes = sum(nbytes for _, nbytes in self.frame_ranges)
+        return head_bytes + nbytes if nbytes else 0
+
+
+class _OwnBlock(msgspec.Struct):
+    """A block of this rank."""
+
+    last: str
+    """Its digest in the last checkpoint; empty where the tensor cannot be patched."""
+    copy: torch.Tensor | None
+    """Its values as they were saved last, if they are kept."""
+    digest: str
+    """That of the copy; empty where it is not known."""
+    changed: int = 0
+    frames: _Frames = None
+    payload: torch.Tensor | None = None
+
+
+class ModuleDeltas:
+    """Keeps the blocks of this process as they were saved last, until `Store.close`.
+
+    Args:
+        delta: The options of the store.
+        index: The checkpoints of the store.
+    """
+
+    def __init__(self, delta: Delta, index: StepIndex) -> None:
+        self.delta, self._index = delta, index
+        self._copies: dict[Key, torch.Tensor] = {}
+        """For each tensor its blocks, one after another."""
+        self._digests: dict[Key, dict[range, str]] = {}
+        """Those of the blocks in the copies that are not being changed, by their elements."""
+
+    def write(
+        self,
+        path: str,
+        state: SerializedState,
+        frozen: Set[str],
+        agreement: Agreement,
+        writer: CollectiveWriter | None,
+        before: LastModules,
+    ) -> WrittenModule:
+        """Compares a module with the last checkpoint, and links its files: a call of all ranks.
+
+        Args:
+            path: The path of the module.
+            state: Its state, whose tensors are replaced by those that are written.
+            frozen: The parameters that training does not change.
+            agreement: The ranks.
+            writer: Their writer; None where this process saves alone.
+            before: The modules of the last checkpoint; used on the first rank.
+
+        Returns:
+            What is to be written.
+
+        Raises what `CollectiveWriter.write` raises.
+        """
+        from modelstate.formats.delta import BLOCK_ELEMENTS, head  # with a codec that only deltas need
+
+        tensors, ranks = state.tensors, agreement.ranks or (agreement.rank,)
+        meshes: Mapping[Mesh, Mesh] = {}
+        if writer is not None:
+            planned = FileLayout([*tensors.items()], lambda _: {}, 0)
+            meshes, _ = writer.planned([planned], lambda: {path: state.values(path)}, list)
+        last, index, takes_patches = agreement.decided(COMPARING, lambda: before.last_module(path))
+        # Blocks of deltas are also those of digests.
+        blocks = divided(tensors, meshes, ranks, lambda itemsize: math.lcm(BLOCK_ELEMENTS, BLOCK_BYTES // itemsize))
+        patchable = {name: last[name] for name in last.keys() & state.plain_names} if takes_patches else {}
+        # Values of frozen parameters stay where they are, if this process has them.
+        kept = tensors.keys() if writer is not None else tensors.keys() - frozen
+        with agreement.phase(COMPARING), agreement.barrier():
+            own = self._own(path, [block for block in blocks if block.rank == agreement.rank], kept, patchable)
+            self._encode(own, exchanged(blocks, writer, agreement.rank), os.path.join(self._index.directory, index))
+        frames: dict[str, list[torch.Tensor]] = {}
+        for (name, elements), of in own.items():
+            if of.copy is not None:
+                self._digests.setdefault((path, name), {})[elements] = of.digest
+            if of.payload is not None:
+                frames.setdefault(name, []).append(of.payload)
+        texts = agreement.texts(
+            COMPARING, msgspec.json.encode([(of.digest, of.changed, of.frames) for of in own.values()]).decode()
+        )
+        decode = msgspec.json.Decoder(list[_Report]).decode
+        reports = {rank: iter(decode(text)) for rank, text in zip(ranks, texts, strict=True)}
+        changes = {name: _Change() for name in tensors}
+        for block in blocks:
+            changes[block.name].add(block, *next(reports[block.rank]))
+        same = {name for name, change in changes.items() if change.digest == last.get(name)}
+        heads = {name: head(tensors[name].numel(), change.frames or ()) for name, change in changes.items()}
+        sizes = {name: change.payload_bytes(len(heads[name])) for name, change in changes.items() if change.frames}
+        payload_bytes = {name: size for name, size in sizes.items() if 2 * size <= tensors[name].nbytes}
+        step, serial, linked = agreement.decided(
+            CHOOSING, lambda: before.link_module(path, same, payload_bytes if takes_patches else None)
+        )
+        payloads, patches = dict[str, _Tensor](), dict[str, Patch]()
+        for name, tensor in tensors.items():
+            change = changes[name]
+            if (path, name) in self._copies or writer is not None:
+                local = self._copies.get((path, name), torch.empty(0, dtype=tensor.dtype, device="cpu"))
+                tensors[name] = block_tensor(local, tuple(tensor.shape), change.ranges, writer)
+            if name in linked and payload_bytes.get(name):
+                start = byte_tensor(heads[name])
+                parts = [start if agreement.is_first else start[:0], *frames.get(name, ())]
+                ranges = [(ranks[0], len(start)), *change.frame_ranges]
+                payloads[name] = block_tensor(torch.cat(parts), (payload_bytes[name],), ranges, writer)
+                patches[name] = Patch(change.changed, last[name], change.digest)
+        whole = {name: tensor for name, tensor in tensors.items() if name not in linked}
+        return WrittenModule(whole, same if index else frozen, payloads, PatchLayer(step, serial, patches))
+
+    @torch.inference_mode(False)
+    def _own(
+        self, path: str, blocks: Sequence[TensorBlock], kept: Set[str], last: Mapping[str, str]
+    ) -> dict[tuple[str, range], _OwnBlock]:
+        """Returns the blocks of this rank, by the name of the tensor and the elements.
+
+        Args:
+            path: The path of the module.
+            blocks: The blocks.
+            kept: The tensors whose values are kept.
+            last: The digests in the last checkpoint of the tensors that can be patched.
+        """
+        own = dict[tuple[str, range], _OwnBlock]()
+        for name, group in groupby(blocks, lambda block: block.name):
+            of, key = [*group], (path, name)
+            known, copy = self._digests.pop(key, {}), self._copies.pop(key, None)
+            copies: Sequence[torch.Tensor | None] = [None] * len(of)
+            if name in kept:
+                sizes, dtype = [len(block.elements) for block in of], of[0].tensor.dtype
+                if copy is None or copy.dtype != dtype or [*known] != [block.elements for block in of]:
+                    # By its bytes: some dtypes cannot be filled with zeros.
+                    copy, known = empty_cpu((sum(sizes) * dtype.itemsize,), torch.uint8).view(dtype), {}
+                self._copies[key], copies = copy, torch.split(copy, sizes)
+            for block, part in zip(of, copies, strict=True):
+                digest = known.get(block.elements, "")
+                own[name, block.elements] = _OwnBlock(last.get(name, "")[block.digests], part, digest)
+        return own
+
+    def _encode(
+        self,
+        own: Mapping[tuple[str, range], _OwnBlock],
+        rounds: Iterable[Sequence[tuple[TensorBlock, _Tensor]]],
+        index: str,
+    ) -> None:
+        """Compares blocks with their values, and keeps these. `index` is the module in the last checkpoint."""
+        from modelstate.formats.delta import BLOCK_ELEMENTS, apply, check, encode
+
+        @cache
+        def opened() -> Checkpoint:
+            return open_checkpoint(index, cache=self._index.cache)
 
         @torch.inference_mode(False)
         @torch.no_grad()
-        def encode_part(part: tuple[str, range]) -> None:
-            name, elements = part
-            if name not in whole:
-                copy = copies[name].view(-1)[elements.start : elements.stop]
-                values = in_a_row(tensors[name], elements.start, elements.stop)
-                payload = encode(copy, values, tensors[name].nbytes // 2)
-                if payload is None:
-                    whole.add(name)
-                else:
-                    changed = apply(payload, copy, 0)
-                    (digest,) = write_blocks(None, 0, [copy])  # while the part is in the cache of the processor
-                    encoded[part] = payload, changed, digest
+        def encode_block(item: tuple[TensorBlock, _Tensor]) -> None:
+            block, elements = item
+            of, payload = own[block.name, block.elements], None
+            values = in_a_row(elements if isinstance(elements, torch.Tensor) else elements.make(0, elements.numel()))
+            copy = values if of.copy is None else of.copy
+            if of.copy is not None and of.last:
+                if of.digest != of.last:
+                    with suppress(ModelStateError, OSError):  # otherwise the tensor is written whole
+                        copy.view(torch.uint8).copy_(_read(opened(), block).view(torch.uint8))
+                        (of.digest,) = write_blocks(None, 0, [copy])
+                if of.digest == of.last:
+                    payload = encode(copy, values, block.tensor.nbytes // 2)
+            if payload is not None:
+                of.changed, directory = apply(payload, copy, 0), check(payload, len(copy), copy.itemsize)
+                of.frames = directory.blocks.tolist() or [(0, 0)] * -(-len(copy) // BLOCK_ELEMENTS)
+                of.payload = payload[int(directory.starts[0]) :]
+            elif copy is not values:
+                copy.view(torch.uint8).copy_(values.view(torch.uint8))
+            # The digest is computed while the block is in the cache of the processor.
+            (of.digest,) = write_blocks(None, 0, [copy])
 
-        for name in copies:
-            del self._digests[path, name]
-        every = [(name, part) for name, of_tensor in parts.items() for part in of_tensor]
-        for_each(every, [encode_part] * min(read_threads(), len(every)), with_torch=True)
-        payloads, patches = dict[str, torch.Tensor](), dict[str, Patch]()
-        for name in (name for name in copies if name not in whole):
-            found = [encoded[name, part] for part in parts[name]]
-            payload = joined([(of_part, len(part)) for (of_part, _, _), part in zip(found, parts[name], strict=True)])
-            if 2 * payload.nbytes <= tensors[name].nbytes:
-                payloads[name] = payload
-                self._digests[path, name] = after = "".join(digest for _, _, digest in found)
-                if payload.numel():
-                    patches[name] = Patch(sum(changed for _, changed, _ in found), digests[name], after)
-        return payloads, patches
-
-    @torch.inference_mode(False)
-    def copied(self, path: str, tensors: _Tensors) -> dict[str, torch.Tensor]:
-        """Returns copies of tensors, which are kept until the next save. `note` gives them their digests."""
-        copies = {}
-        for name, tensor in tensors.items():
-            self._digests.pop((path, name), None)
-            copy = self._copies.get((path, name))
-            if copy is None or (copy.dtype, copy.shape) != (tensor.dtype, tensor.shape):
-                # By its bytes: some dtypes cannot be filled with zeros.
-                copy = empty_cpu((tensor.nbytes,), torch.uint8).view(tensor.dtype).view(tensor.shape)
-                self._copies[path, name] = copy
-            copies[name] = copy
-        copy_all(list(tensors.values()), list(copies.values()))
-        return copies
-
-    def note(self, path: str, digests: Mapping[str, str]) -> None:
-        """Notes the digests of copies that were written."""
-        self._digests |= {(path, name): digest for name, digest in digests.items()}
+        for of_round in rounds:
+            for_each(of_round, [encode_block] * min(read_threads(), len(of_round)), with_torch=True)
 
 
-def _parts(tensor: torch.Tensor, block_elements: int) -> list[range]:
-    """The elements of a tensor in parts that begin at blocks of payloads, and of digests."""
-    step = max(block_elements, BLOCK_BYTES // tensor.itemsize)
-    return [range(first, min(first + step, tensor.numel())) for first in range(0, tensor.numel(), step)]
+def _read(checkpoint: Checkpoint, block: TensorBlock) -> torch.Tensor:
+    """Reads the elements of a block."""
+    shape, row = block.tensor.shape, math.prod(block.tensor.shape[1:])
+    first, end = block.elements.start // row, -(-block.elements.stop // row)
+    rows = torch.empty((end - first, *shape[1:]) if shape else (), dtype=block.tensor.dtype, device="cpu")
+    checkpoint.read_into(block.name, rows, *((first, end) if shape else ()))
+    return rows.view(-1)[block.elements.start - first * row :][: len(block.elements)]

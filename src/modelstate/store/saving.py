@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import msgspec
@@ -28,9 +27,9 @@ from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.errors import LockedError, ModelStateError, StoreMovedError, TargetExistsError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, write_blocks
-from modelstate.formats.layers import Patch, PatchLayer, chains, patch_layer
+from modelstate.formats.layers import PatchLayer, chains, patch_layer
 from modelstate.formats.manifest import KEY, MAX_PARTS, check_size
-from modelstate.formats.safetensors import METADATA_NAME, blank_digests, dtype_and_shape, layout
+from modelstate.formats.safetensors import METADATA_NAME, FileLayout, blank_digests, dtype_and_shape, layout
 from modelstate.formats.serialize import SerializedState, serialize
 from modelstate.formats.sharded import (
     INDEX_SUFFIX,
@@ -57,7 +56,7 @@ from modelstate.torch_compat.sharding import reshard
 
 if TYPE_CHECKING:
     from modelstate.store.bucket import NewObjects
-    from modelstate.store.delta import Delta, Published
+    from modelstate.store.delta import Delta, LastModule, LinkedModule, ModuleDeltas, WrittenModule
 
 _logger = logging.getLogger(__name__)
 NewFiles: TypeAlias = "NewDirectory | NewObjects"
@@ -239,6 +238,8 @@ class SpreadFile(msgspec.Struct, frozen=True):
     """The header of a file that the first rank has written."""
     is_new: bool = True
     """Whether the file was written for this checkpoint."""
+    suffix: str = ""
+    """What its name has behind the path of the object; empty where it has no patches."""
 
     @property
     def keys(self) -> set[Key]:
@@ -354,7 +355,7 @@ class NewStep:
         shard_bytes: the most bytes of tensors in a file; None for no limit.
         pin: whether the checkpoint is pinned. It also is where it replaces one that is.
         begin_seconds: when the save began, by `time.perf_counter`.
-        published: the values of the last checkpoint, where the new one is a difference to them.
+        deltas: writes modules as differences to the last checkpoint; None writes them whole.
     """
 
     def __init__(
@@ -368,11 +369,11 @@ class NewStep:
         shard_bytes: int | None,
         pin: bool,
         begin_seconds: float,
-        published: Published | None,
+        deltas: ModuleDeltas | None,
     ) -> None:
         self.name, self._access, self._index, self._record, self._objects = name, access, index, record, objects
         self._shard_bytes, self._pin, self._begin_seconds = shard_bytes, pin, begin_seconds
-        self._published = published
+        self._deltas = deltas
         self._final_name = name_of(record.step, 0)
         self._new: NewFiles | None = None
         self._before: Mapping[str, ObjectEntry] = {}
@@ -386,6 +387,10 @@ class NewStep:
         self._written: dict[str, tuple[ObjectEntry, _Files]] = {}
         self._links: dict[str, FileRecord] = {}
         """The files that `link` has linked, by name."""
+        self._lasts: dict[str, _LastFiles] = {}
+        """The modules of the last checkpoint."""
+        self._linked: dict[str, _Files] = {}
+        """The files that `link_module` has linked."""
 
     def begin(self, overwrite: bool) -> None:
         """Locks and lists the store. Raises `TargetExistsError` where it has this step, and does not replace it."""
@@ -522,31 +527,20 @@ class NewStep:
                 name, _, record = new.write_tensors(path, planned)
                 files.written_bytes += planned.nbytes
                 return ObjectEntry(kind, name, {name: record}), files
-            last, published = self._last_files(path), self._published if kind is Kind.MODULE else None
-            rest, constant, difference = state.live, encoded.frozen, _Difference(set(), set())
-            if last is not None:
-                difference = self._compared(path, last, state, published)
-                self._link(new, last, difference.kept, files)
+            rest: Mapping[str, torch.Tensor | LazyTensor] = state.live
+            constant, module = encoded.frozen, None
+            if self._deltas is not None and kind is Kind.MODULE:
+                module = self._deltas.write(path, state, encoded.frozen, Agreement((), 0), None, self)
+                files, rest, constant = self._linked.pop(path), module.whole, module.constant
+            elif (last := self._last_files(path)) is not None:
+                comparable = last.comparable(state.live)
+                digests = zip(comparable, write_blocks(None, 0, list(comparable.values())), strict=True)
+                constant = {name for name, digest in digests if last.digests[name] == digest}
+                self._link(new, last, last.kept(state, constant), files)
                 rest = {name: tensor for name, tensor in rest.items() if name not in files.digests}
-                constant = difference.same
-            copies = dict[str, torch.Tensor]()
-            if published is not None:
-                trained = (state.plain_names - encoded.frozen) & rest.keys()
-                copies = published.copied(path, {name: rest[name] for name in trained})
-            for group in groups(rest | copies, constant, splitter(self._shard_bytes)):
-                planned = layout(group, lambda _: SHARD_METADATA)
-                name, written, record = new.write_tensors(path, planned)
-                files.add(name, tuple(name for name, _ in planned.tensors), record, written.digests)
-            if published is not None:
-                published.note(path, {name: files.digests[name] for name in copies})
-            patches = {name: patch for name, patch in difference.patches.items() if name not in rest}
-            payloads = {name: difference.payloads[name] for name in patches}
-            for group in groups(payloads, frozenset(), splitter(self._shard_bytes)):
-                files.saves.add(self._record.serial)
-                planned = layout(group, PatchLayer(self._record.step, self._record.serial, patches).metadata)
-                name, _, record = new.write_tensors(f"{path}.delta", planned)
-                files.add(name, tuple(group), record, {name: patches[name].after for name in group})
-                files.patched |= group.keys()
+            for planned, suffix, patched in planned_files(rest, constant, splitter(self._shard_bytes), module):
+                name, of_file, record = new.write_tensors(path + suffix, planned)
+                files.add(name, record, patched or of_file.digests, self._record.serial if patched else None)
         return _with_index(new, path, encoded, files), files
 
     def _last_files(self, path: str) -> _LastFiles | None:
@@ -592,42 +586,6 @@ class NewStep:
             return None
         return last
 
-    def _compared(
-        self, path: str, last: _LastFiles, state: SerializedState, published: Published | None
-    ) -> _Difference:
-        """Compares an object with the last checkpoint. Encodes what has changed, where that is small enough."""
-        tensors, plain_names = state.live, state.plain_names
-        comparable = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name in last.digests and last.layouts.get(name) == dtype_and_shape(tensor)
-        }
-        candidates, held = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        if published is not None and last.chains.keys() <= tensors.keys():
-            saves = {layer.save for layer in last.patches.values()}
-            if len(saves) + 1 < published.delta.full_every:
-                candidates = {name: tensor for name, tensor in comparable.items() if name in plain_names}
-                held = published.held(path, candidates, last.digests)
-        hashed = {name: tensor for name, tensor in comparable.items() if name not in held}
-        digests = zip(hashed, write_blocks(None, 0, list(hashed.values())), strict=True)
-        same = {name for name, digest in digests if last.digests[name] == digest}
-        if published is not None and candidates:
-            opened = cache(partial(last.entry.open, self._files_before, self._index.cache))
-            changed = {name: tensor for name, tensor in candidates.items() if name not in same}
-            payloads, patches = published.encode(
-                path, changed, last.digests, lambda name: opened().read(opened().stored(name))
-            )
-            same |= payloads.keys() - patches.keys()
-            kept = same | patches.keys()
-            written_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if name not in kept)
-            written_bytes += sum(payload.nbytes for payload in payloads.values())
-            linked_bytes = sum(last.entry.files[file].nbytes for file in last.needed(kept))
-            if 2 * written_bytes <= state.nbytes and written_bytes + linked_bytes <= 2 * state.nbytes:
-                return _Difference(same, kept, payloads, patches)
-        # A whole step links only files that have whole tensors and no tensor that has changed.
-        whole = (names for file, names in last.names.items() if all(last.chains[name] == [file] for name in names))
-        return _Difference(same, {name for names in whole if same.issuperset(names) for name in names})
-
     def _link(self, new: NewFiles, last: _LastFiles, names: Set[str], files: _Files) -> None:
         """Links the files of the last checkpoint that tensors need, but for those of tensors with a file that fails."""
         linked = {file for file in last.needed(names) if new.link(os.path.join(self._files_before, file))}
@@ -640,8 +598,30 @@ class NewStep:
             files.tensors[file], files.records[file] = last.names[file], record
             files.linked_bytes += record.nbytes
             files.saves |= set() if patches is None else {patches.save}
-        files.digests |= {name: last.digests[name] for name in complete}
+        files.digests |= {name: digest for name, digest in last.digests.items() if name in complete}
         files.patched |= {name for name in complete if len(last.chains[name]) > 1}
+
+    def last_module(self, path: str) -> LastModule:
+        """Returns what the last checkpoint has of a module."""
+        assert self._deltas is not None
+        with self._access.errors(self._final_name):
+            last = self._last_files(path)
+        if last is None:
+            return {}, "", False
+        self._lasts[path], tensors = last, self._objects[path].state.tensors
+        digests = {name: last.digests[name] for name in last.comparable(tensors)}
+        index = os.path.join(self._files_before, last.entry.index)[len(self._index.directory) + 1 :]
+        saves = {layer.save for layer in last.patches.values()}
+        takes_patches = last.chains.keys() <= tensors.keys() and len(saves) + 1 < self._deltas.delta.full_every
+        return digests, index, takes_patches
+
+    def link_module(self, path: str, same: Set[str], payloads: Mapping[str, int] | None) -> LinkedModule:
+        """Links files of a module, after `last_module`. The arguments are those of `_LastFiles.kept`."""
+        files = self._linked[path] = _Files()
+        if (last := self._lasts.get(path)) is not None:
+            with self._access.errors(self._final_name):
+                self._link(self.files, last, last.kept(self._objects[path].state, same, payloads), files)
+        return self._record.step, self._record.serial, [*files.digests]
 
     @property
     def files(self) -> NewFiles:
@@ -680,17 +660,16 @@ class NewStep:
         """Adds the objects that several ranks have written: names new files, and removes links that are not needed."""
         for name in self._links.keys() - {file.name for file in files if not file.is_new}:
             new.unlink(name)
-        of_objects = {path: _Files() for path, encoded in self._objects.items() if encoded.is_spread}
+        of_objects = {path: self._linked.get(path, _Files()) for path, of in self._objects.items() if of.is_spread}
         for file in files:
             of_object = of_objects[file.key]
             if file.is_new:
-                of_object.records[file.name] = new.finish(file.path, file.name, file.header, file.nbytes)
-                of_object.written_bytes += file.nbytes
+                record = new.finish(file.path, file.name, file.header, file.nbytes)
+                of_object.add(file.name, record, file.digests, self._record.serial if file.suffix else None)
             else:
-                of_object.records[file.name] = self._links[file.name]
+                of_object.tensors[file.name], of_object.records[file.name] = tuple(file.digests), self._links[file.name]
+                of_object.digests |= file.digests
                 of_object.linked_bytes += file.nbytes
-            of_object.tensors[file.name] = tuple(file.digests)
-            of_object.digests |= file.digests
         for path, of_object in of_objects.items():
             self._written[path] = _with_index(new, path, self._objects[path], of_object), of_object
 
@@ -715,16 +694,32 @@ class _LastFiles(msgspec.Struct):
         """Returns the files that the values of tensors need."""
         return {file for name in names for file in self.chains[name]}
 
+    def comparable(self, tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
+        """Returns the tensors that have the same dtypes and shapes there."""
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name in self.digests and self.layouts.get(name) == dtype_and_shape(tensor)
+        }
 
-class _Difference(msgspec.Struct):
-    """An object beside what it was in the last checkpoint."""
+    def kept(self, state: SerializedState, same: Set[str], payloads: Mapping[str, int] | None = None) -> Set[str]:
+        """Returns the tensors whose files are to be linked.
 
-    same: set[str]
-    """The tensors that have not changed."""
-    kept: set[str]
-    """The tensors whose files are to be linked."""
-    payloads: dict[str, torch.Tensor] = msgspec.field(default_factory=dict)
-    patches: dict[str, Patch] = msgspec.field(default_factory=dict)
+        Args:
+            state: the object as it is saved.
+            same: the tensors that have not changed.
+            payloads: the bytes of the payloads of those that can be patched; None for a step that is to be whole.
+        """
+        if payloads is not None:
+            kept = same | payloads.keys()
+            written_bytes = sum(tensor.nbytes for name, tensor in state.tensors.items() if name not in kept)
+            written_bytes += sum(payloads.values())
+            linked_bytes = sum(self.entry.files[file].nbytes for file in self.needed(kept))
+            if 2 * written_bytes <= state.nbytes and written_bytes + linked_bytes <= 2 * state.nbytes:
+                return kept
+        # A whole step links only files that have whole tensors and no tensor that has changed.
+        whole = (names for file, names in self.names.items() if all(self.chains[name] == [file] for name in names))
+        return {name for names in whole if same >= {*names} for name in names}
 
 
 class _Files(msgspec.Struct):
@@ -742,11 +737,14 @@ class _Files(msgspec.Struct):
     saves: set[int] = msgspec.field(default_factory=set)
     """The saves whose patches it needs."""
 
-    def add(self, file: str, names: Sequence[str], record: FileRecord, digests: Mapping[str, str]) -> None:
-        """Adds a file that was written."""
-        self.tensors[file], self.records[file] = names, record
+    def add(self, file: str, record: FileRecord, digests: Mapping[str, str], save: int | None = None) -> None:
+        """Adds a file that was written: with the digests of its tensors, and the save that has patched them, if any."""
+        self.tensors[file], self.records[file] = tuple(digests), record
         self.digests |= digests
         self.written_bytes += record.nbytes
+        if save is not None:
+            self.saves.add(save)
+            self.patched |= digests.keys()
 
 
 def _with_index(new: NewFiles, path: str, encoded: EncodedObject, files: _Files) -> ObjectEntry:
@@ -777,6 +775,28 @@ def groups(
         group = {name: tensor for name, tensor in tensors.items() if (name in constant) == is_constant}
         if group:
             yield from split(group)
+
+
+def planned_files(
+    tensors: Mapping[str, torch.Tensor | LazyTensor],
+    constant: Set[str],
+    split: Split[torch.Tensor | LazyTensor],
+    module: WrittenModule | None,
+) -> Iterator[tuple[FileLayout, str, dict[str, str]]]:
+    """Yields the files of an object. With each come the suffix of its name, and the digests of tensors with patches.
+
+    Args:
+        tensors: the tensors that are written whole.
+        constant: the tensors that do not change.
+        split: divides tensors into files.
+        module: the patches of a module; None for other objects.
+    """
+    for group in groups(tensors, constant, split):
+        yield layout(group, lambda _: SHARD_METADATA), "", {}
+    if module is not None:
+        patches = module.layer.tensors
+        for group in groups(module.payloads, frozenset(), split):
+            yield layout(group, module.layer.metadata), ".delta", {name: patches[name].after for name in group}
 
 
 class Staging(StagingBuffer):

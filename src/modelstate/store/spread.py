@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
@@ -13,20 +14,23 @@ from modelstate.distributed.connections import number_of
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.formats.block_writer import LazyTensor, write_blocks
 from modelstate.formats.manifest import digest
-from modelstate.formats.safetensors import FileLayout, layout, parts_of
-from modelstate.formats.sharded import SHARD_METADATA
+from modelstate.formats.safetensors import FileLayout, parts_of
 from modelstate.io.atomic import Output, new_file
+from modelstate.objects.parts import Kind
 from modelstate.store.saving import (
     EncodedObject,
     Key,
     NewStep,
     Split,
     SpreadFile,
-    groups,
     local_part,
+    planned_files,
     size_errors,
     splitter,
 )
+
+if TYPE_CHECKING:
+    from modelstate.store.delta import ModuleDeltas
 
 
 class SpreadWriter:
@@ -37,9 +41,13 @@ class SpreadWriter:
 
     Each rank knows the digests of what it held in the last save of this process. The first save of a process writes all
     tensors.
+
+    Args:
+        deltas: writes modules as differences to the last checkpoint; None writes them whole.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deltas: ModuleDeltas | None) -> None:
+        self._deltas = deltas
         self._files: Sequence[SpreadFile] = ()
         """Those of the last save."""
         self._parts: Mapping[Key, object] = {}
@@ -54,7 +62,7 @@ class SpreadWriter:
         agreement: Agreement,
         writer: CollectiveWriter,
         shard_bytes: int | None,
-        new: NewStep | None,
+        new: NewStep,
     ) -> Sequence[SpreadFile]:
         """Writes the files: a call of all ranks.
 
@@ -64,7 +72,7 @@ class SpreadWriter:
             agreement: the ranks.
             writer: their writer.
             shard_bytes: the most bytes of tensors in a file; None for no limit.
-            new: the new step, on the first rank.
+            new: the new step; used on the first rank.
 
         Returns:
             The files that were written, whose bytes are durable, and those that are linked.
@@ -83,24 +91,33 @@ class SpreadWriter:
         def compared() -> dict[str, object]:
             return {path: encoded.state.values(path) for path, encoded in objects.items()}
 
+        modules = {}
+        for path, of in objects.items():
+            if self._deltas is not None and of.kind is Kind.MODULE:
+                modules[path] = self._deltas.write(path, of.state, of.frozen, agreement, writer, new)
+        others = {path: encoded for path, encoded in objects.items() if path not in modules}
         with writer.planning():
-            parts = {key: part for path, encoded in objects.items() for key, part in _parts(path, encoded)}
+            parts = {key: part for path, encoded in others.items() for key, part in _parts(path, encoded)}
         unchanged = self._unchanged(parts, agreement, new)
         linked = [replace(file, is_new=False) for file in self._files if file.keys <= unchanged]
         in_links = {key for file in linked for key in file.keys}
         with writer.planning():
             for path, encoded in objects.items():
-                tensors = encoded.state.tensors
-                rest = {name: tensor for name, tensor in tensors.items() if (path, name) not in in_links}
-                constant = {name for name in rest if (path, name) in unchanged} if unchanged else encoded.frozen
-                for group in groups(rest, constant, split):
-                    with size_errors(path):
-                        layouts.append(layout(group, lambda _: SHARD_METADATA))
-                    files.append(SpreadFile(path, tuple(group), layouts[-1].nbytes))
+                module = modules.get(path)
+                if module is not None:
+                    rest, constant = module.whole, module.constant
+                else:
+                    tensors = encoded.state.tensors
+                    rest = {name: tensor for name, tensor in tensors.items() if (path, name) not in in_links}
+                    constant = {name for name in rest if (path, name) in unchanged} if unchanged else encoded.frozen
+                with size_errors(path):
+                    for planned, suffix, patched in planned_files(rest, constant, split, module):
+                        layouts.append(planned)
+                        names = tuple(name for name, _ in planned.tensors)
+                        files.append(SpreadFile(path, names, planned.nbytes, digests=patched, suffix=suffix))
 
         def begin() -> list[str]:
-            assert new is not None
-            paths.extend(new.files.begin([file.key for file in files]))
+            paths.extend(new.files.begin([file.key + file.suffix for file in files]))
             return paths
 
         def outputs() -> Generator[Output]:
@@ -112,26 +129,27 @@ class SpreadWriter:
             written = writer.upload(layouts, begin, compared)
         else:
             written = writer.write(layouts, outputs, compared)
-        if new is not None:
+        if agreement.is_first:
             files = [
                 replace(
                     file,
                     path=path,
-                    name=new.files.name_of(path, file.key, of_file),
-                    digests=of_file.digests,
+                    name=new.files.name_of(path, file.key + file.suffix, of_file),
+                    digests=file.digests or of_file.digests,
                     header=of_file.header,
                 )
                 for file, path, of_file in zip(files, paths, written, strict=True)
             ]
         of_all = [*linked, *files]
-        self._files, self._parts = [replace(file, header=b"") for file in of_all], parts
+        self._files = [replace(file, header=b"") for file in of_all if file.key not in modules]
+        self._parts = parts
         self._save = os.path.basename(directory)
         return of_all
 
-    def _unchanged(self, parts: Mapping[Key, object], agreement: Agreement, new: NewStep | None) -> set[Key]:
+    def _unchanged(self, parts: Mapping[Key, object], agreement: Agreement, new: NewStep) -> set[Key]:
         """Returns the tensors that no rank has changed; none where the ranks have no last save in common."""
         same = {key for key, part in parts.items() if self._parts.get(key) == part}
-        if new is not None:
+        if agreement.is_first:
             same -= {key for file in self._files if file.keys <= same and not new.link(file) for key in file.keys}
         save = number_of([self._save])
         reduced = agreement.maximum("comparing tensors", [save, -save, *(key not in same for key in parts)])

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from modelstate.comparison.result import Diff
     from modelstate.remote.cache import Cache
-    from modelstate.store.delta import Delta, Published
+    from modelstate.store.delta import Delta, ModuleDeltas
 
 _logger = logging.getLogger(__name__)
 
@@ -139,12 +139,12 @@ class Store(Shown):
             from modelstate.remote.cache import check_cache
 
             check_cache(cache)
-        self._delta, self._published = delta, _published(delta)
         self.index = StepIndex(self.directory, cache=cache)
         """The checkpoints of the directory, as they are now."""
         self._backend, self._access = self.index.backend, WriteAccess(self.index)
         self._staging = Staging()
-        self._spread = SpreadWriter()
+        self._delta, self._deltas = delta, _deltas(delta, self.index)
+        self._spread = SpreadWriter(self._deltas)
         self._pending: PendingSave | None = None
 
     def __repr__(self) -> str:
@@ -230,7 +230,7 @@ class Store(Shown):
         def arguments() -> list[Digest]:
             # A directory may have other names on other ranks; a URL is the same on all of them.
             place = self.directory if is_remote(self.directory) else "a directory"
-            return _same(f"{place}, {step=}, {background=}, {pin=}, {overwrite=}, {when_busy=}")
+            return _same(f"{place}, {step=}, {background=}, {pin=}, {overwrite=}, {when_busy=}, delta={self._delta}")
 
         with agreement.collective():
             with agreement.phase("beginning", arguments):
@@ -263,14 +263,13 @@ class Store(Shown):
                     shard_bytes=self._shard_bytes,
                     pin=pin,
                     begin_seconds=begin_seconds,
-                    published=self._published,
+                    deltas=self._deltas,
                 )
                 write_spread: Callable[[], Sequence[SpreadFile]] | None = None
                 spread = {path: of_object for path, of_object in encoded.items() if of_object.is_spread}
                 if writer is not None and spread:
-                    of_first = new_step if agreement.is_first else None
                     write_spread = partial(
-                        self._spread.write, directory, spread, writing, writer, self._shard_bytes, of_first
+                        self._spread.write, directory, spread, writing, writer, self._shard_bytes, new_step
                     )
                 with agreement.phase("opening the store"):
                     if agreement.is_first:
@@ -689,8 +688,8 @@ class Store(Shown):
         finally:
             if self._pending is None:
                 self._access.release()
-                self._staging, self._spread = Staging(), SpreadWriter()
-                self._published = _published(self._delta)
+                self._staging, self._deltas = Staging(), _deltas(self._delta, self.index)
+                self._spread = SpreadWriter(self._deltas)
 
     def __enter__(self) -> Self:
         return self
@@ -707,15 +706,15 @@ def _same(text: str) -> list[Digest]:
     ]
 
 
-def _published(delta: object) -> Published | None:
-    """Returns what keeps the values of the last step. Raises `OptionError` for another value than a `Delta`."""
+def _deltas(delta: object, index: StepIndex) -> ModuleDeltas | None:
+    """Returns what writes modules as differences. Raises `OptionError` for another value than a `Delta`."""
     if delta is None:
         return None
-    from modelstate.store.delta import Delta, Published  # a store without deltas needs no codec for them
+    from modelstate.store.delta import Delta, ModuleDeltas  # a store without deltas needs no codec for them
 
     if not isinstance(delta, Delta):
         raise invalid_option("delta", "must be a Delta, or None", delta, expected="such as modelstate.Delta()")
-    return Published(delta)
+    return ModuleDeltas(delta, index)
 
 
 def _writer(agreement: Agreement, directory: str) -> CollectiveWriter | None:
