@@ -20,7 +20,7 @@ from modelstate.io.files import (
     open_regular,
     read_failed,
 )
-from modelstate.io.lease import hold
+from modelstate.io.lease import NAMELESS, hold
 from modelstate.io.linux import MAP_NORESERVE
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor, TensorColumns
 
@@ -234,7 +234,7 @@ class Maps:
             if is_overwritten and not option:
                 self.note(f"read into memory, not mapped: torch.save overwrites such files in place; {_MAPS_IT}", path)
                 return False
-            unprotected = hold(path, descriptor, mapped)
+            unprotected = hold(path, descriptor, mapped) if status.st_nlink else NAMELESS
         finally:
             descriptor.close()
         if is_overwritten:

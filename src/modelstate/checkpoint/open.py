@@ -41,7 +41,7 @@ from modelstate.formats import safetensors, sharded
 from modelstate.formats.recognise import DCP_METADATA, Format, no_checkpoint, recognise, tensorflow_prefix, unpacked
 from modelstate.formats.tree import Contents
 from modelstate.io import system
-from modelstate.io.files import NOT_FOUND, SourceFile, local_path, mode_of, no_access, not_found, read_failed
+from modelstate.io.files import NOT_FOUND, SourceFile, cannot_open, local_path, mode_of, no_access, not_found
 from modelstate.process import gc_paused
 from modelstate.remote.location import is_remote, is_repository, locate
 from modelstate.tensor_spec import TensorSpec
@@ -268,12 +268,9 @@ def _at_no_file(path: str, argument: str) -> str:
         return path + sharded.INDEX_SUFFIX  # `modelstate.save` adds this suffix to the path when it writes shards
     try:
         mode = system.stat(path).st_mode
-    except PermissionError as error:
-        raise no_access(path, error) from error
     except OSError as error:
-        if error.errno in NOT_FOUND:
-            raise tensorflow_prefix(path) or not_found(path, argument) from error
-        raise read_failed("the file cannot be opened", path, error) from error
+        prefix = tensorflow_prefix(path) if error.errno in NOT_FOUND else None
+        raise prefix or cannot_open(path, argument, error) from error
     try:
         if stat.S_ISDIR(mode) and (of_archive := unpacked(path)):
             raise of_archive

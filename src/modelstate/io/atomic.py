@@ -24,13 +24,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from modelstate.errors import (
-    LockedError,
-    ModelStateError,
-    TargetExistsError,
-    UnsavableError,
-    WriteFailedError,
-)
+from modelstate.errors import LockedError, ModelStateError, TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.io import linux, system
 from modelstate.io.files import Descriptor, mode_of
 from modelstate.io.lock import DIRECTORY_REMEDIES, NO_LOCKS, descriptors_to_close
@@ -40,6 +34,7 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """The errors of a file system that cannot sync a directory."""
 _NO_PREALLOCATION = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENODEV)
 _UNTOUCHED = "what was there before is untouched"
+_NO_LOCKS = (*NO_LOCKS, errno.EBADF)
 _NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _REMEDIES = DIRECTORY_REMEDIES | {
     errno.ENOSPC: f"free some space, or write to another disk; {_UNTOUCHED}",
@@ -76,11 +71,8 @@ class Output:
 
     def reserve(self, nbytes: int) -> None:
         """Allocates the blocks of the file, so that a full disk is an error before anything is written."""
-        try:
+        with _ignored(_NO_PREALLOCATION):
             system.fallocate(self.descriptor, nbytes)
-        except OSError as error:
-            if error.errno not in _NO_PREALLOCATION:
-                raise
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Writes all of `data` at `offset`, in as many calls as it takes."""
@@ -145,7 +137,7 @@ def unfinished_file(path: str, mode: int | None, lock_timeout_seconds: float) ->
             output = opened.enter_context(new_file(unfinished, mode))
             opened.callback(descriptors_to_close.discard, output.descriptor)
             descriptors_to_close.add(output.descriptor)
-            with _ignore_missing_locks():  # on a file system without locks no leftover is ever removed
+            with _ignored(_NO_LOCKS):  # on a file system without locks no leftover is ever removed
                 fcntl.flock(output.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield output
 
@@ -162,11 +154,8 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
     try:
         try:
             if mode is not None:  # the umask may have removed permission bits, which some file systems lack
-                try:
+                with _ignored(_NO_MODES):
                     system.fchmod(output.descriptor, mode)
-                except OSError as error:
-                    if error.errno not in _NO_MODES:
-                        raise
             yield output
             if not output.is_synced:
                 output.sync()
@@ -209,22 +198,24 @@ def put_durably(unfinished: str, path: str, overwrite: bool, instead_of: str | N
     """
     directory, exists = os.path.dirname(path), os.path.lexists(path)
     stem = unfinished.removesuffix(SUFFIX)
-    kept = _link_again(path, f"{stem}.0{SUFFIX}") if exists else None
-    is_other = instead_of is not None and os.path.lexists(instead_of)
-    moved = f"{stem}.00{SUFFIX}" if is_other else None
+    kept, moved = f"{stem}.0{SUFFIX}", f"{stem}.00{SUFFIX}"
+    if exists:
+        with _ignored(_NO_LINKS):
+            system.link(path, kept)
+    is_kept = os.path.lexists(kept)
     try:
         put(unfinished, path, overwrite)
         try:
             sync_directory(directory)
-            if instead_of is not None and moved is not None:
+            if instead_of is not None and os.path.lexists(instead_of):
                 system.replace(instead_of, moved)
                 sync_directory(directory)
         except BaseException as error:
-            is_put_back = kept is not None or not exists
+            is_put_back = is_kept or not exists
             try:
-                if instead_of is not None and moved is not None and os.path.lexists(moved):
+                if instead_of is not None and os.path.lexists(moved):
                     system.replace(moved, instead_of)
-                if kept is not None:
+                if is_kept:
                     system.replace(kept, path)
                 elif not exists:
                     system.unlink(path)
@@ -239,7 +230,7 @@ def put_durably(unfinished: str, path: str, overwrite: bool, instead_of: str | N
                 remedy="look at the disk (dmesg), and save again: a crash may bring back what was there before",
             ) from error
     finally:
-        remove_all(file for file in (kept, moved) if file is not None and os.path.lexists(file))
+        remove_all(file for file in (kept, moved) if os.path.lexists(file))
 
 
 def put(unfinished: str, path: str, overwrite: bool) -> None:
@@ -261,17 +252,6 @@ def put(unfinished: str, path: str, overwrite: bool) -> None:
     remove_all([unfinished])
 
 
-def _link_again(path: str, other: str) -> str | None:
-    """Makes `other` a second name of the file at `path`; None where the file system has no hard links."""
-    try:
-        system.link(path, other)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        return None
-    return other
-
-
 def existing_mode(*paths: str) -> int | None:
     """The permission bits of the first of the paths that has a file, or None.
 
@@ -289,10 +269,8 @@ def sync_directory(path: str) -> None:
     """Makes the names of files in a directory durable."""
     descriptor = Descriptor(system.open_to_write(path or ".", os.O_RDONLY))
     try:
-        system.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_SYNC:
-            raise
+        with _ignored(_NO_SYNC):
+            system.fsync(descriptor)
     finally:
         with suppress(OSError):  # the sync has already succeeded or failed
             descriptor.close(system.close)
@@ -357,7 +335,7 @@ def locked_directory(directory: str, timeout_seconds: float) -> Iterator[None]:
     descriptor = Descriptor(system.open_to_write(directory or ".", os.O_RDONLY))
     try:
         descriptors_to_close.add(descriptor)
-        with _ignore_missing_locks():
+        with _ignored(_NO_LOCKS):
             _lock(descriptor, directory or ".", timeout_seconds)
         yield
     finally:
@@ -379,15 +357,13 @@ def _lock(descriptor: int, directory: str, timeout_seconds: float) -> None:
             left = end - time.monotonic()
         if left <= 0:
             pids = _holding_pids(descriptor)
-            remedy = "end that process, or wait longer: lock_timeout_seconds="
-            if os.getpid() in pids:
-                remedy = "let the other thread finish its save, or wait longer: lock_timeout_seconds="
+            other = "let the other thread finish its save" if os.getpid() in pids else "end that process"
             raise LockedError(
-                "the directory stays locked, so nothing can be put into it; what was there before is untouched",
+                f"the directory stays locked, so nothing can be put into it; {_UNTOUCHED}",
                 where=directory,
                 expected=f"its lock (flock) to be free within {timeout_seconds:g} s",
                 found=", ".join(map(_describe_process, pids)) or "a process that the system does not name",
-                remedy=remedy,
+                remedy=f"{other}, or wait longer: lock_timeout_seconds=",
             )
         time.sleep(min(pause, left))
         pause = min(2 * pause, 0.1)
@@ -414,40 +390,33 @@ def _describe_process(pid: int) -> str:
 
 
 @contextmanager
-def _ignore_missing_locks() -> Iterator[None]:
+def _ignored(numbers: tuple[int, ...]) -> Iterator[None]:
+    """Ends the block at an `OSError` that has one of these numbers."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (*NO_LOCKS, errno.EBADF):
+        if error.errno not in numbers:
             raise
 
 
 def _remove_leftovers(path: str) -> None:
-    """Removes the files that killed processes have left beside a path. The caller holds the lock of the directory."""
+    """Removes the files that killed processes have left beside a path. The caller holds the lock of the directory.
+
+    A process that lives has a lock on the first one of its files, which is removed last.
+    """
     directory, name = os.path.split(path)
     leftover = re.compile(rf"(\.{re.escape(_beginning(name))}\.[0-9a-f]{{12}})(?:\.\d+)?{re.escape(SUFFIX)}")
+    groups: dict[str, list[str]] = {}
     with suppress(OSError):
-        groups: dict[str, list[str]] = {}
         for entry in os.listdir(directory or "."):
             if match := leftover.fullmatch(entry):
                 groups.setdefault(os.path.join(directory, match[1] + SUFFIX), []).append(os.path.join(directory, entry))
-        for first, paths in groups.items():
-            with suppress(OSError):
-                _remove_if_dead(first, paths)
-
-
-def _remove_if_dead(first: str, paths: list[str]) -> None:
-    """Removes unfinished files if the lock on the first one is free; the first one is removed last."""
-    descriptor = None
-    if os.path.isfile(first) and not os.path.islink(first):  # else it is another name of a link, and has no writer
-        descriptor = Descriptor(os.open(first, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
-    try:
-        if descriptor is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        remove_all([*(path for path in paths if path != first), first])
-    finally:
-        if descriptor is not None:
-            descriptor.close()
+    for first, paths in groups.items():
+        with suppress(OSError), ExitStack() as opened:
+            if os.path.isfile(first) and not os.path.islink(first):  # else it is a link, and has no writer
+                descriptor = Descriptor(os.open(first, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+                fcntl.flock(opened.enter_context(descriptor), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_all([*(path for path in paths if path != first), first])
 
 
 def _beginning(name: str) -> str:

@@ -13,6 +13,7 @@ import shlex
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -199,6 +200,15 @@ def no_access(path: str, error: Exception) -> SourceAccessError:
     )
 
 
+def cannot_open(path: str, given: str, error: OSError) -> SourceAccessError | SourceNotFoundError | ReadFailedError:
+    """The error for a path that cannot be opened; `given` is the path as the caller wrote it."""
+    if isinstance(error, PermissionError):
+        return no_access(path, error)
+    if error.errno in NOT_FOUND:
+        return not_found(path, given)
+    return read_failed("the file cannot be opened", path, error)
+
+
 def mode_of(path: str) -> int:
     """Returns the type and the permissions of what is at a path; 0 where nothing can be found there.
 
@@ -229,7 +239,8 @@ class Descriptor(int):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if self._is_open:  # in one call: an interrupt is lost here, and must not keep the file open
+            os.close(self)
 
 
 def open_regular(path: str) -> tuple[Descriptor, os.stat_result]:
@@ -389,7 +400,8 @@ class SourceFile(AbstractContextManager["SourceFile"]):
 
     start = 0
     """The offset of this object's first byte, in bytes from the beginning of the file at `path`."""
-    head = b""
+    _data = b""
+    """Its first bytes, which have been read."""
 
     def __init__(self, path: str) -> None:
         """Opens a regular file.
@@ -413,15 +425,11 @@ class SourceFile(AbstractContextManager["SourceFile"]):
             try:
                 self._descriptor, self._status = open_regular(path)
                 self.fingerprint = FileFingerprint.of(self._status)
-            except PermissionError as error:
-                raise no_access(path, error) from error
             except OSError as error:
-                if error.errno not in NOT_FOUND:
-                    raise read_failed("the file cannot be opened", path, error) from error
-                raise not_found(path, path) from error
+                raise cannot_open(path, path, error) from error
         self.nbytes = self.fingerprint.nbytes
         try:
-            self.head = self.read(0, min(self.nbytes, HEAD_BYTES), "its beginning")
+            self.head = self._data = self.read(0, min(self.nbytes, HEAD_BYTES), "its beginning")
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -456,26 +464,34 @@ class SourceFile(AbstractContextManager["SourceFile"]):
                 expected=f"at most {most_bytes:,} bytes",
                 found=f"{nbytes:,} bytes",
             )
-        if start + nbytes <= len(self.head):
-            return self.head[start : start + nbytes]
-        try:
-            if self._remote is not None:
-                data = self._remote.read(start, nbytes)
-            else:
-                data = pread_fully(self._descriptor, nbytes, start)
-        except ReadFailedError:
-            raise
-        except OSError as error:
-            raise read_failed(f"{what} cannot be read", self.path, error) from error
+        if start + nbytes <= len(self._data):
+            return self._data[start : start + nbytes]
+        at = self.start + start
+        if self._remote is not None:
+            data = self._remote.read(at, nbytes)
+        else:
+            data, piece = b"", b"-"
+            try:
+                while piece and len(data) < nbytes:  # one call may return less than was asked for
+                    piece = system.pread(self._descriptor, nbytes - len(data), at + len(data))
+                    data += piece
+            except OSError as error:
+                raise read_failed(f"{what} cannot be read", self.path, error) from error
         if len(data) < nbytes:
             raise self.truncated(what, start + nbytes)
         return data
 
-    def section(self, start: int, nbytes: int, what: str) -> Section:
-        """A part of the file as a file of its own. Raises `TruncatedFileError` where the file ends before."""
+    def section(self, start: int, nbytes: int, what: str) -> SourceFile:
+        """A part of the file as a file of its own, which is not closed. A small part is read at once.
+
+        Raises `TruncatedFileError` where the file ends before.
+        """
         if start + nbytes > self.nbytes:
             raise self.truncated(what, start + nbytes)
-        return Section(self, start, nbytes)
+        data = self.read(start, nbytes if nbytes <= _AT_ONCE_BYTES else HEAD_BYTES, what)
+        part = copy(self)
+        part.start, part.nbytes, part.head, part._data = self.start + start, nbytes, data[:HEAD_BYTES], data
+        return part
 
     def truncated(self, what: str, end: int) -> TruncatedFileError:
         """The error for a file that ends before the offset `end`."""
@@ -487,45 +503,7 @@ class SourceFile(AbstractContextManager["SourceFile"]):
         )
 
 
-def pread_fully(descriptor: int, nbytes: int, offset: int) -> bytes:
-    """Reads `nbytes` bytes, or fewer where the file ends before: one `pread` may return less than was asked for."""
-    pieces: list[bytes] = []
-    while nbytes:
-        piece = system.pread(descriptor, nbytes, offset)
-        if not piece:
-            break
-        pieces.append(piece)
-        offset += len(piece)
-        nbytes -= len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
 def read_whole(path: str, most_bytes: int, what: str) -> bytes:
     """Reads a small regular file. Raises what `SourceFile` raises, and `OpenError` for more than `most_bytes`."""
     with SourceFile(path) as file:
         return file.read(0, file.nbytes, what, most_bytes)
-
-
-class Section(SourceFile):
-    """A run of bytes of an open file, with the interface of a file. It does not own the descriptor."""
-
-    def __init__(self, file: SourceFile, start: int, nbytes: int) -> None:
-        self.path, self._remote, self.fingerprint = file.path, file._remote, file.fingerprint
-        self.start = file.start + start
-        self.nbytes = nbytes
-        self._file, self._within = file, start
-        self._data = file.read(start, nbytes, "a part of the file") if nbytes <= _AT_ONCE_BYTES else None
-        self.head = self.read(0, min(nbytes, HEAD_BYTES), "the beginning of a part")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def read(self, start: int, nbytes: int, what: str, most_bytes: int = MAX_STRUCTURE_BYTES) -> bytes:
-        """As `SourceFile.read`; a small section is read once, when it is made."""
-        if start + nbytes > self.nbytes:
-            raise self.truncated(what, start + nbytes)
-        if self._data is None:
-            return self._file.read(self._within + start, nbytes, what, most_bytes)
-        return self._data[start : start + nbytes]

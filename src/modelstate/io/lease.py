@@ -24,6 +24,7 @@ import _thread
 import ctypes
 import errno
 import fcntl
+import gc
 import logging
 import math
 import mmap
@@ -39,11 +40,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from modelstate.forks import at_fork
+from modelstate.forks import at_fork, fork_safe_lock
 from modelstate.io import system
 from modelstate.io.files import Descriptor
 from modelstate.io.linux import IS_LINUX, MAP_NORESERVE, Advice, filesystem_type, madvise
-from modelstate.process import gc_paused
 from modelstate.text_format import size
 
 _log = logging.getLogger("modelstate")
@@ -59,71 +59,56 @@ _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 _MAP_FAILED = 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
 _BREAK_TIME = "/proc/sys/fs/lease-break-time"
 _USUAL_BREAK_SECONDS = 45.0
-
-_Mapped = weakref.ref[mmap.mmap]
+NAMELESS = "it has no name, as memory of memfd_create, whose writers do not wait for a lease"
+"""Why a file without a name gets no lease. The kernel would grant one for memory of `memfd_create`: it does not count
+the descriptor that made the memory as open for writing."""
 
 
 class Lease:
     """A read lease on the file of one map. Released when the map is freed, or its memory has been replaced."""
 
-    __slots__ = ("address", "descriptor", "for_child", "mapped", "nbytes", "path")
+    __slots__ = ("_releases", "address", "descriptor", "for_child", "mapped", "nbytes", "path")
 
     def __init__(self, path: str, descriptor: Descriptor, mapped: mmap.mmap) -> None:
-        self.path, self.descriptor = path, descriptor
-        self.nbytes = len(mapped)
+        self.path, self.descriptor, self.nbytes = path, descriptor, len(mapped)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         self.for_child: Descriptor | None = None
         """While the process is being forked: the descriptor that holds the child's lease."""
-        self.mapped = weakref.ref(mapped, self._gone)
-
-    def _gone(self, _: _Mapped) -> None:
-        # A weak reference calls this at any point of any thread, perhaps of the one that holds the lock.
-        if _dropped is not None:  # None at the end of the interpreter
-            _dropped.append(self)
-            _release_dropped()
+        # Called at any point of any thread, perhaps of the one that holds the lock, the last one first: an interrupt,
+        # which ends a Python function of a weak reference, does not keep the lease from getting into `_dropped`.
+        self._releases = weakref.ref(mapped, _release_dropped)
+        self.mapped = weakref.ref(mapped, _dropped.append)
 
 
 def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
     """Holds a lease on a mapped file for as long as `mapped` lives.
 
     Args:
-        path: The path of the file, for messages.
+        path: The path of the file, for messages. The file has a name.
         descriptor: A descriptor that is open for reading, and is not the mapped one. The caller closes it.
         mapped: The map.
 
     Returns:
         An empty string, or the reason why no lease is held.
     """
-    if _libc is None:
+    if not _CAN_REPLACE:
         return "this system has no file leases"
-    if refusal := _without_name(descriptor):
-        return refusal
     with _registry():
         if len(_leases) >= os.sysconf("SC_OPEN_MAX") // 4:
             return "a quarter of the file descriptors that this process may have (ulimit -n) hold leases already"
         if not _start_watcher():
             return "the thread that answers for leases cannot be started"
-        if failed := _take(descriptor, _watcher):
-            return _reason(failed)
         try:
+            _take(descriptor, _watcher)
             lease = Lease(path, Descriptor(os.dup(descriptor)), mapped)
-            _leases[id(lease)] = lease
-        except OSError as error:  # no more files can be opened: the caller ends the lease, since it closes its own
-            return _reason(error.errno or errno.EMFILE)
+        except OSError as error:  # where `dup` fails, the caller ends the lease, since it closes its own descriptor
+            return _reason(error)
+        _leases[lease.mapped] = lease
     return ""
 
 
-_FILE_SYSTEMS = frozenset(
-    {
-        0xEF53: "ext2, ext3, ext4",
-        0x58465342: "XFS",
-        0x9123683E: "Btrfs",
-        0xF2F52010: "F2FS",
-        0xCA451A4E: "bcachefs",
-        0x01021994: "tmpfs",
-        0x794C7630: "overlayfs",
-    }
-)
+# ext2 to ext4, XFS, Btrfs, F2FS, bcachefs, tmpfs, overlayfs.
+_FILE_SYSTEMS = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0xCA451A4E, 0x01021994, 0x794C7630}
 """File systems whose files only this machine changes. Others may grant a lease that other machines do not know of."""
 
 
@@ -139,9 +124,11 @@ def hold_for_now(descriptor: int) -> str:
         return "this system has no file leases"
     if filesystem_type(descriptor) not in _FILE_SYSTEMS:
         return "other machines may write to its file system"
-    if failed := _take(descriptor, 0):
-        return _reason(failed)
-    fcntl.fcntl(descriptor, fcntl.F_SETOWN, 0)
+    try:
+        _take(descriptor, 0)
+        fcntl.fcntl(descriptor, fcntl.F_SETOWN, 0)
+    except OSError as error:
+        return _reason(error)
     return ""
 
 
@@ -150,23 +137,8 @@ def is_intact(descriptor: int) -> bool:
     return fcntl.fcntl(descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK
 
 
-def _without_name(descriptor: int) -> str:
-    """Returns why a file gets no lease where it has no name, and an empty string where it has one.
-
-    Memory of `memfd_create` has none, and grants leases although it can be written to: the kernel does not count the
-    descriptor that made it as open for writing.
-    """
-    try:
-        return "" if system.fstat(descriptor).st_nlink else NAMELESS
-    except OSError as error:
-        return _reason(error.errno or errno.EIO)
-
-
-NAMELESS = "it has no name, as memory of memfd_create, whose writers do not wait for a lease"
-
-
-def _reason(failed: int) -> str:
-    return _REASONS.get(failed, os.strerror(failed))
+def _reason(error: OSError) -> str:
+    return _REASONS.get(error.errno or 0, os.strerror(error.errno or errno.EIO))
 
 
 _REASONS = {
@@ -177,19 +149,15 @@ _REASONS = {
 }
 
 
-def _take(descriptor: int, watcher: int) -> int:
-    """Sets a read lease whose signal goes to the thread `watcher`, and returns 0 or errno.
+def _take(descriptor: int, watcher: int) -> None:
+    """Sets a read lease whose signal goes to the thread `watcher`. Raises `OSError`.
 
     Where the watcher does not run yet (0), it sets the owner itself when it starts.
     """
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, _SIGNAL)  # the default, SIGIO, would end the process
-        if watcher:
-            _set_owner(descriptor, watcher)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-    except OSError as error:
-        return error.errno or errno.EINVAL
-    return 0
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, _SIGNAL)  # the default, SIGIO, would end the process
+    if watcher:
+        _set_owner(descriptor, watcher)
+    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
 
 
 def _set_owner(descriptor: int, thread: int) -> None:
@@ -198,10 +166,11 @@ def _set_owner(descriptor: int, thread: int) -> None:
 
 # The registry, which `_lock` guards.
 
-_leases: dict[int, Lease] = {}
-_dropped: deque[Lease] = deque()
-"""Leases whose maps have been freed, to be released by the next thread that holds the lock."""
-_lock = _thread.allocate_lock()
+_leases: dict[weakref.ref[mmap.mmap], Lease] = {}
+"""By their maps."""
+_dropped: deque[weakref.ref[mmap.mmap]] = deque()
+"""Maps that have been freed, whose leases the next thread releases that holds the lock."""
+_lock = fork_safe_lock()
 _watcher = 0
 """The kernel's number of the watcher thread; 0 until it runs."""
 _watcher_started = False
@@ -214,8 +183,9 @@ def _registry() -> Iterator[None]:
     _release_dropped()
 
 
-def _release_dropped() -> None:
-    # A thread that finds the lock taken leaves its lease to the holder, which looks here after it unlocks.
+def _release_dropped(_: object = None) -> None:
+    # A thread that finds the lock taken leaves its lease to the holder, which looks here after it unlocks. At the end
+    # of the interpreter, `_dropped` is None.
     while _dropped and _lock.acquire(blocking=False):
         try:
             while _dropped:
@@ -224,8 +194,9 @@ def _release_dropped() -> None:
             _lock.release()
 
 
-def _release(lease: Lease) -> None:
-    if _leases.pop(id(lease), None) is not None:
+def _release(mapped: weakref.ref[mmap.mmap]) -> None:
+    lease = _leases.pop(mapped, None)
+    if lease is not None:
         release(lease.descriptor)
         lease.descriptor.close()
 
@@ -262,43 +233,33 @@ def _watch() -> None:
     while True:
         try:
             with _registry():
-                _answer_broken_leases()
+                until = 0.0
+                for lease in [*_leases.values()]:
+                    if fcntl.fcntl(lease.descriptor, fcntl.F_GETLEASE) == fcntl.F_UNLCK:
+                        until = until or time.monotonic() + safe_seconds()
+                        _answer(lease, until)
         except Exception:
             _log.exception("a lease on a mapped file could not be answered for")
         signal.sigwaitinfo(signals)
 
 
-def _answer_broken_leases() -> None:
-    """Replaces the maps of the files that a writer waits for, and releases their leases."""
-    until = 0.0
-    for lease in list(_leases.values()):
-        if fcntl.fcntl(lease.descriptor, fcntl.F_GETLEASE) == fcntl.F_UNLCK:
-            until = until or time.monotonic() + safe_seconds()
-            _answer(lease, until)
-
-
 def _answer(lease: Lease, until: float) -> None:
+    """Replaces the map of a file that a writer waits for, and releases its lease."""
     try:
         mapped = lease.mapped()  # keeps the memory from being freed; None while it is being freed
         if mapped is not None:
             started = time.monotonic()
             copied = _replace(lease.address, lease.nbytes, until)
-            if copied == lease.nbytes:
-                seconds = time.monotonic() - started
-                _log.warning(
-                    "%s is opened for writing: the %s of it that this process had mapped are in memory of their own "
-                    "now (%.2f s)",
-                    *(lease.path, size(copied), seconds),
-                )
-            else:
-                _log.error(
-                    "%s is opened for writing, and only %s of %s that this process had mapped could be copied into "
-                    "memory: the tensors in the rest of it change, or end the process with SIGBUS",
-                    *(lease.path, size(copied), size(lease.nbytes)),
-                )
+            lost = "" if copied == lease.nbytes else ", and the tensors in the rest change, or end it with SIGBUS"
+            _log.log(
+                logging.ERROR if lost else logging.WARNING,
+                "%s is opened for writing: the %s of it that this process had mapped are in memory of their own now "
+                "(%.2f s)%s",
+                *(lease.path, size(copied), time.monotonic() - started, lost),
+            )
     finally:
         mapped = None  # the writer continues from here; by then only the tensors refer to the memory again
-        _release(lease)
+        _release(lease.mapped)
 
 
 def safe_seconds() -> float:
@@ -309,55 +270,43 @@ def safe_seconds() -> float:
     return seconds - _MARGIN_SECONDS
 
 
-# Forks.
-
-_fork_has_lock = False
+# Forks, which have the lock.
 
 
 def _before_fork() -> None:
     """Takes a second lease on each file, so that the child has it from its first moment."""
-    global _fork_has_lock
-    _fork_has_lock = _lock.acquire()
-    for lease in list(_leases.values()):
+    for lease in [*_leases.values()]:
         try:
             again = f"/proc/self/fd/{lease.descriptor}"
-            lease.for_child = Descriptor(system.open(again, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+            descriptor = Descriptor(system.open(again, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+            _take(descriptor, _watcher)
+            lease.for_child = descriptor
         except OSError as error:
-            _log.warning("%s is not protected against overwriting in a forked process: %s", lease.path, error.strerror)
-            continue
-        if failed := _take(lease.for_child, _watcher):
-            lease.for_child = None
-            if failed == errno.EAGAIN:  # a writer waits for the first lease
+            if error.errno == errno.EAGAIN:  # a writer waits for the first lease
                 _answer(lease, time.monotonic() + safe_seconds())
+            else:
+                _log.warning("%s is not protected in a forked process: %s", lease.path, error.strerror)
 
 
 def _after_fork_in_parent() -> None:
-    global _fork_has_lock
-    if _fork_has_lock:
-        for lease in _leases.values():
-            lease.for_child = None
-        _fork_has_lock = False
-        _lock.release()
-    _release_dropped()
+    for lease in _leases.values():
+        lease.for_child = None
 
 
 def _after_fork_in_child() -> None:
-    global _fork_has_lock, _lock, _watcher, _watcher_started
-    if not _fork_has_lock:  # an interrupt came while the lock was waited for
-        _lock = _thread.allocate_lock()
-        _lock.acquire()
-    for lease in list(_leases.values()):
+    global _watcher, _watcher_started
+    _watcher, _watcher_started = 0, False
+    for lease in [*_leases.values()]:
         lease.descriptor.close()  # its lease is the parent's
         if lease.for_child is None:
-            del _leases[id(lease)]
+            del _leases[lease.mapped]
         else:
             lease.descriptor, lease.for_child = lease.for_child, None
-    _watcher, _watcher_started, _fork_has_lock = 0, False, False
-    if _leases and not _start_watcher():
-        for lease in list(_leases.values()):
-            _release(lease)
-    _lock.release()
-    _release_dropped()
+    if _leases:
+        _start_watcher()
+
+
+at_fork(before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork_in_child)
 
 
 # Replacing memory.
@@ -380,13 +329,13 @@ def _replace(address: int, nbytes: int, until: float) -> int:
     the C library that sleeps. Each piece is copied and replaced without releasing the interpreter lock: otherwise the
     thread that holds the interpreter lock could be one that waits.
     """
-    assert _libc is not None
     end = _whole_pages(nbytes)
     memory = _libc.mmap(None, end, mmap.PROT_READ | mmap.PROT_WRITE, _ANONYMOUS, -1, 0)
     if memory == _MAP_FAILED:
         return 0
     step = max(_PIECE_BYTES, _whole_pages(end // _MOST_PIECES))
-    waiting, before = _SigAction(handler=_libc.usleep, flags=_SA_NODEFER_RESTART), _SigAction()
+    sleep = ctypes.cast(_libc.usleep, ctypes.c_void_p).value
+    waiting, before = _SigAction(handler=sleep, flags=_SA_NODEFER_RESTART), _SigAction()
     done = 0
     try:
         while done < end and time.monotonic() < until:
@@ -402,8 +351,11 @@ def _replace(address: int, nbytes: int, until: float) -> int:
                 partial(_libc.mprotect, old, count, mmap.PROT_READ | mmap.PROT_WRITE),
                 partial(_libc.sigaction, signal.SIGSEGV, ctypes.byref(before), None),
             )
-            with gc_paused():  # a finalizer might write to the protected memory
-                results = tuple(map(operator.call, calls))  # the interpreter runs no other thread between the calls
+            is_enabled = gc.isenabled()
+            gc.disable()  # a finalizer might write to the protected memory
+            results = tuple(map(operator.call, calls))  # the interpreter runs no other thread between the calls
+            if is_enabled:
+                gc.enable()
             if results[3] != old:
                 break
             done += count
@@ -417,38 +369,15 @@ def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class _Libc:
-    """The functions of the C library that replace memory; those of `held` keep the interpreter lock."""
-
-    def __init__(self) -> None:
-        """Raises `OSError` or `AttributeError` where a function is missing."""
-        pointer, length, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        free, held = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None, use_errno=True)
-        self.mmap, self.munmap = free.mmap, free.munmap
-        self.mmap.argtypes, self.mmap.restype = (pointer, length, number, number, number, ctypes.c_long), pointer
-        self.munmap.argtypes = (pointer, length)
-        self.sigaction, self.mprotect, self.memcpy, self.mremap = (
-            held.sigaction,
-            held.mprotect,
-            held.memcpy,
-            held.mremap,
-        )
-        self.sigaction.argtypes, self.mprotect.argtypes = (number, pointer, pointer), (pointer, length, number)
-        self.memcpy.argtypes, self.memcpy.restype = (pointer, pointer, length), pointer
-        self.mremap.argtypes, self.mremap.restype = (pointer, length, length, number, pointer), pointer
-        self.usleep = ctypes.cast(free.usleep, pointer).value
-
-
-def _find_libc() -> _Libc | None:
-    """None where leases are not supported."""
-    if not IS_LINUX or platform.machine() not in ("x86_64", "aarch64"):
-        return None  # elsewhere the layout of `struct sigaction` may differ
-    try:
-        return _Libc()
-    except (OSError, AttributeError):
-        return None
-
-
-_libc = _find_libc()
-if _libc is not None:
-    at_fork(before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork_in_child)
+_CAN_REPLACE = IS_LINUX and platform.machine() in ("x86_64", "aarch64")
+"""Elsewhere the layout of `struct sigaction` may differ."""
+_libc = ctypes.PyDLL(None, use_errno=True)
+"""The C library, whose functions keep the interpreter lock."""
+if _CAN_REPLACE:
+    _pointer, _length, _number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    _libc.mmap.argtypes = (_pointer, _length, _number, _number, _number, ctypes.c_long)
+    _libc.munmap.argtypes = (_pointer, _length)
+    _libc.sigaction.argtypes, _libc.mprotect.argtypes = (_number, _pointer, _pointer), (_pointer, _length, _number)
+    _libc.memcpy.argtypes = (_pointer, _pointer, _length)
+    _libc.mremap.argtypes = (_pointer, _length, _length, _number, _pointer)
+    _libc.mmap.restype = _libc.memcpy.restype = _libc.mremap.restype = _pointer

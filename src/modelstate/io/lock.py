@@ -20,7 +20,7 @@ import weakref
 from contextlib import suppress
 from datetime import datetime
 
-from modelstate.errors import LockedError, StoreMovedError, WriteFailedError
+from modelstate.errors import LockedError, ModelStateError, StoreMovedError, WriteFailedError
 from modelstate.forks import at_fork
 from modelstate.io.files import Descriptor
 from modelstate.text_format import printable
@@ -73,13 +73,12 @@ class WriterLock:
         self.directory = os.fspath(directory)
         self._opened = list[Descriptor]()
         """The descriptors of the directory, whose inode no other one gets while it is open, and of the lock file."""
-        self._finalizer: weakref.finalize[[list[Descriptor], int], WriterLock] | None = None
         self._pid = 0
 
     @property
     def held(self) -> bool:
         """Whether this object holds the lock. The copy in a forked child does not."""
-        return self._finalizer is not None and self._finalizer.alive and self._pid == os.getpid()
+        return bool(self._opened) and self._pid == os.getpid()
 
     def acquire(self) -> None:
         """Acquires the lock without waiting.
@@ -88,26 +87,53 @@ class WriterLock:
             LockedError: Another writer holds the lock; the error names it and since when.
             WriteFailedError: The directory cannot be written to, or its file system has no locks.
         """
-        opened, pid = list[Descriptor](), os.getpid()
+        opened = list[Descriptor]()
         try:
-            try:
-                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-                opened.append(Descriptor(os.open(self.directory, flags)))
-            except OSError as error:
+            opened.append(_open(self.directory, os.O_RDONLY | os.O_DIRECTORY))
+            for _ in range(_TRIES):
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+                opened.append(_open(LOCK_FILE, flags, opened[0]))
+                if not stat.S_ISREG(os.fstat(opened[1]).st_mode):
+                    raise OSError(errno.ENXIO, "not a regular file")
+                self._lock(opened[1])
+                if is_at(opened[1], self._path):
+                    break
+                _close([opened.pop()])  # the file was removed or replaced between the two calls
+            else:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+            with suppress(OSError):  # a full disk: only the text of an error depends on it
+                os.ftruncate(opened[1], 0)
+                os.pwrite(opened[1], f"{json.dumps(holder)}\n".encode(), 0)
+            self._pid = os.getpid()
+            weakref.finalize(self, _release, opened, self._pid).atexit = False  # the end of the process releases it
+            self._opened = opened
+        except BaseException as error:
+            _close(opened)
+            if isinstance(error, OSError) and not isinstance(error, ModelStateError):
                 raise self._no_access(error) from error
-            opened.append(self._lock_file(opened[0]))
-            descriptors_to_close.add(opened[0])
-            finalizer = weakref.finalize(self, _release, opened, pid)
-            finalizer.atexit = False  # the end of the process releases it, after everything else
-            self._opened, self._pid, self._finalizer = opened, pid, finalizer
-        except BaseException:
-            _release(opened, pid)
             raise
+
+    def _lock(self, descriptor: Descriptor) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = os.pread(descriptor, _MAX_TEXT_BYTES, 0)
+            raise self._locked(holder_text(text, f"{LOCK_FILE} does not say who has it")) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            raise WriteFailedError(
+                "the file system has no locks, which keep two writers apart",
+                where=self.directory,
+                found=error,
+                remedy="mount it with locks (Lustre: -o flock; NFS: with lockd), or take a directory on another file "
+                "system",
+            ) from error
 
     def release(self) -> None:
         """Releases the lock. Does nothing where this object does not hold it."""
-        if self._finalizer is not None:
-            self._finalizer()
+        _release(self._opened, self._pid)
 
     def confirm(self) -> None:
         """Checks that this object still holds the lock of the directory at its path.
@@ -137,47 +163,6 @@ class WriterLock:
     def _path(self) -> str:
         return os.path.join(self.directory, LOCK_FILE)
 
-    def _lock_file(self, directory: int) -> Descriptor:
-        """Opens and locks the lock file, and returns its descriptor."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        for _ in range(_TRIES):
-            try:
-                descriptor = Descriptor(os.open(LOCK_FILE, flags, 0o666, dir_fd=directory))
-            except OSError as error:
-                raise self._no_access(error) from error
-            try:
-                descriptors_to_close.add(descriptor)
-                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise self._no_access(OSError(errno.ENXIO, "not a regular file"))
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    text = os.pread(descriptor, _MAX_TEXT_BYTES, 0)
-                    raise self._locked(holder_text(text, f"{LOCK_FILE} does not say who has it")) from None
-                except OSError as error:
-                    if error.errno not in NO_LOCKS:
-                        raise self._no_access(error) from error
-                    raise WriteFailedError(
-                        "the file system has no locks, which keep two writers apart",
-                        where=self.directory,
-                        found=error,
-                        remedy="mount it with locks (Lustre: -o flock; NFS: with lockd), or take a directory on "
-                        "another file system",
-                    ) from error
-                if is_at(descriptor, self._path):
-                    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-                    with suppress(OSError):  # a full disk: only the text of an error depends on it
-                        os.ftruncate(descriptor, 0)
-                        os.pwrite(descriptor, f"{json.dumps(holder)}\n".encode(), 0)
-                    return descriptor
-            except BaseException:
-                descriptors_to_close.discard(descriptor)
-                descriptor.close()
-                raise
-            descriptors_to_close.discard(descriptor)
-            descriptor.close()  # the file was removed or replaced between the two calls
-        raise self._no_access(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
-
     def _locked(self, found: str) -> LockedError:
         other = "close the other Store of this process (close(), or `with`)"
         if not found.startswith(_THIS_PROCESS):
@@ -199,18 +184,40 @@ class WriterLock:
         )
 
 
+def _open(path: str, flags: int, directory: int | None = None) -> Descriptor:
+    """Opens a file, whose descriptor a forked child closes."""
+    descriptor = Descriptor(os.open(path, flags | os.O_CLOEXEC, 0o666, dir_fd=directory))
+    descriptors_to_close.add(descriptor)
+    return descriptor
+
+
+def _release(opened: list[Descriptor], pid: int) -> None:
+    """Unlocks and closes what a lock has opened. Another call does nothing, nor does one in a forked child."""
+    if opened and os.getpid() == pid:
+        with suppress(OSError):  # a disk that fails
+            os.ftruncate(opened[1], 0)
+        with suppress(OSError):
+            fcntl.flock(opened[1], fcntl.LOCK_UN)
+        _close(opened)
+
+
+def _close(opened: list[Descriptor]) -> None:
+    while opened:
+        descriptor = opened.pop()
+        descriptors_to_close.discard(descriptor)
+        with suppress(OSError):
+            descriptor.close()
+
+
 def check_directory(directory: str, before: os.stat_result) -> None:
     """Raises `StoreMovedError` where the path has no directory or another one than `before`, and `OSError`."""
     try:
-        status = os.stat(directory)
+        if os.path.samestat(before, os.stat(directory)):
+            return
+        found = "something else is there"
     except (FileNotFoundError, NotADirectoryError):
-        raise _moved(directory, "nothing is there") from None
-    if not os.path.samestat(before, status):
-        raise _moved(directory, "something else is there")
-
-
-def _moved(directory: str, found: str) -> StoreMovedError:
-    return StoreMovedError(
+        found = "nothing is there"
+    raise StoreMovedError(
         "the store's directory has been renamed, removed or replaced since it was taken into use",
         where=directory,
         expected="the directory that this store has used so far",
@@ -225,22 +232,6 @@ def is_at(descriptor: int, path: str) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except OSError:
         return False
-
-
-def _release(opened: list[Descriptor], pid: int) -> None:
-    """Unlocks and closes what a lock has opened: the directory, and then the lock file. Another call does nothing."""
-    if os.getpid() != pid:
-        return  # a forked child has closed its copies already
-    if len(opened) > 1:
-        with suppress(OSError):  # a disk that fails
-            os.ftruncate(opened[1], 0)
-        with suppress(OSError):
-            fcntl.flock(opened[1], fcntl.LOCK_UN)
-    while opened:
-        descriptor = opened.pop()
-        descriptors_to_close.discard(descriptor)
-        with suppress(OSError):
-            descriptor.close()
 
 
 _THIS_PROCESS = "this process"

@@ -60,15 +60,12 @@ _READ_BYTES = 1 << 20
 # Reads ahead.
 
 
-def read_ahead(ranges: Iterable[ByteRange], files: OpenFiles | Mapping[str, FileFingerprint]) -> int:
+def read_ahead(ranges: Iterable[ByteRange], files: OpenFiles) -> int:
     """Makes the kernel start to read those of the ranges that are not in the page cache, without waiting for them.
 
     Returns the number of bytes that the kernel is asked for, at most half of the available memory. It is 0 where the
     ranges are cached already, where the kernel does not say whether they are, and where they are too small to matter.
     """
-    if not isinstance(files, OpenFiles):
-        with OpenFiles(files) as opened:
-            return read_ahead(ranges, opened)
     spans = merged(ranges)
     if sum(span.nbytes for span in spans) < LEAST_BYTES_AHEAD:
         return 0

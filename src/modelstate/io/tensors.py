@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import Protocol
 
 import torch
 
 from modelstate.errors import ReadFailedError
 from modelstate.io.engine import Request, for_each, read_threads
-from modelstate.io.memory import aligned, empty_cpu
+from modelstate.io.memory import aligned, empty_cpu, fresh_tensors
 from modelstate.spec import (
     AT_ONCE_BYTES,
     Blocks,
@@ -30,12 +28,8 @@ from modelstate.spec import (
 )
 from modelstate.torch_compat.plain import has_its_memory
 
-
-class ReadAll(Protocol):
-    """Executes read requests, with the arguments of `read_ranges`."""
-
-    def __call__(self, requests: list[Request], *, threads: int | None = None) -> None:
-        """Executes the requests with at most this many threads."""
+ReadAll = Callable[..., object]
+"""Executes a list of `Request`, as `read_ranges` does: on several threads, or in the caller's with `threads=1`."""
 
 
 def read_tensor(stored: Stored, read_all: ReadAll) -> torch.Tensor:
@@ -81,20 +75,14 @@ def elements(stored: StoredTensor, start: int, count: int, read_all: ReadAll) ->
 
 
 def runs(tensors: Sequence[StoredTensor], read_all: ReadAll) -> list[torch.Tensor]:
-    """Reads the elements of contiguous tensors with one call of `read_all`, into memory that they share.
+    """Reads the elements of contiguous tensors with one call of `read_all`.
 
     Raises what `read_all` raises.
     """
-    starts = [*accumulate((aligned(stored.nbytes) for stored in tensors), initial=0)]
-    memory = empty_cpu((starts[-1],), torch.uint8)
-    sources = [ByteRange(stored.extent.path, stored.extent.start, stored.nbytes) for stored in tensors]
-    read_all([Request(source, memory.data_ptr() + start) for source, start in zip(sources, starts, strict=False)])
-    return [
-        torch.empty(0, dtype=stored.dtype, device="cpu").set_(
-            memory.untyped_storage(), start // stored.dtype.itemsize, (stored.nbytes // stored.dtype.itemsize,), (1,)
-        )
-        for stored, start in zip(tensors, starts, strict=False)
-    ]
+    sizes = [torch.Size((stored.nbytes // stored.dtype.itemsize,)) for stored in tensors]
+    values = fresh_tensors([(shape, None, stored.dtype) for shape, stored in zip(sizes, tensors, strict=True)])
+    read_all([Request(stored.extent, value.data_ptr()) for stored, value in zip(tensors, values, strict=True)])
+    return values
 
 
 def same_bytes(first: ByteRange, second: ByteRange, read_all: ReadAll) -> bool:
@@ -113,32 +101,29 @@ def _read_strided(stored: StoredTensor, read_all: ReadAll) -> torch.Tensor:
     if stored.nbytes == 0:
         return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
     runs = stored.runs()
-    memory = empty_cpu((runs.nbytes,), torch.uint8)
-    read_all([Request(source, memory.data_ptr() + at) for source, at in runs.places()])
-    empty = torch.empty(0, dtype=stored.dtype, device="cpu")
-    return empty.set_(memory.untyped_storage(), 0, stored.shape, runs.stride)
+    (value,) = fresh_tensors([(torch.Size(stored.shape), runs.stride, stored.dtype)])
+    read_all([Request(source, value.data_ptr() + at) for source, at in runs.places()])
+    return value
 
 
-ReadBlock = Callable[[list[Request]], object]
-"""Executes requests in the thread of the caller."""
 Targets = Sequence[tuple[Combined, torch.Tensor]]
 """Combined tensors, each with the contiguous memory of its result. Each is computed by `Blocks`."""
 
 
 def compute(
     targets: Targets,
-    read: ReadBlock,
+    read: ReadAll,
     *,
     read_whole: Callable[[Stored], torch.Tensor],
-    on_done: Callable[[int], None] | None = None,
+    on_block: Callable[[], object] = lambda: None,
 ) -> None:
     """Computes combined tensors block by block on several threads, each with memory for one block.
 
     Args:
         targets: The tensors and the memory of their results.
-        read: Reads a block; threads call it at the same time.
+        read: Reads a block in the thread of its caller; threads call it at the same time.
         read_whole: Returns a part that is not a contiguous range of a file.
-        on_done: Called with the number of bytes of each computed block, by one thread at a time.
+        on_block: Called after each block, by one thread at a time; may raise to end the computation.
 
     Raises:
         ReadFailedError: A part cannot be read. The memory of the results is then partly overwritten.
@@ -162,35 +147,14 @@ def compute(
             nonlocal current, compute_block
             index, first = item
             if index != current:
-                current = -1
-                compute_block = computed[index].begin(_Scratch(buffer), read)
-                current = index
+                compute_block, current = computed[index].begin(buffer, read), index
             compute_block(first)
 
         return process
 
     # Memory that is written to must not be left half written: the buffers are there before.
     workers = [worker(empty_cpu((nbytes,), torch.uint8)) for _ in range(threads)]
-
-    def report(item: tuple[int, int], _: float) -> None:
-        index, first = item
-        if on_done is not None:
-            tensor = computed[index]
-            on_done(min(tensor.step, tensor.out.numel() - first) * tensor.out.itemsize)
-
-    for_each(blocks, workers, report, with_torch=True)
-
-
-class _Scratch:
-    """Hands out the memory of a buffer, each byte once."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer, self._used = buffer, 0
-
-    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        nbytes = math.prod(shape) * dtype.itemsize
-        start, self._used = self._used, self._used + aligned(nbytes)
-        return self._buffer[start : start + nbytes].view(dtype).view(tuple(shape))
+    for_each(blocks, workers, lambda *_: on_block(), with_torch=True)
 
 
 class _ComputedTensor:
@@ -208,45 +172,50 @@ class _ComputedTensor:
         self._whole = parts[count:]
         self._aligned = [part if isinstance(part, StoredTensor) else part.view(-1) for part in parts[:count]]
 
-    def begin(self, scratch: _Scratch, read: ReadBlock) -> Callable[[int], None]:
-        """Reads the parts that are needed whole; returns the function that computes the block from an element on."""
-        requests: list[Request] = []
-        whole: list[torch.Tensor] = []
-        pieces = self.build.pieces
+    def begin(self, buffer: torch.Tensor, read: ReadAll) -> Callable[[int], None]:
+        """Reads the parts that are needed whole; returns the function that computes the block from an element on.
+
+        Each byte of the buffer is used for one thing.
+        """
+        at, requests = 0, list[Request]()
+
+        def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            nonlocal at
+            nbytes = math.prod(shape) * dtype.itemsize
+            start, at = at, at + aligned(nbytes)
+            return buffer[start : start + nbytes].view(dtype).view(tuple(shape))
+
+        def request(part: StoredTensor, first: int, memory: torch.Tensor) -> torch.Tensor:
+            start = part.extent.start + first * part.dtype.itemsize
+            requests.append(Request(ByteRange(part.extent.path, start, memory.nbytes), memory.data_ptr()))
+            return memory
+
+        pieces, whole = self.build.pieces, list[torch.Tensor]()
         for part in self._whole if pieces is None else ():
             if isinstance(part, StoredTensor):
-                whole.append(scratch(part.shape, part.dtype))
-                requests.append(Request(part.extent, whole[-1].data_ptr()))
-            else:
-                whole.append(part)
+                part = request(part, 0, allocate(part.shape, part.dtype))
+            whole.append(part)
         read(requests)
         buffers: list[torch.Tensor | None] = []
         for index, part in enumerate(self._aligned):
             is_read = isinstance(part, StoredTensor) and (index > 0 or part.dtype != self.out.dtype)
-            buffers.append(scratch((self.step,), part.dtype) if is_read else None)
-        memory = scratch((self.build.piece_bytes,), torch.uint8)
-        fill = self.build.begin(whole, scratch)
+            buffers.append(allocate((self.step,), part.dtype) if is_read else None)
+        memory = allocate((self.build.piece_bytes,), torch.uint8)
+        fill = self.build.begin(whole, allocate)
 
         def block(first: int) -> None:
-            out = self.out[first : first + self.step]
-            values: list[torch.Tensor] = []
-            requests: list[Request] = []
-            for part, buffer in zip(self._aligned, buffers, strict=True):
+            out, used, values = self.out[first : first + self.step], 0, list[torch.Tensor]()
+            requests.clear()
+            for part, own in zip(self._aligned, buffers, strict=True):
                 if isinstance(part, StoredTensor):
-                    values.append(out if buffer is None else buffer[: len(out)])
-                    path, start, _ = part.extent
-                    extent = ByteRange(path, start + first * part.dtype.itemsize, len(out) * part.dtype.itemsize)
-                    requests.append(Request(extent, values[-1].data_ptr()))
+                    values.append(request(part, first, out if own is None else own[: len(out)]))
                 else:
                     values.append(part[first : first + self.step])
-            used = 0
             for part, (begin, end) in zip(self._whole, pieces(first, first + len(out)), strict=True) if pieces else ():
                 if isinstance(part, StoredTensor):
-                    itemsize = part.dtype.itemsize
-                    values.append(memory[used : (used := used + (end - begin) * itemsize)].view(part.dtype))
-                    path, start, _ = part.extent
-                    extent = ByteRange(path, start + begin * itemsize, (end - begin) * itemsize)
-                    requests.append(Request(extent, values[-1].data_ptr()))
+                    nbytes = (end - begin) * part.dtype.itemsize
+                    values.append(request(part, begin, memory[used : used + nbytes].view(part.dtype)))
+                    used += nbytes
                 else:
                     values.append(part[begin:end])
             read(requests)

@@ -271,12 +271,6 @@ def to_read_here(executions: Sequence[Execution], shared: Sequence[SharedRead]) 
     return [item for item in executions if id(item) not in received]
 
 
-def connect(shared: Sequence[SharedRead], agreement: Agreement) -> None:
-    """Connects the ranks of each group of replicas. Raises `RankLostError` where a rank does not take part."""
-    for ranks in dict.fromkeys(read.ranks for read in shared):
-        agreement.connect(ranks)
-
-
 def broadcast(shared: Sequence[SharedRead], agreement: Agreement) -> None:
     """Sends the values that this rank has read to its replicas, and receives the others.
 
@@ -293,8 +287,14 @@ def broadcast(shared: Sequence[SharedRead], agreement: Agreement) -> None:
     for read in shared:
         groups[read.ranks, read.reader].append(read)
     for (ranks, reader), reads in groups.items():
-        for batch in _batches(reads):
-            _send(batch, ranks, reader, agreement)
+        batch, left = list[SharedRead](), AT_ONCE_BYTES
+        for read in reads:
+            if batch and read.nbytes > left:
+                _send(batch, ranks, reader, agreement)
+                batch, left = [], AT_ONCE_BYTES
+            batch.append(read)
+            left -= read.nbytes
+        _send(batch, ranks, reader, agreement)
 
 
 def _send(batch: Sequence[SharedRead], ranks: tuple[int, ...], reader: int, agreement: Agreement) -> None:
@@ -313,16 +313,3 @@ def _send(batch: Sequence[SharedRead], ranks: tuple[int, ...], reader: int, agre
             tensor.copy_(part)
         if not final.is_contiguous():
             final.copy_(value)
-
-
-def _batches(reads: Sequence[SharedRead]) -> list[list[SharedRead]]:
-    """Returns runs of values that fit into a buffer; a value that does not is alone."""
-    batches: list[list[SharedRead]] = []
-    left = 0
-    for read in reads:
-        if not batches or read.nbytes > left:
-            batches.append([])
-            left = AT_ONCE_BYTES
-        batches[-1].append(read)
-        left -= read.nbytes
-    return batches

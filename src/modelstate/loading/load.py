@@ -1,13 +1,14 @@
-"""`load` and `plan`: plan a load, stage the values, commit them."""
+"""`load` and `plan`: check the arguments, and plan a load, or execute it, at once or when the result is called for."""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import torch
@@ -15,57 +16,24 @@ from msgspec.structs import replace
 from torch import nn
 
 from modelstate.arguments import checked_call
+from modelstate.background import AtExit, BackgroundTask
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import NO_PICKLE, open as open_checkpoint, open_source
-from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
-from modelstate.errors import OptionError
-from modelstate.io.engine import OpenFiles
-from modelstate.io.files import kept_open
-from modelstate.loading.background import LOAD_AGAIN, LoadHandle, StagedLoad
-from modelstate.loading.collective import (
-    COMMIT,
-    LAST_CHECKS,
-    PLANNING,
-    READING,
-    SHARING,
-    before_call,
-    broadcast,
-    connect,
-    digests_of,
-    notes_on_shared,
-    rank_reports,
-    shared_generator,
-    shared_reads,
-    to_read_here,
-)
-from modelstate.loading.commit import (
-    Place,
-    commit_values,
-    overwrite,
-    place_fallible,
-    reads_at_commit,
-)
-from modelstate.loading.stage import Staging, limit_memory, prefetch_range, stage
-from modelstate.planning.matching import ModelSchemaView, match
+from modelstate.checkpoint.open import NO_PICKLE, Source, open as open_checkpoint
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
+from modelstate.errors import BackgroundCancelledError, OptionError
+from modelstate.loading.collective import PLANNING, before_call
+from modelstate.loading.execute import StagedLoad, check_plan, execute, prepare
+from modelstate.loading.stage import limit_memory
 from modelstate.planning.options import LoadArguments, LoadOptions, PlanArguments, check_model, checked_options
 from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner
-from modelstate.planning.record import bind, record
-from modelstate.planning.transfer import Execution, stage_unleased
-from modelstate.problems import glob_patterns
-from modelstate.process import deferred_signals, gc_paused, progress_bar
-from modelstate.text_format import listed
-from modelstate.torch_compat.plain import is_plain
-from modelstate.torch_compat.sharding import refresh_shards, reshard
-from modelstate.transaction.optimizers import check_optimizers, following_state, placed
-from modelstate.transaction.references import lost_references
-from modelstate.transaction.slots import slots_of
+from modelstate.process import gc_paused, progress_bar, stopped_by
+from modelstate.transaction.optimizers import check_optimizers
 from modelstate.transaction.transaction import Transaction, exclusive
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Source = str | os.PathLike[str] | Mapping[str, object] | Checkpoint
 OF_TORCH = {
     "assign": "leave it out: tensors on meta get memory, and all parameters stay the same objects",
     "weights_only": NO_PICKLE,
@@ -115,11 +83,7 @@ def plan(model: nn.Module, source: Source, **options: Unpack[PlanArguments]) -> 
 
 @overload
 def load(
-    model: nn.Module,
-    source: Source | LoadPlan,
-    *,
-    background: Literal[False] = False,
-    **options: Unpack[LoadArguments],
+    model: nn.Module, source: Source | LoadPlan, *, background: Literal[False] = False, **options: Unpack[LoadArguments]
 ) -> LoadReport: ...
 @overload
 def load(
@@ -130,11 +94,7 @@ def load(
     model: nn.Module, source: Source | LoadPlan, *, background: bool, **options: Unpack[LoadArguments]
 ) -> LoadReport | LoadHandle: ...
 @checked_call(
-    "ms.load",
-    foreign=OF_TORCH,
-    within=before_call("modelstate.load"),
-    options=LoadArguments,
-    defaults=LoadOptions(),
+    "ms.load", foreign=OF_TORCH, within=before_call("modelstate.load"), options=LoadArguments, defaults=LoadOptions()
 )
 def load(
     model: nn.Module, source: Source | LoadPlan, *, background: bool = False, **options: Unpack[LoadArguments]
@@ -199,46 +159,46 @@ def load(
             checked = replace(checked, **source.options.of_plan())
         elif checked.cache is not None:
             source = open_checkpoint(source, cache=checked.cache)
-        if background:
-            _check_background(checked, agreement)
+        if background and checked.in_place:
+            raise OptionError(
+                "in_place=True overwrites memory that the program still uses",
+                where="background=True",
+                remedy="leave one of them out; without in_place=True the values are read into new memory",
+            )
+        if background and agreement is not None:
+            raise OptionError(
+                "a load on several ranks cannot go on in the background",
+                where="background=True",
+                found="a model with DTensors",
+                remedy="leave it out; the ranks load together",
+            )
     # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
     paused_gc = gc_paused if checked.transform is None else nullcontext[None]
     if not background:
         votes = nullcontext() if agreement is None else agreement.collective()
         # The votes first, as in every call: two threads that took these locks in two orders would wait for each other.
         with votes, exclusive(model), paused_gc(), Transaction(model) as transaction:
-            return _execute(transaction, source, checked, agreement, started)
-    with exclusive(model), paused_gc():
-        staged = _stage_in_background(model, source, checked)
+            return execute(transaction, source, checked, agreement, started=started)
+    with exclusive(model), paused_gc(), Transaction(model) as transaction:
+        with torch.random.fork_rng(devices=[]):
+            in_use = "the model is in use until then"
+            planner, staging = prepare(transaction, source, checked, call_extra_state=False, in_use=in_use)
+        staging.files.close()
+        check_plan(planner, checked.optimizers)
+        executions = planner.executions
+        limit_memory(staging, executions)
+        staged = StagedLoad(planner.plan(), staging, executions, checked.verify)
 
     def commit() -> LoadReport:
+        options = replace(checked, progress=False)
         with exclusive(model), paused_gc(), Transaction(model) as transaction:
-            return _execute(transaction, staged.plan, replace(checked, progress=False), None, started, staged)
+            return execute(transaction, staged.plan, options, None, started=started, staged=staged)
 
     return LoadHandle(staged, checked.progress, commit)
 
 
-def _check_background(options: LoadOptions, agreement: Agreement | None) -> None:
-    """Raises `OptionError` for a load that cannot go on in the background."""
-    if options.in_place:
-        raise OptionError(
-            "in_place=True overwrites memory that the program still uses",
-            where="background=True",
-            remedy="leave one of them out; without in_place=True the values are read into new memory",
-        )
-    if agreement is not None:
-        raise OptionError(
-            "a load on several ranks cannot go on in the background",
-            where="background=True",
-            found="a model with DTensors",
-            remedy="leave it out; the ranks load together",
-        )
-
-
 def _ranks_of(
-    tensors: nn.Module | tuple[()],
-    process_group: ProcessGroup | None = None,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    tensors: nn.Module | tuple[()], process_group: ProcessGroup | None = None, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> Agreement | None:
     """Returns the ranks that load these tensors together; None for a load on one rank."""
     # A program without DTensors has not imported their module, and its loads are of one rank.
@@ -272,202 +232,164 @@ def load_then(
     elif not agreement.is_collective:
         agreement = None
     with nullcontext() if agreement is None else agreement.collective(), gc_paused():
-        return _execute(
-            *(transaction, checkpoint, options, agreement, time.perf_counter()),
-            then=then,
-            check=check,
-            in_columns=not runs_code,
-        )
+        return execute(transaction, checkpoint, options, agreement, then=then, check=check, in_columns=not runs_code)
 
 
-def _stage_in_background(model: nn.Module, source: Source | LoadPlan, options: LoadOptions) -> StagedLoad:
-    """Plans and checks a load, and returns the object that reads its values while the model is in use."""
-    with Transaction(model) as transaction:
-        with torch.random.fork_rng(devices=[]):
-            planner, staging = prepare(
-                transaction, source, options, call_extra_state=False, in_use="the model is in use until then"
-            )
-        staging.files.close()
-        if planner.problems:
-            raise planner.error()
-        executions = planner.executions
-        limit_memory(staging, executions)
-        _check_optimizers(planner.singles, options.optimizers)
-        return StagedLoad(planner.plan(), staging, executions, options.verify)
+class LoadHandle:
+    """A load that runs in a background thread: the result of `modelstate.load(..., background=True)`.
 
+    The model is unchanged until `result` puts everything in place. A handle that is dropped, or left as a context
+    without a result, is cancelled; so is one that is not done when the program ends. All methods may be called from
+    any thread.
 
-def _execute(
-    transaction: Transaction,
-    source: Source | LoadPlan,
-    options: LoadOptions,
-    agreement: Agreement | None,
-    started: float,
-    staged: StagedLoad | None = None,
-    then: Callable[[], None] | None = None,
-    check: Callable[[Planner], None] | None = None,
-    in_columns: bool = True,
-) -> LoadReport:
-    """Loads into the root of a transaction. `staged` holds values that have been read in the background.
-
-    All references to the planner are gone when the function returns.
+    Examples:
+        >>> with modelstate.load(model, "model.safetensors", background=True) as handle:
+        ...     tokenizer = Tokenizer.from_file("tokenizer.json")
+        ...     report = handle.result()
     """
-    optimizers = options.optimizers
-    before = placed(optimizers) if optimizers else {}
-    planner: Planner
-    phase: Callable[..., AbstractContextManager[None]]
-    phase = (lambda *_, **__: nullcontext()) if agreement is None else agreement.phase
-    with ExitStack() as held:
-        with phase(PLANNING, lambda: digests_of(planner)):
-            planner, staging = prepare(
-                transaction,
-                source,
-                options,
-                agreement,
-                call_extra_state=True,
-                staged=staged,
-                in_columns=in_columns,
-            )
-            held.enter_context(staging.files)
-            if check is not None:
-                check(planner)
-            if planner.problems:
-                raise planner.error()
-            notes = planner.notes
-            if optimizers:
-                _check_optimizers(planner.singles, optimizers)
-            if staged is None:
-                limit_memory(staging, planner.executions)
-            else:
-                notes += staged.hand_over(staging, planner)
-            executions = planner.executions
-        to_stage = [*planner.moves, *(to_read_here(executions, staging.shared) if staging.shared else executions)]
-        nbytes = sum(item.transfers.nbytes for item in to_stage)
-        advance = held.enter_context(progress_bar(options.progress, nbytes, "loading"))
-        with phase(READING), ExitStack() as random:
-            if agreement is not None:  # first of all, because the other ranks wait here for this one
-                connect(staging.shared, agreement)
-                random.enter_context(shared_generator(planner, agreement))
-            if staged is None:
-                verified = staging.checkpoint.verify() if options.verify else 0
-                notes += prefetch_range(staging, to_stage)
-            else:
-                verified = staged.verified_bytes
-            stage(staging, to_stage, advance)
-        if agreement is not None and staging.shared:
-            with phase(SHARING), agreement.barrier():
-                broadcast(staging.shared, agreement)
-        effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
-        with phase(LAST_CHECKS, decides=True, effect=effect):
-            new_state = following_state(optimizers, _final_values(executions), before) if optimizers else []
-            place_fallible(transaction, executions)
-            if any(item.transfers.facts.sharded is not None for item in planner.singles):
-                transaction.register_undo(refresh_shards(planner.slots.modules.values()))
-            # Mapped values are not read, so no read notices a change.
-            for maps in {maps for item in executions if (maps := item.transfers.maps) is not None}:
-                maps.check_unchanged()
-            if staging.options.in_place:
-                overwrite(staging, executions, advance)
-            if then is not None:
-                then()
-            # Reads in place have compared the files, and their error names what they leave.
-            at_commit = [] if staging.options.in_place else reads_at_commit(staging, executions, advance)
-            if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
-                held.enter_context(deferred_signals())
-        with phase(COMMIT, effect="all other ranks have loaded"):
-            last = [partial(state.__setitem__, key, value) for state, key, value in new_state]
-            commit_values(transaction, executions, at_commit, last)
-        ranks, reread_bytes = ((), 0) if agreement is None else rank_reports(planner, staging.shared, agreement)
-    target, source_name = planner.names
-    return LoadReport(
-        target=target,
-        source=source_name,
-        notes=(*notes, *transaction.notes, *(staging.overflows.notes() if staging.overflows.counts else ())),
-        slots=planner.slot_count,
-        seconds=time.perf_counter() - started,
-        peak_memory_bytes=staging.peak_memory_bytes,
-        verified_bytes=verified,
-        # The writes of this library keep every object. Code of the model may replace objects.
-        references_lost=lost_references(planner.slots_before, planner.model) if transaction.armed else (),
-        ranks=ranks,
-        reread_bytes=reread_bytes,
-        make_steps=planner.step_maker(),
-    )
 
+    def __init__(self, staged: StagedLoad, progress: bool | None, commit: Callable[[], LoadReport]) -> None:
+        grad_enabled = torch.is_grad_enabled()
 
-def prepare(
-    transaction: Transaction,
-    source: Source | LoadPlan,
-    options: LoadOptions,
-    agreement: Agreement | None = None,
-    *,
-    call_extra_state: bool,
-    staged: StagedLoad | None = None,
-    in_use: str = "",
-    in_columns: bool = True,
-) -> tuple[Planner, Staging]:
-    """Plans a load, or binds a plan that was made before, and returns with it how its values are read.
+        def read(task: BackgroundTask[None]) -> None:
+            def on_progress(nbytes: int) -> None:
+                task.check()
+                advance(nbytes)
 
-    `in_use` is why no value can be read at the commit. `in_columns` is whether values without facts of their own may be
-    planned together. The caller closes the files of the staging.
-    """
-    with kept_open() as opened:
-        if "torch.distributed.fsdp" in sys.modules:
-            reshard(transaction.root)
-        view = ModelSchemaView(transaction.root, slots_of(transaction.root))
-        if not isinstance(source, LoadPlan):
-            # A load with a transform has not paused the garbage collector.
-            with nullcontext() if options.transform is None else gc_paused():
-                checkpoint = open_source(source)
-            matched = match(checkpoint, options, view)
-        else:
-            matched = source.binding.matched
-        staging = Staging(matched.part, options, transaction.root, OpenFiles(matched.part.fingerprints, opened))
-        if staged is not None:  # the memory of the model is looked up again
-            staging = replace(staged.staging, files=staging.files)
-        planner = Planner(
-            *(transaction, view, matched, partial(Place, staging)),
-            call_extra_state=call_extra_state,
-            in_columns=in_columns,
+            with (
+                stopped_by(lambda: task.is_cancelled),
+                torch.set_grad_enabled(grad_enabled),
+                progress_bar(progress, staged.nbytes, "loading") as advance,
+            ):
+                staged.read(on_progress)
+
+        # The task does not refer to the handle, so that a handle can be dropped.
+        self._task = BackgroundTask(
+            read,
+            kind="load",
+            where=f"{staged.plan.source} into {staged.plan.target}",
+            at_exit=AtExit.CANCEL,
+            discard=staged.release,
         )
-        if not isinstance(source, LoadPlan):
-            record(planner)
-        else:
-            bind(planner, source, "make the plan again" if staged is None else LOAD_AGAIN)
-        if options.read_once:
-            staging.shared = shared_reads(planner.singles, agreement or agreement_of(transaction.root))
-            planner.notes += notes_on_shared(staging.shared)
-        if staged is None and not options.in_place:
-            stage_unleased(planner.executions, staging.files, in_use)
-        return planner, staging
+        self._commit: Callable[[], LoadReport] | None = commit
+        self._outcome: LoadReport | BaseException | None = None
+        self._lock = threading.RLock()
+        """Held by the thread that sets the outcome."""
+        self._committing_thread: int | None = None
+        self._pid = os.getpid()
+        weakref.finalize(self, self._task.cancel, wait=False).atexit = False
+        self._task.start()
 
+    def __repr__(self) -> str:
+        outcome, state = self._outcome, "ready" if self._task.done else "coming in"
+        if outcome is not None:
+            is_cancelled = isinstance(outcome, BackgroundCancelledError)
+            state = "loaded" if isinstance(outcome, LoadReport) else "cancelled" if is_cancelled else "failed"
+        return f"<LoadHandle of {self._task.where}: {state}>"
 
-def _check_optimizers(executions: Iterable[Execution], optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    """Raises `OptionError` where a transform of modules replaces a parameter of an optimizer.
+    @property
+    def done(self) -> bool:
+        """Whether `result` need not wait for values that are read: all have been, or there is a result or an error."""
+        return self._outcome is not None or self._task.done
 
-    The state that fits the new tensor is unknown.
-    """
-    optimized_parameters = {
-        param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
-    }
-    transfers = [item.transfers for item in executions]
-    transformed = [item for item in transfers if item.facts.module_transform is not None]
-    replaced = [item for item in transformed if not optimized_parameters.isdisjoint(item.slot_tensors)]
-    if replaced:
-        alone = ", ".join(f"{pattern!r}: None" for pattern in glob_patterns(item.name for item in replaced))
-        raise OptionError(
-            "the state of an optimizer cannot follow a parameter that the transform replaces",
-            where=listed([item.name for item in replaced], 3),
-            found=replaced[0].why,
-            remedy=f"build the optimizer after the load, or leave these alone: transform={{{alone}, '*': transform}}; "
-            "where transform= is a mapping, its patterns follow these names",
-        )
+    def result(self, timeout_seconds: float | None = None) -> LoadReport:
+        """Waits until all values have been read, puts them in place, all or nothing, and returns the report.
 
+        The model's own loading code runs here, `set_extra_state` included, after a check that the model is what it
+        was at the call of `load`. Called again, it returns the same report, or raises the same error.
 
-def _final_values(executions: Iterable[Execution]) -> dict[torch.Tensor, torch.Tensor]:
-    """The final value of each parameter, before the commit. Parameters of tensor subclasses have theirs already."""
-    return {
-        tensor: final
-        for item in executions
-        for tensor, final in zip(item.transfers.slot_tensors, item.finals, strict=False)
-        if is_plain(final)
-    }
+        Args:
+            timeout_seconds: how long to wait until all values have been read; None waits without limit.
+
+        Raises:
+            BackgroundTimeoutError: Not all values have been read in time. The load goes on.
+            BackgroundCancelledError: The load was cancelled.
+            PlanError: The model has changed.
+            OptionError: The timeout is no time, or the load itself calls this.
+
+        It raises what `load` raises while it reads and puts in place. An interrupt cancels the load. After any error
+        the model is what it was.
+
+        Examples:
+            >>> handle = modelstate.load(model, "model.safetensors", background=True)
+            >>> report = handle.result(timeout_seconds=60)
+        """
+        self._leave_parent()
+        if self._outcome is None:
+            if self._task.is_current or self._committing_thread == threading.get_ident():
+                raise OptionError(
+                    "a load cannot wait for itself",
+                    where="result()",
+                    remedy="call it where load was called, not within it",
+                )
+            try:
+                if not self._task.wait(timeout_seconds):
+                    raise self._task.timeout_error(timeout_seconds)
+                with self._lock:
+                    if self._outcome is None:
+                        self._put_in_place()
+            except Exception:
+                raise
+            except BaseException:
+                self.cancel(wait=False)
+                raise
+        if isinstance(self._outcome, LoadReport):
+            return self._outcome
+        assert self._outcome is not None
+        raise self._outcome
+
+    def cancel(self, *, wait: bool = True) -> bool:
+        """Ends the load and frees the values that were read. Returns whether the load had no outcome yet.
+
+        The thread ends at its next check: after a few megabytes, or a call of a transform. It does not wait for the
+        reply of a server.
+
+        Args:
+            wait: whether to return when the thread has ended.
+
+        Examples:
+            >>> modelstate.load(model, "model.safetensors", background=True).cancel()
+            True
+        """
+        self._leave_parent()
+        if self._committing_thread == threading.get_ident():
+            return False  # the model's own code calls this while the values are put in place
+        was_open = False
+        if self._outcome is None:
+            with self._lock:
+                was_open = self._outcome is None
+                if was_open:
+                    self._outcome = self._task.cancelled_error("it was cancelled")
+                    self._commit = None
+        self._task.cancel(wait=wait)
+        return was_open
+
+    def __enter__(self) -> LoadHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._outcome is None:
+            self.cancel()
+
+    def _leave_parent(self) -> None:
+        """In a forked child, gives up what other threads of the parent were doing: they do not exist here."""
+        is_here = self._pid == os.getpid() or self._committing_thread == threading.get_ident()
+        if self._outcome is None and not is_here:
+            self._outcome = self._task.cancelled_error("it belongs to the process that this one was forked from")
+
+    def _put_in_place(self) -> None:
+        self._committing_thread = threading.get_ident()
+        try:
+            self._task.result()
+            assert self._commit is not None
+            self._outcome = self._commit()
+        except Exception as error:
+            self._outcome = error
+        except BaseException:
+            self._outcome = self._task.cancelled_error("it was interrupted while it was put in place, all or nothing")
+            raise
+        finally:
+            self._commit = self._committing_thread = None
+            self._task.cancel(wait=False)
+            # The finalizer refers to the task, and the traceback of the error refers to this handle.
+            self._task.error = None

@@ -67,7 +67,6 @@ def load_state_dict(
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     check_model(model)
-    outcome = IncompatibleKeys()
     versions = getattr(state_dict, "_metadata", None)
     with exclusive(model), Transaction(model) as transaction:
         reshard(model)
@@ -75,18 +74,10 @@ def load_state_dict(
         with gc_paused():
             slots = slots_of(model)
             if assign or needs_protocol(slots.modules, state_dict.keys(), versions):
-                walk(
-                    model,
-                    slots,
-                    state_dict,
-                    versions,
-                    assign=assign,
-                    transaction=transaction,
-                    sink=sink,
-                    outcome=outcome,
-                )
+                outcome = walk(model, slots, state_dict, versions, sink, assign=assign)
             else:
-                common, outcome.missing, outcome.unexpected = compare_names(slots, state_dict.keys())
+                common, missing, unexpected = compare_names(slots, state_dict.keys())
+                outcome = IncompatibleKeys(missing, unexpected)
                 for key in common:
                     sink.tensor(key, slots.by_name[key].tensor, state_dict[key], None, outcome.errors)
         errors = outcome.errors
@@ -110,7 +101,7 @@ class _TorchSink:
     """Does with each value what torch does. Values are checked at once; writes that cannot fail wait for the commit."""
 
     def __init__(self, transaction: Transaction) -> None:
-        self._transaction = transaction
+        self.transaction = transaction
         self._swaps = torch.__future__.get_swap_module_params_on_conversion()
 
     def extra_state(self, module: nn.Module, key: str, value: object) -> None:
@@ -162,7 +153,7 @@ class _TorchSink:
             )
 
     def _write(self, key: str, param: torch.Tensor, value: torch.Tensor, owner: nn.Module | None) -> None:
-        transaction = self._transaction
+        transaction = self.transaction
         for tensor in () if owner is not None else (param, value):  # torch would access memory that is freed
             if is_plain(tensor) and not tensor.is_meta and not has_its_memory(tensor):
                 raise RuntimeError(f"the memory of the {'parameter' if tensor is param else 'value'} has been freed")
@@ -181,21 +172,11 @@ class _TorchSink:
         elif is_plain(param, value) and same_place(param, value):
             return
         else:
-            write, cannot_fail = _Copy(param, value), copy_cannot_fail(param, value)
+            write, cannot_fail = Write(param, value), copy_cannot_fail(param, value)
         if cannot_fail:
             transaction.add(write)
         else:
             transaction.run_now(write)
-
-
-class _Copy(Write):
-    __slots__ = ()
-
-    def run(self, transaction: Transaction | None) -> None:
-        if transaction is not None:
-            transaction.save_tensor(self.target)
-        with torch.no_grad():
-            self.target.copy_(self.value)
 
 
 class _Assign(Write):

@@ -88,7 +88,8 @@ def int8_rows(quantize: Callable[[torch.Tensor], torch.Tensor], columns: int) ->
         return None
     quantize_rows = Int8Rows(expected)
     result: Any = quantize_rows(sample.clone())
-    same = all(_same(getattr(result, name), getattr(expected, name)) for name in names)
+    pairs = [(getattr(result, name), getattr(expected, name)) for name in names]
+    same = all(a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b) for a, b in pairs)
     return quantize_rows if same and repr(result.__tensor_flatten__()[1]) == repr(context) else None
 
 
@@ -101,10 +102,6 @@ def _sample(columns: int) -> torch.Tensor:
     rows[5].abs_()
     rows[6].abs_().neg_()
     return rows
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +134,13 @@ class Quantize(BlockTransform):
     """From numbers of columns to the quantization in place; None where torchao must quantize."""
 
     def __post_init__(self) -> None:
-        quantization = _torchao()
-        from torchao.core.config import AOBaseConfig
+        try:
+            from torchao.core.config import AOBaseConfig
+            from torchao.quantization import FqnToConfig
+        except ImportError as error:
+            raise PackageError(
+                "quantizing needs torchao, which is not installed", found=error, remedy="pip install torchao"
+            ) from error
 
         if not isinstance(self.config, AOBaseConfig):
             is_class = isinstance(self.config, type) and issubclass(self.config, AOBaseConfig)
@@ -148,7 +150,7 @@ class Quantize(BlockTransform):
                 found=self.config,
                 remedy=f"an instance: ms.loading.Quantize({self.config.__name__}())" if is_class else "",
             )
-        if isinstance(self.config, quantization.FqnToConfig):
+        if isinstance(self.config, FqnToConfig):
             raise OptionError(
                 "the patterns of transform= select the config of each name, not FqnToConfig",
                 found=type(self.config).__name__,
@@ -191,10 +193,12 @@ class Quantize(BlockTransform):
         return self._checked[columns]
 
     def _by_torchao(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        from torchao.quantization import quantize_
+
         layer = _linear(tensor, module)
         bias, container = layer.bias, nn.Sequential(layer)  # which keeps a layer that replaces this one
         try:
-            _torchao().quantize_(container, self.config)
+            quantize_(container, self.config)
         except ImportError as error:
             package = (re.findall(r"[Rr]equires (\w+)", str(error)) or [error.name or "a package"])[0]
             raise PackageError(
@@ -292,13 +296,3 @@ def _linear(weight: torch.Tensor, like: nn.Module) -> nn.Linear:
 
 
 _INSTALL = {"mslk": "pip install mslk-cuda, or mslk-rocm; the package of the name mslk alone may be empty"}
-
-
-def _torchao() -> Any:
-    try:
-        from torchao import quantization
-    except ImportError as error:
-        raise PackageError(
-            "quantizing needs torchao, which is not installed", found=error, remedy="pip install torchao"
-        ) from error
-    return quantization

@@ -62,7 +62,7 @@ from modelstate.torch_compat.dtypes import (
     short,
 )
 from modelstate.torch_compat.plain import is_dense, is_plain
-from modelstate.torch_compat.private import copy_each, payload_of, storage_id, storage_owners, write_count
+from modelstate.torch_compat.private import copy_each, payload_of, storage_id, storage_owners
 from modelstate.transaction.slots import Addresses, slots_of
 
 Progress = Callable[[int], None]
@@ -228,7 +228,7 @@ def _compute(staging: Staging, items: Sequence[Execution], memory: Memory, progr
     targets = [(stored, final) for stored, (final,) in zip(combined, memory, strict=True) if stored is not None]
     started = time.perf_counter()
     read_here = partial(read_ranges, files=staging.files, threads=1)
-    compute(targets, read_here, read_whole=staging.read, on_done=lambda _: progress(0))
+    compute(targets, read_here, read_whole=staging.read, on_block=lambda: progress(0))
     _share_seconds(items, time.perf_counter() - started)
     for item, finals in zip(items, memory, strict=True):
         item.finals = finals
@@ -373,36 +373,30 @@ def _apply_module_transform(staging: Staging, execution: Execution, last: Transf
 def _transformed(staging: Staging, transform: Transform, execution: Execution) -> torch.Tensor:
     transfer, value = execution.transfers, _own_value(staging, execution)
     references, owners = reference_count(value), storage_owners(value)
-    version = write_count(value) if is_plain(value) and not value.is_inference() else None
     result = called(transform, transfer.name, value, transfer.param.shape)
     # A tensor that others hold, or memory that they do, cannot be the slot's own: they may write to it before the slot
     # has it, as a function does that returns the same buffer again and again, or afterwards.
     references, owners = (references + 1, owners) if result is value else (ONE_VARIABLE, 1)
     own = reference_count(result) <= references and storage_owners(result) <= owners
-    result = result.detach()
-    # A function that works in place leaves nothing to compare its result with.
-    untouched = version is not None and write_count(value) == version and storage_id(value) != storage_id(result)
-    before = partial(nonfinite, value) if untouched else partial(_nonfinite_before, staging, transfer)
-    return _as_requested(staging, execution, result, own, before)
+    return _as_requested(staging, execution, result.detach(), own)
 
 
 def _nonfinite_before(staging: Staging, transfer: Transfers) -> int:
-    """The infinite and NaN values of what a transform was given, which is read once more."""
+    """The infinite and NaN values of what a transform was given, which may have changed: it is read once more."""
     stored = transfer.facts.stored
     return nonfinite(transfer.facts.value if stored is None else values_of(stored, staging.read))
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _as_requested(
-    staging: Staging, execution: Execution, result: torch.Tensor, own: bool, before: Callable[[], int]
-) -> torch.Tensor:
+def _as_requested(staging: Staging, execution: Execution, result: torch.Tensor, own: bool) -> torch.Tensor:
     """Returns the result of a transform with the requested dtype and device, in memory that nothing else refers to."""
     transfer, requested, cast = execution.transfers, staging.options.dtype, result
     param, way, why = transfer.param, transfer.way, transfer.why
     if requested is not None and result.is_floating_point() and type(result) is torch.Tensor:
         cast = result.to(requested)
     if not staging.overflows.check(transfer.name, result, cast) and is_plain(result):
+        before = partial(_nonfinite_before, staging, transfer)
         staging.overflows.check_function(transfer.name, BY_TRANSFORM, result, before)
     result = cast.to(transfer.device)
     if not is_plain(result):
@@ -626,7 +620,7 @@ class _Rows:
 
     def __init__(self, execution: Execution, targets: list[torch.Tensor]) -> None:
         self.execution, self.transfers, self._targets = execution, execution.transfers, targets
-        self._sources = self.transfers.sources
+        self._sources = self.transfers.rows.ranges()
         self._order = sorted(range(len(self._sources)), key=self._sources.__getitem__)
         ordered = [self._sources[row] for row in self._order]
         self._begins = [(path, start) for path, start, _ in ordered]

@@ -348,7 +348,7 @@ def _copied(
     if is_sharded(param) and value.dim():
         slot = sharded_slot("", param, value, None)
         assert isinstance(slot, ShardedSlot)
-        source = slot.local(value).stored
+        _, source = slot.local_value(value)
         assert source is not None
         local = values_of(source, cast(Read, torch.Tensor.detach))
         return dtensor_like(param, local.to(local_tensor(param).device, dtype, copy=True).contiguous())

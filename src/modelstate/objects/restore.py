@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint, join
-from modelstate.checkpoint.open import open as open_checkpoint, patterns_of
+from modelstate.checkpoint.open import Source, open as open_checkpoint, patterns_of
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.errors import (
     KeyNotFoundError,
@@ -78,8 +78,6 @@ from modelstate.transaction.transaction import Transaction, exclusive
 
 if TYPE_CHECKING:
     from modelstate.remote.cache import Cache
-
-Source = str | os.PathLike[str] | Mapping[str, object] | Checkpoint
 
 
 @checked_call("ms.restore", options=RestoreArguments, defaults=RestoreOptions())

@@ -9,6 +9,7 @@ changed and no large copy is allocated.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -51,12 +52,10 @@ class Initialisers:
         """
         path, _, attribute = name.rpartition(".")
         chain = list(_chain(self._model, path))
-        tensor = _own(chain[-1][1], attribute)
+        tensor = _own_tensors(chain[-1][1]).get(attribute)
         if tensor is None or is_lazy(tensor) or not (is_plain(tensor) or is_sharded(tensor)):
             return None
-        initialising = [
-            (above, module) for above, module in chain if _own_method(module) or _initialises_children(module)
-        ]
+        initialising = [place for place in chain if _own_method(place[1]) or _initialises_children(place[1])]
         if not initialising:
             return None
         top_path, top = initialising[0]
@@ -97,39 +96,34 @@ class _Copies:
     def _try(self, owner: str) -> dict[str, str]:
         """Runs the methods for one module on meta. Returns the methods by the names of the tensors that they write."""
         try:
-            module_copy = self._trial = self._copied(()) if self._trial is None else self._trial
-            module = dict(_chain(module_copy, owner))[owner]
-            before = {
-                attribute: (tensor, storage_id(tensor))
-                for attribute, tensor in (*own_parameters(module).items(), *own_buffers(module).items())
-                if tensor is not None
-            }
-            filled: dict[int, int] = {}
-            writers: dict[int, list[str]] = {}
-            with torch.random.fork_rng(devices=[]):
-                for label, call in _calls(module_copy, {owner}):
+            trial = self._trial = self._copied(()) if self._trial is None else self._trial
+            tensors = _own_tensors(dict(_chain(trial, owner))[owner])
+            before = {attribute: (storage_id(tensor), max(tensor.numel(), 1)) for attribute, tensor in tensors.items()}
+            filled: Counter[int] = Counter()
+            writers: dict[int, dict[str, None]] = {}
+            with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
+                for label, call in _calls(trial, {owner}):
                     with recorded_fills() as written:
                         call()
-                    for storage, count in written.items():
-                        filled[storage] = filled.get(storage, 0) + count
-                        writers.setdefault(storage, []).append(label)
+                    filled.update(written)
+                    for storage in written:
+                        writers.setdefault(storage, {})[label] = None
         except Exception as error:  # code that reads values or cannot be copied; its writes are unknown
             keep_interrupt(error)
             return {}
-        methods: dict[str, str] = {}
-        for attribute, (tensor, storage) in before.items():
-            if filled.get(storage, 0) >= max(tensor.numel(), 1):
-                methods[f"{owner}.{attribute}" if owner else attribute] = ", ".join(dict.fromkeys(writers[storage]))
-        return methods
+        prefix = f"{owner}." if owner else ""
+        whole = {attribute: storage for attribute, (storage, count) in before.items() if filled[storage] >= count}
+        return {prefix + attribute: ", ".join(writers[storage]) for attribute, storage in whole.items()}
 
     def _make(self, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
         """Computes the requested values in one run of the methods."""
-        names = list(wanted)
-        label = "a copy of the module"
+        names, label = list(wanted), "a copy of the module"
+        owners = {name.rpartition(".")[0] for name in names}
         try:
             module_copy = self._copied(names)
-            for label, call in _calls(module_copy, {name.rpartition(".")[0] for name in names}):  # noqa: B007  (for the error)
-                call()
+            with torch.inference_mode(False), torch.no_grad():
+                for label, call in _calls(module_copy, owners):  # noqa: B007  (for the error)
+                    call()
             values = {name: _at(module_copy, name).detach() for name in names}
         except Exception as error:
             raise self._failed(names[0], f"{label}: {type(error).__name__}: {error}") from error
@@ -157,51 +151,36 @@ class _Copies:
         real = {id(_at(self._top, name)) for name in wanted}
         memo: dict[int, object] = {}
         for module in self._top.modules():
-            for tensor in (*own_parameters(module).values(), *own_buffers(module).values()):
-                if tensor is not None and not is_lazy(tensor) and id(tensor) not in memo:
+            for tensor in _own_tensors(module).values():
+                if not is_lazy(tensor) and id(tensor) not in memo:
                     memo[id(tensor)] = _empty(tensor, id(tensor) in real)
         return without_fsdp(self._top, memo)
 
 
 def _empty(tensor: torch.Tensor, with_memory: bool) -> torch.Tensor:
-    if with_memory:
-        if is_sharded(tensor):  # whole, and on the CPU, whose random generator the ranks of a load share
-            fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        else:
-            device = torch.device("cpu") if tensor.is_meta else tensor.device
-            fresh = torch.empty_like(tensor, device=device, requires_grad=False)
-        if fresh.dtype in _CAN_BE_NAN:
-            fresh.fill_(float("nan"))
-    else:
+    if not with_memory:
         fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    elif is_sharded(tensor):  # whole, and on the CPU, whose random generator the ranks of a load share
+        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    else:
+        fresh = torch.empty_like(tensor, device="cpu" if tensor.is_meta else tensor.device, requires_grad=False)
+    if with_memory and fresh.dtype in _CAN_BE_NAN:
+        fresh.fill_(float("nan"))
     return nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
 
 
-def _calls(top: nn.Module, owners: set[str]) -> Iterator[tuple[str, Callable[[], None]]]:
+def _calls(top: nn.Module, owners: set[str]) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yields the calls that initialise some modules, with their names, in the order of the constructor of `top`."""
-    modules: dict[str, nn.Module] = {}
-    for owner in owners:
-        modules.update(_chain(top, owner))
-    order = {path: turn for turn, path in enumerate(_children_first(top, "", modules))}
-    ordered = sorted(modules, key=order.__getitem__)
+    modules = {path: module for owner in owners for path, module in _chain(top, owner)}
+    ordered = list(_children_first(top, "", modules))
     for path in ordered:
         if name := _own_method(modules[path]):
-            yield _named(modules[path], name), partial(_call, getattr(modules[path], name))
+            yield f"{type(modules[path]).__name__}.{name}", getattr(modules[path], name)
     for path in ordered:
         above = [module for _, module in _chain(top, path) if _initialises_children(module)]
         if above:
             method = getattr(above[-1], _INITIALISES_CHILDREN)
-            yield _named(above[-1], _INITIALISES_CHILDREN), partial(_call, method, modules[path])
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _call(method: Callable[..., object], *arguments: object) -> None:
-    method(*arguments)
-
-
-def _named(module: nn.Module, method: str) -> str:
-    return f"{type(module).__name__}.{method}"
+            yield f"{type(above[-1]).__name__}.{_INITIALISES_CHILDREN}", partial(method, modules[path])
 
 
 def _chain(root: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -223,9 +202,10 @@ def _children_first(module: nn.Module, path: str, wanted: dict[str, nn.Module]) 
     yield path
 
 
-def _own(module: nn.Module, attribute: str) -> torch.Tensor | None:
-    tensor = own_parameters(module).get(attribute)
-    return own_buffers(module).get(attribute) if tensor is None else tensor
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module itself."""
+    own = {**own_parameters(module), **own_buffers(module)}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
 def _at(root: nn.Module, name: str) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
@@ -43,7 +43,7 @@ class DeferredValue(Write):
             self.target.copy_(values_of(self.stored, self.maps.read))
 
 
-class MappedState(Mapping[str, object]):
+class MappedState:
     """A matched checkpoint as a state dict of mapped tensors and other values, for the model's loading protocol.
 
     Results of rules, and tensors that the file does not align, get their values when code of the model uses them.
@@ -63,9 +63,10 @@ class MappedState(Mapping[str, object]):
         self._origins: dict[int, tuple[str, Source | None]] = {}
         """Names and sources by the ids of the tensors of the state dict."""
 
-    def __getitem__(self, name: str) -> object:
-        if name in self._values:
-            return self._values[name]
+    def value(self, name: str) -> object:
+        """Returns the value of a name of the model; None for an unknown name."""
+        if name in self._values or name not in self.entries:
+            return self._values.get(name)
         content = self.entries[name].content
         if isinstance(content, Value):
             # Code of the model finds the error of a value that cannot be decoded, or is not read as a whole.
@@ -78,19 +79,6 @@ class MappedState(Mapping[str, object]):
         self._values[name], self._origins[id(value)] = value, (name, content)
         self._transaction.protect([value])
         return value
-
-    def keys(self) -> KeysView[str]:
-        """The names."""
-        return self.entries.keys()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
 
     def nested_values(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[object, list[str]]]:
         """Returns the values with tensors in them, such as a list of tensors, that code of modules may take.
@@ -139,7 +127,7 @@ class MappedState(Mapping[str, object]):
 
     def settle(self) -> None:
         """Ends the walk: from now on, deferred values are computed only for their slots."""
-        for deferred in self._deferred.values():
+        for deferred in self._deferred_by_source.values():
             deferred.done = True
 
     def origin_of(self, value: torch.Tensor) -> tuple[str, Source | None]:
@@ -200,28 +188,23 @@ class MappedState(Mapping[str, object]):
             return True  # the results of one computation
         if same_place(first, second):
             return same_values(first, second)  # compared by their metadata, without a read
-        first_source, second_source = self.origin_of(first)[1], self.origin_of(second)[1]
-        if (
-            isinstance(first_source, StoredTensor)
-            and isinstance(second_source, StoredTensor)
-            and first_source.is_contiguous
-            and second_source.is_contiguous
-        ):
-            same_kind = first_source.dtype == second_source.dtype and first_source.shape == second_source.shape
-            read = partial(read_ranges, files=self._checkpoint.fingerprints)
-            return same_kind and same_bytes(first_source.extent, second_source.extent, read)
-        return same_values(self.with_values(first), self.with_values(second))
+        sources = [self.origin_of(value)[1] for value in (first, second)]
+        runs = [stored for stored in sources if isinstance(stored, StoredTensor) and stored.is_contiguous]
+        if len(runs) < 2:
+            return same_values(self.with_values(first), self.with_values(second))
+        one, other = runs
+        read = partial(read_ranges, files=self._checkpoint.fingerprints)
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and same_bytes(one.extent, other.extent, read)
 
     def _cannot_be_mapped(self, content: object) -> TypeGuard[StoredTensor | StoredComposite]:
         """Whether the bytes of a tensor cannot be shown as a map: they are not aligned, or their file has no maps."""
-        if isinstance(content, StoredComposite):
-            return isinstance(content.build, Assemble) and any(
-                not self.maps.is_mappable(part.extent.path) for part in content.parts
-            )
-        if not isinstance(content, StoredTensor) or not content.nbytes:
-            return False
-        is_aligned = not content.is_contiguous or content.extent.start % content.dtype.itemsize == 0
-        return not is_aligned or not self.maps.is_mappable(content.extent.path)
+        parts = content.parts if isinstance(content, StoredComposite) and isinstance(content.build, Assemble) else ()
+        for part in parts or (content,):
+            if isinstance(part, StoredTensor) and part.nbytes:
+                is_aligned = not part.is_contiguous or part.extent.start % part.dtype.itemsize == 0
+                if not (is_aligned and self.maps.is_mappable(part.extent.path)):
+                    return True
+        return False
 
 
 def _has_code(module: nn.Module) -> bool:

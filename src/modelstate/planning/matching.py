@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import AmbiguousCheckpointError, CodecError, keep_interrupt
@@ -157,24 +156,18 @@ class MatchedCheckpoint(msgspec.Struct, frozen=True):
     versions: Mapping[str, dict[str, object]] | None
     """The versions of modules, by their paths in the model; None where the checkpoint has no versions."""
     notes: tuple[str, ...]
-    fits_in_part: bool
-    """Whether transformers' conversion mapping makes only some names fit."""
+
+    @property
+    def is_mapped_by_transformers(self) -> bool:
+        """Whether transformers' conversion mapping was applied, as more names of the model match with it."""
+        return bool(self.rules) and not self.options.rules
 
     @property
     def given(self) -> dict[str, str]:
         """The lists among the arguments, by their names, as the code by which a longer list begins."""
-        options = self.options
-        lists = (("allow_missing", options.allow_missing), ("allow_unexpected", options.allow_unexpected))
-        given = {option: f"*{option}" for option, patterns in lists if patterns}
-        if options.rules:
-            given["rules"] = "*rules"
-        elif self.rules:
-            given["rules"] = "*ms.rules.from_transformers(model)"
-        return given
-
-    def name_for_rules(self, name: str) -> str:
-        """Returns the name that a user's further rules see for a name of the model; empty for an unknown name."""
-        return self.before_wrappers.get(name, name) if name in self.applied.entries else ""
+        names = ("allow_missing", "allow_unexpected", "rules")
+        given = {name: f"*{name}" for name in names if getattr(self.options, name)}
+        return given | {"rules": "*ms.rules.from_transformers(model)"} if self.is_mapped_by_transformers else given
 
 
 def renamed_versions(
@@ -224,13 +217,13 @@ def match(checkpoint: Checkpoint, options: LoadOptions, view: ModelSchemaView) -
     part, rules = select_part(checkpoint, options, view.names)
     rest = 0 if part is checkpoint or options.key is not None else len(checkpoint) - len(part)
     notes = [f"not loaded: {count(rest, 'tensor')} of other parts of the checkpoint"] if rest else []
-    applied, names, fits_in_part = Applied(entries_of(part)), slots.by_name.keys(), False
+    applied, names = Applied(entries_of(part)), slots.by_name.keys()
     if rules:
         applied = apply_rules(rules, applied.entries, part.read, view.before)
     elif applied.entries.keys() == names:
-        return MatchedCheckpoint(options, part, (), applied, {}, part.versions, tuple(notes), fits_in_part)
-    elif "transformers" in sys.modules:
-        applied, rules, note, fits_in_part = _applied_mapping(part, applied, options, view)
+        return MatchedCheckpoint(options, part, (), applied, {}, part.versions, tuple(notes))
+    elif "transformers" in sys.modules and not applied.entries.keys() <= names:
+        applied, rules, note = _applied_mapping(part, applied, view)
         notes += [note] if note else []
     if rules:
         from modelstate.rules.transformers_mapping import notes_of
@@ -260,51 +253,28 @@ def match(checkpoint: Checkpoint, options: LoadOptions, view: ModelSchemaView) -
     versions = part.versions
     if versions is not None and all_rules:
         versions = renamed_versions(versions, applied, all_rules)
-    return MatchedCheckpoint(options, part, rules, applied, before_wrappers, versions, tuple(notes), fits_in_part)
+    return MatchedCheckpoint(options, part, rules, applied, before_wrappers, versions, tuple(notes))
 
 
-def _applied_mapping(
-    part: Checkpoint, own: Applied, options: LoadOptions, view: ModelSchemaView
-) -> tuple[Applied, tuple[Rule, ...], str, bool]:
+def _applied_mapping(part: Checkpoint, own: Applied, view: ModelSchemaView) -> tuple[Applied, tuple[Rule, ...], str]:
     """Applies the conversion mapping of transformers to its models, where more names of the model then match.
 
-    Returns the entries, their rules, a note, and whether the names fit only in part.
+    Returns the entries, their rules, and a note.
     """
     from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model
 
-    slots = view.slots
-    if not is_transformers_model(view.model) or fits(slots, own.entries, options):
-        return own, (), "", False
+    names = view.slots.by_name.keys()
+    if not is_transformers_model(view.model) or wrapper_rule(list(own.entries), names, view.model) is not None:
+        return own, (), ""
     try:
         rules = from_transformers(view.model)
         mapped = apply_rules(rules, own.entries, part.read)
     except Exception as error:  # the mapping differs between versions of transformers
         keep_interrupt(error)
-        return own, (), f"transformers' conversion mapping cannot be used: {one_line(error)}", False
-    names = slots.by_name.keys()
+        return own, (), f"transformers' conversion mapping cannot be used: {one_line(error)}"
     if mapped.problems or len(mapped.entries.keys() & names) <= len(own.entries.keys() & names):
-        return own, (), "", False
-    fits_in_part = not fits(slots, mapped.entries, options)
-    if fits_in_part and wrapper_rule(list(own.entries), slots.by_name, view.model) is not None:
-        return own, (), "", False
-    return mapped, rules, "", fits_in_part
-
-
-def fits(slots: Slots, entries: Entries, options: LoadOptions) -> bool:
-    """Whether the names and shapes of a checkpoint are those of a model, except for names that the options allow."""
-    may_miss = Patterns("allow_missing", options.allow_missing)
-    may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
-    for name, entry in entries.items():
-        slot = slots.by_name.get(name)
-        if slot is None:
-            if name not in slots.extra and not any(map(may_exceed.allow, (name, ", ".join(entry.sources)))):
-                return False
-        elif entry.tensor is None or is_lazy(slot.tensor) or tuple(entry.tensor.shape) != tuple(slot.tensor.shape):
-            return False
-    return options.init_missing or all(
-        slot.kind == HIDDEN or not entries.keys().isdisjoint(slot.names) or any(map(may_miss.allow, slot.names))
-        for slot in slots.tensors
-    )
+        return own, (), ""
+    return mapped, rules, ""
 
 
 def matching_part(
@@ -406,11 +376,8 @@ class Rewrapped(msgspec.Struct, frozen=True):
     """From prefixes of the checkpoint's names to prefixes of the model's names, such as "module." to ""."""
 
     def __repr__(self) -> str:
-        return (
-            f"Rewrapped({dict(self.modules)!r})"
-            if len(self.modules) <= 2
-            else f"Rewrapped({len(self.modules)} modules)"
-        )
+        are_few = len(self.modules) <= 2
+        return f"Rewrapped({dict(self.modules)!r})" if are_few else f"Rewrapped({len(self.modules)} modules)"
 
     def rename(self, name: str) -> str | None:
         for prefix in (*reversed([*prefixes(name)]), ""):
@@ -521,15 +488,19 @@ def one_prefix(
     pairs, from missing to unexpected names; it is empty without a problem.
     """
     required = missing.keys() - set(optional)
-    candidates = [
-        (prefix, strips, pairs)
-        for prefix, strips in _candidates(required, missing, unexpected)
-        for pairs in [_paired(prefix, strips, missing, unexpected)]
-        if len(pairs) == len(unexpected) and required <= pairs.keys()
-    ]
-    if len(candidates) != 1:
+    candidates: list[tuple[str, bool]] = []
+    for strips, names, others in ((True, required, unexpected), (False, unexpected, missing)):
+        last = max(names, key=len, default="")
+        candidates += [(other[: -len(last)], strips) for other in others if last and other.endswith(f".{last}")]
+    proved = []
+    for prefix, strips in candidates if len(candidates) <= _MOST_CANDIDATES else ():
+        sources = {name: prefix + name if strips else name.removeprefix(prefix) for name in missing}
+        pairs = {name: source for name, source in sources.items() if source in unexpected}
+        if len(pairs) == len(unexpected) and required <= pairs.keys():
+            proved.append((prefix, strips, pairs))
+    if len(proved) != 1:
         return None, {}
-    ((prefix, strips, pairs),) = candidates
+    ((prefix, strips, pairs),) = proved
     longer = pairs.values() if strips else pairs.keys()
     if any(name[len(part) :] in fitting for name in longer for part in prefixes(name) if len(part) < len(prefix)):
         return None, {}
@@ -563,22 +534,6 @@ def as_options(rule: Prefix | Rename) -> str:
     if "=" in rule.replacement:
         return ""
     return option("--rename-regex" if is_regex else "--rename", f"{pattern}={rule.replacement}")
-
-
-def _candidates(required: Collection[str], missing: Iterable[str], unexpected: Iterable[str]) -> list[tuple[str, bool]]:
-    """Returns the prefixes that are possible for the longest name, and whether a rule would strip them."""
-    candidates: list[tuple[str, bool]] = []
-    for strips, names, others in ((True, required, unexpected), (False, unexpected, missing)):
-        last = max(names, key=len, default="")
-        candidates += [(other[: -len(last)], strips) for other in others if last and other.endswith(f".{last}")]
-    return candidates if len(candidates) <= _MOST_CANDIDATES else []
-
-
-def _paired(prefix: str, strips: bool, missing: Iterable[str], unexpected: Collection[str]) -> dict[str, str]:
-    """Returns a map from missing names to the unexpected names that differ by the prefix."""
-    starting = missing if strips else (name for name in missing if name.startswith(prefix))
-    pairs = {name: prefix + name if strips else name[len(prefix) :] for name in starting}
-    return {name: source for name, source in pairs.items() if source in unexpected}
 
 
 def _narrowed(start: str, rests: Iterable[str], replacement: str) -> tuple[Rename, ...]:

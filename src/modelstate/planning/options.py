@@ -232,40 +232,27 @@ def _max_memory_bytes(nbytes: object) -> object:
 
 
 def _transform(given: Any) -> object:
-    from modelstate.planning.transforms import ModuleTransform
-
     is_mapping = isinstance(given, Mapping)
     for pattern, transform in given.items() if is_mapping else (("*", given),):
-        cls = transform if isinstance(transform, type) else type(transform)
         if not isinstance(pattern, str):
             raise OptionError(
                 "the keys of transform= must be glob patterns",
                 expected="a string such as '*.mlp.*'",
                 found=short_repr(pattern),
             )
-        if cls.__module__.partition(".")[0] == "torchao":
-            raise OptionError(
-                "transform= takes no config of torchao by itself",
-                expected="Quantize with an instance of the config",
-                found=short_repr(transform),
-                remedy=f"transform=ms.loading.Quantize({cls.__name__}()), with the arguments of the config",
-            )
-        if isinstance(transform, type) and issubclass(transform, ModuleTransform):
-            is_quantize = cls.__name__ == "Quantize"
-            raise OptionError(
-                "transform= takes an instance, not a class",
-                expected=f"an instance: {cls.__name__}({'config' if is_quantize else '...'})",
-                found=f"the class {cls.__qualname__}",
-                remedy="transform=ms.loading.Quantize(torchao.quantization.Int8WeightOnlyConfig()), for example"
-                if is_quantize
-                else "",
-            )
-        if transform is not None and not callable(transform):
+        cls = transform if isinstance(transform, type) else type(transform)
+        remedy = f"pass an instance: {cls.__name__}(...)" if cls is transform else ""
+        is_config = cls.__module__.partition(".")[0] == "torchao"
+        if is_config or (cls is transform and cls.__name__ == "Quantize"):
+            config = cls.__name__ if is_config else "torchao.quantization.Int8WeightOnlyConfig"
+            remedy = f"transform=ms.loading.Quantize({config}()), with the arguments of the config"
+        if remedy or not (transform is None or callable(transform)):
             raise OptionError(
                 "the values of transform= must be functions" if is_mapping else "transform= must be a function",
                 where=repr(pattern) if is_mapping else "",
                 expected="a function of name and tensor, or a mapping from patterns to such functions",
                 found=short_repr(transform),
+                remedy=remedy,
             )
     return (tuple(given.items()) or None) if is_mapping else given
 

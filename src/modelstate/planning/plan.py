@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -88,22 +88,12 @@ class Step(NamedTuple):
 
     def as_dict(self) -> dict[str, object]:
         """Returns the step as a dictionary of JSON values."""
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "source": self.source,
-            "way": self.way,
-            "why": self.why,
-            "shape": list(self.shape),
-            "dtype": short(self.dtype) if self.dtype is not None else "",
-            "cast": self.cast,
-            "device": str(self.device) if self.device is not None else "",
-            "bytes": self.nbytes,
-            "mapped": self.mapped,
-            "ties": list(self.ties),
-            "rules": list(self.rules),
-            "shard": self.shard,
-        }
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in self._asdict().items()}
+        del values["stored_dtype"]
+        values["dtype"] = "" if self.dtype is None else short(self.dtype)
+        values["device"] = "" if self.device is None else str(self.device)
+        values["cast"], values["bytes"] = self.cast, values.pop("nbytes")
+        return values
 
 
 _COMPARED = Step._fields.index("seconds")
@@ -131,6 +121,20 @@ class LoadSummary(Shown, msgspec.Struct, frozen=True, kw_only=True, dict=True, e
 
     def to_json(self) -> str:
         """Returns all of it as JSON."""
+        values = {
+            "target": self.target,
+            "source": self.source,
+            **self._own_values(),
+            "bytes": self.bytes,
+            "slots": self.slots,
+            "coverage": self.coverage,
+            "notes": list(self.notes),
+            "steps": [step.as_dict() for step in self.steps],
+        }
+        return json.dumps(values, indent=1)
+
+    def _own_values(self) -> dict[str, object]:
+        """The JSON values that a plan, or a report, has besides."""
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
@@ -153,23 +157,24 @@ class LoadSummary(Shown, msgspec.Struct, frozen=True, kw_only=True, dict=True, e
         """The fraction of the model's slots that is filled, from 0 to 1."""
         return len(self.steps) / self.slots if self.slots else 1.0
 
-    def _first_line(self) -> str:
-        return f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled"
+    def _title(self) -> str:
+        return f"{self.source} into {self.target}"
 
-    def _json(self, own: Mapping[str, object], step_dict: Callable[[Step], dict[str, object]]) -> str:
-        return json.dumps(
-            {
-                "target": self.target,
-                "source": self.source,
-                **own,
-                "bytes": self.bytes,
-                "slots": self.slots,
-                "coverage": self.coverage,
-                "notes": list(self.notes),
-                "steps": [step_dict(step) for step in self.steps],
-            },
-            indent=1,
-        )
+    def _first_line(self) -> str:
+        return f"{self._title()}: {len(self.steps)} of {self.slots} slots filled"
+
+    def _page_with(self, facts: tuple[tuple[str, str], ...], notes: tuple[str, ...], text: str = "") -> Page:
+        """Returns the page with these facts, notes and details."""
+        columns = ("Name", "Kind", "From", "Shape", "Dtype", "Cast", "Bytes", "Way", "Reason", "Time in ms")
+        is_timed = any(step.seconds for step in self.steps)
+        rows = [
+            (step.name, step.kind, step.source, str(list(step.shape)), short(step.dtype) if step.dtype else "")
+            + (step.cast, step.nbytes, step.way, step.why)
+            + ((step.seconds * 1000,) if is_timed else ())
+            for step in self.steps
+        ]
+        shown, remarks = columns[: None if is_timed else -1], (*ways(self.steps), *notes)
+        return Page(self._title(), facts, shown, rows, table="Steps", text=text, notes=remarks)
 
 
 class Binding(msgspec.Struct, frozen=True):
@@ -245,17 +250,11 @@ class LoadPlan(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
             ("To read", size(self.bytes)),
             ("Memory beyond the final tensors", size(self.peak_memory_bytes)),
         )
-        text = self._explanation() if self.problems else ""
-        return steps_page(f"{self.source} into {self.target}", facts, self.steps, self.notes, text)
+        return self._page_with(facts, self.notes, self._explanation())
 
-    def to_json(self) -> str:
-        """Returns the whole plan as JSON."""
-        own = {
-            "ok": self.ok,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "problems": [problem.as_dict() for problem in self.problems],
-        }
-        return self._json(own, Step.as_dict)
+    def _own_values(self) -> dict[str, object]:
+        problems = [problem.as_dict() for problem in self.problems]
+        return {"ok": self.ok, "peak_memory_bytes": self.peak_memory_bytes, "problems": problems}
 
 
 class RankReport(msgspec.Struct, frozen=True):
@@ -330,10 +329,12 @@ class LoadReport(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
             lines.append(f"  left behind: {listed(self.left_behind, 8, '; ')}; pass them with optimizers=[...]")
         return "\n".join(lines)
 
+    def _title(self) -> str:
+        return f"{self.target} {self.action}" if self.action else super()._title()
+
     def _first_line(self) -> str:
-        if not self.action:
-            return super()._first_line()
-        return f"{self.target} {self.action}: {len(self.steps)} of {self.slots} tensors changed"
+        what = "tensors changed" if self.action else "slots filled"
+        return f"{self._title()}: {len(self.steps)} of {self.slots} {what}"
 
     def _of_ranks(self) -> list[str]:
         if not self.ranks:
@@ -350,7 +351,6 @@ class LoadReport(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
         ]
 
     def _page(self) -> Page:
-        title = f"{self.target} {self.action}" if self.action else f"{self.source} into {self.target}"
         facts = (
             ("Slots", f"{len(self.steps):,} of {self.slots:,} {'changed' if self.action else 'filled'}"),
             ("Bytes", size(self.bytes)),
@@ -358,11 +358,10 @@ class LoadReport(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
             ("Memory beyond the final tensors", size(self.peak_memory_bytes)),
             ("References lost", ", ".join(self.references_lost) or "none"),
         )
-        return steps_page(title, facts, self.steps, (*self._of_ranks(), *self.notes))
+        return self._page_with(facts, (*self._of_ranks(), *self.notes))
 
-    def to_json(self) -> str:
-        """Returns the whole report as JSON."""
-        own = {
+    def _own_values(self) -> dict[str, object]:
+        return {
             "seconds": self.seconds,
             "peak_memory_bytes": self.peak_memory_bytes,
             "verified_bytes": self.verified_bytes,
@@ -372,50 +371,18 @@ class LoadReport(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
             "reread_bytes": self.reread_bytes,
             "ranks": [asdict(rank) for rank in self.ranks],
         }
-        return self._json(own, lambda step: {**step.as_dict(), "seconds": step.seconds})
-
-
-def steps_page(
-    title: str,
-    facts: tuple[tuple[str, str], ...],
-    steps: tuple[Step, ...],
-    notes: tuple[str, ...],
-    text: str = "",
-) -> Page:
-    """Returns the page of a plan or a report."""
-    columns = ("Name", "Kind", "From", "Shape", "Dtype", "Cast", "Bytes", "Way", "Reason", "Time in ms")
-    is_timed = any(step.seconds for step in steps)
-    return Page(
-        title,
-        facts,
-        columns[: None if is_timed else -1],
-        [
-            (step.name, step.kind, step.source, str(list(step.shape)), short(step.dtype) if step.dtype else "")
-            + (step.cast, step.nbytes, step.way, step.why)
-            + ((step.seconds * 1000,) if is_timed else ())
-            for step in steps
-        ],
-        table="Steps",
-        text=text,
-        notes=(*ways(steps), *notes),
-    )
 
 
 def ways(steps: tuple[Step, ...]) -> list[str]:
     """Returns a line for each way with its reason, and for each cast."""
-    counts: Counter[tuple[Way, str]] = Counter()
-    casts: Counter[str] = Counter()
-    sizes: Counter[tuple[Way, str]] = Counter()
+    sizes: dict[tuple[Way, str, bool], list[int]] = {}
     for step in steps:
-        counts[step.way, step.why] += 1
-        sizes[step.way, step.why] += step.nbytes
-        if step.cast:
-            casts[step.cast] += 1
-    extra = {(step.way, step.why) for step in steps if step.dtype is None}
+        sizes.setdefault((step.way, step.why, step.dtype is None), []).append(step.nbytes)
     lines = [
-        f"{way}: {count(number, 'extra state')}: {why}"
-        if (way, why) in extra
-        else f"{way}: {count(number, 'tensor')}, {size(sizes[way, why])}: {why}"
-        for (way, why), number in counts.most_common()
+        f"{way}: {count(len(group), 'extra state')}: {why}"
+        if is_extra
+        else f"{way}: {count(len(group), 'tensor')}, {size(sum(group))}: {why}"
+        for (way, why, is_extra), group in sorted(sizes.items(), key=lambda item: -len(item[1]))
     ]
+    casts = Counter(step.cast for step in steps if step.cast)
     return lines + [f"cast: {count(number, 'tensor')} from {cast}" for cast, number in casts.most_common()]

@@ -7,12 +7,14 @@ value; the value is checked; its way is chosen; then every name and every slot i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
+from functools import partial
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from modelstate.checkpoint.mapped import UNALIGNED
+from modelstate.checkpoint.mapped import UNALIGNED, Maps
 from modelstate.errors import CodecError, ExtraStateError, ModelStateError, PlanError
 from modelstate.io.engine import ReadStrategy
 from modelstate.planning.mapped_state import MappedState
@@ -32,10 +34,9 @@ from modelstate.planning.transfer import (
     single_transfer,
 )
 from modelstate.planning.transforms import (
-    NO_TRANSFORM,
     BlockTransform,
-    Choice,
-    LocalSlot,
+    Bound,
+    ModuleTransform,
     ShardedSlot,
     Transforms,
     block_shape_of,
@@ -53,7 +54,7 @@ from modelstate.problems import (
     wrong_shape,
 )
 from modelstate.process import cached_attribute
-from modelstate.rules.expression import Derived, Source, is_dequantized, lacks_values, placed_runs, read_bytes
+from modelstate.rules.expression import Derived, is_dequantized, lacks_values, read_bytes
 from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredTensor, is_run
 from modelstate.text_format import count, printable, size
 from modelstate.torch_compat.dtypes import cast_between, short
@@ -124,7 +125,7 @@ class Planner:
         self.slots = self.slots_before = view.slots
         """The slots of the model. `slots` is updated after the walk: the model's code may have replaced tensors."""
         transform = self.options.transform
-        self.transforms = None if transform is None else Transforms(transform, transaction.root, self.slots)
+        self.transforms = None if transform is None else Transforms(transform, self.model, self.slots)
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self.singles: list[Execution] = []
@@ -142,23 +143,20 @@ class Planner:
         self.extra_states: list[str] = []
         self.filled: dict[int, Execution | None] = {}
         """By the ids of the tensors that get a value, under whatever name. None stands for a row of `plain`."""
-        self._in_memory: list[Execution] = []
+        self._in_memory: list[Transfers] = []
         """Those that get into plain memory of the model, which that of others may overlap."""
         self._mapped_storages: set[ByteRange] = set()
         """The storages of files that slots map. Slots that are not tied must not share memory."""
-        in_files = isinstance(matched.applied.entries, StoredEntries)  # which have no quantized tensors
-        incoming = {} if in_files else self.incoming
-        self.quantized = [n for n, value in incoming.items() if isinstance(value, torch.Tensor) and is_quantized(value)]
-        """Names of tensors of the checkpoint that are quantized by a wrapper subclass."""
-        quantized = (self.slots.by_name.get(name) for name in self.quantized)
-        keeps_stored_dtypes = any(slot is not None and slot.tensor.is_meta for slot in quantized)
-        self.changes_dtypes = self.options.dtype is not None or keeps_stored_dtypes
+        entries = matched.applied.entries
+        slots = {} if isinstance(entries, StoredEntries) else self.slots.by_name  # rows of columns are not quantized
+        on_meta = [self.incoming.value(name) for name, slot in slots.items() if slot.tensor.is_meta and name in entries]
+        has_quantized = any(isinstance(value, torch.Tensor) and is_quantized(value) for value in on_meta)
+        self.changes_dtypes = self.options.dtype is not None or has_quantized
         """Whether floating-point tensors get the dtype that is requested; or, on meta, the dtype of the checkpoint,
         because it has quantized tensors: a layer computes in the dtype that its weight was quantized from, and a cast
         cannot change that dtype."""
         self._make_write, self._call_extra_state, self._in_columns = make_write, call_extra_state, in_columns
         self._cause: Exception | None = None
-        self._has_shards = False
         if not call_extra_state:
             _ = self.signatures  # code of the model may change a lazy parameter before `plan` is called
 
@@ -176,8 +174,17 @@ class Planner:
         """Ends the recording: from now on, values of rules are computed only for their slots."""
         if self._in_memory:
             self._check_overlaps()
-        if self._has_shards:
-            self.notes += self._notes_on_strides()
+        # How the parts of DTensors are read whose bytes do not adjoin in the file.
+        strided = [
+            (item.nbytes, read_bytes(facts.stored))
+            for item in (single.transfers for single in self.singles)
+            for facts in [item.facts]
+            if facts.sharded is not None and facts.stored is not None and item.columns is None and item.nbytes
+        ]
+        if strided:
+            needed, read = (sum(column) for column in zip(*strided, strict=True))
+            gaps = f", {size(read)} with the gaps of up to {size(GAP_BYTES)} between them" if read > needed else ""
+            self.notes.append(f"{count(len(strided), 'shard')} of {size(needed)} read in separate runs{gaps}")
         if "incoming" in vars(self):
             self.incoming.settle()
             self.notes += self.incoming.maps.notes
@@ -188,20 +195,6 @@ class Planner:
         """Everything that is loaded."""
         return [*self.singles, *self.plain]
 
-    def _notes_on_strides(self) -> list[str]:
-        """Says how the parts of DTensors are read whose bytes do not adjoin in the file."""
-        strided = [
-            (item.nbytes, read_bytes(facts.stored))
-            for item in (single.transfers for single in self.singles)
-            for facts in [item.facts]
-            if facts.sharded is not None and facts.stored is not None and item.columns is None and item.nbytes
-        ]
-        if not strided:
-            return []
-        needed, read = (sum(column) for column in zip(*strided, strict=True))
-        gaps = f", {size(read)} with the gaps of up to {size(GAP_BYTES)} between them" if read > needed else ""
-        return [f"{count(len(strided), 'shard')} of {size(needed)} read in separate runs{gaps}"]
-
     def add_plain(self) -> Collection[str]:
         """Adds plain values all at once, and returns their names. Called where a load runs no code of the model."""
         options, entries = self.options, self.matched.applied.entries
@@ -210,13 +203,13 @@ class Planner:
             return ()
         transfers = plain_transfers(self.slots.tensors, entries.tensors, options, lambda: self.incoming.maps)
         self.plain = [*map(Execution, transfers)]
+        rows = entries.tensors.rows
+        has_shared_bytes = len({*rows.values()}) < len(rows)  # other names of the same bytes are not mapped
         for item in transfers:
             self.used.update(item.names)
             self.filled.update(dict.fromkeys(map(id, item.params)))
-        rows = entries.tensors.rows
-        if len({*rows.values()}) < len(rows):  # other names of the same bytes are not mapped
-            for item in transfers:
-                self._mapped_storages.update(item.sources if item.way is Way.MAP else ())
+            if has_shared_bytes and item.way is Way.MAP:
+                self._mapped_storages.update(item.rows.ranges())
         return self.used
 
     @property
@@ -263,8 +256,10 @@ class Planner:
                 self.uninitialised[key] = param
             else:
                 self.problems.append(Problem(ProblemKind.NOT_YET_INITIALISED, key))
-        elif param.shape != value.shape and not (self.transforms and self.transforms.of(key).first):
-            seen_by_rules = self.matched.name_for_rules(given)
+        elif param.shape != value.shape and (
+            self.transforms is None or isinstance(self.transforms.of(key), Bound | None)
+        ):
+            seen_by_rules = (self.other_name(given) or given) if given in self.matched.applied.entries else ""
             self.problems.append(wrong_shape(key, tuple(param.size()), tuple(value.size()), seen_by_rules))
         else:
             usual = PARAMETER if isinstance(param, nn.Parameter) else BUFFER
@@ -288,7 +283,7 @@ class Planner:
             if not self.incoming.are_equal(known.value if known.sharded is None else known.sharded.value, value):
                 self.problems.append(self._tie_conflict(name, first.transfers.name))
             return
-        item = self._transfer(name, kind, param, value, given, stored)
+        item = self._transfer(name, kind, param, RowFacts(value=value, given=given, stored=stored))
         self.filled[id(param)] = execution = Execution(item)
         self.singles.append(execution)
         param, value, stored = item.param, item.facts.value, item.facts.stored
@@ -301,118 +296,97 @@ class Planner:
             self.problems.append(Problem(ProblemKind.NO_VALUES, name))
         elif value.dtype != item.dtype:
             self._check_dtype(item)
-        if not param.is_meta:
-            self._check_memory(execution)
+        if is_plain(param) and not param.is_meta:
+            self._check_memory(item)
         self.transaction.add(self._make_write(execution))
 
-    def _transfer(
-        self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor, given: str, stored: Source | None
-    ) -> Transfers:
-        options, choice = self.options, NO_TRANSFORM if self.transforms is None else self.transforms.of(name)
-        transform, transformed, last, sharded = choice.first, choice.first is not None, choice.last, None
-        device = self.device_after(param)
-        if is_sharded(param) and (slots := self._sharded_slot(name, param, value, stored, choice)) is not None:
-            sharded, (param, value, stored, transform) = slots
-            device = sharded.device_after(options.device)
-        dtype, is_meta = param.dtype, param.is_meta
+    def _transfer(self, name: str, kind: str, param: torch.Tensor, facts: RowFacts) -> Transfers:
+        """Chooses how a value gets into its slot."""
+        options, device = self.options, self.device_after(param)
+        if self.transforms is not None:
+            chosen = self.transforms.of(name)
+            bound = chosen if isinstance(chosen, Bound) else None
+            facts = replace(facts, transform=None if bound else chosen, module_transform=bound)
+        if is_sharded(param):
+            facts = self._local_facts(name, param, facts)
+            if facts.sharded is not None:
+                param, device = facts.sharded.local, facts.sharded.device_after(options.device)
+        value, dtype, last = facts.value, param.dtype, facts.module_transform
         if self.changes_dtypes and param.is_floating_point() and value.is_floating_point():
-            dtype = options.dtype or (value.dtype if is_meta else dtype)
-        is_transformed = transformed or last is not None
-        can_map = not is_transformed and self._can_map(param, value, stored, dtype, device, sharded is not None)
-        is_plain_slot = is_plain(param, value)
+            dtype = options.dtype or (value.dtype if param.is_meta else dtype)
+        maps = self._maps_for(param, dtype, device, facts)
         if last is not None:
+            facts = _with_module_transform(name, param, dtype, device, facts, last.transform)
             way, why = Way.NEW, f"made by {last.transform}"
-        elif is_plain_slot:
-            can_read_into = not (is_meta or transformed or options.in_place is False)
-            can_read_into = can_read_into and self._can_read_into(param, value, device, stored)
+        elif is_plain(param, value):
             way, why = choose_way(
-                *(param, dtype, device), can_map=can_map, in_place=options.in_place, can_read_into=can_read_into
+                *(param, dtype, device),
+                can_map=maps is not None,
+                in_place=options.in_place,
+                can_read_into=self._can_read_into(param, device, facts),
             )
         else:
             way, why = Way.CODE, BY_SUBCLASS
-        block_function, transform_bytes = None, 0
-        if last is not None:
-            in_order = param.is_contiguous() or not is_dense(param)
-            if isinstance(last.transform, BlockTransform) and in_order and is_run(stored) and device == _CPU:
-                block_function = last.transform.block_function(tuple(param.shape), dtype)
-            if block_function is None:
-                transform_bytes = extra_bytes_of(last.transform, name, tuple(param.shape), dtype)
-        facts = RowFacts(
-            value=value,
-            given=given,
-            stored=stored,
-            transform=transform,
-            module_transform=last,
-            block_function=block_function,
-            transform_bytes=transform_bytes,
-            sharded=sharded,
-        )
-        maps = self.incoming.maps if can_map else None
         return single_transfer(name, kind, param, dtype, device, way, why, facts, maps)
 
-    def _can_map(
-        self,
-        param: torch.Tensor,
-        value: torch.Tensor,
-        stored: Source | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        is_shard: bool,
-    ) -> bool:
-        """Whether a tensor on meta becomes a map of its file. Two slots that are not tied do not map the same bytes."""
-        requested = self.options.map
-        # FSDP2 gathers shards at every step, and pads them: they get memory of their own unless a map is asked for.
-        is_wanted = requested is True if is_shard or self.options.read_once else requested is not False
-        if not (is_wanted and param.is_meta and isinstance(stored, StoredTensor) and stored.is_contiguous):
-            return False
-        if stored.nbytes and stored.extent.start % stored.dtype.itemsize:
-            self.incoming.maps.note(UNALIGNED, stored.extent.path)
-            return False
-        if stored.storage in self._mapped_storages or not is_plain(value) or dtype != value.dtype:
-            return False
-        if is_plain(param) and (device.type != "cpu" or value.stride() != param.stride()):
-            return False
-        if not self.incoming.maps.can_map(stored.extent, requested):
-            return False
-        self._mapped_storages.update([stored.storage] if stored.nbytes else [])
-        return True
+    def _local_facts(self, name: str, param: torch.Tensor, facts: RowFacts) -> RowFacts:
+        """Returns the facts of what is loaded into the local tensor of a DTensor.
 
-    def _sharded_slot(
-        self, name: str, param: torch.Tensor, value: torch.Tensor, stored: Source | None, choice: Choice
-    ) -> tuple[ShardedSlot, LocalSlot] | None:
-        """Returns the slot of a DTensor, and what is loaded into its local tensor.
-
-        Returns None, and adds a problem, where this rank cannot load its part of the value.
+        Adds a problem, and returns the facts as they are, where this rank cannot load its part of the value.
         """
-        self._has_shards = True
-        slot: ShardedSlot | Problem = sharded_slot(name, param, value, self.options.device)
-        if isinstance(slot, ShardedSlot) and choice.last is not None:
-            blocks = block_shape_of(choice.last.transform, name, tuple(param.shape), param.dtype)
-            needs = ""
-            if not choice.last.transform.returns_plain and id(param) in self._gathered:
+        slot: ShardedSlot | Problem = sharded_slot(name, param, facts.value, self.options.device)
+        if isinstance(slot, ShardedSlot) and facts.module_transform is not None:
+            transform, needs = facts.module_transform.transform, ""
+            blocks = block_shape_of(transform, name, tuple(param.shape), param.dtype)
+            if not transform.returns_plain and id(param) in self._gathered:
                 needs = "makes tensors of a subclass, while FSDP2 gathers plain ones"
             elif not slot.shard.has_whole_blocks(blocks or tuple(param.shape)):
                 needs = "takes the whole tensor" if blocks is None else f"takes blocks of {list(blocks)}"
             if needs:
-                why = f"{choice.last.transform} {needs}, and this rank holds {slot.shard}"
+                why = f"{transform} {needs}, and this rank holds {slot.shard}"
                 slot = Problem(ProblemKind.SHARDED_TRANSFORM, name, why=why)
         if isinstance(slot, Problem):
             self.problems.append(slot)
-            return None
-        local = slot.local(stored, choice.first)
-        if isinstance(stored, Derived) and isinstance(local.stored, StoredTensor):
-            # A part of a rule's result that is a part of a file.
-            local = local._replace(value=self.incoming.maps.tensor(local.stored))
-        return slot, local
+            return facts
+        if facts.transform is not None:  # it may look at other elements than those of this rank
+            return replace(facts, sharded=slot, transform=partial(slot.cropped, facts.transform))
+        value, stored = slot.local_value(facts.stored)
+        if isinstance(facts.stored, Derived) and isinstance(stored, StoredTensor):
+            value = self.incoming.maps.tensor(stored)  # a part of a rule's result that is a part of a file
+        return replace(facts, sharded=slot, value=value, stored=stored)
 
-    def _can_read_into(
-        self, param: torch.Tensor, value: torch.Tensor, device: torch.device, stored: Source | None
-    ) -> bool:
+    def _maps_for(self, param: torch.Tensor, dtype: torch.dtype, device: torch.device, facts: RowFacts) -> Maps | None:
+        """Returns what maps the value where a tensor on meta becomes a map of its file; None where it is read.
+
+        Two slots that are not tied do not map the same bytes.
+        """
+        value, stored, requested = facts.value, facts.stored, self.options.map
+        # FSDP2 gathers shards at every step, and pads them: they get memory of their own unless a map is asked for.
+        has_own_memory = facts.sharded is not None or self.options.read_once
+        if facts.is_transformed or not param.is_meta or requested is False or (has_own_memory and not requested):
+            return None
+        if not (isinstance(stored, StoredTensor) and stored.is_contiguous):
+            return None
+        maps = self.incoming.maps
+        if stored.nbytes and stored.extent.start % stored.dtype.itemsize:
+            maps.note(UNALIGNED, stored.extent.path)
+            return None
+        is_as_stored = is_plain(value) and dtype == value.dtype and stored.storage not in self._mapped_storages
+        in_order = not is_plain(param) or (device.type == "cpu" and value.stride() == param.stride())
+        if not (is_as_stored and in_order and maps.can_map(stored.extent, requested)):
+            return None
+        self._mapped_storages.update([stored.storage] if stored.nbytes else [])
+        return maps
+
+    def _can_read_into(self, param: torch.Tensor, device: torch.device, facts: RowFacts) -> bool:
         """Whether a value can get into existing memory without temporary memory for all values."""
-        if not (isinstance(stored, Described | Derived) and copy_cannot_fail(param, value)):
+        stored, in_place = facts.stored, self.options.in_place
+        if in_place is False or param.is_meta or facts.transform is not None:
             return False
-        by_parts = bool(placed_runs(stored)) or (isinstance(stored, Derived) and stored.read_in_blocks is not None)
-        if self.options.in_place:
+        if not (isinstance(stored, Described | Derived) and copy_cannot_fail(param, facts.value)):
+            return False
+        by_parts = bool(facts.placed) or facts.combined is not None
+        if in_place:
             if isinstance(stored, Derived):
                 return by_parts or (stored.is_certain and stored.of_files)
             return by_parts or (isinstance(stored, StoredTensor) and stored.is_contiguous)
@@ -423,16 +397,15 @@ class Planner:
 
     def move(self, slot: Slot, device: torch.device) -> None:
         """Moves a tensor that gets no value to a device when the load is committed."""
-        value = slot.tensor.detach()
-        columns = slot.name, slot.kind, slot.tensor, value.dtype, device
+        value, why = slot.tensor.detach(), f"moves to {device}"
         facts = RowFacts(value=value, given="", stored=value)
-        item = Execution(single_transfer(*columns, Way.NEW, f"moves to {device}", facts))
+        item = Execution(single_transfer(slot.name, slot.kind, slot.tensor, value.dtype, device, Way.NEW, why, facts))
         self.moves.append(item)
         self.transaction.add(self._make_write(item))
 
     def hidden_buffer(self, slot: Slot, name: str) -> bool:
         """Fills a non-persistent buffer on meta; elsewhere the value must equal the buffer. Returns whether it does."""
-        value, buffer = self.incoming.get(name), slot.tensor
+        value, buffer = self.incoming.value(name), slot.tensor
         if buffer.is_meta or not isinstance(value, torch.Tensor) or is_lazy(value) or value.shape != buffer.shape:
             self.tensor(name, buffer, value, None, [])
             return False
@@ -444,20 +417,9 @@ class Planner:
             self.problems.append(Problem(ProblemKind.BUFFER_CONFLICT, name, name_for_rules=self.other_name(name)))
         return is_equal
 
-    def _tie_conflict(self, name: str, first: str) -> Problem:
-        names = [self.other_name(of) or of for of in (name, first)]
-        return Problem(
-            ProblemKind.TIE_CONFLICT,
-            name,
-            others=(first,),
-            rules=tuple(f"ms.rules.Ignore({of!r})" for of in names),
-            options=" or ".join(option("--ignore", of) for of in names),
-        )
-
     def other_name(self, name: str) -> str:
         """Returns the name that rules see, empty where it is the same."""
-        seen = self.matched.name_for_rules(name)
-        return seen if seen != name else ""
+        return self.matched.before_wrappers.get(name, "")
 
     # Checks of single transfers.
 
@@ -466,45 +428,38 @@ class Planner:
 
         A FakeTensor has no values, and torch cannot copy from a DTensor to a whole tensor.
         """
-        problem: Problem | None = None
-        if is_fake(item.param) or is_fake(item.facts.value):
-            side = "model" if is_fake(item.param) else "checkpoint"
-            problem = Problem(ProblemKind.FAKE_TENSORS, item.name, found=side)
-        elif is_sharded(item.param):
-            return True  # `_sharded_slot` has added the problem
-        elif is_sharded(item.facts.value):
-            problem = Problem(ProblemKind.SHARDED_TENSORS, item.name)
-        self.problems += [problem] if problem is not None else []
-        return problem is not None
+        param, value = item.param, item.facts.value
+        if is_fake(param) or is_fake(value):
+            found = "model" if is_fake(param) else "checkpoint"
+            self.problems.append(Problem(ProblemKind.FAKE_TENSORS, item.name, found=found))
+        elif is_sharded(value) and not is_sharded(param):
+            self.problems.append(Problem(ProblemKind.SHARDED_TENSORS, item.name))
+        else:
+            return is_sharded(param)  # `_local_facts` has added the problem
+        return True
 
-    def _check_memory(self, execution: Execution) -> None:
-        """Adds problems of slots whose memory is freed, and notes the others for `_check_overlaps`."""
-        item = execution.transfers
-        param = item.param
-        if not is_plain(param):
-            return
-        if item.way is Way.STAGED and not has_its_memory(param):
+    def _check_memory(self, item: Transfers) -> None:
+        """Adds problems of plain slots that cannot be written to, and notes the others for `_check_overlaps`."""
+        param, is_written = item.param, item.way is Way.STAGED
+        if is_written and not has_its_memory(param):
             stored = param.untyped_storage().nbytes()
             self.problems.append(Problem(ProblemKind.FREED_MEMORY, item.name, param.nbytes, stored))
-            return
-        if item.way is Way.STAGED and item.facts.transform is None and any(refusal := refusal_of_writes(param)):
+        elif is_written and item.facts.transform is None and any(refusal := refusal_of_writes(param)):
             why, remedy = refusal
             self.problems.append(Problem(ProblemKind.NOT_WRITABLE, item.name, why=why, remedy=remedy))
-        if storage_id(param):
-            self._in_memory.append(execution)
+        elif storage_id(param):
+            self._in_memory.append(item)
 
     def _check_overlaps(self) -> None:
         """Adds problems of slots whose memory overlaps, where one would overwrite the values of the other."""
-        in_memory = [item.transfers for item in self._in_memory]
-        for group in sharing(in_memory, [item.param for item in in_memory]):
+        for group in sharing(self._in_memory, [item.param for item in self._in_memory]):
             # Where many slots are the same view of the same memory, each is compared with the first of them only.
             first_at: dict[Hashable, Transfers] = {}
             pairs = [(first_at.setdefault(place_of(second.param), second), second) for second in group]
-            pairs = [(first, second) for first, second in pairs if first is not second]
             distinct = list(first_at.values())
             pairs += overlapping(distinct, [item.param for item in distinct])
             for first, second in pairs:
-                if any(item.facts.value.shape != item.param.shape for item in (first, second)):
+                if first is second or any(item.facts.value.shape != item.param.shape for item in (first, second)):
                     continue
                 if second.way not in (Way.INTO, Way.STAGED):
                     self.notes.append(f"{first.name} and {second.name} share memory now, and not after the load")
@@ -523,31 +478,33 @@ class Planner:
             return self.incoming.maps.tensor(facts.stored)
         return self.incoming.with_values(facts.value)
 
+    def _tie_conflict(self, name: str, first: str) -> Problem:
+        names = [self.other_name(of) or of for of in (name, first)]
+        return Problem(
+            ProblemKind.TIE_CONFLICT,
+            name,
+            others=(first,),
+            rules=tuple(f"ms.rules.Ignore({of!r})" for of in names),
+            options=" or ".join(option("--ignore", of) for of in names),
+        )
+
     def _check_dtype(self, item: Transfers) -> None:
-        value = item.facts.value
-        if item.facts.transform is not None:
-            return  # the result of a transform may have any dtype
-        if not is_plain(value):
-            keeps_class = item.param.is_meta or is_quantized(item.param)  # else the class converts it to a plain tensor
-            if self.options.dtype is not None and keeps_class and is_quantized(value):
-                found = f"{type(value.data).__name__} of {short(value.dtype)}"
-                problem = Problem(ProblemKind.QUANTIZED_CAST, item.name, short(item.dtype), found)
-                self.problems.append(problem)
+        """Adds a problem of a cast that loses values, unless it is requested. A transform may return any dtype."""
+        name, facts, value, requested = item.name, item.facts, item.facts.value, self.options.dtype
+        if facts.transform is not None:
             return
-        cast = cast_between(value.dtype, item.dtype)
-        is_requested = self.options.dtype is not None and item.dtype == self.options.dtype
-        is_rounded = item.dtype in (torch.bfloat16, torch.float16) and is_dequantized(item.facts.stored)
-        if cast == "kind" or (cast == "lossy" and not (is_requested or is_rounded)):
-            self.problems.append(
-                Problem(
-                    ProblemKind.WRONG_DTYPE,
-                    item.name,
-                    short(item.dtype),
-                    short(value.dtype),
-                    why=CHANGES_KIND if cast == "kind" else LOSES_VALUES,
-                    name_for_rules=self.other_name(item.name),
-                )
-            )
+        expected, found = short(item.dtype), short(value.dtype)
+        if is_plain(value):
+            cast = cast_between(value.dtype, item.dtype)
+            is_rounded = item.dtype in (torch.bfloat16, torch.float16) and is_dequantized(facts.stored)
+            if cast == "kind" or (cast == "lossy" and item.dtype != requested and not is_rounded):
+                why, seen = CHANGES_KIND if cast == "kind" else LOSES_VALUES, self.other_name(name)
+                problem = Problem(ProblemKind.WRONG_DTYPE, name, expected, found, why=why, name_for_rules=seen)
+                self.problems.append(problem)
+        elif requested is not None and is_quantized(value) and (item.param.is_meta or is_quantized(item.param)):
+            # Into a plain tensor with memory, the class of the value converts it.
+            found = f"{type(value.data).__name__} of {found}"
+            self.problems.append(Problem(ProblemKind.QUANTIZED_CAST, name, expected, found))
 
     @cached_attribute
     def _gathered(self) -> set[int]:
@@ -628,6 +585,23 @@ class Planner:
             shard="" if facts.sharded is None else str(facts.sharded.shard),
             seconds=seconds,
         )
+
+
+def _with_module_transform(
+    name: str,
+    param: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    facts: RowFacts,
+    transform: ModuleTransform,
+) -> RowFacts:
+    """Returns the facts with what the transform of a module needs: a function for blocks, or memory."""
+    in_order, shape = param.is_contiguous() or not is_dense(param), tuple(param.shape)
+    if isinstance(transform, BlockTransform) and in_order and is_run(facts.stored) and device == _CPU:
+        block_function = transform.block_function(shape, dtype)
+        if block_function is not None:
+            return replace(facts, block_function=block_function)
+    return replace(facts, transform_bytes=extra_bytes_of(transform, name, shape, dtype))
 
 
 def steps_of(execution: Execution) -> Callable[[], list[Step]]:

@@ -54,36 +54,27 @@ def record(planner: Planner) -> None:
     matched, slots, transaction = planner.matched, planner.slots, planner.transaction
     planner.notes += matched.notes
     planner.problems += matched.applied.problems
-    outcome, target = IncompatibleKeys(), type(planner.model).__name__
-    names = matched.applied.entries.keys()
+    names, target = matched.applied.entries.keys(), type(planner.model).__name__
     if needs_protocol(slots.modules, names, matched.versions):
-        nested, state_dict = planner.incoming.nested_values(slots.modules), dict(planner.incoming)
+        nested = planner.incoming.nested_values(slots.modules)
+        state_dict = {name: planner.incoming.value(name) for name in names}
         for name, (value, names_within) in nested.items():
             state_dict[name] = value
             for within in names_within:
                 del state_dict[within]
         with code_errors(ModelCodeError, "the model's own loading code raised; nothing has been changed", where=target):
-            walk(
-                planner.model,
-                slots,
-                state_dict,
-                matched.versions,
-                assign=False,
-                transaction=transaction,
-                sink=planner,
-                outcome=outcome,
-                calls_own=True,
-            )
+            outcome = walk(planner.model, slots, state_dict, matched.versions, planner, calls_own=True)
         left = [nested[name][1] if name in nested else [name] for name in outcome.unexpected]
         outcome.unexpected = [name for names in left for name in names]
     else:
-        common, outcome.missing, outcome.unexpected = compare_names(slots, names, planner.add_plain())
+        common, missing, unexpected = compare_names(slots, names, planner.add_plain())
+        outcome = IncompatibleKeys(missing, unexpected)
         what = "code of a tensor subclass or a transform raised; nothing has been changed"
         with code_errors(ModelCodeError, what, where=target) if common else nullcontext():
             for name in common:
-                planner.tensor(name, slots.by_name[name].tensor, planner.incoming[name], None, outcome.errors)
+                planner.tensor(name, slots.by_name[name].tensor, planner.incoming.value(name), None, outcome.errors)
     planner.notes += [f"{type(module).__name__}: its own load_state_dict was called" for module in outcome.called]
-    if transaction.armed or planner.quantized:
+    if planner.singles:
         _check_quantized(planner)
     if transaction.armed:
         planner.slots = slots_of(planner.model)
@@ -94,8 +85,6 @@ def record(planner: Planner) -> None:
     has_patterns = options.allow_missing or options.allow_unexpected
     if planner.problems or outcome.missing or outcome.unexpected or has_code or has_patterns or not is_filled:
         _Coverage(planner, outcome).settle()
-    if matched.fits_in_part and not planner.problems:
-        planner.problems.append(Problem(ProblemKind.COMPLAINT, "", why=_FITS_IN_PART))
     planner.settle()
 
 
@@ -168,24 +157,24 @@ def _check_quantized(planner: Planner) -> None:
     """
     converts: dict[type, bool] = {}
     for item in (single.transfers for single in planner.singles):
-        value = item.facts.value
-        if item.param.is_meta or item.facts.is_transformed or is_plain(value):
+        param, value = item.param, item.facts.value
+        if is_plain(value) or not is_plain(param) or param.is_meta or item.facts.is_transformed:
             continue
-        if not (is_plain(item.param) and is_quantized(value)) or lacks_values(value):
+        if not is_quantized(value) or lacks_values(value):
             continue
         cls = type(value.data)
         if cls not in converts:
             converts[cls] = _becomes_plain(planner.checkpoint, item)
         if not converts[cls]:
-            expected, found = short(item.param.dtype), f"{cls.__name__} of {short(value.dtype)}"
+            expected, found = short(param.dtype), f"{cls.__name__} of {short(value.dtype)}"
             planner.problems.append(Problem(ProblemKind.QUANTIZED_INTO_PLAIN, item.name, expected, found))
 
 
 def _becomes_plain(checkpoint: Checkpoint, item: Transfers) -> bool:
     """Whether `module_load` accepts the value, as it will when the item is executed."""
+    stored = item.facts.stored
     try:
         with torch.inference_mode(False), torch.no_grad():
-            stored = item.facts.stored
             value = checkpoint.read(stored) if isinstance(stored, StoredComposite) else item.facts.value.detach()
             param = torch.empty_like(item.param)
             target = nn.Parameter(param, False) if item.kind == PARAMETER else param
@@ -202,11 +191,14 @@ class _Coverage:
     """Finds names without a counterpart, and slots without a value."""
 
     def __init__(self, planner: Planner, outcome: IncompatibleKeys) -> None:
-        self.planner, self.outcome = planner, outcome
-        self.slots, self.options, self.problems = planner.slots, planner.options, planner.problems
-        self.entries, self.filled = planner.matched.applied.entries, planner.filled
+        self.planner, self.outcome, self.problems = planner, outcome, planner.problems
+        self.slots, self.options, self.filled = planner.slots, planner.options, planner.filled
+        self.entries = planner.matched.applied.entries
         self.may_miss = Patterns("allow_missing", self.options.allow_missing)
         self.may_exceed = Patterns("allow_unexpected", self.options.allow_unexpected)
+        singles = [single.transfers for single in planner.singles]
+        self.computed = [item.name for item in singles if not item.facts.given and item.kind != HIDDEN]
+        """Names that the checkpoint lacks and whose values the model's code computed."""
 
     def settle(self) -> None:
         """Adds the problems and notes of the load."""
@@ -219,7 +211,9 @@ class _Coverage:
         missing = [name for name in dict.fromkeys(self.outcome.missing) if not self._is_filled(name)]
         missing = self._without_problems(missing)
         left_out = self._left_out(missing)
-        allowed = left_out.union(filter(self._may_miss, missing))
+        # A name may be missing where it is allowed, or another name of the same tensor is.
+        names_of = {name: self.slots.by_name[name].names if name in self.slots.by_name else (name,) for name in missing}
+        allowed = left_out.union(name for name in missing if any(map(self.may_miss.allow, names_of[name])))
         of_quantized = self._quantized([name for name in missing if name not in allowed])
         missing = self._without_problems(missing)
         unexpected = [name for name in self._unexpected() if name not in of_quantized]
@@ -233,22 +227,17 @@ class _Coverage:
         problems += [Problem(ProblemKind.IDLE_PATTERN, rule, found="rules") for rule in planner.matched.applied.idle]
         if planner.transforms is not None:
             problems += [*planner.transforms.problems, *planner.transforms.idle()]
-        self._move(unfilled)
+        if self.options.device is not None:
+            self._move(unfilled, self.options.device)
         if any(slot.kind != HIDDEN for slot in self.slots.tensors) and not has_matches and not problems:
             problems.append(Problem(ProblemKind.NOTHING_FITS, type(planner.model).__name__))
-        self._note_lost_versions()
-        self._note_own_code(missing, unexpected, unfilled)
-        # Notes tensors that get another dtype than the model's.
-        singles = [single.transfers for single in planner.singles]
-        changed = [item for item in singles if item.param.dtype != item.dtype]
-        live = [item.name for item in changed if not item.param.is_meta]
-        self._note(live, "change their dtype: pass optimizers= that have state for them")
-        if self.options.dtype is None and (others := [item for item in changed if item.param.is_meta]):
-            stored = ", ".join(sorted({short(item.dtype) for item in others}))
-            own = ", ".join(sorted({short(item.param.dtype) for item in others}))
-            what = f"get the checkpoint's {stored} instead of the model's {own}, as it has quantized tensors"
-            self._note([item.name for item in others], what)
-        self._note(self._computed(), "made by the model's own loading code")
+        if planner.transaction.armed:
+            self._note_lost_versions()
+        has_own_code = self._note_own_code(missing, unexpected, unfilled)
+        if has_own_code and planner.matched.is_mapped_by_transformers and not problems:
+            problems.append(Problem(ProblemKind.COMPLAINT, "", why=_FITS_IN_PART))
+        self._note_dtypes()
+        self._note(self.computed, "made by the model's own loading code")
         self._note(planner.uninitialised, "stay uninitialised, as they were when the checkpoint was saved")
         for how in dict.fromkeys(initialised.values()):
             self._note([name for name in initialised if initialised[name] == how], f"initialised by {how}")
@@ -265,11 +254,6 @@ class _Coverage:
         misfits = {problem.name for problem in self.problems}
         return [name for name in names if name not in misfits]
 
-    def _may_miss(self, name: str) -> bool:
-        """Whether a name may be missing: it is allowed, or another name of the same tensor is."""
-        slot = self.slots.by_name.get(name)
-        return any(map(self.may_miss.allow, (name,) if slot is None else slot.names))
-
     def _left_out(self, missing: Sequence[str]) -> set[str]:
         """Returns the missing tensors of the model that its own code keeps out of its state dict."""
         slots, left_out = self.slots.by_name, set[str]()
@@ -278,11 +262,8 @@ class _Coverage:
             if own and changes_state(module):
                 state = dict(leaves(state_dict_of(module)))
                 saved = {storage_id(value) for value in state.values() if isinstance(value, torch.Tensor)}
-                left_out.update(
-                    name
-                    for name in own
-                    if name.removeprefix(path) not in state and storage_id(slots[name].tensor) not in saved
-                )
+                own = [name for name in own if name.removeprefix(path) not in state]
+                left_out.update(name for name in own if storage_id(slots[name].tensor) not in saved)
         return left_out
 
     def _quantized(self, missing: Sequence[str]) -> set[str]:
@@ -298,18 +279,16 @@ class _Coverage:
         from modelstate.planning.quantized import QuantizedCandidate, quantized_weights
         from modelstate.rules.joining import SCALABLE
 
-        misfits = {problem.name for problem in problems}
-        candidates = []
+        misfits, candidates = {problem.name for problem in problems}, list[QuantizedCandidate]()
         for slot in self.slots.tensors:
             name = next((name for name in slot.names if name in entries), "")
             tensor, param = entries[name].tensor if name else None, slot.tensor
             if tensor is None or tensor.dtype == param.dtype or is_quantized(param):
                 continue
             filled = self.filled.get(id(param))
+            is_meant = filled is not None and filled.transfers.facts.transform is not None
             has_numbers = param.is_floating_point() and param.dtype not in SCALABLE and tensor.dtype in SCALABLE
-            if (has_numbers or not misfits.isdisjoint(slot.names)) and (
-                filled is None or filled.transfers.facts.transform is None
-            ):
+            if not is_meant and (has_numbers or not misfits.isdisjoint(slot.names)):
                 candidates += [QuantizedCandidate(slot.name, source, has_numbers) for source in entries[name].sources]
         stored_names: set[str] = set()
         quantized, names = quantized_weights([QuantizedCandidate(name, name) for name in missing], {}, unexpected)
@@ -360,11 +339,6 @@ class _Coverage:
                 initialised[slot.name] = initialiser.how
         return initialised
 
-    def _computed(self) -> list[str]:
-        """Names that the checkpoint lacks and whose values the model's code computed."""
-        singles = [single.transfers for single in self.planner.singles]
-        return [item.name for item in singles if not item.facts.given and item.kind != HIDDEN]
-
     def _taken_by_code(self, named: Collection[str]) -> list[str]:
         """The names that the model's own loading code has removed from the state dict, except for these."""
         planner = self.planner
@@ -387,8 +361,8 @@ class _Coverage:
         if missing and (shard := other_shards(self.planner.checkpoint.files)):
             file, index, others = shard
             yield Problem(ProblemKind.ONE_SHARD, file, found=index or None, others=others)
-        computed, slots = self._computed(), self.slots.by_name
-        lacking = {name: _shape(slots[name].tensor if name in slots else None) for name in (*missing, *computed)}
+        slots = self.slots.by_name
+        lacking = {name: _shape(slots[name].tensor if name in slots else None) for name in (*missing, *self.computed)}
         entries = {name: self.entries.get(name) for name in unexpected}
         over = {name: None if entry is None else _shape(entry.tensor) for name, entry in entries.items()}
         adapter = [] if adapter_names(slots) else adapter_names(unexpected)
@@ -397,7 +371,7 @@ class _Coverage:
         # A user's rule sees the names before wrappers are removed. The names that are compared here are others.
         if not (adapter or self.planner.matched.before_wrappers):
             fitting = self.entries.keys() & slots.keys()
-            other_names, pairs = one_prefix(lacking, over, fitting=fitting, optional=computed)
+            other_names, pairs = one_prefix(lacking, over, fitting=fitting, optional=self.computed)
             if other_names is not None:
                 yield other_names
                 for name, source in pairs.items():
@@ -407,23 +381,19 @@ class _Coverage:
                 return
         for name in missing:
             if not self._is_filled(name):  # the model's initialisation has filled some
-                has_values, initialiser = self._first_value(name)
-                yield Problem(ProblemKind.MISSING, name, lacking[name], has_values=has_values, initialiser=initialiser)
+                slot = slots.get(name)
+                has_values = slot is None or is_lazy(slot.tensor) or not slot.tensor.is_meta
+                how = self._methods_for(slot)
+                yield Problem(ProblemKind.MISSING, name, lacking[name], has_values=has_values, initialiser=how)
         for name in unexpected:
             why = "registered as None in the model" if name in self.slots.empty else ""
             seen = self.planner.other_name(name)
             yield Problem(ProblemKind.UNEXPECTED, name, found=over[name], why=why, name_for_rules=seen)
 
-    def _first_value(self, name: str) -> tuple[bool, str | None]:
-        """Whether a tensor has values, and the methods that would initialise it (None where they do not matter)."""
-        slot = self.slots.by_name.get(name)
-        if slot is None or is_lazy(slot.tensor):
-            return True, None
-        has_values = not slot.tensor.is_meta
-        return has_values, None if has_values and not self.options.init_missing else self._methods_for(slot)
-
-    def _methods_for(self, slot: Slot) -> str:
-        """The methods of the model that initialise a tensor; empty without such methods."""
+    def _methods_for(self, slot: Slot | None) -> str | None:
+        """The methods of the model that initialise a tensor, empty without such methods; None where none is needed."""
+        if slot is None or is_lazy(slot.tensor) or not (slot.tensor.is_meta or self.options.init_missing):
+            return None
         initialiser = self.planner.view.initialiser_of(slot)
         return "" if initialiser is None else initialiser.how
 
@@ -438,11 +408,8 @@ class _Coverage:
             initialiser, why = self._methods_for(slot), listed(of_owner, 3)
             yield Problem(ProblemKind.UNINITIALISED, slot.name, found=slot.kind, why=why, initialiser=initialiser)
 
-    def _move(self, unfilled: Sequence[Slot]) -> None:
-        """With `device=`, moves the tensors that get no value to the device too."""
-        device = self.options.device
-        if device is None:
-            return
+    def _move(self, unfilled: Sequence[Slot], device: torch.device) -> None:
+        """Moves the tensors that get no value to the device too."""
         for slot in unfilled:
             # A lazy tensor has no values; its module moves it.
             if not (is_lazy(slot.tensor) or slot.tensor.is_meta or slot.tensor.device == device):
@@ -455,23 +422,26 @@ class _Coverage:
         if names:
             self.planner.notes.append(f"{len(names)} {what}: {listed(sorted(names), 4)}")
 
-    def _note_own_code(self, missing: list[str], unexpected: list[str], unfilled: Sequence[Slot]) -> None:
-        """Notes names that the model's own loading code handled: they are neither assigned nor missing."""
+    def _note_own_code(self, missing: list[str], unexpected: list[str], unfilled: Sequence[Slot]) -> bool:
+        """Notes names that the model's own loading code handled: they are neither assigned nor missing.
+
+        Returns whether it handled any.
+        """
         planner = self.planner
         named = {*missing, *unexpected, *self.outcome.unexpected, *planner.extra_states, *planner.uninitialised}
         named.update(problem.name for problem in self.problems)
-        self._note(self._taken_by_code(named), "went into the model's own loading code")
+        taken = self._taken_by_code(named)
+        self._note(taken, "went into the model's own loading code")
         absent = [name for name in self.slots.extra if name not in named and name not in self.outcome.missing]
         self._note(absent, "extra states that the checkpoint lacks, as their classes allow")
         still = [slot.name for slot in unfilled if slot.kind != HIDDEN and slot.name not in named]
         self._note(still, "left to the model's own loading code")
         emptied = self.slots.empty & planner.slots_before.by_name.keys()
         self._note(emptied, "become None, as the model's own loading code says")
+        return bool(taken or still or self.computed)
 
     def _note_lost_versions(self) -> None:
         """Notes modules whose loading code depends on a version that the checkpoint lacks."""
-        if not self.planner.transaction.armed:
-            return  # no module has loading code of its own
         versions = self.planner.matched.versions or {}
         deciding = {
             type(module).__name__
@@ -479,10 +449,20 @@ class _Coverage:
             if path not in versions and overrides_loading(module) and getattr(module, "_version", None) not in (None, 1)
         }
         if deciding:
-            self.planner.notes.append(
-                f"the checkpoint has no version metadata (torch's _metadata) for {', '.join(sorted(deciding))}: "
-                "they load it as the oldest version"
-            )
+            lacks = "the checkpoint has no version metadata (torch's _metadata) for"
+            self.planner.notes.append(f"{lacks} {', '.join(sorted(deciding))}: they load it as the oldest version")
+
+    def _note_dtypes(self) -> None:
+        """Notes tensors that get another dtype than the model's."""
+        singles = [single.transfers for single in self.planner.singles]
+        changed = [item for item in singles if item.param.dtype != item.dtype]
+        live = [item.name for item in changed if not item.param.is_meta]
+        self._note(live, "change their dtype: pass optimizers= that have state for them")
+        if self.options.dtype is None and (on_meta := [item for item in changed if item.param.is_meta]):
+            stored = ", ".join(sorted({short(item.dtype) for item in on_meta}))
+            own = ", ".join(sorted({short(item.param.dtype) for item in on_meta}))
+            what = f"get the checkpoint's {stored} instead of the model's {own}, as it has quantized tensors"
+            self._note([item.name for item in on_meta], what)
 
 
 def _shape(tensor: Source | None) -> tuple[int, ...] | None:

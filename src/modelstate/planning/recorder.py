@@ -48,6 +48,8 @@ from modelstate.transaction.transaction import Transaction
 class LoadSink(Protocol):
     """Receives each value that the base class would write."""
 
+    transaction: Transaction
+
     def tensor(self, key: str, param: torch.Tensor, value: object, owner: nn.Module | None, errors: list[str]) -> None:
         """Receives `value`, which is `state_dict[key]`, for the tensor that is `param` before the load.
 
@@ -59,6 +61,10 @@ class LoadSink(Protocol):
 
     def device_after(self, param: torch.Tensor) -> torch.device:
         """Returns the device of a tensor of the model after all writes."""
+
+
+Versions = Mapping[str, dict[str, object]] | None
+"""The versions of modules by their paths, as torch's `_metadata` has them; None where they are unknown."""
 
 
 class IncompatibleKeys(msgspec.Struct):
@@ -75,14 +81,12 @@ def walk(
     root: nn.Module,
     slots: Slots,
     state_dict: Mapping[str, object],
-    versions: Mapping[str, dict[str, object]] | None,
-    *,
-    assign: bool,
-    transaction: Transaction,
+    versions: Versions,
     sink: LoadSink,
-    outcome: IncompatibleKeys,
+    *,
+    assign: bool = False,
     calls_own: bool = False,
-) -> None:
+) -> IncompatibleKeys:
     """Runs the protocol for `root`, whose slots are given, and its descendants.
 
     With `calls_own`, an override of `load_state_dict` is called: that of `root`, as torch does, and that of a
@@ -91,7 +95,9 @@ def walk(
     Passes on every exception of the model's own code.
     """
     modules = list(slots.modules.values())
-    recording = _Recording(transaction, sink, outcome, set(map(id, modules)), calls_own)
+    recording = _Recording(
+        sink, sink.transaction, IncompatibleKeys(), set(map(id, modules)), versions, assign, calls_own
+    )
     ordered = OrderedDict(state_dict)
     if versions is not None:
         set_version_metadata(ordered, versions)
@@ -100,35 +106,32 @@ def walk(
         if has_code:  # calls of the base class method are redirected to the recording, in this thread
             patched.enter_context(_recording.replaced(recording))
             patched.enter_context(_overrides.used())
-        _visit(recording, root, ordered, "", versions, assign, is_root=True)
+        _visit(recording, root, ordered, "", is_root=True)
+    return recording.outcome
 
 
 class _Recording(msgspec.Struct, eq=False, weakref=True):
-    transaction: Transaction
     sink: LoadSink
+    transaction: Transaction
     outcome: IncompatibleKeys
     modules: set[int]
+    versions: Versions
+    assign: bool
     calls_own: bool
     prefix: str = ""
     """Of the names of a module that is visited as if it were loaded alone."""
 
 
 def _visit(
-    recording: _Recording,
-    module: nn.Module,
-    state_dict: dict[str, object],
-    prefix: str,
-    versions: Mapping[str, dict[str, object]] | None,
-    assign: bool,
-    is_root: bool = False,
+    recording: _Recording, module: nn.Module, state_dict: dict[str, object], prefix: str, is_root: bool = False
 ) -> None:
     if is_root and recording.calls_own and has_own_load(module):
         _call_own(recording, module, state_dict)
         return
     # A copy: torch writes the flag below into the state dict's own metadata, where it decides the next load too.
-    local_metadata = {} if versions is None else copy(versions.get(prefix[:-1], {}))
-    if assign:
-        local_metadata["assign_to_params_buffers"] = assign
+    local_metadata = {} if recording.versions is None else copy(recording.versions.get(prefix[:-1], {}))
+    if recording.assign:
+        local_metadata["assign_to_params_buffers"] = True
     recording.modules.add(id(module))
     outcome = recording.outcome
     lists = (outcome.missing, outcome.unexpected, outcome.errors)
@@ -151,37 +154,29 @@ def _visit(
             is_alone = isinstance(module, ModuleContainer) and not isinstance(child, ModuleContainer)
             has_own_pair = recording.calls_own and has_own_load(child) and has_own_state_dict(child)
             visit = _visit_alone if is_alone or has_own_pair else _visit
-            visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
-    if hooks := load_post_hooks(module):
-        incompatible = ReturnedKeys(recording.outcome.missing, recording.outcome.unexpected)
-        for hook in hooks:
-            with recording.transaction.model_code():
-                returned = hook(module, incompatible)
-            if returned is not None:
-                raise AssertionError(
-                    "Hooks registered with ``register_load_state_dict_post_hook`` are not "
-                    "expected to return new values, if incompatible_keys need to be modified, "
-                    "it should be done inplace."
-                )
+            visit(recording, child, parts[name], f"{prefix}{name}.")
+    incompatible = ReturnedKeys(outcome.missing, outcome.unexpected)
+    for hook in load_post_hooks(module):
+        with recording.transaction.model_code():
+            returned = hook(module, incompatible)
+        if returned is not None:
+            raise AssertionError(
+                "Hooks registered with ``register_load_state_dict_post_hook`` are not "
+                "expected to return new values, if incompatible_keys need to be modified, "
+                "it should be done inplace."
+            )
 
 
-def _visit_alone(
-    recording: _Recording,
-    root: nn.Module,
-    state_dict: Mapping[str, object],
-    prefix: str,
-    versions: Mapping[str, dict[str, object]] | None,
-    assign: bool,
-) -> None:
+def _visit_alone(recording: _Recording, root: nn.Module, state_dict: Mapping[str, object], prefix: str) -> None:
     """Visits a module as if it were loaded alone: its code sees its own state dict, without a prefix."""
-    cut = len(prefix)
+    cut, versions = len(prefix), recording.versions
     own = OrderedDict((key[cut:], value) for key, value in state_dict.items())
     if versions is not None:
         versions = {path[cut:]: version for path, version in versions.items() if f"{path}.".startswith(prefix)}
         set_version_metadata(own, versions)
-    alone = replace(recording, prefix=recording.prefix + prefix, outcome=IncompatibleKeys())
+    alone = replace(recording, prefix=recording.prefix + prefix, outcome=IncompatibleKeys(), versions=versions)
     with _recording.replaced(alone) if _recording.value is recording else nullcontext():
-        _visit(alone, root, own, "", versions, assign, is_root=True)
+        _visit(alone, root, own, "", is_root=True)
     recording.outcome.called += alone.outcome.called
     recording.outcome.missing += [prefix + key for key in alone.outcome.missing]
     recording.outcome.unexpected += [prefix + key for key in alone.outcome.unexpected]
@@ -205,13 +200,13 @@ class _OwnLoad:
     def load(self, module: nn.Module, state_dict: Mapping[str, object], strict: bool, assign: bool) -> ReturnedKeys:
         """Does what torch's method does, with the sink in place of writes."""
         path, outcome = self.paths[id(module)], IncompatibleKeys()
-        recording = replace(self.recording, outcome=outcome)
         own = OrderedDict(state_dict)
         versions: Any = version_metadata(state_dict)
+        recording = replace(self.recording, outcome=outcome, versions=versions, assign=assign)
         if versions is not None:
             set_version_metadata(own, versions)
         with recording.transaction.library_code(), _recording.replaced(recording):
-            _visit(recording, module, own, "", versions, assign)
+            _visit(recording, module, own, "")
         self.outcomes[id(module)] = f"{path}." if path else "", outcome
         self.recording.outcome.called += outcome.called
         if outcome.errors or (strict and (outcome.missing or outcome.unexpected)):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, StrEnum
+from functools import cache
 
 import msgspec
 import torch
@@ -25,6 +26,7 @@ from modelstate.io.memory import Layout, aligned
 from modelstate.io.page_cache import lease_files
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.transforms import BlockFunction, Bound, ShardedSlot, Transform
+from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, Source, placed_runs
 from modelstate.spec import (
     GAP_BYTES,
@@ -43,21 +45,14 @@ from modelstate.torch_compat.private import payload_of, storage_id
 from modelstate.transaction.slots import HIDDEN, Slot, sharing
 
 _CPU = torch.device("cpu")
-COPYABLE = frozenset(
-    dtype
-    for kind, sizes in {
-        "float": ("64", "32", "16", "8_e4m3fn", "8_e5m2", "8_e4m3fnuz", "8_e5m2fnuz", "8_e8m0fnu"),
-        "bfloat": ("16",),
-        "complex": ("64", "128"),
-        "int": ("64", "32", "16", "8"),
-        "uint": ("64", "32", "16", "8"),
-        "bool": ("",),
-    }.items()
-    for size in sizes
-    if (dtype := getattr(torch, kind + size, None)) is not None
+_DTYPE_NAMES = (
+    *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
+COPYABLE = frozenset(_DTYPES.values())
 """Dtypes between which a copy of torch cannot fail."""
-_DTYPES: dict[str, torch.dtype] = {short(dtype): dtype for dtype in COPYABLE}
 DEVICES_READ_INTO = ("cpu", "cuda")
 """The types of devices with memory that can be read into at the commit: no step of the way there allocates memory."""
 _LONG_RUN_BYTES = 256 << 10
@@ -145,7 +140,7 @@ def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
     return target.is_meta or ((target.is_contiguous() or is_dense(target)) and has_its_memory(target))
 
 
-class RowFacts(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+class RowFacts(msgspec.Struct, frozen=True, eq=False, kw_only=True, dict=True):
     """The facts of a value that no column has. Such a value is the only row of its columns."""
 
     value: torch.Tensor
@@ -154,8 +149,6 @@ class RowFacts(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The name of the value in the state dict for the model; empty where code of the model computed the value."""
     stored: Source | None
     """The source of the value; None where the model's code computed the value, or may have changed it."""
-    placed: tuple[Runs, ...] = ()
-    """The parts of files that the value consists of, where it is several ranges."""
     transform: Transform | None = None
     """Called with the value as it is in the checkpoint. Its result may have any dtype."""
     module_transform: Bound | None = None
@@ -168,6 +161,12 @@ class RowFacts(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The DTensor whose local tensor is the tensor of the row; None for a slot that is on one rank."""
     own_stride: tuple[int, ...] | None = None
     """The stride of a slot whose elements are dense in memory and in another order than a new tensor's; else None."""
+
+    @cached_attribute
+    def placed(self) -> tuple[Runs, ...]:
+        """The parts of files that the value consists of, where it is several ranges."""
+        stored = self.stored
+        return placed_runs(stored) if isinstance(stored, Described | Derived) and not is_run(stored) else ()
 
     @property
     def is_transformed(self) -> bool:
@@ -248,22 +247,15 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
         return self.device.type == "cpu"
 
     @property
-    def sizes(self) -> Sequence[int]:
-        """The bytes to read for each row: the sum of the parts for a value that is computed from several tensors."""
-        return (self.nbytes,) if self.columns is None else self.columns.nbytes
+    def rows(self) -> TensorColumns:
+        """Where the values are in files. Called where each value is one range of a file."""
+        assert self.columns is not None
+        return self.columns
 
     @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the first value in its file."""
-        if self.own is not None:
-            return self.own.value.dtype
-        assert self.columns is not None
-        return _DTYPES[self.columns.dtype_names[0]]
-
-    @property
-    def sources(self) -> list[ByteRange]:
-        """The range of each value that is one range of a file."""
-        return [] if self.columns is None else self.columns.ranges()
+        return _DTYPES[self.rows.dtype_names[0]] if self.own is None else self.own.value.dtype
 
     @property
     def extents(self) -> list[ByteRange]:
@@ -313,16 +305,14 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
         """
         if self.own is not None:
             return [(self.own.value.size(), self.own.own_stride, self.dtype)]
-        assert self.columns is not None
-        return [(torch.Size(shape), None, dtype) for shape, dtype in zip(self.columns.shapes, self.dtypes, strict=True)]
+        return [(torch.Size(shape), None, dtype) for shape, dtype in zip(self.rows.shapes, self.dtypes, strict=True)]
 
     def mapped(self) -> list[torch.Tensor]:
         """The values as maps of their files."""
         if self.own is not None:
             return [self.own.value]
         assert self.maps is not None
-        assert self.columns is not None
-        return self.maps.tensors(self.columns)
+        return self.maps.tensors(self.rows)
 
     # Memory that a load needs.
 
@@ -340,32 +330,25 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
             return 0 if facts.is_live else facts.value.numel() * self.dtype.itemsize
         if self.sink is Sink.MEMORY:
             return self.nbytes
-        itemsize = self.stored_dtype.itemsize
-        return sum(nbytes // itemsize * dtype.itemsize for nbytes, dtype in zip(self.sizes, self.dtypes, strict=True))
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the temporary memory that the value is read into, or computed in."""
-        stored = self.facts.stored
-        if not self.is_read_into_place and isinstance(stored, Derived):
-            return stored.result_bytes + stored.scratch_bytes
-        if not self.is_read_into_place and isinstance(stored, StoredTensor) and stored.read_bytes != self.nbytes:
-            return stored.read_bytes + self.nbytes  # gathers strided elements
-        return self.nbytes
+        itemsize, rows = self.stored_dtype.itemsize, zip(self.rows.nbytes, self.dtypes, strict=True)
+        return sum(nbytes // itemsize * dtype.itemsize for nbytes, dtype in rows)
 
     @property
     def turn_bytes(self) -> int:
         """Bytes of memory that a value that is needed whole takes for itself, as far as known before a transform."""
-        facts = self.facts
+        facts, stored, needed = self.facts, self.facts.stored, self.nbytes
+        if not self.is_read_into_place and isinstance(stored, Derived):
+            needed = stored.result_bytes + stored.scratch_bytes
+        elif not self.is_read_into_place and isinstance(stored, StoredTensor) and stored.read_bytes != needed:
+            needed += stored.read_bytes  # gathers strided elements
         if facts.transform is not None:
-            return self.buffer_bytes  # the argument of the transform
-        own_bytes = 0 if facts.is_live or self.maps is not None else self.buffer_bytes
+            return needed  # the argument of the transform
         if facts.module_transform is None:
-            return own_bytes
+            return 0 if facts.is_live or self.maps is not None else needed
         ordered = all(tensor.is_contiguous() for tensor in (facts.value, self.param) if is_plain(tensor))
-        straight = facts.value.dtype == self.dtype and ordered and not isinstance(facts.stored, Derived)
+        straight = facts.value.dtype == self.dtype and ordered and not isinstance(stored, Derived)
         copied = 0 if straight or not self.on_cpu else facts.value.numel() * self.dtype.itemsize
-        return own_bytes + facts.transform_bytes + copied + (self.nbytes if facts.is_live else 0)
+        return needed + facts.transform_bytes + copied
 
     @property
     def unit_bytes(self) -> int:
@@ -416,29 +399,23 @@ def single_transfer(
     maps: Maps | None = None,
 ) -> Transfers:
     """Returns the transfer of a value with facts of its own, without those that follow from its source and slot."""
-    stored, columns = facts.stored, None
-    placed: tuple[Runs, ...] = ()
+    stored, value, columns = facts.stored, facts.value, None
     if is_run(stored):
         column = [short(stored.dtype)], [stored.shape], [stored.extent.path], [stored.extent.start], [stored.nbytes]
         columns = TensorColumns(*column)
-    elif isinstance(stored, Described | Derived):
-        placed = placed_runs(stored)
     if isinstance(stored, Described | Derived):
         nbytes = stored.nbytes
     else:
-        parts = sum(part.numel() * part.itemsize for part in payload_of(facts.value))
-        nbytes = parts or facts.value.numel() * facts.value.itemsize
-    is_ordered = is_plain(param) and not param.is_contiguous() and is_dense(param)
-    facts = replace(facts, placed=placed, own_stride=tuple(param.stride()) if is_ordered else None)
-    in_order = not is_ordered
-    if way is Way.INTO:
-        in_order = in_order and param.is_contiguous() and not (param.is_conj() or param.is_neg())
-    is_final = facts.value.dtype == dtype and device.type == "cpu" and facts.module_transform is None
+        nbytes = sum(part.nbytes for part in payload_of(value)) or value.numel() * value.itemsize
+    in_order = way is not Way.INTO or (param.is_contiguous() and not (param.is_conj() or param.is_neg()))
+    if is_plain(param) and not param.is_contiguous() and is_dense(param):
+        in_order, facts = False, replace(facts, own_stride=tuple(param.stride()))
+    is_final = value.dtype == dtype and device.type == "cpu" and facts.module_transform is None
     sink = Sink.WHOLE
     if way is not Way.CODE and facts.transform is None and in_order:
         if is_final and facts.combined is not None:
             sink = Sink.COMPUTED
-        elif is_final and (columns is not None or placed):
+        elif is_final and (columns is not None or facts.placed):
             sink = Sink.MEMORY
         elif columns is not None and (facts.module_transform is None or facts.block_function is not None):
             sink = Sink.BLOCKS
@@ -509,7 +486,7 @@ def _stream(blocks: Sequence[Transfers], strategy: ReadStrategy) -> int:
     """The memory of the threads of a stream of these values, and of a block on each device."""
     devices = {item.device for item in blocks if item.device.type == "cuda"}
     threads_bytes, block_bytes = strategy.stream_bytes(
-        total=sum(aligned(nbytes) for item in blocks for nbytes in item.sizes),
+        total=sum(aligned(nbytes) for item in blocks for nbytes in item.rows.nbytes),
         unit=max(min(item.unit_bytes, item.nbytes) for item in blocks),
         working=max(item.working_bytes(strategy.block_bytes) for item in blocks),
         to_device=bool(devices),
@@ -540,10 +517,10 @@ def plain_transfers(
     # By way and reason, the stored dtype where values pass through blocks, and the device after the load.
     groups: defaultdict[tuple[Way, str, str, torch.device], list[_Row]] = defaultdict(list)
     kinds: dict[tuple[str, torch.dtype, bool, int | torch.device], tuple[list[_Row], torch.dtype] | None] = {}
-    others: list[torch.Tensor] = []
+    with_memory: list[torch.Tensor] = []
     for slot in slots:
         slot_names, kind, param = slot
-        row = rows.get(slot_names[0])
+        is_meta, row, known = param.is_meta, rows.get(slot_names[0]), None
         if (
             row is not None
             and len(slot_names) == 1
@@ -551,7 +528,6 @@ def plain_transfers(
             and is_writable_memory(param)
             and param.shape == tuple(columns.shapes[row])
         ):
-            is_meta = param.is_meta
             where = param.get_device() if by_tensor is None or not is_meta else by_tensor(param)
             key = columns.dtype_names[row], param.dtype, is_meta, where
             if key not in kinds:
@@ -569,28 +545,23 @@ def plain_transfers(
             if known is not None:
                 group, dtype = known
                 group.append((slot, row, dtype))
-                continue
-        if is_plain(param) and not param.is_meta:
-            others.append(param)
-    filled = [slot.tensor for group in groups.values() for slot, _, _ in group if not slot.tensor.is_meta]
-    with_memory = [*filled, *others]
+        if not is_meta and (known is not None or is_plain(param)):
+            with_memory.append(param)
+    maps: Maps | None = None
+    for key_of_maps in [key for key in groups if key[0] is Way.MAP]:
+        maps = maps_of_load()
+        groups[key_of_maps], unmapped = _split_by_map(groups[key_of_maps], columns, options.map, maps)
+        groups[Way.NEW, "was on meta: gets memory", *key_of_maps[2:]] = unmapped
     shared = {id(tensor) for tensors in sharing(with_memory, with_memory) for tensor in tensors}
     found = list[Transfers]()
     for (way, why, in_blocks, device), group in groups.items():
-        maps, parts = None, [(way, why, [row for row in group if id(row[0].tensor) not in shared])]
-        if way is Way.MAP:
-            maps = maps_of_load()
-            mapped, unmapped = _split_by_map(group, columns, options.map, maps)
-            parts = [(way, why, mapped), (Way.NEW, "was on meta: gets memory", unmapped)]
-        for chosen, reason, rows_of_way in parts:
-            if rows_of_way:
-                of_slots, indices, dtypes = map(list, zip(*rows_of_way, strict=True))
-                names, of_kinds, params = map(list, zip(*of_slots, strict=True))
-                values = columns.selected(indices)
-                sink, nbytes = Sink.BLOCKS if in_blocks else Sink.MEMORY, sum(values.nbytes)
-                before = [name for (name,) in names], of_kinds, params
-                of_way = maps if chosen is Way.MAP else None
-                found.append(Transfers(*before, dtypes, device, chosen, reason, values, sink, nbytes, of_way))
+        if group := [row for row in group if id(row[0].tensor) not in shared]:
+            of_slots, indices, dtypes = map(list, zip(*group, strict=True))
+            names, of_kinds, params = map(list, zip(*of_slots, strict=True))
+            before, values = ([name for (name,) in names], of_kinds, params), columns.selected(indices)
+            sink, nbytes = Sink.BLOCKS if in_blocks else Sink.MEMORY, sum(values.nbytes)
+            of_way = maps if way is Way.MAP else None
+            found.append(Transfers(*before, dtypes, device, way, why, values, sink, nbytes, of_way))
     return found
 
 
@@ -611,19 +582,16 @@ def _split_by_map(
     on_meta: list[_Row], columns: TensorColumns, requested: bool | None, maps: Maps
 ) -> tuple[list[_Row], list[_Row]]:
     """Returns the slots that may be maps of their file, and those that get memory. No two slots map the same bytes."""
-    can_map: dict[str, bool] = {}
+    can_map = cache(lambda path: maps.can_map(ByteRange(path, 0, 1), requested))
     mapped: dict[int, _Row] = {}
     rest: list[_Row] = []
     for row in on_meta:
         _, index, _ = row
-        path, start, nbytes = columns.paths[index], columns.starts[index], columns.nbytes[index]
-        is_aligned = start % _DTYPES[columns.dtype_names[index]].itemsize == 0
-        if not is_aligned:
+        path, is_mapped = columns.paths[index], False
+        if columns.starts[index] % _DTYPES[columns.dtype_names[index]].itemsize:
             maps.note(UNALIGNED, path)
-        elif path not in can_map:
-            can_map[path] = maps.can_map(ByteRange(path, start, nbytes), requested)
-        if is_aligned and can_map[path] and index not in mapped:
-            mapped[index] = row
         else:
+            is_mapped = can_map(path) and mapped.setdefault(index, row) is row
+        if not is_mapped:
             rest.append(row)
     return [*mapped.values()], rest

@@ -11,8 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 import torch
@@ -121,18 +120,6 @@ Pairs = tuple[tuple[str, Transform | ModuleTransform | None], ...]
 """Glob patterns with their transforms. The first pattern that matches counts; None leaves its tensors alone."""
 
 
-class Choice(NamedTuple):
-    """The transforms of one tensor."""
-
-    first: Transform | None = None
-    """Called with the tensor as it is in the checkpoint. Its result may have any dtype."""
-    last: Bound | None = None
-    """Called with the tensor as it would be loaded."""
-
-
-NO_TRANSFORM = Choice()
-
-
 class Transforms:
     """The transforms of a load, by the names of tensors of the model."""
 
@@ -141,19 +128,17 @@ class Transforms:
         self._pairs: Pairs = given if isinstance(given, tuple) else (("*", given),)
         self._by_pattern = isinstance(given, tuple)
         self._root = root
-        self._winning: set[int] = set()
-        self._matching: set[int] = set()
-        self._applied: set[int] = set()
-        self._choices: dict[str, Choice] = {}
+        self._matching, self._winning, self._applied = set[int](), set[int](), set[int]()
+        """The positions of patterns that match, that are the first to match, and whose transforms apply."""
+        self._chosen: dict[str, Transform | Bound | None] = {}
         for slot in slots.tensors:
-            self._choices.update(dict.fromkeys(slot.names, self._choose(slot.names)))
+            self._chosen.update(dict.fromkeys(slot.names, self._choose(slot.names)))
 
-    def of(self, name: str) -> Choice:
-        """Returns the transforms of the tensor of this name."""
-        choice = self._choices.get(name)
-        if choice is None:  # code of the model has created the tensor during the load
-            choice = self._choices[name] = self._choose((name,))
-        return choice
+    def of(self, name: str) -> Transform | Bound | None:
+        """Returns the transform of the tensor of this name. A `Bound` one gets the tensor as it would be loaded."""
+        if name not in self._chosen:  # code of the model has created the tensor during the load
+            self._chosen[name] = self._choose((name,))
+        return self._chosen[name]
 
     def idle(self) -> Iterator[Problem]:
         """Yields a problem for each pattern, and for each transform, without effect."""
@@ -167,36 +152,34 @@ class Transforms:
                 why = f"{transform} applies to none of {matched}"
                 yield Problem(ProblemKind.IDLE_PATTERN, name, found="transform", why=why)
 
-    def _choose(self, names: tuple[str, ...]) -> Choice:
+    def _choose(self, names: tuple[str, ...]) -> Transform | Bound | None:
         """Chooses for a tensor with these names. The first pattern that matches a name of a tied tensor counts."""
-        places = [(name, *name.rpartition(".")[::2]) for name in names]
+        paths = [name.rpartition(".")[0] for name in names]
         hits = [
             index
             for index, (pattern, _) in enumerate(self._pairs)
-            if any(fnmatchcase(name, pattern) or fnmatchcase(path, pattern) for name, path, _ in places)
+            if any(fnmatchcase(text, pattern) for text in (*names, *paths))
         ]
         self._matching.update(hits)
         if not hits:
-            return NO_TRANSFORM
+            return None
         self._winning.add(hits[0])
         transform = self._pairs[hits[0]][1]
         if not isinstance(transform, ModuleTransform):
-            return Choice(transform) if transform is not None else NO_TRANSFORM
-        owners = [(name, self._modules_by_path.get(path)) for name, path, _ in places]
-        applies = []
-        for name, module in owners:
+            return transform
+        owners: dict[str, nn.Module] = {}
+        for name, path in zip(names, paths, strict=True):
+            module = self._modules_by_path.get(path)
             with _method_errors(name, "applies_to"):
-                applies.append(module is not None and transform.applies_to(name, module))
-        if not any(applies):
-            return NO_TRANSFORM
+                if module is not None and transform.applies_to(name, module):
+                    owners[name] = module
+        if not owners:
+            return None
         self._applied.add(hits[0])
-        if not all(applies):
-            others = tuple(name for name, applied in zip(names, applies, strict=True) if not applied)
-            name = names[applies.index(True)]
-            self.problems.append(Problem(ProblemKind.UNEVEN_TRANSFORM, name, found=str(transform), others=others))
-        module = owners[applies.index(True)][1]
-        assert module is not None
-        return Choice(None, Bound(transform, module))
+        first = next(iter(owners))
+        if others := tuple(name for name in names if name not in owners):
+            self.problems.append(Problem(ProblemKind.UNEVEN_TRANSFORM, first, found=str(transform), others=others))
+        return Bound(transform, owners[first])
 
     @cached_attribute
     def _modules_by_path(self) -> dict[str, nn.Module]:
@@ -209,7 +192,7 @@ def block_shape_of(
     """Returns the checked result of `block_shape`. Raises `TransformError`."""
     with _method_errors(name, "block_shape"):
         blocks = transform.block_shape(shape, dtype)
-        if blocks is not None and not (len(blocks) == len(shape) and all(_is_integer(n) and n > 0 for n in blocks)):
+        if blocks is not None and not (len(blocks) == len(shape) and all(type(n) is int and n > 0 for n in blocks)):
             raise ValueError(f"block_shape returned {blocks!r} for a tensor of shape {shape}")
         return blocks
 
@@ -218,13 +201,9 @@ def extra_bytes_of(transform: ModuleTransform, name: str, shape: tuple[int, ...]
     """Returns the checked result of `extra_bytes`. Raises `TransformError`."""
     with _method_errors(name, "extra_bytes"):
         nbytes = transform.extra_bytes(shape, dtype)
-        if not (_is_integer(nbytes) and nbytes >= 0):
+        if not (type(nbytes) is int and nbytes >= 0):
             raise TypeError(f"extra_bytes returned {nbytes!r}; it must return an integer >= 0")
         return nbytes
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 BY_TRANSFORM = "transform="
@@ -280,34 +259,35 @@ class ShardedSlot(msgspec.Struct, frozen=True, eq=False):
     value: torch.Tensor
     """The value of the whole tensor, as it is in the checkpoint."""
 
-    def local(self, stored: Source | None, transform: Transform | None = None) -> LocalSlot:
-        """Returns what is loaded into the local tensor, for the source and the transform of the whole tensor.
+    @property
+    def local(self) -> torch.Tensor:
+        """The local tensor."""
+        return local_tensor(self.tensor)
 
-        A value that is not a view of the whole one is without memory until it is computed. A transform may look at
-        other elements than its own, so it gets the whole value.
+    def local_value(self, stored: Source | None) -> tuple[torch.Tensor, Source | None]:
+        """Returns what is loaded into the local tensor, and its source, for the source of the whole tensor.
+
+        A value that is not a view of the whole one is without memory until it is computed.
         """
-        param = local_tensor(self.tensor)
-        if transform is not None:
-            return LocalSlot(param, self.value, stored, partial(self._cropped, transform))
         value = self.value
         if is_sharded(value):
             given, value = shard_of(value), local_tensor(value)
             if given is None or not given.is_whole:
-                return LocalSlot(param, value, value if stored is not None else None)
+                return value, None if stored is None else value
         if isinstance(stored, Derived) and not stored.parts and not isinstance(stored.change, Operation):
             # Initial values are computed once, and whole: they are random numbers, equal on all ranks.
             change, shape = stored.change, self.shard.shape
             source: Source = Derived(stored.dtype, shape, (), lambda: self._part_of(change()), is_certain=False)
-            return LocalSlot(param, torch.empty(shape, dtype=value.dtype, device="cpu"), source)
-        source = self.shard.of(value if stored is None or is_sharded(self.value) else stored)
+        else:
+            source = self.shard.of(value if stored is None or is_sharded(self.value) else stored)
         if isinstance(source, torch.Tensor):
-            return LocalSlot(param, source, None if stored is None else source)
+            return source, None if stored is None else source
         is_view = isinstance(stored, StoredTensor) and isinstance(source, StoredTensor)
         if is_view and is_plain(value) and len(boxes := self.shard.boxes()) == 1:
-            return LocalSlot(param, value[slices_of(boxes[0][0])], source)
+            return value[slices_of(boxes[0][0])], source
         lacking = source.lacks_values if isinstance(source, Derived) else lacks_values(source)
         device = "meta" if value.is_meta or lacking else "cpu"
-        return LocalSlot(param, torch.empty(self.shard.shape, dtype=value.dtype, device=device), source)
+        return torch.empty(self.shard.shape, dtype=value.dtype, device=device), source
 
     def device_after(self, requested: torch.device | None) -> torch.device:
         """Returns the device of the local tensor after the load."""
@@ -315,7 +295,7 @@ class ShardedSlot(msgspec.Struct, frozen=True, eq=False):
             return requested or self.tensor.device
         return torch.empty(0, device=mesh_device_type(self.tensor)).device
 
-    def _cropped(self, transform: Transform, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def cropped(self, transform: Transform, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Returns the part of a transform's result that this rank holds."""
         result = transform(name, whole)
         if not isinstance(result, torch.Tensor) or result.shape != self.tensor.shape or not is_plain(result):
@@ -332,15 +312,6 @@ class ShardedSlot(msgspec.Struct, frozen=True, eq=False):
         for box, place in self.shard.boxes():
             local[slices_of(place)] = whole[slices_of(box)]
         return local
-
-
-class LocalSlot(NamedTuple):
-    """The local tensor of a DTensor, and what is loaded into it."""
-
-    param: torch.Tensor
-    value: torch.Tensor
-    stored: Source | None
-    transform: Transform | None = None
 
 
 def sharded_slot(

@@ -26,9 +26,10 @@ from torch import nn
 
 from modelstate.arguments import check_choice, check_integer, checked_call, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.open import Source
 from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
 from modelstate.io.files import local_path
-from modelstate.loading.load import OF_TORCH, Source
+from modelstate.loading.load import OF_TORCH
 from modelstate.planning.options import LoadOptions, SelectionArguments, checked_options
 from modelstate.process import gc_paused
 from modelstate.serve.meta_clone import runtime_state

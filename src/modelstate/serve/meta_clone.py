@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from modelstate.checkpoint.open import Source
 from modelstate.errors import LiveTargetError, code_errors
-from modelstate.loading.load import Source, load
+from modelstate.loading.load import load
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
 from modelstate.spec import contiguous_stride

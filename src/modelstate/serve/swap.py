@@ -17,9 +17,9 @@ from torch import nn
 
 from modelstate.arguments import invalid_option
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import open_source
+from modelstate.checkpoint.open import Source, open_source
 from modelstate.errors import CanaryError, ModelStateError, OptionError, PlacementError, PlanError, Remedy, WeightsError
-from modelstate.loading.load import Source, load_then
+from modelstate.loading.load import load_then
 from modelstate.planning.matching import select_part, wrapper_rule
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.planner import Planner

@@ -48,7 +48,7 @@ _log = logging.getLogger("modelstate")
 
 
 class Write:
-    """A write to a tensor of the model that may wait until the commit."""
+    """A write to a tensor of the model that may wait until the commit: a copy, or what a subclass does."""
 
     __slots__ = ("done", "order", "target", "value")
     order: int
@@ -62,7 +62,10 @@ class Write:
 
     def run(self, transaction: Transaction | None) -> None:
         """Writes the value. With a transaction, it registers the undo first; without one, it cannot fail."""
-        raise NotImplementedError
+        if transaction is not None:
+            transaction.save_tensor(self.target)
+        with torch.no_grad():
+            self.target.copy_(self.value)
 
 
 class Transaction:
