@@ -314,38 +314,25 @@ def _matches_only(patterns: Sequence[str], names: Collection[str], entries: Coll
 def _families(rows: Iterable[Names]) -> dict[Names, list[Names]]:
     """Groups rows of related names by their patterns.
 
-    A number becomes * if it varies, and is equal in all names of each row.
+    A number becomes * if it varies, and all names of each row have it, in the same order.
     """
     alike: dict[Names, list[list[list[str]]]] = defaultdict(list)
     for row in rows:
         alike[tuple(map(without_numbers, row))].append([name.split(".") for name in row])
     families: dict[Names, list[Names]] = defaultdict(list)
     for members in alike.values():
-        linked = _linked(members)
+        columns = [list(zip(*side, strict=True)) for side in zip(*members, strict=True)]
+        common = {column for column in columns[0] if column[0].isdecimal() and len({*column}) > 1}
+        common = common.intersection(*columns)
+        if len({tuple(column for column in side if column in common) for side in columns}) > 1:
+            common = set()
         for names in members:
             patterns = [
-                ".".join("*" if at in places else part for at, part in enumerate(name))
-                for name, places in zip(names, linked, strict=True)
+                ".".join("*" if column in common else part for column, part in zip(side, name, strict=True))
+                for side, name in zip(columns, names, strict=True)
             ]
             families[tuple(patterns)].append(tuple(map(".".join, names)))
     return families
-
-
-def _linked(rows: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:
-    """Returns, for each name of a row, the indices of the numbers that vary and are equal in all names of every row."""
-    linked: list[list[int]] = [[] for _ in rows[0]]  # in ascending order
-    for at, part in enumerate(rows[0][0]):
-        column = [row[0][at] for row in rows]
-        if not part.isdecimal() or len({*column}) == 1:
-            continue
-        places: list[int] = []
-        for side, found in enumerate(linked):
-            after = range(found[-1] + 1 if found else 0, len(rows[0][side]))
-            places += [place for place in after if [row[side][place] for row in rows] == column][:1]
-        if len(places) == len(linked):
-            for found, place in zip(linked, places, strict=True):
-                found.append(place)
-    return linked
 
 
 def _rename_rules(pairs: Mapping[str, str], loose: Collection[str], barred: Collection[str]) -> list[Rule]:
