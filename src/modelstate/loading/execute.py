@@ -22,7 +22,7 @@ from modelstate.io.engine import OpenFiles
 from modelstate.io.files import kept_open
 from modelstate.io.page_cache import bring_into_cache, lease_files
 from modelstate.loading import collective
-from modelstate.loading.stage import Progress, Staging, limit_memory, prefetch_range, reads, stage, stage_one
+from modelstate.loading.stage import Progress, Staging, limit_memory, reads, stage, stage_one
 from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.plan import LoadPlan, LoadReport
@@ -100,12 +100,11 @@ def execute(
                 for replicas in dict.fromkeys(read.ranks for read in staging.shared):
                     agreement.connect(replicas)
                 random.enter_context(collective.shared_generator(planner, agreement))
-            if staged is None:
-                verified = staging.checkpoint.verify() if options.verify else 0
-                notes += prefetch_range(staging, to_stage)
-            else:
+            if staged is not None:
                 verified = staged.verified_bytes
-            stage(staging, to_stage, advance)
+            else:
+                verified = staging.checkpoint.verify() if options.verify else 0
+            notes += stage(staging, to_stage, advance)
         if agreement is not None and staging.shared:
             with phase(collective.SHARING), agreement.barrier():
                 collective.broadcast(staging.shared, agreement)
@@ -551,9 +550,8 @@ class StagedLoad:
         staging, executions = self.staging, self._executions
         if self._verification:
             self.verified_bytes = self._verification.run(lambda _: progress(0))
-        self._notes += prefetch_range(staging, executions)
         with staging.files as files:
-            stage(staging, executions, progress)
+            self._notes += stage(staging, executions, progress)
             files.check_unchanged()
         # Other threads use the tensors on other streams: the copies on the streams of this thread must have ended.
         for device in {final.device for item in executions for final in item.finals}:

@@ -121,32 +121,29 @@ def limit_memory(staging: Staging, executions: Iterable[Execution]) -> None:
     )
 
 
-def prefetch_range(staging: Staging, executions: Iterable[Execution]) -> list[str]:
-    """Makes the kernel read what is not in the page cache, and does not wait. Returns remarks for the report."""
-    transfers = [item.transfers for item in executions]
-    if sum(item.nbytes for item in transfers) < LEAST_BYTES_AHEAD:
-        return []
-    nbytes = read_ahead([extent for item in transfers for extent in item.extents], staging.files)
-    return [f"the file was not in the page cache: {size(nbytes)} of it are read ahead"] if nbytes else []
-
-
 _LEAST_TRIMMED_BYTES = 4 << 20
 """A transform that frees so much leaves holes in the heap. Without trimming, 16 weights of 16 MB that become float8
 were measured to take 600 instead of 280 MB."""
 
 
-def stage(staging: Staging, executions: Iterable[Execution], progress: Progress) -> None:
+def stage(staging: Staging, executions: Iterable[Execution], progress: Progress) -> list[str]:
     """Computes every final value that is not read straight into its slot. The model is not changed.
 
+    First the kernel starts to read what the page cache lacks, also of the other values. Returns remarks for the report.
     Raises `ReadFailedError` and `TransformError`.
     """
-    waiting = [item for item in executions if not item.finals and item.transfers.way is not Way.INTO]
+    unread = [item for item in executions if not item.finals]
+    nbytes = 0
+    if sum(item.transfers.nbytes for item in unread) >= LEAST_BYTES_AHEAD:
+        nbytes = read_ahead([extent for item in unread for extent in item.transfers.extents], staging.files)
+    waiting = [item for item in unread if item.transfers.way is not Way.INTO]
     for item in waiting:
         if item.transfers.way is Way.MAP:
             item.finals = item.transfers.mapped()
             progress(item.transfers.nbytes)
     for read in reads(staging, (item for item in waiting if not item.finals), progress):
         read()
+    return [f"the file was not in the page cache: {size(nbytes)} of it are read ahead"] if nbytes else []
 
 
 def reads(staging: Staging, executions: Iterable[Execution], progress: Progress) -> Iterator[Callable[[], object]]:
