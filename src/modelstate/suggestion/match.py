@@ -10,7 +10,7 @@ A fused tensor matches the kinds of its parts.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
@@ -149,6 +149,13 @@ class Kind(msgspec.Struct, eq=False, dict=True):
         """What the name states: concepts, and which one of several it is."""
         return self.means | {f"#{at}:{rank}" for at, rank in self.ordinals.items()}
 
+    @cached_property
+    def claims(self) -> frozenset[str]:
+        """The facts that tell kinds apart; a fused tensor has those of its parts too."""
+        ranks = self.first.ranks
+        numbered = [f"#{at - len(ranks)}" for at, (_, count) in enumerate(ranks) if count > 1]
+        return (self.facts - GENERIC).union(numbered, *(PARTS.get(word, ()) for word in self.means))
+
 
 class Side:
     """The tensors of a checkpoint or a model with ordinary names."""
@@ -178,6 +185,14 @@ class Side:
                 name.ranks.append((of_place[number], len(of_place)))
         self.open = dict(self.names)
         """The tensors without a match."""
+        self.counts = Counter(self.size(leaf) for leaf in straight)
+        """The count of tensors of each size."""
+
+    def size(self, leaf: Leaf) -> tuple[object, ...]:
+        """Returns what is equal for tensors that could take each other's place, transposed or reshaped too."""
+        shape = [size for size in leaf.shape if size != 1]
+        is_known = self.turned.get(leaf.name) is not None
+        return leaf.dtype_kind, self.names[leaf.name].role, *(shape if is_known else sorted(shape))
 
     def kinds(self, varying: int) -> list[Kind]:
         """Returns the kinds of open tensors whose names differ in the first numbers, at most so many, in order."""
@@ -554,27 +569,22 @@ def _find_guesses(matches: Matches, is_whole: bool) -> None:
     unmatched = [side.kinds(0) for side in sides]
     left = list(matches.links)
     owners: set[tuple[str, str]] = set()  # modules with a sure match
-
-    def sizes_of(at: int, kind: Kind) -> set[object]:
-        """Returns what is equal for tensors that could take each other's place, transposed or reshaped too."""
-        return {_size(sides[at], sides[at].names[leaf.name]) for leaf in kind.leaves.values()}
+    rivals: list[dict[object, set[Kind]]] = []
+    """Kinds of both sides without a sure match, by the sizes of their tensors."""
 
     def has_rival(at: int, kind: Kind, facts: frozenset[str]) -> bool:
-        others = [*(link[at] for link in left), *unmatched[at]]
-        return any(
-            other is not kind and facts <= _claims(other) and sizes_of(at, kind) & sizes_of(at, other)
-            for other in others
-        )
+        sizes = map(sides[at].size, kind.leaves.values())
+        return any(other is not kind and facts <= other.claims for size in sizes for other in rivals[at][size])
 
     def is_only_one(at: int, kind: Kind) -> bool:
-        side, sizes, names = sides[at], sizes_of(at, kind), {leaf.name for leaf in kind.leaves.values()}
-        return all(_size(side, tensor) not in sizes for name, tensor in side.names.items() if name not in names)
+        sizes = map(sides[at].size, kind.leaves.values())
+        return len(kind.leaves) == sum(sides[at].counts[size] for size in {*sizes})
 
     def is_sure(source: Kind, target: Kind) -> bool:
         if (source.first.owner, target.first.owner) in owners:
             return True
-        common = _claims(source) & _claims(target)
-        here, there = source.means - GENERIC - _claims(target), target.means - GENERIC - _claims(source)
+        common = source.claims & target.claims
+        here, there = source.means - GENERIC - target.claims, target.means - GENERIC - source.claims
         if CONVENTION in here | there or (not is_whole and ((here and there) or _is_renumbered(source, target))):
             return False
         is_placed = any(fact[0] == "#" for fact in common)
@@ -588,26 +598,18 @@ def _find_guesses(matches: Matches, is_whole: bool) -> None:
 
     is_changing = True
     while is_changing:
-        sure = [link for link in left if is_sure(*link)]
+        rivals = [defaultdict(set), defaultdict(set)]
+        for at, side in enumerate(sides):
+            for kind in (*(link[at] for link in left), *unmatched[at]):
+                for leaf in kind.leaves.values():
+                    rivals[at][side.size(leaf)].add(kind)
+        sure = {link for link in left if is_sure(*link)}
         left = [link for link in left if link not in sure]
         owners.update((source.first.owner, target.first.owner) for source, target in sure)
         is_changing = bool(sure)
     matches.guesses.update(leaf.name for _, target in left for leaf in target.leaves.values())
     if any((CONVENTION in source.means) != (CONVENTION in target.means) for source, target in left):
         matches.notes["gate (w1) and up (w3) are told apart by Llama's convention alone"] = None
-
-
-def _size(side: Side, tensor: _Name) -> tuple[object, ...]:
-    shape = [size for size in tensor.leaf.shape if size != 1]
-    is_known = side.turned.get(tensor.leaf.name) is not None
-    return tensor.leaf.dtype_kind, tensor.role, *(shape if is_known else sorted(shape))
-
-
-def _claims(kind: Kind) -> frozenset[str]:
-    """Returns the facts that tell kinds apart; a fused tensor has those of its parts too."""
-    ranks = kind.first.ranks
-    numbered = [f"#{at - len(ranks)}" for at, (_, count) in enumerate(ranks) if count > 1]
-    return (kind.facts - GENERIC).union(numbered, *(PARTS.get(word, ()) for word in kind.means))
 
 
 def _own(kind: Kind) -> frozenset[str]:
