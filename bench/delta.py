@@ -127,10 +127,11 @@ def weigh(before: State, after: State) -> Weighed:
     entropy, xors = 0.0, list[bytes]()
     for name, old in before.items():
         new, out = after[name], old.clone().view(-1)
-        payload = formats.encode(old, new)
-        if payload is None:
+        advanced = formats.advance(old.clone(), new, new.nbytes // 2)
+        if advanced is None:
             payload_bytes += new.nbytes
         else:
+            payload = advanced[0]
             changed += formats.apply(payload, out, 0)
             assert torch.equal(out.view(torch.int16), new.view(torch.int16).view(-1))
             payload_bytes += payload.nbytes
@@ -194,7 +195,8 @@ def apply(*, delta: bool, mb: int) -> None:
     before = [parameter.detach().clone().view(-1) for parameter in model.layers]
     model.change()
     after = [parameter.detach().view(-1) for parameter in model.layers]
-    payloads = [payload for payload in map(formats.encode, before, after) if payload is not None]
+    advanced = [formats.advance(old.clone(), new, new.nbytes) for old, new in zip(before, after, strict=True)]
+    payloads = [each[0] for each in advanced if each is not None]
 
     def change(layer: int) -> None:
         if delta:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from modelstate.errors import DamagedFileError
 from modelstate.spec import Allocate, Blocks, Combined, FillBlock, Stored, StoredTensor
+from modelstate.torch_compat.plain import byte_tensor
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -65,18 +66,31 @@ class Changes(NamedTuple):
     """The bits after minus the bits before, modulo 2 to the number of bits."""
 
 
-def encode(before: torch.Tensor, after: torch.Tensor, most_bytes: int | None = None) -> torch.Tensor | None:
-    """Returns the payload that turns `before` into `after`: contiguous tensors of the CPU, of one dtype and shape.
+def advance(copy: torch.Tensor, values: torch.Tensor, most_bytes: int) -> tuple[torch.Tensor, int] | None:
+    """Turns `copy` into `values`: contiguous tensors of the CPU, of one dtype and shape.
 
-    The payload has no bytes where the tensors are equal. Returns None where it would have more than `most_bytes`, or
-    else than half of the bytes of the tensor; or where an element has more than 8 bytes.
+    The payload and the copy get the same changes, even where `values` are being changed meanwhile.
+
+    Returns:
+        The payload that does this, which has no bytes where nothing changed, and the number of elements that changed.
+        None where the payload would have more than `most_bytes`, or an element has more than 8 bytes. The copy may
+        have some of the changes then.
     """
-    if after.dtype.itemsize not in _INTEGERS:
+    if values.dtype.itemsize not in _INTEGERS:
         return None
-    old, new = _bits(before), _bits(after)
-    blocks = (slice(first, first + BLOCK_ELEMENTS) for first in range(0, len(new), BLOCK_ELEMENTS))
-    most_bytes = new.nbytes // 2 if most_bytes is None else most_bytes
-    return _encoded((_changes(old[block], new[block]) for block in blocks), len(new), most_bytes)
+    (bits, old), (_, new) = _bits(copy), _bits(values)
+    directory, frames, changed, left = list[tuple[int, int]](), list[bytes](), 0, most_bytes - _NUMEL_BYTES
+    for first in range(0, len(new), BLOCK_ELEMENTS):
+        block = slice(first, first + BLOCK_ELEMENTS)
+        found = _changes(old[block], new[block])
+        frame, gap_bytes = _frame(found) if len(found.positions) else (b"", 0)
+        frames.append(frame)
+        directory.append((len(frame), gap_bytes))
+        left -= _ENTRY_BYTES + len(frame)
+        if left < 0 and any(frames):
+            return None
+        changed += _add(bits[block], [found])
+    return byte_tensor(b"".join([head(len(new), directory), *frames]) if changed else b""), changed
 
 
 class Directory(NamedTuple):
@@ -114,15 +128,8 @@ def apply_frames(
 
     Returns the number of changes. Raises `DamagedFileError` for a block that cannot be decoded; others may be changed.
     """
-    last, dtype, changed = first + out.numel(), _INTEGERS[out.dtype.itemsize], 0
-    bits, waiting = out.detach().view(getattr(torch, dtype.name)), list[Changes]()
-
-    def add() -> int:
-        positions, differences = (np.concatenate(of) for of in zip(*waiting, strict=True))
-        bits.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(differences))
-        waiting.clear()
-        return len(positions)
-
+    bits, old = _bits(out)
+    last, changed, waiting = first + len(old), 0, list[Changes]()
     for directory, of_directory in zip(directories, frames, strict=True):
         data, begin = of_directory.numpy(), directory.frames(first, last)[0]
         for block in range(first // BLOCK_ELEMENTS, -(-last // BLOCK_ELEMENTS)) if len(data) else ():
@@ -130,12 +137,13 @@ def apply_frames(
             if frame_bytes:
                 start, at = block * BLOCK_ELEMENTS - first, int(directory.starts[block]) - begin
                 indices = range(start, min(start + BLOCK_ELEMENTS, directory.numel - first))
-                found = _decoded(data[at : at + frame_bytes], gap_bytes, indices, dtype)
-                inside = slice(*np.searchsorted(found.positions, (0, len(bits))))
+                found = _decoded(data[at : at + frame_bytes], gap_bytes, indices, old.dtype)
+                inside = slice(*np.searchsorted(found.positions, (0, len(old))))
                 waiting.append(Changes(found.positions[inside], found.differences[inside]))
                 if sum(len(each.positions) for each in waiting) >= _CHANGES_AT_ONCE:
-                    changed += add()
-    return changed + add() if waiting else changed
+                    changed += _add(bits, waiting)
+                    waiting.clear()
+    return changed + _add(bits, waiting)
 
 
 def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> Directory:
@@ -184,10 +192,20 @@ def patched(base: Stored, payloads: Sequence[StoredTensor], directories: Sequenc
     return Combined(kind, base.dtype, tuple(base.shape), (base, *payloads), starting_at(0))
 
 
-def _bits(tensor: torch.Tensor) -> Bits:
-    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    bits: Bits = flat.view(_INTEGERS[tensor.dtype.itemsize])
-    return bits
+def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor, Bits]:
+    """The bits of elements, as a tensor and as an array of the same memory."""
+    dtype = _INTEGERS[tensor.dtype.itemsize]
+    bits = tensor.detach().reshape(-1).view(getattr(torch, dtype.name))
+    return bits, bits.numpy()
+
+
+def _add(bits: torch.Tensor, changes: Sequence[Changes]) -> int:
+    """Adds the differences. Returns their number."""
+    if not changes:
+        return 0
+    positions, differences = changes[0] if len(changes) == 1 else map(np.concatenate, zip(*changes, strict=True))
+    bits.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(differences))
+    return len(positions)
 
 
 def _changes(old: Bits, new: Bits) -> Changes:
@@ -199,20 +217,6 @@ def _changes(old: Bits, new: Bits) -> Changes:
     (flags,) = is_changed.take(words, axis=0).reshape(-1).nonzero()
     positions = words.take(flags >> 3) * 8 + (flags & 7)
     return Changes(positions, differences.take(positions))
-
-
-def _encoded(blocks: Iterable[Changes], numel: int, most_bytes: int) -> torch.Tensor | None:
-    directory, frames, left = list[tuple[int, int]](), list[bytes](), most_bytes - _NUMEL_BYTES
-    for found in blocks:
-        frame, gap_bytes = _frame(found) if len(found.positions) else (b"", 0)
-        frames.append(frame)
-        directory.append((len(frame), gap_bytes))
-        left -= _ENTRY_BYTES + len(frame)
-        if left < 0 and any(frames):
-            return None
-    if not any(frames):
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(b"".join([head(numel, directory), *frames])), dtype=torch.uint8)
 
 
 def head(numel: int, blocks: Iterable[Sequence[int]]) -> bytes:

@@ -4,9 +4,9 @@ A rank has blocks of each tensor (`distributed/blocks.py`); a process that saves
 of its blocks in memory, and encodes their changes. Then all ranks know the sizes of all changes, so that the first one
 can choose what is patched and what is written whole. Both are written from the memory of the ranks that have them.
 
-A payload is made from a copy whose digest is the one in the manifest of the last checkpoint, and is applied to it. The
-digest of the result is the one that the new manifest gets. So a patch that was written leads from the one to the other,
-even where the model was changed meanwhile, or another process has written a checkpoint.
+A payload has the changes that are made in a copy whose digest is the one in the manifest of the last checkpoint. The
+digest of the copy is then the one that the new manifest gets. So a patch that was written leads from the one to the
+other, even where the model was changed meanwhile, or another process has written a checkpoint.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ class ModuleDeltas:
         index: str,
     ) -> None:
         """Compares blocks with their values, and keeps these. `index` is the module in the last checkpoint."""
-        from modelstate.formats.delta import BLOCK_ELEMENTS, apply, check, encode
+        from modelstate.formats.delta import BLOCK_ELEMENTS, advance, check
 
         @cache
         def opened() -> Checkpoint:
@@ -303,7 +303,7 @@ class ModuleDeltas:
         @torch.no_grad()
         def encode_block(item: tuple[TensorBlock, _Tensor]) -> None:
             block, elements = item
-            of, payload = own[block.name, block.elements], None
+            of, advanced = own[block.name, block.elements], None
             values = in_a_row(elements if isinstance(elements, torch.Tensor) else elements.make(0, elements.numel()))
             copy = values if of.copy is None else of.copy
             if of.copy is not None and of.last:
@@ -312,9 +312,10 @@ class ModuleDeltas:
                         copy.view(torch.uint8).copy_(_read(opened(), block).view(torch.uint8))
                         (of.digest,) = write_blocks(None, 0, [copy])
                 if of.digest == of.last:
-                    payload = encode(copy, values, block.tensor.nbytes // 2)
-            if payload is not None:
-                of.changed, directory = apply(payload, copy, 0), check(payload, len(copy), copy.itemsize)
+                    advanced = advance(copy, values, block.tensor.nbytes // 2)
+            if advanced is not None:
+                payload, of.changed = advanced
+                directory = check(payload, len(copy), copy.itemsize)
                 of.frames = directory.blocks.tolist() or [(0, 0)] * -(-len(copy) // BLOCK_ELEMENTS)
                 of.payload = payload[int(directory.starts[0]) :]
             elif copy is not values:
