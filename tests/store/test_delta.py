@@ -204,16 +204,8 @@ def test_another_structure_is_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "bfloat16",
-        "float16",
-        "float32",
-        "float64",
-        "int8",
-        "int64",
-        "bool",
-        "complex64",
-        "float8_e4m3fn",
-        "float4_e2m1fn_x2",
+        *("bfloat16", "float16", "float32", "float64", "int8", "int64", "bool", "complex64"),
+        *("float8_e4m3fn", "float4_e2m1fn_x2"),
     ],
 )
 def test_every_bit_pattern(tmp_path: Path, name: str) -> None:
