@@ -201,9 +201,27 @@ for thread in threads:
 """
 
 
+WHILE_REPLACED = """
+import os, subprocess, sys, torch, modelstate as ms
+
+with ms.skeleton():
+    model = torch.nn.Linear(4096, 4096)
+ms.load(model, sys.argv[1])
+code = "import os, sys; os.truncate(sys.argv[1], 100)"
+writer = subprocess.Popen([sys.executable, "-S", "-c", code, sys.argv[1]])
+while writer.poll() is None:
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+assert model.weight.eq(1).all()
+"""
+
+
 @pytest.mark.slow
-def test_children_that_are_forked_during_the_first_calls_of_other_threads(tmp_path: Path) -> None:
-    """The modules that such a call imports are imported in the child as well."""
-    command = [sys.executable, "-c", FIRST_CALLS, str(saved(tmp_path / "model.safetensors", size=8))]  # imports nothing
+@pytest.mark.parametrize(("program", "size"), [(FIRST_CALLS, 8), (WHILE_REPLACED, 4096)], ids=["calls", "replaced"])
+def test_children_that_are_forked_at_any_moment(program: str, size: int, tmp_path: Path) -> None:
+    """The modules that a first call imports are imported in the child; memory of a map is being replaced by another."""
+    command = [sys.executable, "-c", program, str(saved(tmp_path / "model.safetensors", size=size))]  # imports nothing
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -259,19 +259,35 @@ class Place(Write):
         assert final is not None
         if final is param:
             return  # the value was read in place
-        if transaction is None:
-            param.copy_(final)
-        elif sharded is not None and (param.is_meta or not _keeps_memory(transfer) or not is_plain(final)):
-            # The DTensor stays the same object. In inference mode it would become one that cannot be trained.
-            held = sharded.tensor
-            with torch.inference_mode(final.is_inference()), torch.no_grad():
-                transaction.save_metadata(held)
-                transaction.register_undo(become(held, dtensor_like(held, final), _converted_grad(held, final)))
-        elif param.is_meta and transfer.way is not Way.CODE and is_plain(final):
-            transaction.register_undo(give_memory(param, final))
-        else:
-            with torch.no_grad():
-                self._replace(param, final, transaction)
+        with torch.no_grad():
+            if transaction is None:
+                param.copy_(final)
+            elif sharded is not None and (param.is_meta or not _keeps_memory(transfer) or not is_plain(final)):
+                # The DTensor stays the same object. In inference mode it would become one that cannot be trained.
+                held = sharded.tensor
+                with torch.inference_mode(final.is_inference()), torch.no_grad():
+                    transaction.save_metadata(held)
+                    transaction.register_undo(become(held, dtensor_like(held, final), _converted_grad(held, final)))
+            elif param.is_meta and transfer.way is not Way.CODE and is_plain(final):
+                transaction.register_undo(give_memory(param, final))
+            elif transfer.way is Way.CODE:
+                transaction.save_tensor(param)
+                # As torch does when swapping is switched on.
+                new = param.module_load(final, assign=param.is_meta)  # type: ignore[no-untyped-call]
+                if new is final or new is param:
+                    raise RuntimeError("module_load returned self or other; it must return a new tensor")
+                if is_plain(new) and not is_plain(param):
+                    what = "no handler converts a plain tensor to this class"
+                    raise RuntimeError(f"its class would no longer be {type(param).__name__}: {what}")
+                _take_over(execution, param, new, transaction)
+            elif not is_plain(final):
+                transaction.save_metadata(param)
+                _take_over(execution, param, final, transaction)
+            elif _keeps_memory(transfer):
+                transaction.save_tensor(param)
+                param.copy_(final)
+            else:
+                transaction.register_undo(point_to(param, final, _converted_grad(param, final)))
         (slot_tensor,) = transfer.slot_tensors
         if execution.freezes and slot_tensor.requires_grad:
             grad = slot_tensor.grad
@@ -285,29 +301,6 @@ class Place(Write):
             slot_tensor.grad = None
             slot_tensor.requires_grad_(False)
 
-    def _replace(self, param: torch.Tensor, final: torch.Tensor, transaction: Transaction) -> None:
-        transfer = self.execution.transfers
-        if transfer.way is Way.CODE or not is_plain(final):
-            if transfer.way is Way.CODE:
-                transaction.save_tensor(param)
-                # As torch does when swapping is switched on.
-                new = param.module_load(final, assign=param.is_meta)  # type: ignore[no-untyped-call]
-                if new is final or new is param:
-                    raise RuntimeError("module_load returned self or other; it must return a new tensor")
-                if is_plain(new) and not is_plain(param):
-                    what = "no handler converts a plain tensor to this class"
-                    raise RuntimeError(f"its class would no longer be {type(param).__name__}: {what}")
-                _take_over(transfer.name, param, new, transaction)
-            else:
-                transaction.save_metadata(param)
-                _take_over(transfer.name, param, final, transaction)
-            self.execution.transfers = replace(transfer, dtypes=[param.dtype], device=param.device)
-        elif _keeps_memory(transfer):
-            transaction.save_tensor(param)
-            param.copy_(final)
-        else:
-            transaction.register_undo(point_to(param, final, _converted_grad(param, final)))
-
 
 def _keeps_memory(transfer: Transfers) -> bool:
     """Whether the slot keeps its memory."""
@@ -320,9 +313,9 @@ def _converted_grad(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor |
     return None if grad is None else grad.to(value.device, value.dtype)
 
 
-def _take_over(name: str, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:
+def _take_over(execution: Execution, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:
     """Gives `param` the class, metadata and memory of `value`. A gradient stays if it still fits."""
-    for error in refusals({name: param}):
+    for error in refusals({execution.transfers.name: param}):
         raise error
     grad = param.grad if param.is_leaf else None
     fits = grad is not None and (grad.shape, grad.dtype, grad.device) == (value.shape, value.dtype, value.device)
@@ -331,6 +324,7 @@ def _take_over(name: str, param: torch.Tensor, value: torch.Tensor, transaction:
     in_inference_mode = param.is_inference() or value.is_inference()
     with nullcontext() if in_inference_mode else torch.inference_mode(False):
         transaction.register_undo(become(param, value, grad if fits else None))
+    execution.transfers = replace(execution.transfers, dtypes=[param.dtype], device=param.device)
 
 
 def _waiting(executions: Iterable[Execution]) -> list[Execution]:
