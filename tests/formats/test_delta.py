@@ -150,7 +150,7 @@ def test_a_chain_of_patches_is_read_as_one_tensor(long: tuple[torch.Tensor, ...]
     directories = [check(payload, LONG, long[0].itemsize) for payload in payloads.values()]
     for count in range(len(tensors)):
         for base in (file.stored("base"), tensors[0]):
-            stored = patched(base, layers[:count], directories[:count])
+            stored = patched(base, payloads=layers[:count], directories=directories[:count])
             read = partial(read_tensor, read_all=partial(read_ranges, files={}))
             assert same_bits(read(stored), tensors[count])
             for rows in (slice(5, 9), slice(1 << 20, LONG), slice(700, LONG - 1), slice(LONG, LONG)):

@@ -45,6 +45,7 @@ from modelstate.spec import (
     GAP_BYTES,
     ByteRange,
     Checksum,
+    Combined,
     Described,
     Encoded,
     Stored,
@@ -52,6 +53,7 @@ from modelstate.spec import (
     StoredTensors,
     bytes_key,
     dtype_name,
+    elements_bytes,
     is_run,
     is_tensor,
     pieces,
@@ -87,6 +89,8 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         """The fingerprint of each file when its header was read. A file that has changed since is not read."""
         self.key = key or ""
         """The dotted path of this part of the source; empty for the whole source."""
+        self.step: int | None = None
+        """The step of a store that was opened; None for other sources."""
         tree = contents.tree
         if isinstance(tree, StoredTensors):
             flat = FlatTree(tree, {}, [""], {} if tree.versions is None else {"": tree.versions})
@@ -224,6 +228,29 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         """The checksums of storages, where the file has them."""
         return self.contents.checksums()
 
+    def digests_of(self, stored: Stored) -> Sequence[str]:
+        """The digests of the values of a tensor, the last one, and before it those of the values that patches change.
+
+        Empty where the file has no digest that two tensors with the same bytes share.
+        """
+        if isinstance(stored, Combined):
+            patched = self.contents.patched.get(stored)
+            return () if patched is None else patched.digests
+        checksum = self.checksums.get(stored.extent) if is_run(stored) else None
+        return () if checksum is None or checksum.algorithm != ALGORITHM else (checksum.value,)
+
+    @cached_attribute
+    def digest(self) -> str:
+        """A digest of all tensors: of their names, dtypes, shapes and digests. Empty where the file lacks digests.
+
+        A step of a store has the same one as a file that `modelstate.save` writes of the same state.
+        """
+        tensors = [(name, stored, self.digests_of(stored)[-1:]) for name, stored in sorted(self.flat.tensors.items())]
+        if not all(digests or not elements_bytes(stored) for _, stored, digests in tensors):
+            return ""
+        values = [(name, dtype_name(stored), stored.shape, digests) for name, stored, digests in tensors]
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(values))
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors; the bytes that tied tensors share count once."""
@@ -360,7 +387,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             ['weight']
         """
         part = object.__new__(Checkpoint)
-        part.contents, part.source = self.contents, self.source
+        part.contents, part.source, part.step = self.contents, self.source, self.step
         part.fingerprints, part._maps = self.fingerprints, self._maps
         part.flat = below(self.flat, key, self.source, self._decoded)
         part.key = f"{self.key}.{key}" if self.key and key else self.key or key

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -93,7 +94,7 @@ def advance(copy: torch.Tensor, values: torch.Tensor, most_bytes: int) -> tuple[
     return byte_tensor(b"".join([head(len(new), directory), *frames]) if changed else b""), changed
 
 
-class Directory(NamedTuple):
+class Directory(msgspec.Struct, frozen=True, eq=False, weakref=True):
     """What a payload says of its blocks: see docs/delta_format.md."""
 
     numel: int
@@ -166,8 +167,11 @@ def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> 
     return directory
 
 
-def patched(base: Stored, payloads: Sequence[StoredTensor], directories: Sequence[Directory]) -> Combined:
-    """Returns a tensor with payloads applied to it in their order, to be computed when it is read."""
+def patched(
+    base: Stored, position: int = 0, *, payloads: Sequence[StoredTensor], directories: Sequence[Directory]
+) -> Combined:
+    """Returns a tensor with the payloads from a position on applied to it in their order, when it is read."""
+    payloads, directories = payloads[position:], directories[position:]
 
     def starting_at(origin: int) -> Blocks:
         def begin(_: Sequence[torch.Tensor], __: Allocate) -> FillBlock:

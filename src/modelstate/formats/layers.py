@@ -6,9 +6,13 @@ whole, with the patches of the later layers applied in their order. docs/delta_f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -16,8 +20,11 @@ from modelstate.errors import DamagedFileError
 from modelstate.formats.manifest import ALGORITHM, BLOCK_BYTES, check_size
 from modelstate.formats.tree import Contents, Patched
 from modelstate.io.files import FileFingerprint
-from modelstate.spec import Checksum, StoredTensor, StoredTensors
+from modelstate.spec import ByteRange, Checksum, StoredTensor, StoredTensors
 from modelstate.text_format import quote
+
+if TYPE_CHECKING:
+    from modelstate.formats.delta import Directory
 
 PATCHES = "modelstate_patches"
 """The key of `__metadata__` of a file that has a `PatchLayer`, as JSON."""
@@ -100,7 +107,7 @@ def resolve(
     the number of elements that each step has changed. Raises `DamagedFileError`.
     """
     tables = {layer: tree for layer in layers if isinstance(tree := trees[layer], StoredTensors)}
-    stored, changes = dict[str, _Stored](), dict[str, int]()
+    stored, changes = dict[str, list[_Link]](), dict[str, int]()
     try:
         patches = {layer: patch for layer in tables if (patch := patch_layer(contents[layer].metadata, tables[layer]))}
         needed = chains(tables, patches)
@@ -110,17 +117,17 @@ def resolve(
             if first in patches:
                 raise ValueError(f"patches of {quote(name)}, which no layer has whole")
             if rest:
-                base, payloads = tables[first][name], [tables[layer][name] for layer in rest]
-                records = [patches[layer].tensors[name] for layer in rest]
-                is_chain = all(below.after == patch.before for below, patch in pairwise(records))
-                if not is_chain or any(payload.dtype_name != "uint8" for payload in payloads):
+                base, of_layers = tables[first][name], [(patches[layer], tables[layer][name]) for layer in rest]
+                links = [_Link(name, layer.step, base, payload, layer.tensors[name]) for layer, payload in of_layers]
+                is_chain = all(below.patch.after == link.patch.before for below, link in pairwise(links))
+                if not is_chain or any(link.payload.dtype_name != "uint8" for link in links):
                     raise ValueError(f"a patch of another tensor than {quote(name)}, or of other values of it")
-                stored[name] = _Stored(base, payloads, records)
+                stored[name] = links
     except (ValueError, LookupError) as error:
         what = "the layers of the checkpoint do not fit together"
         raise DamagedFileError(what, where=index_path, found=error) from error
     files = {path: known for each in contents.values() for path, known in each.files.items()}
-    patched = _checked([*stored.items()], files)
+    patched = _checked(stored, files)
     for layer, table in tables.items():
         if layer not in patches:
             trees[layer] = table.under_names({name: name for name in table if needed[name][0] == layer})
@@ -131,38 +138,80 @@ def resolve(
     return {name: chain[0] for name, chain in needed.items()}, patched, changes
 
 
-class _Stored(msgspec.Struct, frozen=True):
-    """A tensor with patches, which have not been checked."""
+class _Link(NamedTuple):
+    """A patch in the chain of a tensor."""
 
+    name: str
+    step: int
+    """The step that it was written for."""
     base: StoredTensor
-    payloads: list[StoredTensor]
-    records: list[Patch]
+    """What the first patch of the chain is for."""
+    payload: StoredTensor
+    patch: Patch
 
 
-def _checked(tensors: list[tuple[str, _Stored]], files: Mapping[str, FileFingerprint]) -> dict[str, Patched]:
+_known: WeakValueDictionary[tuple[FileFingerprint, int, str], Directory] = WeakValueDictionary()
+"""The payloads that open checkpoints have checked."""
+_trusts_known: ContextVar[bool] = ContextVar("_trusts_known", default=False)
+
+
+@contextmanager
+def trust_known_patches() -> Iterator[None]:
+    """A context in which payloads are not read that were checked for a checkpoint that is still open.
+
+    A step has files of the steps before it. Who opens a step in this context verifies the payloads that are applied.
+    """
+    token = _trusts_known.set(True)
+    try:
+        yield
+    finally:
+        _trusts_known.reset(token)
+
+
+def _checked(chains: Mapping[str, Sequence[_Link]], files: Mapping[str, FileFingerprint]) -> dict[str, Patched]:
     """Reads payloads, and compares them with their digests. Raises `DamagedFileError`."""
     from modelstate.formats import delta
     from modelstate.formats.block_writer import write_blocks
     from modelstate.io.engine import read_ranges
     from modelstate.io.tensors import runs
 
-    patched: dict[str, Patched] = {}
-    while tensors:
+    directories: dict[ByteRange, Directory] = {}
+    keys = {
+        link.payload.extent: (files[link.payload.extent.path], link.payload.extent.start, link.patch.payload)
+        for links in chains.values()
+        for link in links
+    }
+    if _trusts_known.get():
+        directories |= {extent: known for extent, key in keys.items() if (known := _known.get(key)) is not None}
+    unchecked = [link for links in chains.values() for link in links if link.payload.extent not in directories]
+    while unchecked:
         end = nbytes = 0
-        while end < len(tensors) and nbytes < _CHECKED_BYTES:
-            nbytes += sum(payload.nbytes for payload in tensors[end][1].payloads)
+        while end < len(unchecked) and nbytes < _CHECKED_BYTES:
+            nbytes += unchecked[end].payload.nbytes
             end += 1
-        group, tensors = tensors[:end], tensors[end:]
-        payloads = [payload for _, of in group for payload in of.payloads]
-        values = runs(payloads, partial(read_ranges, files=files))
-        found = iter(zip(values, write_blocks(None, 0, values), strict=True))
-        for name, of in group:
-            base, checksums = of.base, {of.base.extent: Checksum(ALGORITHM, BLOCK_BYTES, of.records[0].before)}
-            directories = []
-            for payload, record, (value, digest) in zip(of.payloads, of.records, found, strict=False):
-                if digest != record.payload:
-                    raise DamagedFileError("a patch is not what its checksum says", where=payload.extent.path)
-                checksums[payload.extent] = Checksum(ALGORITHM, BLOCK_BYTES, digest)
-                directories.append(delta.check(value, base.numel, base.dtype.itemsize, payload.extent.path))
-            patched[name] = Patched(delta.patched(base, of.payloads, directories), of.records[-1].after, checksums)
+        group, unchecked = unchecked[:end], unchecked[end:]
+        values = runs([link.payload for link in group], partial(read_ranges, files=files))
+        for link, value, digest in zip(group, values, write_blocks(None, 0, values), strict=True):
+            extent = link.payload.extent
+            if digest != link.patch.payload:
+                raise DamagedFileError(
+                    "a patch is not what its checksum says",
+                    where=extent.path,
+                    found=f"the patch of {quote(link.name)} in step {link.step}",
+                    remedy=f"get step {link.step} again from where it was saved; or take another step",
+                )
+            directory = delta.check(value, link.base.numel, link.base.dtype.itemsize, extent.path)
+            directories[extent] = _known[keys[extent]] = directory
+    patched: dict[str, Patched] = {}
+    for name, links in chains.items():
+        base, payloads = links[0].base, [link.payload for link in links]
+        digests = {base.extent: links[0].patch.before, **{link.payload.extent: link.patch.payload for link in links}}
+        of_payloads = [directories[payload.extent] for payload in payloads]
+        later = partial(delta.patched, payloads=payloads, directories=of_payloads)
+        patched[name] = Patched(
+            later(base),
+            [links[0].patch.before, *(link.patch.after for link in links)],
+            {extent: Checksum(ALGORITHM, BLOCK_BYTES, digest) for extent, digest in digests.items()},
+            later,
+        )
     return patched

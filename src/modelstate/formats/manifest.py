@@ -156,7 +156,7 @@ def apply(
         if "attached" in manifest:
             metadata["extra"] = Encoded(manifest["attached"], hidden, f"{path}: extra")
         composites: dict[str, Stored] = {}
-        after = {name: patch.after for name, patch in patched.items()}
+        after = {name: patch.digests[-1] for name, patch in patched.items()}
         of_patched = manifest.get("digests", {}).get("patched", digest_of_all({}))
         if not hidden.keys().isdisjoint(after) or of_patched != digest_of_all(after):
             raise damaged(where, "its patches lead to other values than those that were saved")

@@ -180,6 +180,7 @@ def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], a
             extent: checksum for shard in contents.values() for extent, checksum in shard.checksums().items()
         },
         is_sealed=has_manifest and is_sealed,
+        patched={each.tensor: each for each in patched.values()},
     )
     if not has_manifest:
         return read

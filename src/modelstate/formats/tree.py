@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -70,16 +70,20 @@ class Contents(msgspec.Struct, frozen=True):
     """Returns the checksums of whole storages, as far as the format stores them."""
     is_sealed: bool = False
     """Whether everything that the files state about their tensors has been verified with a checksum."""
+    patched: Mapping[Combined, Patched] = msgspec.field(default_factory=dict)
+    """The tensors with patches."""
 
 
 class Patched(msgspec.Struct, frozen=True):
     """A tensor with patches, which have been checked."""
 
     tensor: Combined
-    after: str
-    """The digests of its values."""
+    digests: Sequence[str]
+    """Those of what is patched, and of the values after each patch."""
     checksums: Mapping[ByteRange, Checksum]
     """Those of what is patched, and of the payloads."""
+    later: Callable[[Stored, int], Combined]
+    """Returns the tensor, to be computed from the values that have the digest at a position."""
 
 
 class FlatTree(msgspec.Struct):

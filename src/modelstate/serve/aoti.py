@@ -18,6 +18,7 @@ from modelstate.io import linux
 from modelstate.serve.meta_clone import runtime_state, state_module
 from modelstate.serve.program_file import Manifest, ProgramFile, ProgramInput, ProgramInputs
 from modelstate.serve.targets import Program, Target, input_error
+from modelstate.serve.weights import Weights
 from modelstate.text_format import listed
 from modelstate.torch_compat.private import (
     aoti_embedded_constants,
@@ -56,6 +57,7 @@ class AotiTarget(Target):
     """
 
     kind = "aoti"
+    maps_files = False
 
     def __init__(self, file: ProgramFile) -> None:
         manifest = file.manifest
@@ -82,8 +84,10 @@ class AotiTarget(Target):
         """The runner whose memory the weights of the next version are read into."""
         self._first = self._program(state)
 
-    def memory_for(self, retired: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in self._next_runner().memory.items() if name not in self._hidden}
+    def free(self, retired: Weights) -> Weights:
+        memory = {name: tensor for name, tensor in self._next_runner().memory.items() if name not in self._hidden}
+        addresses = ({name: tensor.data_ptr() for name, tensor in of.items()} for of in (memory, retired.tensors))
+        return retired if operator.eq(*addresses) else Weights(memory)
 
     def program(self, filled: nn.Module) -> Program:
         return self._program(runtime_state(filled))

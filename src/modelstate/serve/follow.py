@@ -12,12 +12,14 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from modelstate.arguments import check_keywords, checked_call, invalid_option, seconds_of
 from modelstate.background import AtExit, BackgroundTask
+from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import (
+    ChecksumError,
     FollowWarning,
     LiveTargetError,
     ModelStateError,
@@ -27,11 +29,13 @@ from modelstate.errors import (
     SourceNotFoundError,
     SwapBusyError,
 )
+from modelstate.formats.layers import trust_known_patches
 from modelstate.process import Stopped, stopped_by
 from modelstate.remote.location import is_remote
 from modelstate.serve.live import FOREIGN, Event, Live
 from modelstate.serve.swap import Canary, prepared
-from modelstate.store.directory import ages
+from modelstate.store.directory import StepEntry, ages
+from modelstate.store.record import ALL, damaged, short
 from modelstate.store.retention import CheckpointInfo
 from modelstate.store.store import Store
 from modelstate.text_format import in_a_line
@@ -68,7 +72,7 @@ def follow(
 ) -> Following:
     """Swaps each checkpoint that is saved to a store into a program that serves.
 
-    A checkpoint is read in full and compared with its digests, and then swapped in. A checkpoint that is damaged, or
+    What is read of a checkpoint is compared with its digests, and then swapped in. A checkpoint that is damaged, or
     that the swap refuses, is skipped: the next best one is taken, or the present version continues to serve. It is
     reported once, and not tried again. A checkpoint that has been deleted meanwhile is not reported. The version that
     serves is replaced only by a checkpoint that `select` prefers, so a rollback lasts until there is a newer
@@ -86,7 +90,8 @@ def follow(
             Without a callback, a `FollowWarning` reports the errors.
         on_swap: Called with the event of each checkpoint that is swapped in.
         background: Starts a thread that polls; False leaves that to `Following.poll`.
-        options: Options for each swap, such as `canary=` and `rules=` of `Live.swap`. `check_finite=` is True here.
+        options: Options for each swap, such as `canary=` and `rules=` of `Live.swap`. `check_finite=` and `verify=` are
+            True here.
 
     Returns:
         A `Following`, which is a context manager that stops its thread.
@@ -115,8 +120,8 @@ def follow(
             raise invalid_option(name, "must be callable", callback, expected="a function, or None")
     # A separate instance: a store that also saves in the background would raise errors of its saves here.
     own_store = Store(store.directory, cache=store.index.cache) if isinstance(store, Store) else Store(store)
-    if isinstance(target, Live):  # all bytes are read for their digests, so the check of their values costs little
-        options = {"check_finite": True, **options}
+    if isinstance(target, Live):
+        options = {"check_finite": True, "verify": True, **options}
     following = Following(target, own_store, selection, object, poll_seconds, on_error, on_swap, options)
     if background:
         following.start()
@@ -345,18 +350,24 @@ class Following:
         ]
 
     def _take(self, candidate: _Candidate) -> Outcome:
-        info, started = candidate.info, time.perf_counter()
+        info, index, started = candidate.info, self._store.index, time.perf_counter()
+        is_live = isinstance(self._target, Live)
+
+        def attempt(entry: StepEntry) -> Checkpoint:
+            # A `Live` verifies what it reads. Other targets get the path of files that have been verified.
+            with trust_known_patches() if is_live else nullcontext():
+                return entry.open_object(self._object, index.cache, verify=True, share=slice(0) if is_live else ALL)
+
         try:
-            with self._store.open(self._object, info.step, verify=True) as checkpoint:
-                if not self._store.index.backend.is_of(checkpoint.source, info.path):
+            with index.first_usable(info.step, attempt)[0] as checkpoint:
+                if not index.backend.is_of(checkpoint.source, info.path):
                     return "again"  # the checkpoint was replaced after it was listed
-                # A `Live` reads exactly the files that were verified. Other targets get a path.
-                source = checkpoint if isinstance(self._target, Live) else checkpoint.source
-                report = self._target.swap(source, **self._options)
+                report = self._target.swap(checkpoint if is_live else checkpoint.source, **self._options)
         except OptionError:
             raise
         except Exception as error:
-            return self._failed(candidate, error, time.perf_counter() - started)
+            failure = damaged(info.path, short(error)) if isinstance(error, ChecksumError) else error
+            return self._failed(candidate, failure, time.perf_counter() - started)
         self._taken = candidate
         seconds, version = time.perf_counter() - started, getattr(report, "version", None)
         event = self._add(

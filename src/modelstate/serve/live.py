@@ -32,16 +32,13 @@ from modelstate.io.files import local_path
 from modelstate.loading.load import OF_TORCH
 from modelstate.planning.options import LoadOptions, SelectionArguments, checked_options
 from modelstate.process import gc_paused
-from modelstate.serve.meta_clone import runtime_state
 from modelstate.serve.state_names import NameMap
 from modelstate.serve.swap import (
-    BufferDigests,
     Buffers,
     Calls,
     Canary,
     SwapOptions,
     SwapReport,
-    buffer_digests,
     carry_over,
     modified_buffers,
     on_gpu,
@@ -51,8 +48,8 @@ from modelstate.serve.swap import (
     stage,
 )
 from modelstate.serve.targets import ExportedTarget, ModuleTarget, Program, Target, check_graph_mode
+from modelstate.serve.weights import Weights
 from modelstate.text_format import listed
-from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import default_modes, payload_of, require_aoti
 
 _HISTORY = 1000
@@ -91,15 +88,11 @@ class Answer(NamedTuple):
 class _Served:
     """A version that serves, has served or will serve. The id 0 is that of a target with weights on meta."""
 
-    __slots__ = ("call", "digests", "has_own_memory", "id", "program", "source", "time")
+    __slots__ = ("call", "id", "program", "source", "time")
 
-    def __init__(
-        self, number: int, program: Program, source: str, digests: BufferDigests, *, has_own_memory: bool = False
-    ) -> None:
-        self.id, self.program, self.source, self.digests = number, program, source, digests
+    def __init__(self, number: int, program: Program, source: str) -> None:
+        self.id, self.program, self.source = number, program, source
         self.call = program.call if number else _serve_nothing
-        self.has_own_memory = has_own_memory
-        """Whether its weights are neither those of the target nor maps of a file."""
         self.time = time.time()
 
 
@@ -121,6 +114,8 @@ class Version:
     Attributes:
         id: The id of the version; 0 where nothing serves yet, since the target has weights on meta.
         source: The source of its weights.
+        step: The step of its weights, where `Store.open` or `follow` has opened it; else None.
+        digest: The `digest` of the checkpoint of its weights, which says what all of them are; empty without digests.
         time: When the version was made, in seconds since 1970.
 
     Examples:
@@ -129,11 +124,18 @@ class Version:
         ...     second = v.generate(first)
     """
 
-    __slots__ = ("_served", "id", "source", "time")
+    __slots__ = ("_checkpoint", "_served", "id", "source", "step", "time")
 
     def __init__(self, served: _Served) -> None:
         self._served: _Served | None = served
         self.id, self.source, self.time = served.id, served.source, served.time
+        self._checkpoint = served.program.weights.checkpoint
+        self.step = None if self._checkpoint is None else self._checkpoint.step
+
+    @property
+    def digest(self) -> str:
+        """See the class."""
+        return "" if self._checkpoint is None else self._checkpoint.digest
 
     def __repr__(self) -> str:
         return f"<Version {self.id} of {self.source!r}>"
@@ -331,20 +333,19 @@ class Live:
         with gc_paused(), default_modes():
             self._target = target_factory(target, names, training)
             program = self._target.take_first()
-            digests = buffer_digests(program.module)
         fixed = listed(self._target.fixed, 8)
         stale = "not in the state, so not changed; stale where the values were computed from weights"
         self._notes = (f"{stale}: {fixed}",) if fixed else ()
         self._keep_versions = keep_versions
         self._retired: list[_Retired] = []
-        self._memory: list[torch.Tensor] = []
-        """The weights of the version that was retired last, whose memory the next one may use."""
+        self._free = Weights()
+        """Those of the version that was retired last, whose memory the next one may use."""
         self._swaps, self._flips = _TurnQueue(), _TurnQueue()
         """A swap has a turn of the first from its start to its end, and of the second while it flips."""
         has_values = not any(part.is_meta for tensor in program.tensors for part in payload_of(tensor))
         source = "the target as it was given" if has_values else "none: the weights of the target are on meta"
         self._ids = itertools.count(1 + has_values)
-        self._versions: tuple[_Served, ...] = (_Served(int(has_values), program, source, digests),)
+        self._versions: tuple[_Served, ...] = (_Served(int(has_values), program, source),)
         """The kept versions, the oldest first, and the one that serves. A flip replaces the tuple in one step."""
         self._events: deque[Event] = deque(maxlen=_HISTORY)
         self._log("started", source, 0.0)
@@ -497,7 +498,7 @@ class Live:
                 old = self._versions[-1]
                 carries = options.buffers == "carry" and bool(old.id)
                 with gc_paused(), default_modes():
-                    program, report, has_file = stage(self._target, source, options, old.program, self._memory)
+                    program, report = stage(self._target, source, options, old.program, self._free)
                 staged = time.perf_counter()
                 if canary is not None:
                     if isinstance(canary, Canary):
@@ -506,7 +507,7 @@ class Live:
                         elif canary.needs_reference:
                             notes.append("nothing served before, so the canary had no answer to compare with")
                     with default_modes():
-                        modified = modified_buffers(old.program.module, old.digests) if carries else {}
+                        modified = modified_buffers(old.program.module, old.program.weights.marks) if carries else {}
                     run_canary(canary, program, modified)
                 tried = time.perf_counter()
                 with gc_paused(), default_modes(), self._flips.turn(None):
@@ -518,10 +519,9 @@ class Live:
                             remedy="swap again, if the new weights are still wanted",
                         )
                     # Buffers that are carried over count as modified in the next swap, too.
-                    digests = buffer_digests(program.module)
-                    modified = modified_buffers(old.program.module, old.digests) if carries else {}
+                    modified = modified_buffers(old.program.module, old.program.weights.marks) if carries else {}
                     carried = carry_over(modified, program.module)
-                    served = _Served(next(self._ids), program, report.source, digests, has_own_memory=not has_file)
+                    served = _Served(next(self._ids), program, report.source)
                     first_kept = max(len(self._versions) - self._keep_versions, 0) if old.id else 1
                     for each in self._versions[:first_kept]:
                         self._retire(each)
@@ -589,11 +589,8 @@ class Live:
     # How.
 
     def _retire(self, served: _Served) -> None:
-        module = served.program.module
-        self._retired.append((weakref.ref(module), on_gpu(served.program.tensors)))
-        if served.has_own_memory and self._target.kind != "aoti":  # a package keeps its own
-            state = runtime_state(module).values()
-            self._memory = [tensor.detach() for tensor in state if tensor.is_cpu and is_plain(tensor)]
+        self._retired.append((weakref.ref(served.program.module), on_gpu(served.program.tensors)))
+        self._free = served.program.weights
 
     def _free_retired(self) -> None:
         """Frees the GPU memory of versions that no request uses, and finds versions that a reference cycle keeps.

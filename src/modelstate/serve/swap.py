@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 import torch
-import xxhash
 from msgspec.structs import replace
 from torch import nn
 
 from modelstate.arguments import invalid_option
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source, open_source
-from modelstate.errors import CanaryError, ModelStateError, OptionError, PlacementError, PlanError, Remedy, WeightsError
+from modelstate.errors import CanaryError, OptionError, PlacementError, PlanError, Remedy, WeightsError
+from modelstate.formats.layers import trust_known_patches
 from modelstate.loading.load import load_then
 from modelstate.planning.matching import select_part, wrapper_rule
 from modelstate.planning.options import LoadOptions
@@ -30,18 +30,20 @@ from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renaming, way_back
 from modelstate.serve.meta_clone import buffers_of, meta_clone, runtime_state
 from modelstate.serve.targets import Program, Target
+from modelstate.serve.weights import Marks, Weights, buffer_digest, read_weights
 from modelstate.text_format import listed, short_repr, size
 from modelstate.torch_compat.dtypes import nonfinite, short
 from modelstate.torch_compat.modules import (
     module_tables,
     modules_of,
+    needs_protocol,
     non_persistent_buffers,
     own_buffers,
     tensors_of,
     without_state_dict_hooks,
 )
-from modelstate.torch_compat.plain import in_a_row, is_plain, remedies_for
-from modelstate.torch_compat.private import default_modes, flatten, payload_of, unflatten
+from modelstate.torch_compat.plain import is_plain, remedies_for
+from modelstate.torch_compat.private import default_modes, drop_frozen_code, flatten, payload_of, unflatten
 from modelstate.transaction.swap_tensors import become
 from modelstate.transaction.transaction import Transaction
 
@@ -75,6 +77,8 @@ class SwapReport(msgspec.Struct, frozen=True):
     """The number of weights that were filled; a tied weight counts once."""
     bytes: int
     """The size of these weights."""
+    caught_up: bool = False
+    """Whether weights in memory have caught up with a step, by the patches that they lacked."""
     version: int = 0
     """The id of the version that serves now."""
     previous: int = 0
@@ -97,7 +101,7 @@ class SwapReport(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         lines = [
             f"{self.source} into {self.target}: version {self.version} serves, after {self.previous}",
-            f"  {self.tensors} tensors, {size(self.bytes)}",
+            f"  {self.tensors} tensors, {size(self.bytes)}" + (", caught up in memory" if self.caught_up else ""),
             f"  staged in {self.staged_seconds:.3f} s, canary {self.canary_seconds:.3f} s, "
             f"flip {self.flip_seconds * 1e3:.3f} ms",
         ]
@@ -107,35 +111,22 @@ class SwapReport(msgspec.Struct, frozen=True):
 
 
 def stage(
-    target: Target, source: Source, options: SwapOptions, serving: Program, retired: list[torch.Tensor]
-) -> tuple[Program, SwapReport, bool]:
+    target: Target, source: Source, options: SwapOptions, serving: Program, retired: Weights
+) -> tuple[Program, SwapReport]:
     """Loads a source into a new program.
 
-    The weights are maps of the file where that is safe, and have memory of their own elsewhere. `serving` is the
-    program that serves: weights that the checkpoint may lack are copied from it. `retired` has tensors of the version
-    that was retired last, whose memory is used again where no request or answer refers to it.
+    The weights are maps of the file where that is safe, and have memory of their own elsewhere. Those of a step with
+    patches are weights in memory that have caught up, where that is possible. `serving` is the program that serves:
+    weights that the checkpoint may lack are copied from it. `retired` has the weights of the version that was retired
+    last, whose memory is used again where no request or answer refers to it.
 
-    Returns the program, a report without versions and times, and whether the weights may be maps of a file.
+    Returns the program, and a report without versions and times.
 
     Raises `PlanError` where the source does not fit, `WeightsError` where the program cannot take the weights, and what
     `modelstate.open` and `modelstate.load` raise.
     """
-    checkpoint = open_source(source)
-    memory = target.memory_for([] if checkpoint.fingerprints else retired)  # a file is mapped where that is safe
-    try:
-        return _stage(target, checkpoint, options, serving, memory)
-    except ModelStateError:
-        if not memory:
-            raise
-    # With new memory, the error is not one of values that are partly overwritten.
-    return _stage(target, checkpoint, options, serving, {})
-
-
-def _stage(
-    target: Target, checkpoint: Checkpoint, options: SwapOptions, serving: Program, memory: dict[str, torch.Tensor]
-) -> tuple[Program, SwapReport, bool]:
-    """Does what `stage` does, with this memory for weights by name, and with new memory for others."""
-    selection = options.loading
+    with trust_known_patches():
+        checkpoint, selection = open_source(source), options.loading
     part, given_rules = select_part(checkpoint, selection, lambda: target.names)
     rules = given_rules
     names = set(map(renaming(rules), part) if rules else part)
@@ -143,50 +134,86 @@ def _stage(
         rules = (*rules, wrappers)
         names = set(map(renaming(rules), part))
     template, own_rules, without_hooks = target.read_plan(names)
-    kept = dict[str, torch.Tensor]()
-    if selection.allow_missing:  # what the checkpoint lacks stays as it serves
+    read, of_checkpoint = None, dict[str, str]()  # by runtime names: the names in the checkpoint
+    modules = {prefix: module for prefix, module, *_ in module_tables(template)}
+    is_on_cpu = {tensor.device.type for tensor in serving.tensors} <= {"cpu", "meta"}
+    has_options = given_rules or selection.allow_missing or selection.allow_unexpected
+    if is_on_cpu and not (has_options or part.flat.values or needs_protocol(modules, names, part.versions)):
+        of_checkpoint = dict(zip(map(renaming((*rules, *own_rules)), part), part, strict=True))
+        of_memory = runtime_state(template), target.free(retired), serving.weights
+        read = read_weights(part, of_checkpoint, *of_memory, may_map=target.maps_files, verify=selection.verify)
+    if read is not None:
+        filled, notes = meta_clone(template, read.tensors), (*read.notes, *drop_frozen_code())
+    else:
+        of_checkpoint, own_rules = {}, (*rules[len(given_rules) :], *own_rules)
+        final = replace(selection, key=None, rules=(*given_rules, *own_rules))
+        with _swap_errors(target, options, given_rules, own_rules, part.source, serving):
+            filled, notes = _load(part, template, serving, names, final, exact=options.exact, hooks=not without_hooks)
+    state = runtime_state(filled)
+    if options.check_finite:
+        _check_finite(state, runtime_state(serving.module), part.source)
+    program = target.program(filled)
+    settle(program.tensors)  # requests on any stream find what has been copied
+    plain = {id(tensor): tensor.detach() for tensor in program.tensors if tensor.is_cpu and is_plain(tensor)}
+    tensors = {name: plain[id(tensor)] for name, tensor in runtime_state(program.module).items() if id(tensor) in plain}
+    program.weights = replace(
+        program.weights,
+        tensors=tensors,
+        maps={tensor.data_ptr() for tensor in tensors.values()} if read is None else read.maps,
+        checkpoint=part if part.fingerprints else None,
+        names=of_checkpoint,
+        is_verified=selection.verify,
+    )
+    sizes = {id(tensor): tensor.numel() * tensor.itemsize for tensor in state.values()}
+    caught_up = read is not None and read.caught_up
+    report = SwapReport(target.name, part.source, len(sizes), sum(sizes.values()), caught_up=caught_up, notes=notes)
+    return program, report
+
+
+def _load(
+    part: Checkpoint,
+    template: nn.Module,
+    serving: Program,
+    names: Set[str],
+    options: LoadOptions,
+    *,
+    exact: bool,
+    hooks: bool,
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """Loads into a copy of a module without memory, as `modelstate.load` does. Returns it with the notes of the load.
+
+    `names` are those of the checkpoint by which the program may lack weights; `hooks` is whether the state-dict hooks
+    of the module are called. Raises `PlanError`, `WeightsError`, and what `modelstate.load` raises.
+    """
+    kept = dict[int, torch.Tensor]()
+    if options.allow_missing:  # what the checkpoint lacks stays as it serves
+        slots = runtime_state(template)
         for name, tensor in runtime_state(serving.module).items():
-            if name not in names or any(fnmatchcase(name, pattern) for pattern in selection.allow_missing):
-                kept[name] = tensor.detach().clone()
-    state, values = runtime_state(template), memory | kept
-    skeleton = meta_clone(template, {id(tensor): values[name] for name, tensor in state.items() if name in values})
-    devices = _devices_as_in(serving.module, skeleton)
-    slots = runtime_state(skeleton)
-    kinds = {name: _kind_of(tensor) for name, tensor in slots.items()}
-    reserved = {id(slots[name]) for name in memory if name not in kept}
+            if name not in names or any(fnmatchcase(name, pattern) for pattern in options.allow_missing):
+                kept[id(slots[name])] = tensor.detach().clone()
+    skeleton = meta_clone(template, kept)
+    kinds = {name: _kind_of(tensor) for name, tensor in runtime_state(skeleton).items()}
     kept_extra: list[str] = []
 
     def check(planner: Planner) -> None:
-        if selection.allow_missing:
+        if options.allow_missing:
             extra = [name for name in planner.slots.extra if name not in planner.extra_states]
             kept_extra.extend(name.rpartition(".")[0] for name in extra)
         if planner.problems:
             raise planner.error()
-        if options.exact:
+        if exact:
             _check_casts([item.transfers for item in planner.executions], part.source)
-        if not reserved <= {*planner.filled}:  # code of the model leaves them out
-            raise WeightsError("the checkpoint lacks weights that code of the module does not ask for")
 
-    in_place = True if memory else None
-    final = replace(selection, key=None, rules=(*rules, *own_rules), device_of_meta=devices, in_place=in_place)
-    with (
-        _swap_errors(target, options, given_rules, (*rules[len(given_rules) :], *own_rules), part.source, serving),
-        without_state_dict_hooks(skeleton) if without_hooks else nullcontext(),
-        Transaction(skeleton) as transaction,
-    ):
+    # Patches may have been checked for another checkpoint: see `trust_known_patches`.
+    verify = options.verify or bool(part.contents.patched)
+    final = replace(options, verify=verify, device_of_meta=_devices_as_in(serving.module, skeleton))
+    with nullcontext() if hooks else without_state_dict_hooks(skeleton), Transaction(skeleton) as transaction:
         report = load_then(transaction, part, final, check=check)
     for path in kept_extra:
         extra_state = serving.module.get_submodule(path).get_extra_state()
         skeleton.get_submodule(path).set_extra_state(copy.deepcopy(extra_state))
-    state = runtime_state(skeleton)
-    _check_kinds(state, kinds, part.source)
-    if options.check_finite:
-        _check_finite(state, runtime_state(serving.module), part.source)
-    program = target.program(skeleton)
-    settle(program.tensors)  # requests on any stream find what has been copied
-    sizes = {id(tensor): tensor.numel() * tensor.itemsize for tensor in state.values()}
-    swapped = SwapReport(target.name, part.source, len(sizes), sum(sizes.values()), notes=tuple(report.notes))
-    return program, swapped, bool(part.fingerprints)
+    _check_kinds(runtime_state(skeleton), kinds, part.source)
+    return skeleton, report.notes
 
 
 def _devices_as_in(serving: nn.Module, skeleton: nn.Module) -> Callable[[torch.Tensor], torch.device] | None:
@@ -338,10 +365,6 @@ def _error(what: str, differences: list[tuple[str, str]], where: str, expected: 
 # Buffers that requests change: which ones have changed, carrying them into a new version, and restoring them.
 
 
-BufferDigests = dict[str, object]
-"""A digest of the values of each buffer, by name."""
-
-
 def on_gpu(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the tensors that are on GPUs."""
     is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -357,17 +380,12 @@ def settle(tensors: list[torch.Tensor]) -> None:
         torch.cuda.synchronize(device)
 
 
-def buffer_digests(module: nn.Module) -> BufferDigests:
-    """Returns digests of the present buffers, for a later `modified_buffers`."""
-    return {name: _digest(buffer) for name, buffer in buffers_of(module).items()}
-
-
-def modified_buffers(module: nn.Module, since: BufferDigests) -> dict[str, torch.Tensor | None]:
+def modified_buffers(module: nn.Module, since: Marks) -> dict[str, torch.Tensor | None]:
     """Returns the buffers that requests have changed, and None for buffers that they have set to None."""
     present = buffers_of(module)
     settle([*present.values()])
     modified: dict[str, torch.Tensor | None] = {
-        name: buffer for name, buffer in present.items() if since.get(name) != _digest(buffer)
+        name: buffer for name, buffer in present.items() if since.get(name) != buffer_digest(buffer)
     }
     for prefix, _, _, buffers in module_tables(module):
         names = [f"{prefix}{last}" for last, buffer in buffers.items() if buffer is None]
@@ -435,13 +453,6 @@ def _overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Copies into a tensor, which a request in inference mode may have created."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.detach().copy_(value)
-
-
-def _digest(buffer: torch.Tensor) -> object:
-    """A digest of the values. Autograd's version counter does not suffice: batch norm writes past it."""
-    if not is_plain(buffer) or buffer.is_meta or buffer.is_quantized:
-        return id(buffer)
-    return buffer.shape, xxhash.xxh3_128_digest(in_a_row(buffer).view(torch.uint8).numpy().data)
 
 
 # Canaries: requests and checks that try a new version before it serves.

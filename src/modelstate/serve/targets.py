@@ -8,11 +8,11 @@ from __future__ import annotations
 import copy
 import types
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Set
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.fx import GraphModule
 
@@ -28,6 +28,7 @@ from modelstate.serve.meta_clone import (
     state_module,
 )
 from modelstate.serve.state_names import NameMap, view_key
+from modelstate.serve.weights import Weights, marks_of
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import (
     compiled_like,
@@ -55,10 +56,12 @@ class Program:
         has_methods: Whether requests may call methods of the module.
     """
 
-    __slots__ = ("__weakref__", "call", "has_methods", "module")
+    __slots__ = ("__weakref__", "call", "has_methods", "module", "weights")
 
     def __init__(self, module: nn.Module, call: Callable[..., object], *, has_methods: bool = False) -> None:
         self.module, self.call, self.has_methods = module, call, has_methods
+        self.weights = Weights(marks=marks_of(module))
+        """What a later version may use: of the target as it was given, no tensor."""
 
     def __call__(self, *args: object, **named: object) -> object:
         """Answers a request. A canary gets the program, and calls it."""
@@ -84,6 +87,8 @@ class Target(ABC):
     """ "eager", "compiled", "exported" or "aoti"."""
     fixed: tuple[str, ...] = ()
     """Tensors outside of the state, as far as they are known. Only loading code of a module changes them in a swap."""
+    maps_files: bool = True
+    """Whether the weights of a version may be maps of a file."""
     unexpected_error: Callable[[list[str]], Exception] | None = None
     """Makes a more precise error than the plan's for names that the target does not have; None for the plan's own."""
     _first: Program | None
@@ -125,17 +130,18 @@ class Target(ABC):
         are_runtime = set(names) <= runtime and not set(names) <= saved
         return self.skeleton if are_runtime else self._names, (), False
 
-    def memory_for(self, retired: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns memory that no version uses, for weights by name: that of plain CPU tensors of a retired version."""
-        free: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
-        for tensor in retired:
-            if storage_owners(tensor) == 1:  # not an answer, nor in use by a request
-                free[_kind(tensor)].append(tensor)
-        state, memory = runtime_state(self.skeleton), dict[int, torch.Tensor]()
-        for tensor in state.values():
-            if tensor.is_meta and id(tensor) not in memory and (same := free[_kind(tensor)]):
-                memory[id(tensor)] = same.pop()
-        return {name: memory[id(tensor)] for name, tensor in state.items() if id(tensor) in memory}
+    def free(self, retired: Weights) -> Weights:
+        """Returns those of the weights that were retired last whose memory nothing uses."""
+        kinds = {name: _kind(tensor) for name, tensor in runtime_state(self.skeleton).items() if tensor.is_meta}
+        return replace(
+            retired,
+            tensors={
+                name: tensor
+                for name, tensor in retired.tensors.items()
+                # Not an answer, nor in use by a request.
+                if storage_owners(tensor) == 1 and kinds.get(name) == _kind(tensor)
+            },
+        )
 
     @abstractmethod
     def program(self, filled: nn.Module) -> Program:

@@ -141,8 +141,10 @@ class StepEntry:
             or self._index.backend.identity(self.place.path) != self._identity
         )
 
-    def open_object(self, name: str, cache: Cache | None = None, *, verify: bool = False) -> Checkpoint:
-        """Opens one object, with `verify` after all of it was read and compared with its digests.
+    def open_object(
+        self, name: str, cache: Cache | None = None, *, verify: bool = False, share: slice = ALL
+    ) -> Checkpoint:
+        """Opens one object, with `verify` after it, or a share of its tensors, was read and compared with its digests.
 
         Raises `StepNotFoundError` where there is no such object with tensors, and the error for which the checkpoint
         cannot be used.
@@ -157,7 +159,9 @@ class StepEntry:
                 found=short_repr(name),
                 remedy="give the name of one of these objects",
             )
-        return saved.open(self.place.files, cache, verify=verify)
+        checkpoint = saved.open(self.place.files, cache, verify=verify, share=share)
+        checkpoint.step = self.place.step
+        return checkpoint
 
     @property
     def is_pinned(self) -> bool:
