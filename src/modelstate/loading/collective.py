@@ -101,8 +101,8 @@ def rank_reports(
 
     A rank sends four numbers, whatever the size of the model.
     """
-    # Those in columns are in no DTensor.
-    read_bytes_here = whole_bytes = sum(item.transfers.nbytes for item in planner.plain if item.transfers.maps is None)
+    in_columns = [item.transfers for item in planner.executions if item.transfers.own is None]  # in no DTensor
+    read_bytes_here = whole_bytes = sum(item.nbytes for item in in_columns if item.maps is None)
     is_read_here = set(map(id, to_read_here(planner.singles, shared)))
     for item in planner.singles:
         facts = item.transfers.facts

@@ -507,10 +507,15 @@ def one_prefix(
     if 2 * sum(missing[name] == unexpected[source] for name, source in pairs.items()) <= len(pairs):
         return None, {}
     start, put = (rf"^{re.escape(prefix)}", "") if strips else ("^", prefix.replace("\\", r"\\"))
-    rests = [name if strips else source for name, source in pairs.items()]
     whole = Prefix(strip=prefix) if strips else Prefix(add=prefix)
-    rules: list[Prefix | Rename] = [whole, *_narrowed(start, rests, put)]
-    for rule in rules:
+    rules: list[tuple[Prefix | Rename, str]] = [(whole, option(f"--{'strip' if strips else 'add'}-prefix", prefix))]
+    # Rules for only the names that continue as these do, which leave more names alone.
+    rests = [name if strips else source for name, source in pairs.items()]
+    for parts in ({rest.partition(".")[0] for rest in rests}, set(rests)):
+        if len(parts) <= _MOST_HEADS:
+            pattern = rf"{start}(?=(?:{'|'.join(sorted(map(re.escape, parts)))})(?:\.|$))"
+            rules.append((Rename(re.compile(pattern), put), option("--rename-regex", f"{pattern}={put}")))
+    for rule, options in rules:
         right = all(rule.rename(source) == name for name, source in pairs.items())
         if right and all(rule.rename(name) is None for name in fitting):
             side = "checkpoint" if strips else "model"
@@ -519,31 +524,10 @@ def one_prefix(
                 next(iter(pairs)),
                 why=f"{len(pairs)} names differ only by the prefix {prefix!r} of the {side}",
                 rules=(as_code(rule),),
-                options=as_options(rule),
+                options=options,
             )
             return problem, pairs
     return None, {}
-
-
-def as_options(rule: Prefix | Rename) -> str:
-    """Returns the rule as an option of the command line; empty where there is none."""
-    if isinstance(rule, Prefix):
-        return option("--strip-prefix", rule.strip) if rule.strip else option("--add-prefix", rule.add)
-    is_regex = isinstance(rule.pattern, re.Pattern)
-    pattern = rule.pattern.pattern if isinstance(rule.pattern, re.Pattern) else rule.pattern
-    if "=" in rule.replacement:
-        return ""
-    return option("--rename-regex" if is_regex else "--rename", f"{pattern}={rule.replacement}")
-
-
-def _narrowed(start: str, rests: Iterable[str], replacement: str) -> tuple[Rename, ...]:
-    """Returns rules for only the names that continue after `start` as these do."""
-    rules: list[Rename] = []
-    for parts in ({rest.partition(".")[0] for rest in rests}, set(rests)):
-        if parts and len(parts) <= _MOST_HEADS:
-            choice = "|".join(sorted(map(re.escape, parts)))
-            rules.append(Rename(re.compile(rf"{start}(?=(?:{choice})(?:\.|$))"), replacement))
-    return tuple(rules)
 
 
 # Other names.

@@ -140,9 +140,6 @@ class LoadSummary(Shown, msgspec.Struct, frozen=True, kw_only=True, dict=True, e
     def __eq__(self, other: object) -> bool:
         return self.to_json() == other.to_json() if type(other) is type(self) else NotImplemented
 
-    def __hash__(self) -> int:
-        return hash((self.target, self.source, self.slots))
-
     def __reduce__(self) -> tuple[Callable[..., object], tuple[()]]:
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return partial(type(self), **{**fields, "make_steps": partial(tuple, self.steps)}), ()

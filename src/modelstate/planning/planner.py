@@ -128,10 +128,10 @@ class Planner:
         self.transforms = None if transform is None else Transforms(transform, self.model, self.slots)
         self.problems: list[Problem] = []
         self.notes: list[str] = []
+        self.executions: list[Execution] = []
+        """Everything that is loaded."""
         self.singles: list[Execution] = []
-        """The values with facts of their own."""
-        self.plain: list[Execution] = []
-        """The other values."""
+        """Those of values with facts of their own."""
         self.moves: list[Execution] = []
         """Tensors that get no value, and only move to another device."""
         self.used: set[str] = set()
@@ -142,7 +142,7 @@ class Planner:
         """Names of tensors that the checkpoint lacks, and that the model's own code initialises."""
         self.extra_states: list[str] = []
         self.filled: dict[int, Execution | None] = {}
-        """By the ids of the tensors that get a value, under whatever name. None stands for a row of `plain`."""
+        """By the ids of the tensors that get a value, under whatever name. None stands for a row of columns."""
         self._in_memory: list[Transfers] = []
         """Those that get into plain memory of the model, which that of others may overlap."""
         self._mapped_storages: set[ByteRange] = set()
@@ -190,11 +190,6 @@ class Planner:
             self.notes += self.incoming.maps.notes
         self.notes = [*dict.fromkeys(self.notes)]
 
-    @property
-    def executions(self) -> list[Execution]:
-        """Everything that is loaded."""
-        return [*self.singles, *self.plain]
-
     def add_plain(self) -> Collection[str]:
         """Adds plain values all at once, and returns their names. Called where a load runs no code of the model."""
         options, entries = self.options, self.matched.applied.entries
@@ -202,7 +197,7 @@ class Planner:
         if has_others or not (self._in_columns and isinstance(entries, StoredEntries)):
             return ()
         transfers = plain_transfers(self.slots.tensors, entries.tensors, options, lambda: self.incoming.maps)
-        self.plain = [*map(Execution, transfers)]
+        self.executions += map(Execution, transfers)
         rows = entries.tensors.rows
         has_shared_bytes = len({*rows.values()}) < len(rows)  # other names of the same bytes are not mapped
         for item in transfers:
@@ -286,6 +281,7 @@ class Planner:
         item = self._transfer(name, kind, param, RowFacts(value=value, given=given, stored=stored))
         self.filled[id(param)] = execution = Execution(item)
         self.singles.append(execution)
+        self.executions.append(execution)
         param, value, stored = item.param, item.facts.value, item.facts.stored
         if not is_plain(param, value) and self._has_other_class(item):
             return  # the value is never written, even where the model's own code uses the tensor
@@ -555,7 +551,7 @@ class Planner:
         steps = [self._step(item.transfers, item.seconds) for item in self.singles]
         passed = Way.CODE, "passed to set_extra_state"
         extra = [Step(name, EXTRA, self.incoming.source_of(name), *passed) for name in self.extra_states]
-        plain = [steps_of(item) for item in self.plain]
+        plain = [steps_of(item) for item in self.executions if item.transfers.own is None]
         names = [*self.slots.by_name] if plain and len(plain) + len(steps) > 1 else []
 
         def make() -> tuple[Step, ...]:
