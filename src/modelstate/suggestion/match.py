@@ -364,7 +364,7 @@ def _find_turned_squares(matches: Matches) -> None:
     is_mixed = any(first.turned.values()) or any(second.turned.values())
     doubtful = []
     for name, goal in matches.pairs.items():
-        if name not in first.turned or not _is_square(leaf := first.names[name].leaf) or leaf.shape == (1, 1):
+        if name not in first.turned or not _is_square(leaf := first.names[name].leaf):
             continue
         here, there = first.turned[name], second.turned.get(goal)
         if here is None or there is None:
