@@ -77,11 +77,11 @@ def _owner_and_role(name: str) -> tuple[str, str]:
     return ".".join(filter(None, (path, rest))), role
 
 
-class _Name(msgspec.Struct, frozen=True, eq=False):
-    """A tensor of one side, with what its name says."""
+class Named(Leaf, frozen=True, eq=False):
+    """A tensor of one side, with the shape that it has in a Linear, and with what its name says."""
 
-    leaf: Leaf
-    """With the shape that it has in a Linear."""
+    is_turned: bool | None
+    """Whether it has another shape than in a Linear, its inputs first, as in a Conv1D; None if nothing shows it."""
     owner: str
     role: str
     words: tuple[frozenset[str], ...]
@@ -102,17 +102,23 @@ class _Name(msgspec.Struct, frozen=True, eq=False):
         """The path above the owner, with # for numbers."""
         return without_numbers(self.owner).rpartition(".")[0]
 
+    @property
+    def size(self) -> tuple[object, ...]:
+        """What is equal for tensors that could take each other's place, transposed or reshaped too."""
+        shape = [size for size in self.shape if size != 1]
+        return self.dtype_kind, self.role, *(sorted(shape) if self.is_turned is None else shape)
+
 
 class Kind(msgspec.Struct, eq=False, dict=True):
     """Tensors whose names differ only in numbers."""
 
-    first: _Name
+    first: Named
     """The first of them."""
     varied: tuple[int, ...]
     """The indices of the numbers in which the names differ."""
     text: str
     """The name, with # for these numbers."""
-    leaves: dict[Ranks, Leaf]
+    leaves: dict[Ranks, Named]
     """The tensors by the ranks of these numbers."""
 
     @property
@@ -160,39 +166,36 @@ class Kind(msgspec.Struct, eq=False, dict=True):
 class Side:
     """The tensors of a checkpoint or a model with ordinary names."""
 
-    def __init__(self, leaves: Iterable[Leaf], turned: Mapping[str, bool | None]) -> None:
-        self.turned = turned
-        straight = [replace(leaf, shape=leaf.shape[::-1]) if turned.get(leaf.name) else leaf for leaf in leaves]
-        beside = _words_beside(straight)
+    def __init__(self, leaves: Sequence[Leaf], misfits: Collection[str] = ()) -> None:
+        turned = _orientation(leaves, misfits)
+        shapes = {leaf.name: leaf.shape[::-1] if turned.get(leaf.name) else leaf.shape for leaf in leaves}
+        beside = _words_beside(shapes)
         places: dict[str, set[str]] = defaultdict(set)
-        self.names: dict[str, _Name] = {}
-        for leaf in straight:
-            owner, role = _owner_and_role(leaf.name)
+        self.names: dict[str, Named] = {}
+        for leaf in leaves:
+            name, shape, is_turned = leaf.name, shapes[leaf.name], turned.get(leaf.name)
+            owner, role = _owner_and_role(name)
             words = [concepts(segment) for segment in owner.split(".")]
             words[-1] = beside.get(without_numbers(owner), words[-1])
             # The number of a part that has a meaning of its own, as w1, does not stand for an order.
-            end = owner.rfind(".") + 1 if without_numbers(owner) in beside else len(leaf.name)
-            pieces = _NUMBER.split(leaf.name[:end])
-            pieces[-1] += leaf.name[end:]
-            for at in range(1, len(pieces), 2):
-                places["#".join(pieces[:at:2])].add(pieces[at])
-            self.names[leaf.name] = _Name(leaf, owner, role, tuple(words), pieces[::2], pieces[1::2], [])
+            end = owner.rfind(".") + 1 if without_numbers(owner) in beside else len(name)
+            texts = _NUMBER.split(name[:end])
+            texts[-1] += name[end:]
+            numbers, texts = texts[1::2], texts[::2]
+            for at, number in enumerate(numbers):
+                places["#".join(texts[: at + 1])].add(number)
+            named = Named(name, shape, leaf.dtype_kind, is_turned, owner, role, tuple(words), texts, numbers, [])
+            self.names[name] = named
         order = {place: sorted(numbers, key=lambda text: (int(text), text)) for place, numbers in places.items()}
         ranks = {place: {number: at for at, number in enumerate(numbers)} for place, numbers in order.items()}
-        for name in self.names.values():
-            for at, number in enumerate(name.numbers):
-                of_place = ranks["#".join(name.texts[: at + 1])]
-                name.ranks.append((of_place[number], len(of_place)))
+        for named in self.names.values():
+            for at, number in enumerate(named.numbers):
+                of_place = ranks["#".join(named.texts[: at + 1])]
+                named.ranks.append((of_place[number], len(of_place)))
         self.open = dict(self.names)
         """The tensors without a match."""
-        self.counts = Counter(self.size(leaf) for leaf in straight)
+        self.counts = Counter(named.size for named in self.names.values())
         """The count of tensors of each size."""
-
-    def size(self, leaf: Leaf) -> tuple[object, ...]:
-        """Returns what is equal for tensors that could take each other's place, transposed or reshaped too."""
-        shape = [size for size in leaf.shape if size != 1]
-        is_known = self.turned.get(leaf.name) is not None
-        return leaf.dtype_kind, self.names[leaf.name].role, *(shape if is_known else sorted(shape))
 
     def kinds(self, varying: int) -> list[Kind]:
         """Returns the kinds of open tensors whose names differ in the first numbers, at most so many, in order."""
@@ -201,17 +204,17 @@ class Side:
             varied = tuple(at for at, (_, count) in enumerate(name.ranks) if count > 1)[:varying]
             text = name.text(varied)
             kind = kinds.setdefault(text, Kind(name, varied, text, {}))
-            kind.leaves[tuple(name.ranks[at][0] for at in varied)] = name.leaf
+            kind.leaves[tuple(name.ranks[at][0] for at in varied)] = name
         return list(kinds.values())
 
 
-def _words_beside(leaves: Iterable[Leaf]) -> dict[str, frozenset[str]]:
+def _words_beside(shapes: Mapping[str, Shape]) -> dict[str, frozenset[str]]:
     """Returns the concepts of modules that the other members of their parents decide, the same in all layers."""
     parents: dict[str, dict[str, Shape]] = defaultdict(dict)
-    for leaf in leaves:
-        owner, role = _owner_and_role(leaf.name)
+    for name, shape in shapes.items():
+        owner, role = _owner_and_role(name)
         parent, _, member = without_numbers(owner).rpartition(".")
-        if role in ("", "weight") and parents[parent].setdefault(member, leaf.shape) != leaf.shape:
+        if role in ("", "weight") and parents[parent].setdefault(member, shape) != shape:
             parents[parent][member] = ()
     return {
         f"{parent}.{member}" if parent else member: words
@@ -293,15 +296,14 @@ def match(sources: Sequence[Leaf], targets: Sequence[Leaf], ties: Mapping[str, S
         ties: All names of a tensor of the model, by each of them.
     """
     here, there = ([leaf for leaf in side if _ORDINARY.fullmatch(leaf.name)] for side in (sources, targets))
-    second = Side(there, _orientation(there))
-    contents = {name.leaf.content for name in second.names.values()}
+    second = Side(there)
+    contents = {name.content for name in second.names.values()}
     lacking = contents.difference(leaf.content for leaf in here)
     # Weights that fit a weight of the model which no other fits, and only transposed.
     misfits = [
         leaf.name for leaf in here if (leaf.shape[::-1], leaf.dtype_kind) in lacking and leaf.content not in contents
     ]
-    first = Side(here, _orientation(here, misfits))
-    matches = Matches(first, second)
+    matches = Matches(Side(here, misfits), second)
     of_model = {leaf.name: leaf for leaf in targets}
     for leaf in sources:
         if leaf.name in of_model and of_model[leaf.name].content == leaf.content:
@@ -360,13 +362,13 @@ def _is_square(leaf: Leaf) -> bool:
 
 def _find_turned_squares(matches: Matches) -> None:
     """Finds the square weights that are transposed as the other weights of their layer, which is a guess."""
-    first, second = matches.sources, matches.targets
-    is_mixed = any(first.turned.values()) or any(second.turned.values())
+    first, second = matches.sources.names, matches.targets.names
+    is_mixed = any(name.is_turned for side in (first, second) for name in side.values())
     doubtful = []
     for name, goal in matches.pairs.items():
-        if name not in first.turned or not _is_square(leaf := first.names[name].leaf):
+        if name not in first or not _is_square(first[name]) or first[name].role not in ("", "weight"):
             continue
-        here, there = first.turned[name], second.turned.get(goal)
+        here, there = first[name].is_turned, second[goal].is_turned
         if here is None or there is None:
             doubtful += [name] if is_mixed else []
         elif here != there:
@@ -452,7 +454,7 @@ def _is_ordered(source: Kind, target: Kind, matches: Matches) -> bool:
 
 def _may_have_moved(source: Kind, target: Kind, equal: Collection[str]) -> bool:
     """Whether all names may be shifted: if "a.a.w" and "a.w" match "a.w" and "w", the equal names may be wrong."""
-    shorter, longer = sorted((source.first.leaf.name, target.first.leaf.name), key=len)
+    shorter, longer = sorted((source.first.name, target.first.name), key=len)
     return longer.endswith(f".{shorter}") and any(longer[len(part) :] in equal for part in prefixes(longer))
 
 
@@ -497,14 +499,11 @@ def _match_fusions(matches: Matches, varying: int) -> None:
             if not (best := _best_pairs(*sides, matches)):
                 continue
             whole = best[0][0] if is_split else best[0][1]
-            turned = [
-                bool(side.turned.get(kind.first.leaf.name))
-                for side, kind in ((matches.sources, best[0][0]), (matches.targets, best[0][1]))
-            ]
+            turned = [bool(kind.first.is_turned) for kind in best[0]]
             if turned == [False, True]:
                 continue  # the result would have to be transposed, after the split or join
-            sizes = tuple(part.first.leaf.shape[0] for part in parts)
-            dim = 1 if turned[1] and len(whole.first.leaf.shape) == 2 else 0
+            sizes = tuple(part.first.shape[0] for part in parts)
+            dim = 1 if turned[1] and len(whole.first.shape) == 2 else 0
             rows = matches.fusions.setdefault(Fusion(is_split, dim, sizes if len({*sizes}) > 1 else None), [])
             for ranks, leaf in whole.leaves.items():
                 names = tuple(part.leaves[ranks].name for part in parts)
@@ -540,9 +539,9 @@ def _part_groups(kinds: Iterable[Kind]) -> Iterator[tuple[Kind, list[Kind], str]
             yield Kind(whole, parts[0].varied, parts[0].text, leaves), parts, concept
 
 
-def _joined(parts: Sequence[Kind]) -> dict[Ranks, Leaf]:
+def _joined(parts: Sequence[Kind]) -> dict[Ranks, Named]:
     """Returns the tensors that the parts join to; none unless they fit together, in the same way in every layer."""
-    leaves: dict[Ranks, Leaf] = {}
+    leaves: dict[Ranks, Named] = {}
     splits = set()
     for ranks, leaf in parts[0].leaves.items():
         pieces = [part.leaves.get(ranks, leaf) for part in parts]
@@ -573,12 +572,12 @@ def _find_guesses(matches: Matches, is_whole: bool) -> None:
     """Kinds of both sides without a sure match, by the sizes of their tensors."""
 
     def has_rival(at: int, kind: Kind, facts: frozenset[str]) -> bool:
-        sizes = map(sides[at].size, kind.leaves.values())
-        return any(other is not kind and facts <= other.claims for size in sizes for other in rivals[at][size])
+        others = (rivals[at][leaf.size] for leaf in kind.leaves.values())
+        return any(other is not kind and facts <= other.claims for of_size in others for other in of_size)
 
     def is_only_one(at: int, kind: Kind) -> bool:
-        sizes = map(sides[at].size, kind.leaves.values())
-        return len(kind.leaves) == sum(sides[at].counts[size] for size in {*sizes})
+        sizes = {leaf.size for leaf in kind.leaves.values()}
+        return len(kind.leaves) == sum(sides[at].counts[size] for size in sizes)
 
     def is_sure(source: Kind, target: Kind) -> bool:
         if (source.first.owner, target.first.owner) in owners:
@@ -599,10 +598,10 @@ def _find_guesses(matches: Matches, is_whole: bool) -> None:
     is_changing = True
     while is_changing:
         rivals = [defaultdict(set), defaultdict(set)]
-        for at, side in enumerate(sides):
+        for at in (0, 1):
             for kind in (*(link[at] for link in left), *unmatched[at]):
                 for leaf in kind.leaves.values():
-                    rivals[at][side.size(leaf)].add(kind)
+                    rivals[at][leaf.size].add(kind)
         sure = {link for link in left if is_sure(*link)}
         left = [link for link in left if link not in sure]
         owners.update((source.first.owner, target.first.owner) for source, target in sure)
