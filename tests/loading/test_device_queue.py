@@ -117,11 +117,7 @@ def test_each_read_that_fails_changes_nothing(path: Path) -> None:
 @pytest.mark.parametrize("in_place", [None, True], ids=["staged", "in place"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_nothing_is_queued_any_more_after_an_error(
-    error: type[BaseException],
-    in_place: bool | None,
-    path: Path,
-    queued: list[object],
-    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException], in_place: bool | None, path: Path, queued: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = stage.CudaQueue.run
 

@@ -56,8 +56,7 @@ def fsdp2_on_meta() -> nn.Module:
 
 Build = Callable[[], nn.Module]
 ANY = pytest.mark.parametrize(
-    ("build", "what"),
-    [(fake, "FakeTensor"), (of_dtensors, "DTensor"), (fsdp2, "DTensor"), (fsdp2_on_meta, "DTensor")],
+    ("build", "what"), [(fake, "FakeTensor"), (of_dtensors, "DTensor"), (fsdp2, "DTensor"), (fsdp2_on_meta, "DTensor")]
 )
 
 

@@ -373,8 +373,7 @@ class LoadHandle:
 
     def _leave_parent(self) -> None:
         """In a forked child, gives up what other threads of the parent were doing: they do not exist here."""
-        is_here = self._pid == os.getpid() or self._committing_thread == threading.get_ident()
-        if self._outcome is None and not is_here:
+        if self._outcome is None and self._pid != os.getpid():
             self._outcome = self._task.cancelled_error("it belongs to the process that this one was forked from")
 
     def _put_in_place(self) -> None:
