@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from tests.suggestion.test_suggest import Tree
+
 State = dict[str, torch.Tensor]
 Sources = tuple[tuple[str, ...], bool]
 """The names in the checkpoint that a tensor is made of, and whether it is transposed."""
@@ -58,16 +60,9 @@ def made_up(seed: int) -> MadeUp:
     whole = {parent for parent, parts in groups.items() if fused and len(parts) == 3}
     for owner, new in renamed.items():
         parent, _, last = owner.rpartition(".")
-        kind = _kind(last)
-        if kind == "norm":
-            shapes = {"weight": (SIZE,), "bias": (SIZE,)}
-        elif kind == "up":
-            shapes = {"weight": (SIZE * wide, SIZE), "bias": (SIZE * wide,)}
-        elif kind == "down":
-            shapes = {"weight": (SIZE, SIZE * wide), "bias": (SIZE,)}
-        else:
-            shapes = {"weight": (SIZE, SIZE), "bias": (SIZE,)}
-        for role, shape in shapes.items():
+        sizes = {"norm": (SIZE,), "up": (SIZE * wide, SIZE), "down": (SIZE, SIZE * wide)}
+        weight = sizes.get(_kind(last), (SIZE, SIZE))
+        for role, shape in (("weight", weight), ("bias", weight[:1])):
             target[f"{new}.{role}"] = torch.empty(shape)
             if parent in whole and last in ("q", "k", "v"):
                 source = f"{parent}.qkv.{role}"
@@ -96,7 +91,7 @@ def made_up(seed: int) -> MadeUp:
         target["grown"] = torch.empty(SIZE, 1, 1, 3)
     if all(len(set(state[name].shape)) == 1 for names, turned in truth.values() for name in names if turned):
         truth = {name: (names, False) for name, (names, _) in truth.items()}
-    return MadeUp(_module(rng, target), _shuffled(rng, state), truth)
+    return MadeUp(Tree(_shuffled(rng, target)), _shuffled(rng, state), truth)
 
 
 def _kind(last: str) -> str:
@@ -149,16 +144,3 @@ def _unknown(rng: random.Random) -> str:
 
 def _shuffled(rng: random.Random, state: State) -> State:
     return {name: state[name] for name in rng.sample(list(state), k=len(state))}
-
-
-def _module(rng: random.Random, tensors: State) -> nn.Module:
-    root = nn.Module()
-    for name, tensor in _shuffled(rng, tensors).items():
-        *path, last = name.split(".")
-        module = root
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        module.register_parameter(last, nn.Parameter(tensor))
-    return root

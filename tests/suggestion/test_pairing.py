@@ -81,18 +81,12 @@ def test_members_of_one_layer_are_not_layers() -> None:
     assert matched(old, {"h.0.ln_1.weight": (4,), "h.1.ln_1.weight": (4,)}) == {}
 
 
-def test_the_first_norm_of_one_stack_is_not_the_second_of_another() -> None:
-    names = {"encoder.0.norm1": "zoom.0.zen", "h.0.norm1": "h.0.zen", "h.0.norm2": "h.0.ln_2"}
+@pytest.mark.parametrize("second", ["ln_2", "post_attention_layernorm"])
+def test_the_first_norm_of_one_stack_is_not_the_second_of_another(second: str) -> None:
+    names = {"encoder.0.norm1": "zoom.0.zen", "h.0.norm1": "h.0.zen", "h.0.norm2": f"h.0.{second}"}
     names |= {"encoder.0.attn": "zoom.0.attention", "h.0.attn": "h.0.attention"}
     old, new = ({f"{name}.weight": (4, 4) for name in side} for side in (names, names.values()))
-    assert matched(old, new).get("encoder.0.norm1.weight") != "h.0.ln_2.weight"
-
-
-def test_the_first_norm_of_one_stack_is_not_the_one_behind_attention_of_another() -> None:
-    names = {"decoder.0.attn": "zone.0.attention", "decoder.0.norm1": "zone.0.zen"}
-    names |= {"h.0.norm1": "h.0.zen", "h.0.norm2": "h.0.post_attention_layernorm"}
-    old, new = ({f"{name}.weight": (4, 4) for name in side} for side in (names, names.values()))
-    assert matched(old, new)["h.0.norm2.weight"] == "h.0.post_attention_layernorm.weight"
+    assert matched(old, new)["h.0.norm2.weight"] == f"h.0.{second}.weight"
 
 
 def test_norms_that_are_numbered_and_norms_that_are_named() -> None:
