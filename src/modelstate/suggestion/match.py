@@ -239,8 +239,6 @@ class Matches(msgspec.Struct):
 
     sources: Side
     targets: Side
-    equal: set[str] = set()
-    """Names that match because they are equal."""
     pairs: dict[str, str] = {}
     """From names of the checkpoint to names of the model."""
     fusions: dict[Fusion, list[tuple[str, ...]]] = {}
@@ -307,7 +305,6 @@ def match(sources: Sequence[Leaf], targets: Sequence[Leaf], ties: Mapping[str, S
     of_model = {leaf.name: leaf for leaf in targets}
     for leaf in sources:
         if leaf.name in of_model and of_model[leaf.name].content == leaf.content:
-            matches.equal.add(leaf.name)
             matches.pairs[leaf.name] = leaf.name
             matches.add((leaf.name,), leaf.name)
     for varying in matches.passes:
@@ -426,7 +423,7 @@ def _best_pairs(sources: Sequence[Kind], targets: Sequence[Kind], matches: Match
         if not others or first - others[-1] >= _MARGIN:
             best[kind] = first
     pairs = [(source, target) for score, source, target in scores if best.get(source) == best.get(target) == score]
-    moved = [pair for pair in pairs if _may_have_moved(*pair, matches.equal)]
+    moved = [pair for pair in pairs if _may_have_moved(*pair, matches.pairs)]
     if moved:
         matches.notes[
             "names that fit as they are may each have moved by one; then only a Rename written by hand says so"
@@ -452,10 +449,11 @@ def _is_ordered(source: Kind, target: Kind, matches: Matches) -> bool:
     return texts not in matches.unordered
 
 
-def _may_have_moved(source: Kind, target: Kind, equal: Collection[str]) -> bool:
+def _may_have_moved(source: Kind, target: Kind, pairs: Mapping[str, str]) -> bool:
     """Whether all names may be shifted: if "a.a.w" and "a.w" match "a.w" and "w", the equal names may be wrong."""
     shorter, longer = sorted((source.first.name, target.first.name), key=len)
-    return longer.endswith(f".{shorter}") and any(longer[len(part) :] in equal for part in prefixes(longer))
+    rests = (longer[len(part) :] for part in prefixes(longer))
+    return longer.endswith(f".{shorter}") and any(pairs.get(rest) == rest for rest in rests)
 
 
 def _is_end(first: str, second: str) -> bool:
