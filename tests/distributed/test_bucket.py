@@ -202,6 +202,11 @@ def use_store(urls: list[str], path: str) -> list[tuple[int, int]]:
         sizes.append((saved.written_bytes, saved.linked_bytes))
         assert saved.pruned == (1,)
         assert [restored(store, kind) for kind in ("hsdp", "shard1")] == [3, 3]
+    for steps in ((1, 2), (3,)):
+        with ms.Store(f"{path}-deltas", delta=ms.Delta()) as store:
+            for step in steps:
+                store.save(step, objects_of(step))
+            assert restored(store) == store.infos()[-1].patches + 1 == step
     return sizes
 
 
@@ -216,6 +221,7 @@ def test_a_store_uploads_what_has_changed(ranks: Ranks, server: Server) -> None:
         assert written + linked == pytest.approx(sizes[0][0], rel=0.2)
     store = ms.Store(path)
     assert (store.steps(), store.verify()) == ((2, 3), {2: "", 3: ""})
+    assert ms.Store(f"{path}-deltas").verify() == {1: "", 2: "", 3: ""}
     assert referenced(store) == {name for name in server.names() if name.startswith("run/data/")}
 
 

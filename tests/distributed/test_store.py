@@ -502,62 +502,57 @@ def test_two_runs_on_one_store(ranks: Ranks, tmp_path: Path) -> None:
 
 # Deltas.
 
-KINDS = ("fsdp", "hsdp", "fsdp+tp", "shard1", "uneven", "empty", "tied", "replicated")
-
-
-class Wide(nn.Module):
-    """Tensors of several blocks, whose rows end within blocks, on ranks as on one machine; and a frozen one."""
-
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.rows, self.half = nn.Linear(1999, 1501), nn.Linear(3001, 1501, dtype=torch.bfloat16)
-        self.frozen = nn.Linear(30, 40).requires_grad_(False)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        if mesh is not None:
-            fully_shard(self, mesh=mesh)
-
 
 @torch.no_grad()
-def change_some(model: nn.Module, step: int, part: float = 0.03) -> None:
+def change_some(net: nn.Module, step: int) -> None:
     """Changes elements that depend on their values, in every layout alike: all of those of a tensor in step 3."""
-    for name, param in model.named_parameters():
+    for name, param in net.named_parameters():
         values = models.local(param)
         if param.requires_grad:
-            is_all = step == 3 and name.endswith("head.weight")
-            values += 0.01 * (((values.float() * 1000 + step) % 1 < part) | is_all)
-    if (steps := getattr(model, "steps", None)) is not None:
-        steps += 1
+            is_all = step == 3 and name == "head.weight"
+            values += 0.01 * (((values.float() * 1000 + step) % 1 < 0.03) | is_all)
+    net.steps += 1
 
 
-def publish(folder: Path, name: str, model: nn.Module, odd: int = 0, **options: Any) -> list[list[str]]:
-    """Saves six steps, in two processes as it were; one in the background, and one at the second try. Returns files."""
+def publish(folder: Path, kind: str, net: models.Net, odd: int = 0, **options: Any) -> list[list[str]]:
+    """Saves six steps, in two processes as it were; one in the background, and two at the second try. Returns files."""
     found, disks = [], {2: full_disk, 4: failing_disk}
     rank = dist.get_rank() if dist.is_initialized() else odd
     for first in (0, 3):
-        delta = ms.Delta(full_every=4, dtype="bfloat16" if name == "fsdp" else None)
-        with ms.Store(folder / name, delta=delta, timeout_seconds=60, **options) as store:
+        delta = ms.Delta(full_every=4, dtype="bfloat16" if kind in ("fsdp", "2") else None)
+        with ms.Store(folder / kind, delta=delta, timeout_seconds=60, **options) as store:
             for step in range(first, first + 3):
-                change_some(model, step)
+                change_some(net, step)
                 if step in disks:
                     with disks[step]() if rank == odd else nullcontext():
-                        kind, text = error_of(partial(store.save, step, {"model": model}))
-                    assert kind == "WriteFailedError", text
-                saved = store.save(step, {"model": model}, background=step == 1)
+                        error, text = error_of(partial(store.save, step, {"model": net}))
+                    assert error == "WriteFailedError", text
+                saved = store.save(step, {"model": net}, background=step == 1)
                 saved = saved.result() if isinstance(saved, PendingSave) else saved
                 found.append(sorted(path.name.split("-")[0] for path in Path(saved.path).glob("*.safetensors")))
     return found
 
 
 def publish_on_ranks(
-    folder: Path, name: str, shape: tuple[int, ...], odd: int, options: dict[str, Any]
+    folder: Path, kind: str, shape: tuple[int, ...], odd: int, options: dict[str, Any]
 ) -> list[list[str]]:
-    """Saves a `Wide` on a mesh, also of the first ranks only, or one of the networks."""
-    if not shape:
-        return publish(folder, name, models.sharded(name), odd, **options)
-    ranks = torch.arange(math.prod(shape)).view(shape)
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("outer", "inner")[-len(shape) :])
-    return publish(folder, name, Wide(mesh), odd, **options) if dist.get_rank() in ranks else []
+    """Saves one of the networks, or a wide one on a mesh of the first ranks."""
+    if shape:
+        ranks = torch.arange(math.prod(shape)).view(shape)
+        mesh, net = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b")[: len(shape)]), models.plain("wide", seed=1)
+        net.blocks.requires_grad_(False)
+        if dist.get_rank() not in ranks:
+            return []
+        fully_shard(net, mesh=mesh)
+        return publish(folder, kind, net, odd, **options)
+    if kind == "plain":
+        return publish(folder, kind, models.plain(kind, seed=1), process_group=dist.group.WORLD)
+    net, other = models.sharded(kind), models.sharded(kind, torch.bfloat16 if kind == "fsdp" else torch.float32, seed=2)
+    found = publish(folder, kind, net, odd)
+    ms.Store(folder / kind).restore({"model": other})
+    expected = models.gathered(net)
+    assert all(torch.equal(value, expected[name].to(value.dtype)) for name, value in models.gathered(other).items())
+    return found
 
 
 def all_files(folder: Path) -> dict[str, bytes]:
@@ -566,56 +561,24 @@ def all_files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "odd", "options"),
-    [(kind, (), 0, {}) for kind in KINDS]
-    + [("2", (2,), 1, {}), ("4", (4,), 3, {"shard_size_bytes": 9_000_000}), ("2 x 2", (2, 2), 0, {})],
-)
+KINDS = ("plain", "fsdp", "hsdp", "fsdp+tp", "shard1", "uneven", "empty", "tied", "replicated")
+WIDE = [("2", (2,), 0, {}), ("4", (4,), 3, {"shard_size_bytes": 5_000_000}), ("2 x 2", (2, 2), 0, {})]
+
+
+@pytest.mark.parametrize(("kind", "shape", "odd", "options"), [*((kind, (), 0, {}) for kind in KINDS), *WIDE])
 def test_deltas_are_those_of_one_process(
-    ranks: Ranks, tmp_path: Path, name: str, shape: tuple[int, ...], odd: int, options: dict[str, Any]
+    ranks: Ranks, tmp_path: Path, kind: str, shape: tuple[int, ...], odd: int, options: dict[str, Any]
 ) -> None:
     """Byte for byte, also after a save that has failed on one rank."""
-    found = ranks.values(publish_on_ranks, tmp_path / "ranks", name, shape, odd, options)[0]
-    assert found == publish(tmp_path / "one", name, Wide() if shape else models.plain(name, seed=1), **options)
-    assert sum("model.delta" in files for files in found) >= (0 if name == "empty" else 3)
-    files, expected = all_files(tmp_path / "ranks" / name), all_files(tmp_path / "one" / name)
+    found = ranks.values(publish_on_ranks, tmp_path / "ranks", kind, shape, odd, options)[0]
+    net = models.plain("wide" if shape else kind, seed=1)
+    net.blocks.requires_grad_(not shape)
+    assert found == publish(tmp_path / "one", kind, net, **options)
+    assert sum("model.delta" in files for files in found) >= (0 if kind == "empty" else 3)
+    files, expected = all_files(tmp_path / "ranks" / kind), all_files(tmp_path / "one" / kind)
     assert files.keys() == expected.keys()
     assert [file for file in files if files[file] != expected[file]] == []
-    assert ms.Store(tmp_path / "ranks" / name).verify() == dict.fromkeys(range(6), "")
-
-
-def saves_deltas(folder: Path) -> dict[str, tuple[str, torch.dtype]]:
-    """A model that is the same on all ranks, and one with DTensors, in another dtype than theirs."""
-    torch.manual_seed(0)
-    plain, sharded = nn.Linear(64, 64), models.sharded("fsdp", seed=1)
-    options: dict[str, Any] = {"process_group": dist.group.WORLD, "delta": ms.Delta(dtype="bfloat16")}
-    with ms.Store(folder / "store", **options) as store:
-        for step in range(3):
-            with torch.no_grad():
-                plain.weight[0] += 1
-                sharded.head.weight.to_local().add_(1)
-            saved = store.save(step, {"plain": plain, "sharded": sharded}, background=step == 1)
-            saved = saved.result() if isinstance(saved, PendingSave) else saved
-        expected = models.gathered(sharded.bfloat16()) | plain.bfloat16().state_dict()
-        other = models.sharded("fsdp", torch.bfloat16, seed=2)
-        same = nn.Linear(64, 64).bfloat16()
-        store.restore({"plain": same, "sharded": other})
-        found = models.gathered(other) | same.state_dict()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-        # A patched tensor, of which each rank reads its rows.
-        fully_shard(part := nn.Linear(64, 64).bfloat16())
-        ms.load(part, store.open("plain"))
-        assert torch.equal(part.weight.full_tensor(), expected["weight"])
-        opened = {name: store.open(name) for name in ("plain", "sharded")}
-        return {f"{path}.{name}": (spec.kind, spec.dtype) for path in opened for name, spec in opened[path].items()}
-
-
-def test_deltas(ranks: Ranks, tmp_path: Path) -> None:
-    for found in ranks.values(saves_deltas, tmp_path):
-        assert found["plain.weight"] == ("patched 2 times", torch.bfloat16)
-        assert found["plain.bias"] == ("strided", torch.bfloat16)
-        assert found["sharded.head.weight"] == ("strided", torch.bfloat16)
-    assert ms.Store(tmp_path / "store").verify() == {0: "", 1: "", 2: ""}
+    assert ms.Store(tmp_path / "ranks" / kind).verify() == dict.fromkeys(range(6), "")
 
 
 def saves_with_few_changes(folder: Path) -> list[set[str]]:

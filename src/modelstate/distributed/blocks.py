@@ -123,7 +123,7 @@ class BlockTensor(ShardedTensor):
     """The rank of each range, and the number of its elements."""
 
     def parts_on(self, mesh: Mesh) -> Parts:
-        return parts_of_ranges(self.ranges, self.itemsize)
+        return parts_of_ranges(self.ranges)
 
 
 def block_tensor(

@@ -297,23 +297,16 @@ def parts_of(
 
 
 @lru_cache(maxsize=4096)
-def parts_of_ranges(ranges: tuple[tuple[int, int], ...], itemsize: int) -> Parts:
-    """Returns the parts of a tensor of one dimension that one rank after another has: a rank and a number of elements.
-
-    The parts end at multiples of `BLOCK_BYTES`. Elements are exchanged where a range of a rank ends elsewhere.
-    """
+def parts_of_ranges(ranges: tuple[tuple[int, int], ...]) -> Parts:
+    """Returns the parts of a tensor that several ranks have: each range is a rank and a number of elements."""
     of_ranks: dict[int, list[range]] = {}
     end = 0
     for rank, count in ranges:
         of_ranks.setdefault(rank, []).append(range(end, end := end + count))
     regions = [Region((rank,), tuple(runs), (range(1),)) for rank, runs in of_ranks.items()]
     placed, reach = _placed(regions)
-    if all(run.stop * itemsize % BLOCK_BYTES == 0 or run.stop == end for run, _, _ in placed):
-        parts = [Part(run.start, run.stop, region.ranks, region) for run, _, region in placed]
-    else:
-        step = BLOCK_BYTES // itemsize
-        parts = [Part(start, min(start + step, end), tuple(of_ranks), None) for start in range(0, end, step)]
-    return Parts(1, tuple(regions), tuple(parts), placed, reach)
+    parts = tuple(Part(run.start, run.stop, region.ranks, region) for run, _, region in placed)
+    return Parts(1, tuple(regions), parts, placed, reach)
 
 
 def _placed(regions: Sequence[Region]) -> tuple[tuple[tuple[range, int, Region], ...], tuple[int, ...]]:

@@ -58,8 +58,11 @@ class PatchLayer(msgspec.Struct, frozen=True):
     tensors: dict[str, Patch]
 
     def metadata(self, digests: Mapping[str, str]) -> dict[str, str]:
-        """Returns the `__metadata__` of the file, whose payloads have these digests, in the order of the file."""
-        patches = [msgspec.structs.replace(self.tensors[name], payload=digest) for name, digest in digests.items()]
+        """Returns the `__metadata__` of the file, in its order. `digests` are those of payloads that have none here."""
+        patches = [
+            patch if (patch := self.tensors[name]).payload else msgspec.structs.replace(patch, payload=digest)
+            for name, digest in digests.items()
+        ]
         return {"format": FORMAT, PATCHES: msgspec.json.encode((self.step, self.save, patches)).decode()}
 
 

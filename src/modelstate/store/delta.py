@@ -15,7 +15,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from functools import cache
 from itertools import groupby
 from typing import Protocol
 
@@ -26,7 +25,7 @@ from modelstate.arguments import check_integer
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import Agreement
-from modelstate.distributed.blocks import TensorBlock, block_tensor, divided, exchanged
+from modelstate.distributed.blocks import BlockTensor, TensorBlock, block_tensor, divided, exchanged
 from modelstate.distributed.shards import Mesh
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.errors import ModelStateError
@@ -53,7 +52,7 @@ _Frames = list[tuple[int, int]] | None
 """`Directory.blocks` of the payload of a block; None where it was not compared, or has changed too much."""
 _Report = tuple[str, int, _Frames]
 """What a rank says of a block: the digest, the number of changed elements, and the frames."""
-COMPARING, CHOOSING = "comparing with the last checkpoint", "choosing the files"
+COMPARING, CHOOSING, EXCHANGING = "comparing with the last checkpoint", "choosing the files", "exchanging changes"
 """The phases before differences are written."""
 
 
@@ -255,6 +254,9 @@ class ModuleDeltas:
                 ranges = [(ranks[0], len(start)), *change.frame_ranges]
                 payloads[name] = block_tensor(torch.cat(parts), (payload_bytes[name],), ranges, writer)
                 patches[name] = Patch(change.changed, last[name], change.digest)
+        if writer is not None:
+            digests = _exchange(payloads, agreement, writer)
+            patches = {name: msgspec.structs.replace(patch, payload=digests[name]) for name, patch in patches.items()}
         whole = {name: tensor for name, tensor in tensors.items() if name not in linked}
         return WrittenModule(whole, same if index else frozen, payloads, PatchLayer(step, serial, patches))
 
@@ -271,9 +273,10 @@ class ModuleDeltas:
             last: The digests in the last checkpoint of the tensors that can be patched.
         """
         own = dict[tuple[str, range], _OwnBlock]()
+        before = {key: self._copies.pop(key) for key in [*self._copies] if key[0] == path}
         for name, group in groupby(blocks, lambda block: block.name):
             of, key = [*group], (path, name)
-            known, copy = self._digests.pop(key, {}), self._copies.pop(key, None)
+            known, copy = self._digests.pop(key, {}), before.pop(key, None)
             copies: Sequence[torch.Tensor | None] = [None] * len(of)
             if name in kept:
                 sizes, dtype = [len(block.elements) for block in of], of[0].tensor.dtype
@@ -295,9 +298,10 @@ class ModuleDeltas:
         """Compares blocks with their values, and keeps these. `index` is the module in the last checkpoint."""
         from modelstate.formats.delta import BLOCK_ELEMENTS, advance, check
 
-        @cache
-        def opened() -> Checkpoint:
-            return open_checkpoint(index, cache=self._index.cache)
+        last: Checkpoint | None = None
+        if any(of.copy is not None and of.last not in ("", of.digest) for of in own.values()):
+            with suppress(ModelStateError, OSError):  # otherwise all is written whole
+                last = open_checkpoint(index, cache=self._index.cache)
 
         @torch.inference_mode(False)
         @torch.no_grad()
@@ -307,9 +311,9 @@ class ModuleDeltas:
             values = in_a_row(elements if isinstance(elements, torch.Tensor) else elements.make(0, elements.numel()))
             copy = values if of.copy is None else of.copy
             if of.copy is not None and of.last:
-                if of.digest != of.last:
+                if of.digest != of.last and last is not None:
                     with suppress(ModelStateError, OSError):  # otherwise the tensor is written whole
-                        copy.view(torch.uint8).copy_(_read(opened(), block).view(torch.uint8))
+                        copy.view(torch.uint8).copy_(_read(last, block).view(torch.uint8))
                         (of.digest,) = write_blocks(None, 0, [copy])
                 if of.digest == of.last:
                     advanced = advance(copy, values, block.tensor.nbytes // 2)
@@ -325,6 +329,28 @@ class ModuleDeltas:
 
         for of_round in rounds:
             for_each(of_round, [encode_block] * min(read_threads(), len(of_round)), with_torch=True)
+
+
+def _exchange(payloads: dict[str, _Tensor], agreement: Agreement, writer: CollectiveWriter) -> dict[str, str]:
+    """Replaces payloads by the same ones in whole blocks of digests. Returns the digests."""
+    meshes = {payload.mesh: payload.mesh for payload in payloads.values() if isinstance(payload, BlockTensor)}
+    blocks = divided(payloads, meshes, writer.ranks, lambda _: BLOCK_BYTES)
+    own: dict[str, list[torch.Tensor]] = {name: [] for name in payloads}
+    with agreement.phase(EXCHANGING), agreement.barrier():
+        for of_round in exchanged(blocks, writer, agreement.rank):
+            for block, octets in of_round:
+                own[block.name].append(octets if isinstance(octets, torch.Tensor) else octets.make(0, octets.numel()))
+        hashes = write_blocks(None, 0, [part for parts in own.values() for part in parts])
+    texts = agreement.texts(EXCHANGING, " ".join(hashes))
+    of_ranks = {rank: iter(text.split()) for rank, text in zip(writer.ranks, texts, strict=True)}
+    digests, ranges = dict.fromkeys(payloads, ""), dict[str, list[tuple[int, int]]]()
+    for block in blocks:
+        digests[block.name] += next(of_ranks[block.rank])
+        ranges.setdefault(block.name, []).append((block.rank, len(block.elements)))
+    for name, parts in own.items():
+        local = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
+        payloads[name] = block_tensor(local, payloads[name].shape, ranges[name], writer)
+    return digests
 
 
 def _read(checkpoint: Checkpoint, block: TensorBlock) -> torch.Tensor:
