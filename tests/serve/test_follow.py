@@ -42,27 +42,6 @@ def test_each_new_checkpoint_serves(tmp_path: Path) -> None:
     assert "model.safetensors" in live.history()[-1].source
 
 
-def test_differences_are_followed(tmp_path: Path) -> None:
-    trained, store = nn.Linear(40, 40), ms.Store(tmp_path / "run", keep=2, delta=ms.Delta())
-    live, x = ms.Live(nn.Linear(40, 40)), torch.randn(2, 40)
-    following, log = by_hand(live, store)
-    for step in range(4):
-        trained.weight.data[step] += 1
-        store.save(step, {"model": trained})
-        assert actions(following) == [("swapped", step)]
-        assert torch.equal(live(x), trained(x))
-    assert [info.patches for info in store.infos()] == [2, 3]
-    for step in range(4, 104):  # while the follower is away
-        trained.weight.data[step % 40] += 1
-        store.save(step, {"model": trained})
-    for _ in range(2):  # the last step, and that step saved again with other values
-        assert actions(following) == [("swapped", 103)]
-        assert torch.equal(live(x), trained(x))
-        trained.weight.data[0] += 1
-        store.save(103, {"model": trained}, overwrite=True)
-    assert log == []
-
-
 @pytest.mark.parametrize("kind", ["eager", "exported"])
 def test_it_is_what_was_saved_and_the_first_look_takes_the_newest(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(1)
