@@ -295,11 +295,14 @@ def bits(net: models.Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.T
     return state
 
 
-def sharded_objects(kind: str, seed: int, meta: bool = False) -> dict[str, Any]:
-    net = models.sharded(kind, meta=meta, seed=seed)
+def training(net: models.Net) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     return {"model": net, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def sharded_objects(kind: str, seed: int, meta: bool = False) -> dict[str, Any]:
+    return training(models.sharded(kind, meta=meta, seed=seed))
 
 
 def resumed_bits(folder: Path, kind: str, background: bool) -> list[str]:
@@ -331,28 +334,12 @@ def test_a_resumed_run_equals_one_without_an_interruption(ranks: Ranks, tmp_path
     assert ranks.values(resumed_bits, tmp_path, kind, kind == "fsdp") == [[]] * 4
 
 
-def plain_training(seed: int) -> dict[str, Any]:
-    net = models.plain("fsdp", seed=seed)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    return {
-        "model": net,
-        "optimizer": optimizer,
-        "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
-    }
-
-
 def objects_on(layout: str | int, seed: int, meta: bool = False) -> dict[str, Any]:
     """Those of a run in a layout on all ranks, or on the first few of them, sharded by FSDP2: none on other ranks."""
     if isinstance(layout, str):
         return sharded_objects(layout, seed, meta)
-    mesh = DeviceMesh("cpu", list(range(layout)))
-    if dist.get_rank() >= layout:
-        return {}
-    objects = plain_training(seed)
-    fully_shard(objects["model"], mesh=mesh)
-    objects["optimizer"] = torch.optim.AdamW(objects["model"].parameters(), lr=1e-2)
-    objects["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(objects["optimizer"], 20)
-    return objects
+    mesh, net = DeviceMesh("cpu", list(range(layout))), models.plain("fsdp", seed=seed)
+    return training(fully_shard(net, mesh=mesh)) if dist.get_rank() < layout else {}
 
 
 def save_trained(folder: Path, layout: str | int) -> dict[str, torch.Tensor]:
@@ -396,7 +383,7 @@ def test_a_run_goes_on_with_other_ranks_and_layouts(
     for layout in layouts:
         found = ranks.values(resumed_on, tmp_path, layout)
         check_same(found if isinstance(layout, str) else found[:layout], expected)
-    objects = plain_training(seed=3)
+    objects = training(models.plain("fsdp", seed=3))
     assert ms.Store(tmp_path / "store").restore(objects).step == 3
     for step in range(3, 5):
         train(objects, step)
@@ -431,7 +418,7 @@ def check_store(folder: Path, step: int) -> None:
     store = ms.Store(folder / "store")
     assert set(store.verify().values()) == {""}
     assert store.latest() == step
-    assert store.restore(plain_training(seed=5)).step == step
+    assert store.restore(training(models.plain("fsdp", seed=5))).step == step
 
 
 @pytest.mark.parametrize("fault", [full_disk, failing_disk])
@@ -494,7 +481,7 @@ def save_in_a_locked_store(folder: Path) -> tuple[str, str]:
 
 def test_two_runs_on_one_store(ranks: Ranks, tmp_path: Path) -> None:
     with ms.Store(tmp_path / "store") as store:
-        store.save(1, plain_training(seed=1))
+        store.save(1, training(models.plain("fsdp", seed=1)))
         for kind, text in ranks.values(save_in_a_locked_store, tmp_path):
             assert kind == "LockedError", text
     check_store(tmp_path, 1)
