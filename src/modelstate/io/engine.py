@@ -78,19 +78,14 @@ def common_align_bytes(paths: Iterable[str], fingerprints: Mapping[str, FileFing
 
 
 class ReadStrategy(msgspec.Struct, frozen=True):
-    """The threads and the memory of the reads of one load."""
+    """The threads and the memory of the reads of one load: by default the fastest, without a memory budget."""
 
-    threads: int
+    threads: int = msgspec.field(default_factory=read_threads)
     """Threads that read blocks and cast them."""
-    block_bytes: int
+    block_bytes: int = _BLOCK_BYTES
     """The size of a block."""
     remote: bool = False
     """Whether files are read from servers within a memory budget, which then counts the replies under way, too."""
-
-    @classmethod
-    def fastest(cls) -> ReadStrategy:
-        """The strategy of a load without a memory budget."""
-        return cls(read_threads(), _BLOCK_BYTES)
 
     def for_devices(self, total: int) -> ReadStrategy:
         """The strategy of a stream whose blocks are copied to devices.

@@ -80,7 +80,7 @@ class Staging(msgspec.Struct, eq=False, dict=True):
     model: nn.Module
     files: OpenFiles
     """The files, which are opened once, and compared with their fingerprints when all has been read."""
-    strategy: ReadStrategy = msgspec.field(default_factory=ReadStrategy.fastest)
+    strategy: ReadStrategy = msgspec.field(default_factory=ReadStrategy)
     """The threads, buffers and files of the reads."""
     overflows: Overflows = msgspec.field(default_factory=Overflows)
     """Counts values that casts make infinite or NaN."""
@@ -282,13 +282,12 @@ def _stage_one(staging: Staging, execution: Execution) -> None:
         # A live tensor needs no copy, unless the load overwrites it.
         final = facts.value.clone() if staging.own_memory.hold(facts.value) else facts.value
         overflows.check(transfer.name, facts.value, transfer.dtype)
+    elif facts.module_transform is not None:
+        _apply_module_transform(staging, execution, facts.module_transform, _own_value(staging, execution))
+        return
     else:
         is_copied = facts.is_live and (transfer.on_cpu or transfer.device != facts.value.device)
-        is_copied = is_copied and facts.module_transform is None
         value = facts.value if is_copied else _own_value(staging, execution)
-        if facts.module_transform is not None:
-            _apply_module_transform(staging, execution, facts.module_transform, value)
-            return
         is_final = isinstance(facts.stored, Derived) and _is_final(transfer, value)
         final = value if is_final else _as_slot(staging, transfer, value)
     execution.finals = [final]

@@ -532,7 +532,7 @@ class Planner:
             problems=tuple(self.problems),
             notes=tuple(self.notes),
             slots=self.slot_count,
-            peak_memory_bytes=peak_bytes([item.transfers for item in self.executions], ReadStrategy.fastest()),
+            peak_memory_bytes=peak_bytes([item.transfers for item in self.executions], ReadStrategy()),
             binding=Binding(self.matched, self.signatures, self.transaction.armed, self.mapped),
             make_steps=self.step_maker(),
         )
