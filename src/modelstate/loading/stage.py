@@ -157,9 +157,9 @@ def reads(staging: Staging, executions: Iterable[Execution], progress: Progress)
         by_sink[item.transfers.sink].append(item)
     if blocks := by_sink[Sink.BLOCKS]:
         yield streamed_read(staging, blocks, progress)
-    for sink, read in ((Sink.COMPUTED, _compute), (Sink.MEMORY, _read_straight)):
+    for sink, read in ((Sink.COMPUTED, _compute), (Sink.MEMORY, _read)):
         if items := by_sink[sink]:
-            yield partial(read, staging, items, _final_memory(items), progress)
+            yield partial(_fill, read, staging, items, _final_memory(items), progress)
     for item in by_sink[Sink.WHOLE]:
         yield partial(_read_whole, staging, item, progress)
 
@@ -186,21 +186,27 @@ def _final_memory(executions: Iterable[Execution]) -> Memory:
     return memory
 
 
-def _read_straight(staging: Staging, items: Sequence[Execution], memory: Memory, progress: Progress) -> None:
-    """Reads values that are ranges of files into their final memory. Raises `ReadFailedError`."""
+ReadInto = Callable[[Staging, Sequence[Execution], Memory, Progress], None]
+
+
+def _fill(read: ReadInto, staging: Staging, items: Sequence[Execution], memory: Memory, progress: Progress) -> None:
+    """Reads values into their final memory with `_read` or `_compute`. Raises `ReadFailedError`."""
+    started = time.perf_counter()
     try:
-        _read(staging, items, memory, progress)
-    finally:  # autograd has not seen the writes
+        read(staging, items, memory, progress)
+    finally:
         for item in items:
-            if item.transfers.way is Way.INTO:
-                increment_version(item.transfers.params)
+            if item.transfers.way is Way.INTO and item.transfers.sink is Sink.MEMORY:
+                increment_version(item.transfers.params)  # autograd has not seen the writes
+    seconds, total = time.perf_counter() - started, sum(item.transfers.nbytes for item in items)
     for item, finals in zip(items, memory, strict=True):
         item.finals = finals
+        item.seconds += seconds * item.transfers.nbytes / max(total, 1)
 
 
 def _read(staging: Staging, items: Sequence[Execution], memory: Memory, progress: Progress) -> None:
     """Reads values that are ranges of files into tensors. Raises `ReadFailedError`."""
-    started, strategy = time.perf_counter(), staging.strategy
+    strategy = staging.strategy
     read_ranges(
         [request for item, targets in zip(items, memory, strict=True) for request in item.transfers.requests(targets)],
         files=staging.files,
@@ -209,27 +215,15 @@ def _read(staging: Staging, items: Sequence[Execution], memory: Memory, progress
         batch_bytes=strategy.block_bytes if strategy.remote else None,
         is_new_memory=any(item.transfers.way is not Way.INTO for item in items),
     )
-    _share_seconds(items, time.perf_counter() - started)
-
-
-def _share_seconds(items: Sequence[Execution], seconds: float) -> None:
-    """Adds the seconds of a read to those of its transfers, by their bytes."""
-    total = sum(item.transfers.nbytes for item in items)
-    for item in items:
-        item.seconds += seconds * item.transfers.nbytes / max(total, 1)
 
 
 def _compute(staging: Staging, items: Sequence[Execution], memory: Memory, progress: Progress) -> None:
-    """Computes combined tensors into their final memory. Raises `ReadFailedError`."""
+    """Computes combined tensors. Raises `ReadFailedError`."""
     combined = [item.transfers.facts.combined for item in items]
     targets = [(stored, final) for stored, (final,) in zip(combined, memory, strict=True) if stored is not None]
-    started = time.perf_counter()
     read_here = partial(read_ranges, files=staging.files, threads=1)
     compute(targets, read_here, read_whole=staging.read, on_block=lambda: progress(0))
-    _share_seconds(items, time.perf_counter() - started)
-    for item, finals in zip(items, memory, strict=True):
-        item.finals = finals
-        progress(item.transfers.nbytes)
+    progress(sum(item.transfers.nbytes for item in items))
 
 
 # Values that are needed whole.
