@@ -235,7 +235,7 @@ class ZipDirectory:
         """
         starts: dict[str, int] = {}
         block, first = b"", 0
-        is_remote, fixed_bytes, unpack = self.file.is_remote, _LOCAL.size, _LOCAL.unpack_from
+        is_remote, fixed_bytes, unpack = self.file.fingerprint.is_remote, _LOCAL.size, _LOCAL.unpack_from
         begins = [entry.header for entry in ordered[1:]] + [directory]
         for entry, begin in zip(ordered, begins, strict=False):
             if is_remote and (known := _start_before(entry, begin)) is not None:

@@ -434,11 +434,6 @@ class SourceFile(AbstractContextManager["SourceFile"]):
             self.__exit__(None, None, None)
             raise
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether the file is outside this machine."""
-        return self._remote is not None
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
