@@ -134,6 +134,7 @@ def read_weights(
     contents, memory, targets = checkpoint.contents, free.memory, list[_Target]()
     maps = Maps(checkpoint.fingerprints, checkpoint.format)
     found, mapped, to_verify, caught_up = dict[int, torch.Tensor](), set[int](), set[ByteRange](), False
+    copied = list[str]()
     for slot_id, (name, stored) in sources.items():
         value, patched = stored, contents.patched.get(stored) if isinstance(stored, Combined) else None
         digests = checkpoint.digests_of(stored) if contents.patched else ()
@@ -145,6 +146,7 @@ def read_weights(
                     found[slot_id] = value
                 else:
                     value = patched.later(value, digests.index(digest))
+                    copied += [name] if weights is serving else []
                 break
         # Payloads are verified in any case: see `trust_known_patches`.
         parts = [*value.parts[0 if verify else 1 :]] if isinstance(value, Combined) else [value] if verify else []
@@ -171,6 +173,8 @@ def read_weights(
                 out.copy_(value)
         files.check_unchanged()
     maps.check_unchanged()
+    if not all(map(serving.digest, copied)):  # requests have written to them meanwhile
+        return None
     mapped |= free.maps & {tensor.data_ptr() for tensor in found.values()}
     return WeightsRead(found, mapped, caught_up, maps.notes)
 
