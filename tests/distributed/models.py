@@ -1,6 +1,6 @@
 """One small network, sharded in every way that torch has, on a group of four ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -142,6 +142,28 @@ def sharded(kind: str, dtype: torch.dtype = torch.float32, *, meta: bool = False
         net = plain(kind, dtype, seed)
     SHARD[kind](net)
     return net
+
+
+def filled(value: float, kind: str = "fsdp", *, frozen: bool = False) -> dict[str, Any]:
+    """A network and AdamW. All elements that change have the same value; a block may be frozen. Called on all ranks."""
+    net = sharded(kind)
+    net.blocks[0].requires_grad_(not frozen)
+    optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=0.0, fused=True)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    objects = {"model": net, "optimizer": optimizer}
+    for tensor in changing(objects):
+        tensor.fill_(value)
+    return objects
+
+
+def changing(objects: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yields the local tensors that have one value."""
+    net, optimizer = objects["model"], objects["optimizer"]
+    moments = [values[key] for values in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    own = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    yield from (local(tensor.detach()) for tensor in (*own, *moments, net.steps))
 
 
 def gathered(net: nn.Module) -> dict[str, torch.Tensor]:

@@ -161,29 +161,14 @@ def test_the_checkpoint_is_that_of_one_machine(
 
 
 def objects_of(value: int, kind: str = "fsdp") -> dict[str, Any]:
-    """A sharded network with a frozen block, and AdamW. All elements that change have the same value."""
-    net = models.sharded(kind)
-    net.blocks[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=0.0, fused=True)
-    for parameter in net.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
-    for tensor in changing(net, optimizer):
-        tensor.fill_(value)
-    return {"model": net, "optimizer": optimizer}
-
-
-def changing(net: models.Net, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    moments = [values[key] for values in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    own = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    yield from (tensor.detach().to_local() for tensor in (*own, *moments))
+    return models.filled(value, kind, frozen=True)
 
 
 def restored(store: ms.Store, kind: str = "fsdp") -> int:
     """Restores the latest step, and returns its number, which all elements have."""
     objects = objects_of(-1, kind)
     step = store.restore(objects).step
-    for tensor in changing(objects["model"], objects["optimizer"]):
+    for tensor in models.changing(objects):
         assert torch.equal(tensor, torch.full_like(tensor, step))
     frozen = models.sharded(kind).blocks[0].state_dict()
     assert all(torch.equal(tensor, frozen[name]) for name, tensor in objects["model"].blocks[0].state_dict().items())

@@ -6,12 +6,10 @@ MODELSTATE_EXHAUSTIVE=1 kills a rank before each of its calls that write, and al
 import random
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import modelstate as ms
@@ -24,34 +22,9 @@ pytestmark = pytest.mark.slow
 RANDOM_KILLS = 100 if EXHAUSTIVE else 2
 
 
-def objects_of(value: int) -> dict[str, Any]:
-    """A sharded network and AdamW. All elements of their tensors have the same value."""
-    net = models.sharded("fsdp")
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.0, fused=True)
-    for parameter in net.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    objects = {"model": net, "optimizer": optimizer}
-    fill(objects, value)
-    return objects
-
-
-def tensors_of(objects: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yields the local tensors of this rank."""
-    net, optimizer = objects["model"], objects["optimizer"]
-    moments = [values[key] for values in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    yield from (tensor.detach().to_local() for tensor in (*net.parameters(), *moments))
-    yield net.steps
-
-
-def fill(objects: dict[str, Any], value: int) -> None:
-    for tensor in tensors_of(objects):
-        tensor.fill_(value)
-
-
 def values_in(objects: dict[str, Any]) -> list[float]:
     """The different elements that this rank holds."""
-    return sorted({float(element) for tensor in tensors_of(objects) for element in tensor.unique()})
+    return sorted({float(element) for tensor in models.changing(objects) for element in tensor.unique()})
 
 
 # Kills.
@@ -59,7 +32,7 @@ def values_in(objects: dict[str, Any]) -> list[float]:
 
 def go_on(folder: Path, steps: int, delta: ms.Delta | None) -> int:
     """Restores the latest step, and saves the next ones, each third one in the background. Reports them in a file."""
-    objects, at = objects_of(0), 0
+    objects, at = models.filled(0), 0
     with (
         ms.Store(folder / "store", keep=2, delta=delta) as store,
         (folder / f"reports {dist.get_rank()}").open("ab", 0) as reports,
@@ -69,9 +42,11 @@ def go_on(folder: Path, steps: int, delta: ms.Delta | None) -> int:
             assert values_in(objects) == [at]
         reports.write(f"{at}\n".encode())
         for step in range(at + 1, at + 1 + steps):
-            fill(objects, step)
+            for tensor in models.changing(objects):
+                tensor.fill_(step)
             saved = store.save(step, objects, background=step % 3 == 0)
-            fill(objects, -step)  # what is staged is a copy
+            for tensor in models.changing(objects):
+                tensor.fill_(-step)  # what is staged is a copy
             if saved is not None and step % 3 == 0:
                 saved.result()  # type: ignore[union-attr]
             reports.write(f"{step}\n".encode())
