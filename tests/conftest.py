@@ -186,6 +186,17 @@ def log() -> Iterator[Log]:
     logger.setLevel(level)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Torch computes with one thread. Convolutions of oneDNN add in an order that depends on the number of threads."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def real_file() -> Callable[[str], Path]:
     """The path of a published checkpoint, by its name in `tests.real_files`; skips where it was not fetched."""

@@ -228,7 +228,8 @@ def test_a_value_that_is_not_there(checkpoint: Checkpoint, asked: str, remedy: s
 
 def test_values_are_copies(tmp_path: Path) -> None:
     state = {"_extra_state": {"scale": WEIGHT, "seen": {1}}, "w": WEIGHT, "config": {"sizes": [1]}}
-    for source in (state, saved(tmp_path / "x.pt", state)):
+    ms.save(state, tmp_path / "x.safetensors")
+    for source in (state, saved(tmp_path / "x.pt", state), tmp_path / "x.safetensors"):
         checkpoint = ms.open(source)
         value = checkpoint.extra["_extra_state"]
         assert same(value["scale"], WEIGHT)

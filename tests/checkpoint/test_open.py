@@ -202,13 +202,6 @@ def test_files_that_are_no_checkpoints(error: type[OpenError], text: str, conten
     assert str(raised.value).replace("\n", "").isprintable()
 
 
-def test_an_index_in_an_index(tmp_path: Path) -> None:
-    index = tmp_path / "x.index.json"
-    index.write_text(index_text({"a": "x.index.json"}))
-    with pytest.raises(DamagedFileError, match="another index"):
-        ms.open(index)
-
-
 # Paths that lead nowhere.
 
 

@@ -202,10 +202,3 @@ def test_an_index_that_names_itself(name: str, tmp_path: Path) -> None:
     for source in (tmp_path, tmp_path / name):
         with pytest.raises(errors.DamagedFileError, match="another index"):
             ms.open(source)
-
-
-def test_a_store_that_is_opened_as_a_checkpoint_is_named(tmp_path: Path) -> None:
-    with ms.Store(tmp_path / "run") as store:
-        store.save(1, {"model": torch.nn.Linear(2, 2)})
-    with pytest.raises(SourceNotFoundError, match=r"modelstate\.Store"):
-        ms.open(tmp_path / "run").verify()

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 import modelstate as ms
-from modelstate.errors import OptionError, PlanError, SourceNotFoundError, SourceTypeError, UnsavableError
+from modelstate.errors import PlanError, SourceNotFoundError, SourceTypeError, UnsavableError
 
 
 @pytest.fixture(autouse=True)
@@ -176,14 +176,3 @@ def test_a_converted_shard_is_noted(shards: Path) -> None:
     (note,) = ms.convert_checkpoint(shards / SHARDS[0], "part.safetensors").notes
     assert all(name in note for name in (*SHARDS, "model.safetensors.index.json"))
     assert ms.convert_checkpoint(shards, "whole.safetensors").notes == ()
-
-
-# Arguments.
-
-
-@pytest.mark.parametrize("keep", [0, -1, True, 1.5, "3"])
-def test_what_keep_may_be(keep: Any) -> None:
-    with pytest.raises(OptionError, match="keep=") as raised:
-        ms.Store("run", keep=keep)
-    assert ">= 1" in raised.value.expected
-    assert "Keep" in raised.value.expected

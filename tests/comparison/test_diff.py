@@ -14,12 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import (
-    ComparisonError,
-    OptionError,
-    ReadFailedError,
-    UnsupportedTensorError,
-)
+from modelstate.errors import ComparisonError, OptionError, ReadFailedError, UnsupportedTensorError
 from tests.faults import Request, faulty_reads
 from tests.programs import run_program
 

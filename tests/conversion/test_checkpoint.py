@@ -16,13 +16,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import modelstate as ms
-from modelstate.errors import (
-    MemoryBudgetError,
-    OptionError,
-    ReadFailedError,
-    RuleError,
-    TargetExistsError,
-)
+from modelstate.errors import MemoryBudgetError, OptionError, ReadFailedError, RuleError, TargetExistsError
 from tests.formats.dcp_files import halves, write as write_dcp
 from tests.formats.files import same
 from tests.programs import run_program

@@ -62,15 +62,7 @@ for tensor, number in ((weight, 3.0), (scale, 5.0)):
     assert torch.equal(found, torch.full_like(found, number)), found
 print("done")
 """
-CASES = (
-    "two tensors",
-    "two tensors of the input",
-    "jagged",
-    "nested",
-    "sparse",
-    "quantized",
-    "masked",
-)
+CASES = ("two tensors", "two tensors of the input", "jagged", "nested", "sparse", "quantized", "masked")
 
 
 @pytest.mark.slow

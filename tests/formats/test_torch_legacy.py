@@ -12,12 +12,7 @@ import pytest
 import torch
 
 from modelstate import errors
-from tests.formats.torch_files import (
-    assert_same,
-    read_contents,
-    saved,
-    values,
-)
+from tests.formats.torch_files import assert_same, read_contents, saved, values
 from tests.real_files import FILES
 
 

@@ -14,6 +14,7 @@ from modelstate import errors
 from modelstate.rules.names import Rename
 from modelstate.rules.tensors import Cast, Transpose
 from modelstate.torch_compat.private import torch_version
+from tests.loading.fingerprint import described
 from tests.store.common import flip
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -36,16 +37,6 @@ def empty(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: empty(value) for key, value in state.items()}
     return [empty(value) for value in state] if isinstance(state, list) else type(state)()
-
-
-def same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, list):
-        return len(first) == len(second) and all(map(same, first, second))
-    return bool(first == second)
 
 
 def write(state: dict[str, Any], folder: Path, form: str) -> Path:
@@ -71,7 +62,7 @@ def test_load_reads_every_format(form: str, tmp_path: Path) -> None:
     state = text_keys(training())
     found = empty(state)
     dcp.load(found, storage_reader=ms.dcp.Reader(write(state, tmp_path, form), verify=form != "dcp"))
-    assert same(state, found)
+    assert described(state) == described(found)
 
 
 def test_a_checkpoint_object_a_part_and_the_checkpoint_id(tmp_path: Path) -> None:
@@ -84,7 +75,7 @@ def test_a_checkpoint_object_a_part_and_the_checkpoint_id(tmp_path: Path) -> Non
     ):
         found = empty(state["model"])
         dcp.load(found, storage_reader=reader, **options)
-        assert same(state["model"], found)
+        assert described(state["model"]) == described(found)
 
 
 def test_rules_and_their_casts(tmp_path: Path) -> None:
@@ -102,7 +93,7 @@ def test_whole_parts_may_be_left_out_but_no_tensors_of_a_part(tmp_path: Path) ->
     path = write(state, tmp_path, "safetensors")
     found = {"model": empty(state["model"])}
     dcp.load(found, storage_reader=ms.dcp.Reader(path))
-    assert same(state["model"], found["model"])
+    assert described(state["model"]) == described(found["model"])
     del found["model"]["1.bias"]
     with pytest.raises(CheckpointException, match=r"model\.1\.bias \[2\]"):
         dcp.load(found, storage_reader=ms.dcp.Reader(path))
@@ -160,16 +151,16 @@ def test_a_save_is_a_file_that_is_opened_as_the_state(tmp_path: Path) -> None:
     dcp.async_save(state, checkpoint_id=tmp_path / "step-3", storage_writer=ms.dcp.Writer()).result()
     assert [file.name for file in (tmp_path / "step-3").iterdir()] == ["model.safetensors"]
     for path in (tmp_path / "x.safetensors", tmp_path / "step-3"):
-        assert same(state, ms.open(path).value())
+        assert described(state) == described(ms.open(path).value())
         model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
         ms.load(model, path, key="model", verify=True)
-        assert same(dict(model.state_dict()), dict(state["model"]))
+        assert described(dict(model.state_dict())) == described(dict(state["model"]))
 
 
 def test_lists_of_tensors_and_dicts_stay_lists(tmp_path: Path) -> None:
     state = {"a": [torch.ones(1), torch.zeros(2)], "b": [{"c": 1}, {"c": [2]}], "d": {"e": []}}
     dcp.save(state, storage_writer=ms.dcp.Writer(tmp_path / "x.safetensors"))
-    assert same(ms.open(tmp_path / "x.safetensors").value(), state)
+    assert described(ms.open(tmp_path / "x.safetensors").value()) == described(state)
 
 
 class Halving(dcp.DefaultSavePlanner):
@@ -206,5 +197,5 @@ def test_changes_after_the_call_of_async_save_are_not_saved(tmp_path: Path) -> N
     state["scalars"]["step"] = 4
     saving.result()
     saved = ms.open(tmp_path / "x.safetensors").value()
-    assert same(dict(saved["model"]), expected)
+    assert described(dict(saved["model"])) == described(expected)
     assert saved["scalars"]["step"] == 7

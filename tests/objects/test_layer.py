@@ -8,19 +8,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from tests.objects.nets import (
-    Load,
-    Net,
-    Own,
-    Plain,
-    Required,
-    Two,
-    deep,
-    refused,
-    saved_as,
-    stock,
-    with_values,
-)
+from tests.objects.nets import Load, Net, Own, Plain, Required, Two, deep, refused, saved_as, stock, with_values
 
 # Bad input. Through torch as through us, an error leaves the module as it was.
 

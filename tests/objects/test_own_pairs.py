@@ -124,9 +124,7 @@ class Within(nn.Module):
         self.head, self.part = nn.Linear(2, 2), build()
 
 
-PAIRS = [
-    *(KeepsTrained, OnlySavesTrained, SavesByHook, Renames, Packs, PacksBeside, Delegates, Derives),
-]
+PAIRS = [KeepsTrained, OnlySavesTrained, SavesByHook, Renames, Packs, PacksBeside, Delegates, Derives]
 
 
 def filled(model: nn.Module, value: float) -> nn.Module:

@@ -9,13 +9,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import (
-    CodecError,
-    ModelCodeError,
-    OptionError,
-    TargetExistsError,
-    UnsavableError,
-)
+from modelstate.errors import CodecError, ModelCodeError, OptionError, TargetExistsError, UnsavableError
 from modelstate.formats import serialize
 
 

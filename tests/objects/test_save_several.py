@@ -9,11 +9,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import (
-    ChecksumError,
-    ObjectStateError,
-    PlanError,
-)
+from modelstate.errors import ChecksumError, ObjectStateError, PlanError
 from tests.objects.nets import restored_from
 from tests.store.common import flip
 

@@ -13,18 +13,10 @@ import modelstate as ms
 from tests.serve.models import Constant, weights_of
 from tests.serve.targets import KINDS, Readers, target_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 SECONDS = float(os.environ.get("MODELSTATE_TORTURE_SECONDS", "0.4"))
 X = torch.ones(32, 128)
-
-
-@pytest.fixture(autouse=True)
-def one_thread_each() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def swapped_for_a_while(readers: Readers, swap: Callable[[int], object], seconds: float = SECONDS) -> int:

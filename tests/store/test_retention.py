@@ -152,5 +152,7 @@ def test_rules_that_mean_nothing(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("given", [0, -2, True, 1.5, "all", [1]])
 def test_what_is_no_rule(given: Any) -> None:
-    with pytest.raises(OptionError):
+    with pytest.raises(OptionError, match="keep=") as caught:
         as_keep(given)
+    assert ">= 1" in caught.value.expected
+    assert "Keep" in caught.value.expected

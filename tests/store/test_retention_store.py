@@ -14,15 +14,7 @@ import modelstate as ms
 from modelstate.errors import ReadFailedError, TargetExistsError
 from tests.commands import run_command
 from tests.faults import failing
-
-
-def rot(path: Path) -> None:
-    """Changes a byte as a disk does: the file is as old as it was."""
-    times = os.stat(path)
-    data = bytearray(path.read_bytes())
-    data[-9] ^= 1
-    path.write_bytes(data)
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+from tests.store.common import flip
 
 
 def tensors_of(directory: Path, step: int) -> Path:
@@ -50,7 +42,7 @@ def test_a_save_does_not_take_itself_away_when_the_clock_has_gone_back(
 @pytest.mark.parametrize("by", ["object", "command line"])
 def test_the_last_good_ones_stay_where_the_newest_is_damaged(tmp_path: Path, by: str) -> None:
     saved(tmp_path, 1, 2, 3).close()
-    rot(tensors_of(tmp_path, 3))
+    flip(tensors_of(tmp_path, 3))
     if by == "object":
         with ms.Store(tmp_path) as store:
             assert store.prune(1, dry_run=True) == (1,)
@@ -70,7 +62,7 @@ def test_a_step_that_is_saved_again_is_not_taken_for_the_damaged_one(tmp_path: P
     """The file system may give the new directory the inode of the one that was removed."""
     store = saved(tmp_path, 5)
     for _ in range(3):
-        rot(tensors_of(tmp_path, 5))
+        flip(tensors_of(tmp_path, 5))
         assert store.verify(5)[5]
         store.save(6, {"value": 6}, overwrite=True)
         assert store.prune(1) == (5,)

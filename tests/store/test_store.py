@@ -254,12 +254,8 @@ def test_all_damaged(tmp_path: Path) -> None:
         flip(Path(store.save(step, {"value": step}).path) / "checkpoint.json", 60)
     with pytest.raises(errors.StepNotFoundError, match="no checkpoint of the store can be used") as raised:
         store.restore({"value": None})
-    assert [text in raised.value.found for text in ("step 1: ", "step 2: ", "\n", "to do:")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    assert all(text in raised.value.found for text in ("step 1: ", "step 2: "))
+    assert not any(text in raised.value.found for text in ("\n", "to do:"))
     assert store.prune(1) == ()
 
 

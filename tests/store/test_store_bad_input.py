@@ -191,24 +191,19 @@ def edit_index(path: Path) -> None:
     index.write_text(index.read_text().replace("total_size", "total_sizE"))
 
 
+def updated(**fields: object) -> Callable[[Path], object]:
+    return lambda path: resealed(path / "checkpoint.json", lambda said: said.update(fields))
+
+
 EDITS: dict[str, tuple[Callable[[Path], object], type[errors.ModelStateError]]] = {
     "edited by hand": (edit, errors.DamagedCheckpointError),
     "an index edited by hand": (edit_index, errors.DamagedCheckpointError),
-    "a newer format": (
-        lambda path: resealed(path / "checkpoint.json", lambda said: said.update(format=2)),
-        errors.NewerManifestError,
-    ),
+    "a newer format": (updated(format=2), errors.NewerManifestError),
     "a newer format that has no seal": (
         lambda path: (path / "checkpoint.json").write_text('{"format": 2}'),
         errors.NewerManifestError,
     ),
-    **{
-        f"saved at {time}": (
-            lambda path, time=time: resealed(path / "checkpoint.json", lambda said: said.update(time=time)),
-            errors.DamagedCheckpointError,
-        )
-        for time in ("nan", 1e18)
-    },
+    **{f"saved at {time}": (updated(time=time), errors.DamagedCheckpointError) for time in ("nan", 1e18)},
     "a head that is longer than its file": (
         lambda path: resealed(
             path / "checkpoint.json",
@@ -222,14 +217,8 @@ EDITS: dict[str, tuple[Callable[[Path], object], type[errors.ModelStateError]]] 
         ),
         errors.DamagedCheckpointError,
     ),
-    "another store": (
-        lambda path: resealed(path / "checkpoint.json", lambda said: said.update(store="theirs")),
-        errors.DamagedCheckpointError,
-    ),
-    "another step": (
-        lambda path: resealed(path / "checkpoint.json", lambda said: said.update(step=3)),
-        errors.DamagedCheckpointError,
-    ),
+    "another store": (updated(store="theirs"), errors.DamagedCheckpointError),
+    "another step": (updated(step=3), errors.DamagedCheckpointError),
 }
 
 
