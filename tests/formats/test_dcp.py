@@ -1,12 +1,10 @@
 """Directories of torch.distributed.checkpoint, with torch's own reader as the oracle."""
 
-import os
 import pickle
 import pickletools
 import re
 import shutil
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -24,6 +22,7 @@ import modelstate as ms
 from modelstate import errors
 from tests.formats.dcp_files import Change, boxes_of, halves, write
 from tests.formats.dcp_written import write as write_module
+from tests.formats.test_unpickle import Command
 from tests.formats.torch_files import DTYPES, assert_same, every_byte, is_copied, read_contents, values
 from tests.programs import code_of, run_program
 
@@ -267,31 +266,23 @@ def test_any_division_into_boxes(tmp_path: Path, data: st.DataObject) -> None:
 # What is refused.
 
 
-class Runs:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.system, (f"touch {self.marker}",)
-
-
 @pytest.mark.parametrize("place", ["instead", "planner_data", "storage_meta", "table", "thrown away"])
 def test_hostile_metadata_runs_nothing(tmp_path: Path, place: str) -> None:
     marker = tmp_path / "marker"
 
     def change(metadata: Metadata) -> None:
         if place == "table":
-            metadata.state_dict_metadata["b"] = Runs(marker)  # type: ignore[assignment]
+            metadata.state_dict_metadata["b"] = Command(marker)  # type: ignore[assignment]
         else:
-            setattr(metadata, place, Runs(marker))
+            setattr(metadata, place, Command(marker))
 
     directory = write(tmp_path / "x", {"a": halves(torch.ones(4))}, change=change if place != "instead" else id)
     if place == "instead":
-        (directory / ".metadata").write_bytes(pickle.dumps(Runs(marker)))
+        (directory / ".metadata").write_bytes(pickle.dumps(Command(marker)))
     if place == "thrown away":
         true = (directory / ".metadata").read_bytes()
         (directory / ".metadata").write_bytes(
-            pickletools.optimize(pickle.dumps(Runs(marker), 2))[:-1] + b"0" + true[2:]
+            pickletools.optimize(pickle.dumps(Command(marker), 2))[:-1] + b"0" + true[2:]
         )
     for options in ({}, {"allow": ["posix.system", "os.system"]}):
         with pytest.raises(errors.ForbiddenGlobalError, match="do not trust") as raised:

@@ -172,6 +172,17 @@ def linear(k: float) -> nn.Linear:
     return module.eval()
 
 
+def tied_layers(k: float = 1) -> nn.Module:
+    """Two layers whose weights are k, and one tensor."""
+    module = nn.Sequential(linear(k), linear(k))
+    module[1].weight = module[0].weight
+    return module.eval()
+
+
+class Named(torch.Tensor):
+    """A class whose answers would be of that class, too."""
+
+
 def randomised(module: nn.Module, seed: int = 7) -> nn.Module:
     """The module with other weights."""
     generator = torch.Generator().manual_seed(seed)

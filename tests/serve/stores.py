@@ -9,6 +9,7 @@ import torch
 
 import modelstate as ms
 from tests.serve.models import linear
+from tests.store.common import flip
 
 X = torch.ones(1, 4)
 """Of which `linear(k)` makes 5 k everywhere."""
@@ -38,12 +39,9 @@ def save(
 
 
 def damage(step: Path, file: str = "model-*.safetensors") -> None:
-    """Flips a bit, as a disk does it: no time changes."""
+    """Flips a bit of a file."""
     (path,) = step.glob(file)
-    status, data = path.stat(), bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    flip(path)
 
 
 def cut(step: Path) -> None:

@@ -35,13 +35,6 @@ def test_a_new_checkpoint_in_either_spelling(make: Callable[[], nn.Module], name
     assert not torch.allclose(live(X), trained(X))
 
 
-def test_without_names_only_the_programs_own_are_taken() -> None:
-    live = ms.Live(exported(Decoder()))
-    with pytest.raises(ms.PlanError, match=r"layers\.1\.layer"):
-        live.swap(Decoder().state_dict())
-    live.swap(ms.serve.runtime_state(Decoder()))
-
-
 def test_names_of_another_module_are_refused() -> None:
     for names in (ms.serve.NameMap.of(Nested()), Nested()):
         with pytest.raises(LiveTargetError, match="another module"):

@@ -12,12 +12,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import (
-    FollowWarning,
-    LiveTargetError,
-    OptionError,
-    UnsavableError,
-)
+from modelstate.errors import FollowWarning, LiveTargetError, OptionError, UnsavableError
 from tests.serve.followed import Target, actions, by_hand, flipped, nan, serves
 from tests.serve.models import linear
 from tests.serve.stores import X, save

@@ -9,13 +9,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import (
-    LiveTargetError,
-    OptionError,
-    SourceNotFoundError,
-    SwapBusyError,
-    VersionGoneError,
-)
+from modelstate.errors import LiveTargetError, OptionError, SourceNotFoundError, SwapBusyError, VersionGoneError
 from tests.serve.models import Everything, linear
 from tests.serve.packages import linear_package
 from tests.serve.targets import AOTI, KINDS, buffer_of, target_of

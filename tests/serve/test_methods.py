@@ -213,18 +213,8 @@ def test_training_mode_is_refused_unless_it_is_meant(kind: str, tmp_path: Path) 
     ms.Live(module)
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x)
-        return out
-
-
 def test_modules_that_have_no_mode_may_be_in_either(tmp_path: Path) -> None:
-    ms.Live(Plain())
+    ms.Live(Net(1))
     module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4), nn.Embedding(2, 2), nn.Conv2d(1, 1, 1))
     assert module.training
     ms.Live(module)

@@ -13,7 +13,7 @@ import torch
 
 import modelstate as ms
 from tests.faults import faulty_reads
-from tests.serve.models import X_OF_TIED as X, Tied, tied_state as state
+from tests.serve.models import X_OF_TIED as X, Named, Tied, tied_state as state
 from tests.serve.targets import KINDS, target_of
 from tests.sweeps import EXHAUSTIVE
 
@@ -41,10 +41,6 @@ def half_a_file(folder: Path) -> Path:
     path = path_in(folder)
     path.write_bytes(path.read_bytes()[:-300])
     return path
-
-
-class Named(torch.Tensor):
-    """A class whose answers would be of that class, too."""
 
 
 def sparse_in_a_file(folder: Path) -> Path:
@@ -126,6 +122,10 @@ BAD = {
     "no checkpoint": Bad(lambda _: 3, "SourceTypeError"),
     "a canary that fails": Bad(given(), "CanaryError", "refused the new version", lambda v: bool((v(X) == 1).all())),
     "a canary that raises": Bad(given(), "CanaryError", "ZeroDivisionError", lambda v: 1 / 0),
+    "a check that raises": Bad(given(), "CanaryError", "ZeroDivisionError", ms.Canary((X,), check=lambda _: 1 / 0)),
+    "a canary with other inputs": Bad(
+        given(), "CanaryError", "the new version raised", ms.Canary(kwargs={"x": torch.ones(3)}, check=bool)
+    ),
 }
 
 

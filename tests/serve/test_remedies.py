@@ -11,7 +11,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import ModelStateError
-from tests.serve.models import linear
+from tests.serve.models import Named, linear, tied_layers as tied
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 STATE = linear(2).state_dict()
@@ -24,12 +24,6 @@ def arguments(text: str) -> list[dict[str, Any]]:
         if value[0] in "['" or value in ("True", "False"):
             found.append({name: eval(value, {"ms": ms, "modelstate": ms, "other": "other"})})
     return found
-
-
-def tied(k: float = 1) -> nn.Module:
-    module = nn.Sequential(linear(k), linear(k))
-    module[1].weight = module[0].weight
-    return module.eval()
 
 
 class Hidden(nn.Linear):
@@ -137,10 +131,6 @@ def test_tensors_of_another_kind() -> None:
         assert call in code
         live.swap({**STATE, "bias": eval(code, {"weight": bias, "torch": torch})})
         assert torch.equal(live(X), linear(2)(X))
-
-
-class Named(torch.Tensor):
-    pass
 
 
 @pytest.mark.slow

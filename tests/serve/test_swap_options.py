@@ -8,7 +8,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import OptionError, PlanError
-from tests.serve.models import linear
+from tests.serve.models import linear, tied_layers as tied
 from tests.serve.packages import linear_package
 from tests.serve.targets import KINDS, module_of, target_of
 
@@ -72,11 +72,6 @@ def test_a_key_selects_a_part(tmp_path: Path) -> None:
 
 
 def test_a_tied_weight_under_one_name_is_not_missing() -> None:
-    def tied(k: float) -> nn.Module:
-        module = nn.Sequential(linear(k), linear(k))
-        module[1].weight = module[0].weight
-        return module.eval()
-
     live = ms.Live(tied(1))
     state = tied(2).state_dict()
     del state["1.weight"], state["1.bias"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import modelstate as ms
 from modelstate import errors
@@ -189,6 +190,20 @@ def test_a_later_save_of_a_step_that_is_of_another_store_is_not_used(tmp_path: P
         restored = store.restore({"value": None}, step)
         assert (restored["value"], restored.skipped) == (1, {})
     assert store.verify() == store.verify(1) == {1: ""}
+
+
+def test_the_latest_is_what_was_saved_last(tmp_path: Path) -> None:
+    store, of = ms.Store(tmp_path), {"model": nn.Linear(1, 1)}
+    for step in (10, 20, 30):
+        store.save(step, of)
+    store.restore(of, 10)
+    of["model"].weight.data.fill_(7)
+    store.save(15, of)
+    assert store.latest() == 15
+    again = {"model": nn.Linear(1, 1)}
+    assert ms.resumable(store, again, steps=50, save_every=5).start == 15
+    assert again["model"].weight.item() == 7
+    assert store.steps() == (10, 15, 20, 30)
 
 
 DAMAGE = {
