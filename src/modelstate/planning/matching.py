@@ -239,13 +239,13 @@ def match(checkpoint: Checkpoint, options: LoadOptions, view: ModelSchemaView) -
         if wrappers is None and saved != (own := {*names, *slots.extra, *slots.lazy}):
             wrappers = wrapper_rule(given, own, view.model, kept_names=kept)
         if wrappers is not None:
-            renamed: dict[str, Entry] = {}
+            renamed, text = dict[str, Entry](), repr(wrappers)
             for name, entry in applied.entries.items():
                 changed = wrappers.rename(name) if entry.sources else None
                 if changed is None:
                     renamed[name] = entry
                 else:
-                    renamed[changed] = entry._replace(rules=(*entry.rules, repr(wrappers)))
+                    renamed[changed] = entry._replace(rules=(*entry.rules, text))
                     before_wrappers[changed] = name
             applied = replace(applied, entries=renamed)
             all_rules = (*rules, wrappers)

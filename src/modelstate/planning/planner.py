@@ -55,7 +55,8 @@ from modelstate.problems import (
 )
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, is_dequantized, lacks_values, read_bytes
-from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredTensor, is_run
+from modelstate.rules.rule import Entries
+from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredTensor, StoredTensors, is_run
 from modelstate.text_format import count, printable, size
 from modelstate.torch_compat.dtypes import cast_between, short
 from modelstate.torch_compat.plain import (
@@ -193,18 +194,24 @@ class Planner:
     def add_plain(self) -> Collection[str]:
         """Adds plain values all at once, and returns their names. Called where a load runs no code of the model."""
         options, entries = self.options, self.matched.applied.entries
-        has_others = options.transform is not None or options.read_once
-        if has_others or not (self._in_columns and isinstance(entries, StoredEntries)):
+        tensors: StoredTensors | None = None
+        keeps_stored_dtypes = self.changes_dtypes and options.dtype is None
+        if options.transform is not None or options.read_once or keeps_stored_dtypes or not self._in_columns:
             return ()
-        transfers = plain_transfers(self.slots.tensors, entries.tensors, options, lambda: self.incoming.maps)
+        if isinstance(entries, StoredEntries):
+            tensors = entries.tensors
+        elif stored := {name: entry.content for name, entry in entries.items() if is_run(entry.content)}:
+            tensors = StoredTensors.of(stored)  # under names that rules have changed, or beside other values
+        if tensors is None:
+            return ()
+        transfers = plain_transfers(self.slots.tensors, tensors, options, lambda: self.incoming.maps)
         self.executions += map(Execution, transfers)
-        rows = entries.tensors.rows
-        has_shared_bytes = len({*rows.values()}) < len(rows)  # other names of the same bytes are not mapped
+        has_shared_bytes = len({*tensors.rows.values()}) < len(tensors)  # other names of the same bytes are not mapped
         for item in transfers:
             self.used.update(item.names)
             self.filled.update(dict.fromkeys(map(id, item.params)))
             if has_shared_bytes and item.way is Way.MAP:
-                self._mapped_storages.update(item.rows.ranges())
+                self._mapped_storages.update(tensors[name].storage for name in item.names)
         return self.used
 
     @property
@@ -551,7 +558,8 @@ class Planner:
         steps = [self._step(item.transfers, item.seconds) for item in self.singles]
         passed = Way.CODE, "passed to set_extra_state"
         extra = [Step(name, EXTRA, self.incoming.source_of(name), *passed) for name in self.extra_states]
-        plain = [steps_of(item) for item in self.executions if item.transfers.own is None]
+        entries = self.matched.applied.entries
+        plain = [steps_of(item, entries) for item in self.executions if item.transfers.own is None]
         names = [*self.slots.by_name] if plain and len(plain) + len(steps) > 1 else []
 
         def make() -> tuple[Step, ...]:
@@ -600,9 +608,10 @@ def _with_module_transform(
     return replace(facts, transform_bytes=extra_bytes_of(transform, name, shape, dtype))
 
 
-def steps_of(execution: Execution) -> Callable[[], list[Step]]:
+def steps_of(execution: Execution, entries: Entries) -> Callable[[], list[Step]]:
     """Returns a function that makes the step of each row without facts of its own. It holds no tensor."""
     transfers = execution.transfers
+    renamed = [] if isinstance(entries, StoredEntries) else [entries[name] for name in transfers.names]
     columns, dtypes, names, kinds = transfers.columns, transfers.dtypes, transfers.names, transfers.kinds
     way, why, device, is_mapped = transfers.way, transfers.why, transfers.device, transfers.maps is not None
     seconds = execution.seconds / transfers.nbytes
@@ -610,7 +619,7 @@ def steps_of(execution: Execution) -> Callable[[], list[Step]]:
 
     def make() -> list[Step]:
         rows = zip(names, kinds, dtypes, columns.rows(), strict=True)
-        return [
+        steps = [
             Step(
                 *(name, kind, name, way, why, torch.Size(shape), dtype, stored_dtype, device, nbytes),
                 mapped=is_mapped,
@@ -618,6 +627,14 @@ def steps_of(execution: Execution) -> Callable[[], list[Step]]:
             )
             for name, kind, dtype, (stored_dtype, shape, _, _, nbytes) in rows
         ]
+        return (
+            steps
+            if not renamed
+            else [
+                step._replace(source=", ".join(entry.sources), rules=entry.rules)
+                for step, entry in zip(steps, renamed, strict=True)
+            ]
+        )
 
     return make
 
