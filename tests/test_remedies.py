@@ -112,6 +112,11 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
+def without_memory() -> nn.Sequential:
+    with ms.skeleton():
+        return net()
+
+
 def state(prefix: str = "", **changes: Any) -> dict[str, torch.Tensor]:
     """A state dict of `net()`; None leaves a name out, and `_` stands for a dot."""
     values: dict[str, Any] = {name: value.clone() for name, value in net().state_dict().items()}
@@ -128,15 +133,6 @@ def missing_in_many_layers(_: Path) -> Scenario:
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30)))
     source = {name: value for name, value in layers.state_dict().items() if name.endswith("weight")}
     return loading(source, lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(30))))
-
-
-@scenario
-def missing_on_meta(_: Path) -> Scenario:
-    def build() -> nn.Module:
-        with ms.skeleton():
-            return net()
-
-    return loading(state(n0_bias=None), build)
 
 
 class Scaled(nn.Module):
@@ -167,31 +163,11 @@ def unexpected_in_transformers_names(tmp_path: Path) -> Scenario:
     return loading(source, lambda: BertModel(config))
 
 
-@scenario
-def other_shape_after_rules(_: Path) -> Scenario:
-    return loading(state("old.", n0_weight=torch.ones(7, 7), n1_weight=torch.ones(5)), rules=WITHOUT_OLD)
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wte, self.head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
         self.head.weight = self.wte.weight
-
-
-@scenario
-def other_shape_of_one_name_of_a_tie(_: Path) -> Scenario:
-    return loading({"wte.weight": torch.ones(3, 2), "head.weight": torch.ones(5, 2)}, Tied)
-
-
-@scenario
-def other_shape_of_a_tie_under_one_name(_: Path) -> Scenario:
-    return loading({"head.weight": torch.ones(5, 2)}, Tied)
-
-
-@scenario
-def other_shape_of_what_batch_norm_counts(_: Path) -> Scenario:
-    return loading({**nn.BatchNorm1d(2).state_dict(), "num_batches_tracked": torch.ones(3)}, lambda: nn.BatchNorm1d(2))
 
 
 class Rotary(nn.Module):
@@ -360,15 +336,6 @@ def a_file_as_a_store(tmp_path: Path) -> Scenario:
     return Scenario(partial(command, "store", "ls", str(saved(tmp_path))))
 
 
-@scenario
-def kept_on_meta(_: Path) -> Scenario:
-    def build() -> nn.Module:
-        with ms.skeleton():
-            return net()
-
-    return loading(state(n0_bias=None), build, allow_missing=["0.bias"])
-
-
 class Failing(nn.Linear):
     """A Linear whose initialisation fails."""
 
@@ -482,6 +449,8 @@ def command(*arguments: str) -> None:
 
 LOADS: dict[str, Callable[[], Scenario]] = {
     "missing": lambda: loading(state(n0_bias=None)),
+    "missing_on_meta": lambda: loading(state(n0_bias=None), without_memory),
+    "kept_on_meta": lambda: loading(state(n0_bias=None), without_memory, allow_missing=["0.bias"]),
     "missing_beside_what_may_be_missing": lambda: loading(state(n0_bias=None, n1_bias=None), allow_missing=["0.bias"]),
     "unexpected": lambda: loading(state(extra=torch.ones(1))),
     "unexpected_with_brackets": lambda: loading(state() | {"extra[0]": torch.ones(1), "more*": torch.ones(1)}),
@@ -493,6 +462,14 @@ LOADS: dict[str, Callable[[], Scenario]] = {
     "unexpected_after_rules": lambda: loading(state("old.", extra=torch.ones(1)), rules=WITHOUT_OLD),
     "other_shape": lambda: loading(state(n0_weight=torch.ones(7, 7))),
     "other_shape_behind_a_wrapper": lambda: loading(state("module.", n0_weight=torch.ones(7, 7))),
+    "other_shape_after_rules": lambda: loading(
+        state("old.", n0_weight=torch.ones(7, 7), n1_weight=torch.ones(5)), rules=WITHOUT_OLD
+    ),
+    "other_shape_of_one_name_of_a_tie": lambda: loading(UNTIED | {"head.weight": torch.ones(5, 2)}, Tied),
+    "other_shape_of_a_tie_under_one_name": lambda: loading({"head.weight": torch.ones(5, 2)}, Tied),
+    "other_shape_of_what_batch_norm_counts": lambda: loading(
+        nn.BatchNorm1d(2).state_dict() | {"num_batches_tracked": torch.ones(3)}, lambda: nn.BatchNorm1d(2)
+    ),
     "other_dimensions": lambda: loading(state(n0_bias=torch.ones(1, 4))),
     "other_prefix": lambda: loading(state("backbone.")),
     "lossy_cast": lambda: loading(state(), lambda: net().half()),
