@@ -228,6 +228,21 @@ def test_modules_to_save(tmp_path: Path) -> None:
         ms.open([BASE, half, half], combine=ms.merge.LoRA())
 
 
+@pytest.mark.parametrize(
+    ("module", "of_base"),
+    [
+        ("te_lin", "lin"),
+        ("transformer_blocks.0.lin", "blocks.0.lin"),
+        ("text_encoder_2.layers.0.lin", "2.layers.0.lin"),
+        ("attn.to.q", "attn.to_q"),
+        ("layers.1_0.lin", "layers.1.0.lin"),
+    ],
+)
+def test_a_name_that_resembles_another_one_is_not_that_one(module: str, of_base: str) -> None:
+    with pytest.raises(CombineError, match="which the base lacks"):
+        ms.open([{f"{of_base}.weight": torch.ones(4, 3)}, matrices(module)], combine=ms.merge.LoRA(alpha=2))
+
+
 def test_a_square_weight_that_could_be_either() -> None:
     base = BASE | {"gpt.weight": torch.ones(3, 4)}
     tensors = matrices("sq", out=3) | matrices("gpt") | matrices("lin")

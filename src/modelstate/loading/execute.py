@@ -416,9 +416,12 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution], advance: 
         if not refusal:
             advance(sum(item.transfers.nbytes for item in waiting))
             staging.files.check_unchanged()
-            casts = [item for item in waiting if _casts_from_map(item.transfers)]
+            casts, copies = [item for item in waiting if _casts_from_map(item.transfers)], list[Callable[[], object]]()
+            try:
+                copies += [_copy_from_maps(staging, casts)] if casts else []
+            except ReadFailedError:  # no room for a map; a file that has changed is found below
+                casts = []
             rest = [item for item in waiting if item not in casts]
-            copies = [_copy_from_maps(staging, casts)] if casts else []
             return [*copies, *reads(staging, rest, lambda _: None), staging.files.check_unchanged]
         for item in waiting:
             item.stage_instead(refusal)

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import Enum
 from functools import lru_cache
 from itertools import permutations
 from typing import Annotated, TypeGuard
 
 import msgspec
 import torch
-from msgspec.structs import replace
 
 from modelstate.arguments import check_flag
 from modelstate.checkpoint.checkpoint import Checkpoint
@@ -57,15 +57,16 @@ _OTHER_METHODS = re.compile(
     r"|(?P<OFT>oft_\w+))$"
 )
 """The names of tensors of other methods than LoRA, and of variants of it. LoCon without a third matrix is LoRA."""
-_COMPONENTS = (
-    ("unet", "diffusion_model", "model_diffusion_model"),
-    ("transformer", "diffusion_model", "model_diffusion_model"),
-    ("te", "text_encoder", "cond_stage_model_transformer"),
-    ("te1", "text_encoder", "conditioner_embedders_0_transformer"),
-    ("te2", "text_encoder_2"),
-    ("te3", "text_encoder_3"),
-)
-"""What each part of a pipeline is called in adapters and bases, with underscores. A base may be one part alone."""
+_COMPONENTS = {
+    "unet": ("unet", "diffusion_model", "model.diffusion_model"),
+    "transformer": ("transformer", "diffusion_model", "model.diffusion_model"),
+    "te": ("text_encoder", "te", "cond_stage_model.transformer"),
+    "te1": ("text_encoder", "te1", "conditioner.embedders.0.transformer"),
+    "te2": ("text_encoder_2", "te2"),
+    "te3": ("text_encoder_3", "te3"),
+}
+"""What kohya's tools call the parts of a pipeline, with the paths of these parts. A base may be one part alone."""
+_PARTS = {*_COMPONENTS, *(path for paths in _COMPONENTS.values() for path in paths)}
 _MOST_SUGGESTED = 3
 """Problems that suggest a similar name: finding it compares a name with all names of the base, which is slow."""
 _WITHOUT_ALPHA = (".lora_A.weight", ".lora_down.weight")
@@ -170,16 +171,14 @@ class LoRA(Combination):
         for name, of_name in products.items():
             added.setdefault(keys[name], []).extend(of_name)
         weights = {keys[name]: stored for name, (_, stored) in replaced.items() if name in products}
-        merged: dict[object, Stored] = {}
-        tensors: dict[str, Stored] = {}
-        own = {name: stored for name, (_, stored) in replaced.items()}
-        for name, stored in {**base.flat.tensors, **own}.items():
-            of_tensor = added.get(keys.get(name), ())
-            key = keys[name] if of_tensor else name
-            if key not in merged:
-                dtype = base[name].dtype if name in base else stored.dtype
-                merged[key] = _merged(weights.get(key, stored), dtype, of_tensor)
-            tensors[name] = merged[key]
+        merged = {
+            keys[name]: _merged(weights.get(keys[name], base.stored(name)), base[name].dtype, added[keys[name]])
+            for name in products
+        }
+        tensors = {name: merged.get(keys[name], stored) for name, stored in base.flat.tensors.items()}
+        for name, (_, stored) in replaced.items():
+            if name not in products:
+                tensors[name] = _merged(stored, base[name].dtype if name in base else stored.dtype, ())
         return FlatTree(tensors, dict(base.flat.values), base.flat.containers, versions_of([base]))
 
 
@@ -212,6 +211,18 @@ class _MisfitError(Exception):
     """A tensor of an adapter that does not fit the base: its name, and why."""
 
 
+class _Layout(Enum):
+    """The tensor that the matrices A and B of an adapter belong to."""
+
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+    CONV = "conv"
+    EXPERTS = "experts"
+    """A weight for each of several experts."""
+    BIAS = "bias"
+    """One tensor in the place of A and B."""
+
+
 class _Product(msgspec.Struct, frozen=True):
     """What an adapter adds to one tensor of the base: scaling * B @ A, to which DoRA gives a norm; or a bias."""
 
@@ -220,28 +231,21 @@ class _Product(msgspec.Struct, frozen=True):
     path: str
     """The module, or the parameter, as the adapter's configuration names it."""
     weight: str
-    factors: tuple[Stored, ...]
-    """A, B and the magnitude of DoRA, or a bias."""
-    is_embedding: bool = False
+    layout: _Layout
     is_transposed: bool | None = False
     """Whether the weight has its inputs first; None if its shape allows both."""
-    experts: int = 0
-    """The number of weights in the parameter that have matrices of their own; 0 for another parameter."""
+    is_parameter: bool = False
+    """Whether the weight is one of `target_parameters`."""
+    experts: int = 1
+    """The number of weights that have matrices of their own."""
     scaling: float = 1
-
-    @property
-    def is_parameter(self) -> bool:
-        """Whether the weight is one of `target_parameters`."""
-        return self.path == self.weight
-
-    @property
-    def is_convolution(self) -> bool:
-        return len(self.factors[0].shape) > 2
+    factors: tuple[Stored, ...] = ()
+    """A, B and the magnitude of DoRA, or a bias."""
 
     @property
     def needs_whole(self) -> bool:
         """Whether the rows of the weight cannot be computed one by one."""
-        return self.is_convolution or (len(self.factors) == 3 and bool(self.is_transposed))
+        return self.layout is _Layout.CONV or (len(self.factors) == 3 and bool(self.is_transposed))
 
     def add_to(
         self,
@@ -267,25 +271,25 @@ class _Product(msgspec.Struct, frozen=True):
             factor = factors[2].view(-1)[slice(None) if self.is_transposed else rows] / norm
             factor = factor if self.is_transposed else factor.view(-1, *[1] * (block.dim() - 1))
             block.copy_(factor * (total if original is block else block + product))
-        elif block.dtype == product.dtype or self.is_embedding or self.is_parameter:
+        elif block.dtype == product.dtype or self.layout is _Layout.EMBEDDING or self.is_parameter:
             block += product.to(block.dtype)  # peft rounds these products
         else:  # twice as fast as an addition of two dtypes
             block.copy_(memory[-block.numel() :].view(block.shape).copy_(block).add_(product))
 
     def _multiply(self, rows: slice, factors: Sequence[torch.Tensor], memory: torch.Tensor) -> torch.Tensor:
-        if len(factors) == 1:
+        if self.layout is _Layout.BIAS:
             return factors[0][rows].clone()
         a, b = factors[:2]
-        if self.experts:
+        if self.layout is _Layout.EXPERTS:
             of_experts = b.view(len(b), -1, self.experts)[..., rows], a.view(self.experts, -1, a.shape[1])[rows]
             return torch.einsum(f"ore,eri->{'eio' if self.is_transposed else 'eoi'}", *of_experts)
+        if self.layout is not _Layout.CONV:
+            if self.is_transposed:
+                return torch.mm(b, a[:, rows], out=memory.view(len(b), -1)).T
+            return torch.mm(b[rows], a, out=memory.view(-1, a.shape[1]))
         if a.dim() == 4 and a.shape[2:] == (1, 1):
             return (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).unsqueeze(2).unsqueeze(3)
-        if self.is_convolution:
-            return _CONVOLUTIONS[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
-        if self.is_transposed:
-            return torch.mm(b, a[:, rows], out=memory.view(len(b), -1)).T
-        return torch.mm(b[rows], a, out=memory.view(-1, a.shape[1]))
+        return _CONVOLUTIONS[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
 
 
 def _merged(weight: Stored, dtype: torch.dtype, products: Sequence[_Product]) -> Stored:
@@ -316,7 +320,7 @@ def _merged(weight: Stored, dtype: torch.dtype, products: Sequence[_Product]) ->
         return fill
 
     parts = tuple(factor for product in products for factor in product.factors)
-    temporaries = 2 + 3 * has_dora + 2 * any(product.is_convolution for product in products)
+    temporaries = 2 + 3 * has_dora + 2 * any(product.layout is _Layout.CONV for product in products)
     elements = sum(math.prod(part.shape) for part in parts) + temporaries * block_elements(shape, unit)
     build = Blocks(begin, len(parts), unit, aligned(elements * wide.itemsize))
     return Combined(f"merged with {len(products)}", dtype, shape, (weight, *parts), build)
@@ -373,13 +377,10 @@ class _AdapterReader(msgspec.Struct):
         for module, wrappers in by_module.items():
             with self._gathering():
                 products += self._products(module, wrappers)
-        linear = [product for product in products if not (product.is_embedding or product.is_convolution)]
-        flips = [self._flips_square([of for of in linear if bool(of.experts) is kind]) for kind in (False, True)]
+        flips = {layout: self._flips_square(products, layout) for layout in (_Layout.LINEAR, _Layout.EXPERTS)}
         for product in products:
-            if product.is_transposed is None:
-                product = replace(product, is_transposed=flips[bool(product.experts)])
             with self._gathering():
-                self._add_product(product)
+                self._add_product(product, flips.get(product.layout))
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -393,27 +394,28 @@ class _AdapterReader(msgspec.Struct):
     def _module(self, text: str, roles: Mapping[str, str]) -> str:
         """Returns the path in the base of a module of the adapter.
 
-        Files of diffusers and of kohya's tools put the part of the pipeline before it. The latter write underscores.
+        Files of diffusers put the part of the pipeline before it. Those of kohya's tools write it with underscores.
         """
         full = next(iter(roles.values()))
         matrices = sorted(roles.keys() - {"alpha", "magnitude_vector"})
         if matrices not in (["A", "B"], ["A", "B", "B.bias"], ["embedding_A", "embedding_B"]):
             there = ", ".join(matrices) or "no matrices of this module"
             raise _MisfitError(full, f"lacks its counterpart: there are {there}")
+        component, _, rest = text.partition(".")
         if f"{text}.weight" in self.base or full.startswith(PEFT_PREFIX):
             return text
-        is_kohyas = "." not in text and text.startswith(KOHYA_PREFIXES)
-        flat = text.partition("_")[2] if is_kohyas else text.replace(".", "_")
-        spellings = {flat}
-        for names in _COMPONENTS:
-            for rest in [flat.removeprefix(f"{name}_") for name in names if flat.startswith(f"{name}_")]:
-                spellings |= {rest, *(f"{name}_{rest}" for name in names)}
+        if rest or not text.startswith(KOHYA_PREFIXES):
+            return rest if component in _PARTS and f"{rest}.weight" in self.base else text
+        flat = text.partition("_")[2]
+        component, _, rest = flat.partition("_")
+        paths = _COMPONENTS.get(component, ())
+        spellings = {flat, *([rest] if paths else []), *(f"{path.replace('.', '_')}_{rest}" for path in paths)}
         modules = sorted(module for spelling in spellings for module in self.by_spelling.get(spelling, ()))
-        if len(modules) == 1 or not (modules or is_kohyas):
-            return modules[0] if modules else text
+        if len(modules) == 1:
+            return modules[0]
         what = f"one of several modules, and does not say which: {listed(modules)}"
         if not modules:
-            what = f"{min(spellings, key=len)!r} with dots for some underscores, which the base lacks"
+            what = f"{rest if paths else flat!r} with dots for some underscores, which the base lacks"
         raise _MisfitError(full, f"is for {what}")
 
     def _products(self, module: str, wrappers: Mapping[str, Mapping[str, str]]) -> list[_Product]:
@@ -445,26 +447,28 @@ class _AdapterReader(msgspec.Struct):
         raise _MisfitError(firsts[0], f"{a.dtype} of shape {a.shape}, with {b.dtype} of {b.shape}, does not fit {like}")
 
     def _fit(self, text: str, roles: Mapping[str, str], weight: str, is_parameter: bool) -> _Product | None:
-        """Returns the product of matrices for a weight, without its scaling; None if it does not fit."""
-        is_embedding = "embedding_A" in roles
+        """Returns the product of matrices for a weight, without its factors; None if it does not fit."""
+        layout = _Layout.EMBEDDING if "embedding_A" in roles else _Layout.LINEAR
         roles = {role.removeprefix("embedding_"): name for role, name in roles.items()}
-        factors = self.adapter.stored(roles["A"]), self.adapter.stored(roles["B"])
-        (a, b), sizes = (tuple(factor.shape) for factor in factors), self.base[weight].shape
-        if factors[0].dtype != factors[1].dtype or len(a) < 2 or len(a) != len(b) or a[0] != b[1] or not a[0]:
+        specs = [self.adapter[roles[role]] for role in "AB"]
+        (a, b), sizes = (spec.shape for spec in specs), self.base[weight].shape
+        if specs[0].dtype != specs[1].dtype or len(a) < 2 or len(a) != len(b) or a[0] != b[1] or not a[0]:
             return None
-        product = _Product(roles, weight if is_parameter else text, weight, factors, is_embedding)
+        path = weight if is_parameter else text
         if len(a) > 2:
-            return product if sizes == (b[0], *a[1:]) and {*b[2:]} == {1} and len(a) in _CONVOLUTIONS else None
-        experts = 0
+            fits = sizes == (b[0], *a[1:]) and {*b[2:]} == {1} and len(a) in _CONVOLUTIONS
+            return _Product(roles, path, weight, _Layout.CONV, False, is_parameter) if fits else None
+        experts = 1
         if is_parameter and len(sizes) == 3 and sizes[0] and a[0] % sizes[0] == 0:
-            experts, sizes = sizes[0], sizes[1:]
-        is_straight = sizes == (b[0], a[1]) and not is_embedding
-        is_transposed = sizes == (a[1], b[0]) and (bool(experts) or not is_parameter)
+            layout, experts, sizes = _Layout.EXPERTS, sizes[0], sizes[1:]
+        is_straight = sizes == (b[0], a[1]) and layout is not _Layout.EMBEDDING
+        is_transposed = sizes == (a[1], b[0]) and (layout is _Layout.EXPERTS or not is_parameter)
         if not (is_straight or is_transposed):
             return None
-        return replace(product, experts=experts, is_transposed=None if is_straight and is_transposed else is_transposed)
+        flips = None if is_straight and is_transposed else is_transposed
+        return _Product(roles, path, weight, layout, flips, is_parameter, experts)
 
-    def _flips_square(self, products: Sequence[_Product]) -> bool | None:
+    def _flips_square(self, products: Sequence[_Product], layout: _Layout) -> bool | None:
         """Whether square weights have their inputs first, as those of `Conv1D` do; None if that is ambiguous.
 
         peft knows the class of each module, and its configuration only records that of the last one; so the shapes of
@@ -472,40 +476,43 @@ class _AdapterReader(msgspec.Struct):
         """
         if self.options.fan_in_fan_out is not None:
             return self.options.fan_in_fan_out
-        seen = {product.is_transposed for product in products}
-        has_experts = any(product.experts for product in products)
-        if not has_experts:
+        seen = {product.is_transposed for product in products if product.layout is layout}
+        if layout is _Layout.LINEAR:
             seen |= {config.fan_in_fan_out for config in self.configs.values()}
         seen -= {None}
-        return True in seen if len(seen) == 1 or not (seen or has_experts) else None
+        return True in seen if len(seen) == 1 or (layout is _Layout.LINEAR and not seen) else None
 
-    def _add_product(self, product: _Product) -> None:
-        """Records a product with its scaling, the magnitude of DoRA, and the bias of its second matrix."""
+    def _add_product(self, product: _Product, flips_square: bool | None) -> None:
+        """Records a product with its scaling and factors, and the bias of its second matrix."""
         roles, weight, path = product.roles, product.weight, product.path
         first, shape = roles["A"], self.base[weight].shape
-        if product.is_transposed is None:
+        is_transposed = flips_square if product.is_transposed is None else product.is_transposed
+        if is_transposed is None:
             what = f"is for the square {weight!r}, which may have its inputs first or last"
             raise _MisfitError(first, f"{what}: give ms.merge.LoRA(fan_in_fan_out=...)")
-        part, _, rest = path.partition(".")
-        config, path = (self.configs[part], rest) if part in self.configs else (self.configs.get(""), path)
+        config = self.configs.get("")
+        if (part := path.partition("."))[0] in self.configs:
+            config, path = self.configs[part[0]], part[2]
         settings = config or _AdapterConfig()
-        rank = product.factors[0].shape[0] // (product.experts or 1)
+        rank = self.adapter[first].shape[0] // product.experts
         if (expected := _by_pattern(settings.rank_pattern, path, settings.r)) not in (None, rank):
             raise _MisfitError(first, f"has rank {rank}, and rank {expected} is expected")
         by_root = settings.use_rslora if self.options.rslora is None else self.options.rslora
         scaling = self._alpha(roles, config, path, rank) / (math.sqrt(rank) if by_root else rank)
+        factors = [first, roles["B"]]
         if magnitude := roles.get("magnitude_vector"):
-            if product.is_parameter or math.prod(self.adapter[magnitude].shape) != shape[int(product.is_transposed)]:
+            if product.is_parameter or math.prod(self.adapter[magnitude].shape) != shape[1 if is_transposed else 0]:
                 raise _MisfitError(magnitude, f"does not fit {weight!r} of shape {shape}")
-            product = replace(product, factors=(*product.factors, self.adapter.stored(magnitude)))
+            factors.append(magnitude)
         elif settings.use_dora:
             raise _MisfitError(first, "lacks its counterpart: there is no lora_magnitude_vector, which DoRA needs")
-        self._add(replace(product, scaling=scaling), first, roles["B"], *([magnitude] if magnitude else []))
+        product = msgspec.structs.replace(product, is_transposed=is_transposed, scaling=scaling)
+        self._add(weight, factors, product)
         if of_b := roles.get("B.bias"):
             bias = self._check_name(f"{weight.rpartition('.')[0]}.bias", of_b)
             if self.base[bias].shape != self.adapter[of_b].shape:
                 raise _MisfitError(of_b, f"does not fit {bias!r} of shape {self.base[bias].shape}")
-            self._add(_Product(roles, path, bias, (self.adapter.stored(of_b),), scaling=scaling), of_b)
+            self._add(bias, [of_b], msgspec.structs.replace(product, layout=_Layout.BIAS))
 
     def _alpha(self, roles: Mapping[str, str], config: _AdapterConfig | None, path: str, rank: int) -> float:
         alpha, first = self.options.alpha, roles["A"]
@@ -522,14 +529,14 @@ class _AdapterReader(msgspec.Struct):
             raise _MisfitError(first, "comes without adapter_config.json: give ms.merge.LoRA(alpha=...)")
         return alpha
 
-    def _add(self, product: _Product, *factors: str) -> None:
-        name = product.weight
+    def _add(self, name: str, factors: Sequence[str], product: _Product) -> None:
+        stored = tuple(self.adapter.stored(factor) for factor in factors)
         if name in self.replaced and tuple(self.replaced[name][1].shape) != self.base[name].shape:
             raise _MisfitError(factors[0], f"is for {name!r}, which the adapter replaces by another shape")
-        for full, tensor in ((name, self.base.stored(name)), *zip(factors, product.factors, strict=True)):
+        for full, tensor in ((name, self.base.stored(name)), *zip(factors, stored, strict=True)):
             if not (tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and kind_of(tensor) == "strided"):
                 raise _MisfitError(full, f"is {tensor.dtype}, to which nothing can be added")
-        self.products.setdefault(name, []).append(product)
+        self.products.setdefault(name, []).append(msgspec.structs.replace(product, factors=stored))
 
     def _read_replacement(self, full: str, wrapped: str) -> None:
         """Records a tensor that replaces one of the base. The same tensor may be there by its plain name too."""
