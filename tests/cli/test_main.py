@@ -145,13 +145,6 @@ class TestPlan:
             done = run(command, "MODELS:tiny", "part.safetensors", *missing, *unexpected)
             assert done.exit_code == 0, done.stderr
 
-    @pytest.mark.parametrize("command", ["plan", "load"])
-    def test_the_prefix_of_a_wrapper_needs_no_option(self, command: str) -> None:
-        save_file({f"module.{name}": value for name, value in tiny().state_dict().items()}, "wrapped.safetensors")
-        done = run(command, "MODELS:tiny", "wrapped.safetensors")
-        assert done.exit_code == 0
-        assert "without module" in done.stdout
-
 
 class TestLoad:
     @pytest.mark.parametrize("path", ["tiny.safetensors", "training.pt"])

@@ -65,10 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = "import torch, mine_in_folder as m; torch.save({'w': torch.ones(2), 's': m.Settings()}, 'settings.pt')"
     subprocess.run([sys.executable, "-c", program], cwd=directory, check=True)
     installed = {module.name for module in pkgutil.iter_modules()} | set(sys.stdlib_module_names)
-    for name in installed - {
-        "modelstate",
-        *probe.stdout.split(),
-    }:  # `python -m` loads these before any code of a package
+    # `python -m` loads what the probe has found before any code of a package.
+    for name in installed - {"modelstate", *probe.stdout.split()}:
         (directory / f"{name}.py").write_text(HOSTILE.format(name))
     ms.Store(directory / "run").save(1, {"model": model})
     (directory / "out").mkdir()

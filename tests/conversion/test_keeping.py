@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from tests.conversion.test_convert import objects
 from tests.loading.fingerprint import whole
 from tests.programs import run_program
 
@@ -25,10 +26,6 @@ def _torch_is_left_alone() -> Iterator[None]:
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-
-
-def objects(module: nn.Module) -> list[int]:
-    return [id(one) for one in (*module.parameters(), *module.buffers())]
 
 
 @pytest.mark.parametrize(

@@ -66,29 +66,18 @@ def test_metadata_that_differs_says_whose_it_is(tmp_path: Path) -> None:
     assert found == {f"{SHARDS[0]}:format": "pt", f"{SHARDS[1]}:format": "np", "by": "x"}
 
 
-def test_shards_of_modelstate_keep_their_versions(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("suffix", "format"), [("safetensors", "safetensors"), ("bin", "torch zip")])
+def test_shards_keep_their_versions(suffix: str, format: str, tmp_path: Path) -> None:
     states = [torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict(prefix=prefix) for prefix in ("a.", "b.")]
-    for state, shard in zip(states, SHARDS, strict=True):
+    shards = {f"model-0000{number}-of-00002.{suffix}": state for number, state in enumerate(states, 1)}
+    for shard, state in shards.items():
         ms.save(state, tmp_path / shard)
-    path = tmp_path / "model.safetensors.index.json"
-    path.write_text(index_text({name: shard for state, shard in zip(states, SHARDS, strict=True) for name in state}))
-    versions = {name: saved for state in states for name, saved in state._metadata.items()}  # type: ignore[attr-defined]
-    assert ms.open(path).versions == versions
-    assert ms.open(path).value()._metadata == versions
-
-
-def test_shards_of_torch_keep_their_versions(tmp_path: Path) -> None:
-    first, second = (torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict(prefix=prefix) for prefix in ("a.", "b."))
-    torch.save(first, tmp_path / "pytorch_model-00001-of-00002.bin")
-    torch.save(second, tmp_path / "pytorch_model-00002-of-00002.bin")
-    weight_map = {name: f"pytorch_model-0000{1 + (name in second)}-of-00002.bin" for name in [*first, *second]}
-    path = tmp_path / "pytorch_model.bin.index.json"
-    path.write_text(index_text(weight_map))
+    path = tmp_path / f"model.{suffix}.index.json"
+    path.write_text(index_text({name: shard for shard, state in shards.items() for name in state}))
     found = ms.open(path)
-    assert found.format == "torch zip"
-    assert list(found) == [*first, *second]
-    versions = found.value()._metadata
-    assert versions["a.0"] == versions["b.0"] == {"version": 2}
+    assert (found.format, list(found)) == (format, [name for shard in shards for name in ms.open(tmp_path / shard)])
+    versions = {name: saved for state in states for name, saved in state._metadata.items()}  # type: ignore[attr-defined]
+    assert found.versions == found.value()._metadata == versions
 
 
 def test_an_index_may_be_in_any_order_and_say_more(tmp_path: Path) -> None:
