@@ -100,11 +100,8 @@ class TestLs:
         assert listed.exit_code == 1
         assert ["newer version" in line for line in listed.stdout.splitlines()] == [False, False, True, False]
         assert "other store" in listed.stdout.splitlines()[3]
-        assert [one["problem"] for one in json.loads(run("store", "ls", "run", "--json").stdout)] == [
-            None,
-            "newer version",
-            "other store",
-        ]
+        problems = [one["problem"] for one in json.loads(run("store", "ls", "run", "--json").stdout)]
+        assert problems == [None, "newer version", "other store"]
         for step, words in ((20, "written by a newer version"), (40, "from another store, or under another step")):
             restored = run("store", "restore", "run", "m.safetensors", "--step", str(step))
             assert restored.exit_code == 1

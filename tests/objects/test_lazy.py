@@ -217,12 +217,8 @@ def test_shared_modules(load: Load) -> None:
 def test_two_states_for_a_shared_module(load: Load) -> None:
     shared = Lazy()
     target = nn.ModuleDict({"a": shared, "b": shared})
-    one, other = (
-        nn.ModuleDict({"a": Lazy(torch.ones(3)), "b": Lazy()}),
-        nn.ModuleDict({"a": Lazy(), "b": Lazy(torch.ones(3))}),
-    )
-    for source in (one, other):
-        state: Any = source.state_dict()
+    for first, second in ((torch.ones(3), None), (None, torch.ones(3))):
+        state: Any = nn.ModuleDict({"a": Lazy(first), "b": Lazy(second)}).state_dict()
         for name in ("weight", "bias"):
             state[f"b.linear.{name}"] = state[f"a.linear.{name}"]
         with pytest.raises(RuntimeError, match="set under one name of a shared module, and None under another"):

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 import modelstate as ms
 from tests.codec.values import ANY_VALUE, EXAMPLES, same
+from tests.objects import nets
 from tests.objects.saves import NAME
 
 
@@ -36,10 +37,7 @@ def plain(tree: Any) -> Any:
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
+    return model, nets.trained(model, model.parameters())
 
 
 @pytest.mark.parametrize("shard_size_bytes", [None, 40])

@@ -145,10 +145,8 @@ def test_a_checkpoint_that_cannot_be_read_for_now_stays(
     ):
         if call == "stat":
             patched.setattr(os, "stat", fails)
-        assert [(info.step, info.intact, info.state) for info in store.infos()] == [
-            (1, False, "not readable"),
-            (3, True, ""),
-        ]
+        found = [(info.step, info.intact, info.state) for info in store.infos()]
+        assert found == [(1, False, "not readable"), (3, True, "")]
         with pytest.raises(ReadFailedError, match="cannot be read"):
             store.restore({"state": None}, 1)
         assert store.save(4, {"state": {"w": torch.zeros(9)}}, metrics={"loss": 4.0}).pruned == ()
