@@ -162,7 +162,6 @@ def stage(
         maps={tensor.data_ptr() for tensor in tensors.values()} if read is None else read.maps,
         checkpoint=part if part.fingerprints else None,
         names=of_checkpoint,
-        is_verified=selection.verify,
     )
     sizes = {id(tensor): tensor.numel() * tensor.itemsize for tensor in state.values()}
     caught_up = read is not None and read.caught_up

@@ -138,8 +138,10 @@ class Target(ABC):
             tensors={
                 name: tensor
                 for name, tensor in retired.tensors.items()
-                # Not an answer, nor in use by a request.
-                if storage_owners(tensor) == 1 and kinds.get(name) == _kind(tensor)
+                # Not an answer, also not in another process, nor in use by a request.
+                if storage_owners(tensor) == 1
+                and not tensor.untyped_storage().is_shared()
+                and kinds.get(name) == _kind(tensor)
             },
         )
 

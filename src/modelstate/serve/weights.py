@@ -4,8 +4,8 @@ Of weights that were read from a checkpoint as they are, the digests are those o
 digest of the tensor that it is for. So which patches lead from a weight in memory to a step is known without reading
 the weight. They are applied to the memory of a version that no request uses, or to a copy of a weight that serves.
 
-A weight that a request has written to has an unknown digest: buffers are hashed, and of parameters torch counts the
-writes. A write to a parameter past that count, through `.data` or NumPy, is not noticed.
+A request may have written to a weight, and no count of torch has all writes (`.data`, collectives, fused optimizers).
+So weights that have caught up are hashed, and all is read from the files where one is not as the step says.
 """
 
 from __future__ import annotations
@@ -22,27 +22,21 @@ from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.mapped import Maps
+from modelstate.formats.block_writer import write_blocks
 from modelstate.io.engine import OpenFiles, Request, read_ranges
 from modelstate.io.memory import fresh_tensors
 from modelstate.io.tensors import compute
 from modelstate.serve.meta_clone import buffers_of
 from modelstate.spec import ByteRange, Combined, Stored, StoredTensor, bytes_key, is_run
-from modelstate.torch_compat.modules import module_tables
 from modelstate.torch_compat.plain import has_its_memory, in_a_row, is_plain
-from modelstate.torch_compat.private import write_count
 
 Marks = dict[str, object]
-"""By the names of parameters and buffers: what differs once a request has written to the tensor."""
+"""By the names of buffers: what differs once a request has written to the tensor."""
 
 
 def marks_of(module: nn.Module) -> Marks:
-    """Returns a digest of each buffer, and of each parameter the number of writes."""
-    marks: Marks = {name: buffer_digest(buffer) for name, buffer in buffers_of(module).items()}
-    for prefix, _, parameters, _ in module_tables(module):
-        for name, tensor in parameters.items():
-            if tensor is not None and not tensor.is_inference():
-                marks[prefix + name] = write_count(tensor)
-    return marks
+    """Returns a digest of each buffer."""
+    return {name: buffer_digest(buffer) for name, buffer in buffers_of(module).items()}
 
 
 def buffer_digest(buffer: torch.Tensor) -> object:
@@ -64,8 +58,6 @@ class Weights(msgspec.Struct, eq=False):
     """The files that they were read from."""
     names: dict[str, str] = {}
     """The names there of weights that were read as they are. Empty once other values are read into the memory."""
-    is_verified: bool = False
-    """Whether the values were compared with the digests of the checkpoint."""
 
     @property
     def memory(self) -> dict[str, torch.Tensor]:
@@ -73,12 +65,12 @@ class Weights(msgspec.Struct, eq=False):
         return {name: tensor for name, tensor in self.tensors.items() if tensor.data_ptr() not in self.maps}
 
     def digest(self, name: str) -> str:
-        """Returns the digest of the values of a weight; empty where it is not known."""
-        tensor, saved, mark = self.tensors.get(name), self.names.get(name), self.marks.get(name)
+        """Returns the digest of what was read into a weight; empty where it is not known, or a buffer has changed."""
+        tensor, saved = self.tensors.get(name), self.names.get(name)
         if tensor is None or saved is None or self.checkpoint is None:
             return ""
         stored = self.checkpoint.stored(saved)
-        is_unchanged = mark == (write_count(tensor) if isinstance(mark, int) else buffer_digest(tensor))
+        is_unchanged = name not in self.marks or self.marks[name] == buffer_digest(tensor)
         return "".join(self.checkpoint.digests_of(stored)[-1:]) if is_unchanged and _fits(tensor, stored) else ""
 
 
@@ -107,7 +99,8 @@ def read_weights(
 ) -> WeightsRead | None:
     """Reads the weights of a version as they are in a checkpoint, as far as they cannot catch up in memory.
 
-    Returns None where it does not have exactly the values for these slots: a load says what is wrong, or casts.
+    Returns None where it does not have exactly the values for these slots, or a weight in memory is not what was read
+    into it: a load says what is wrong, casts, or reads all.
 
     Args:
         checkpoint: The checkpoint.
@@ -133,20 +126,19 @@ def read_weights(
         return None
     contents, memory, targets = checkpoint.contents, free.memory, list[_Target]()
     maps = Maps(checkpoint.fingerprints, checkpoint.format)
-    found, mapped, to_verify, caught_up = dict[int, torch.Tensor](), set[int](), set[ByteRange](), False
-    copied = list[str]()
+    found, mapped, to_verify = dict[int, torch.Tensor](), set[int](), set[ByteRange]()
+    caught_up = dict[int, str]()  # the digests that the weights must have then
     for slot_id, (name, stored) in sources.items():
         value, patched = stored, contents.patched.get(stored) if isinstance(stored, Combined) else None
         digests = checkpoint.digests_of(stored) if contents.patched else ()
         for weights in (free,) if patched is None else (free, serving) if digests else ():
-            digest = weights.digest(name) if weights.is_verified or not verify else ""
+            digest = weights.digest(name)
             if digest in digests:
-                caught_up, value = True, weights.tensors[name]
+                value, caught_up[slot_id] = weights.tensors[name], digests[-1]
                 if patched is None or (weights is free and digest == digests[-1]):
                     found[slot_id] = value
                 else:
                     value = patched.later(value, digests.index(digest))
-                    copied += [name] if weights is serving else []
                 break
         # Payloads are verified in any case: see `trust_known_patches`.
         parts = [*value.parts[0 if verify else 1 :]] if isinstance(value, Combined) else [value] if verify else []
@@ -173,10 +165,10 @@ def read_weights(
                 out.copy_(value)
         files.check_unchanged()
     maps.check_unchanged()
-    if not all(map(serving.digest, copied)):  # requests have written to them meanwhile
-        return None
+    if write_blocks(None, 0, [found[slot_id] for slot_id in caught_up]) != [*caught_up.values()]:
+        return None  # a request has written to a weight
     mapped |= free.maps & {tensor.data_ptr() for tensor in found.values()}
-    return WeightsRead(found, mapped, caught_up, maps.notes)
+    return WeightsRead(found, mapped, bool(caught_up), maps.notes)
 
 
 _Target = tuple[Stored, torch.Tensor]
