@@ -41,3 +41,33 @@ def test_beside_biases_of_a_conv1d_it_is_certain() -> None:
     found = ms.suggest(tree(new), values(old))
     assert found.complete, str(found)
     assert transposed(found)
+
+
+def square_beside(source: dict[str, tuple[int, int]], goal: dict[str, tuple[int, int]]) -> ms.suggestion.Suggestion:
+    """Suggests for two layers with a square `q`, and with other weights."""
+    state = {f"h.{i}.{name}.weight": shape for i in range(2) for name, shape in {"q": (8, 8), **source}.items()}
+    other = {f"b.{i}.{name}.weight": shape for i in range(2) for name, shape in {"attn.q_proj": (8, 8), **goal}.items()}
+    return ms.suggest(tree(other), values(state))
+
+
+def test_a_square_weight_is_a_guess_unless_the_match_of_another_of_its_layer_is_sure() -> None:
+    apart = {"mlp.gate_proj": (16, 8), "mlp.up_proj": (16, 8), "mlp.down_proj": (8, 16)}
+    squares = {f"b.{i}.attn.q_proj.weight" for i in range(2)}
+    turned = square_beside(apart, {"mlp.gate_up_proj": (8, 32), "mlp.down_proj": (16, 8)})
+    assert [rule.pattern for rule in transposed(turned)] == ["h.*.mlp.down_proj.weight"]
+    assert {*turned.guesses} == squares
+    crossed = square_beside({"mlp.up": (16, 8), "mlp.down": (8, 16)}, {"fc1": (8, 16), "fc2": (16, 8)})
+    assert squares <= {*crossed.guesses}
+    assert not square_beside(apart, apart).guesses
+
+
+def test_a_number_within_a_word_is_not_that_of_a_layer() -> None:
+    norms = {"h.0.ln1.weight": (4,), "h.0.ln2.weight": (4,), "h.1.ln1.weight": (4,), "h.1.ln1.bias": (4,)}
+    names = ("input_layernorm", "post_attention_layernorm")
+    model = tree({f"b.{i}.{name}.{role}": (4,) for i in range(2) for name in names for role in ("weight", "bias")})
+    state = {**values(norms), "h.1.ln2.bias": values({"x": (4,)})["x"]}
+    rules = ms.suggest(model, state).accept_guesses()
+    ms.load(model, state, rules=rules, allow_missing=["*"], allow_unexpected=["*"])
+    for name, tensor in model.named_parameters():
+        _, layer, word, role = name.split(".")
+        assert not tensor.any() or tensor.equal(state[f"h.{layer}.ln{names.index(word) + 1}.{role}"])

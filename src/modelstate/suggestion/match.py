@@ -276,6 +276,14 @@ class Matches(msgspec.Struct):
             if name is not None and goal is not None:
                 self.beside |= {(name.owner, goal.owner), (name.parent, goal.parent)}
 
+    def replace_sources(self, side: Side) -> None:
+        """Takes the same tensors of the checkpoint with other shapes; the matches stay."""
+        side.open = {name: side.names[name] for name in self.sources.open}
+        self.sources = side
+        for at, (source, target) in enumerate(self.links):
+            leaves = {ranks: side.names[leaf.name] for ranks, leaf in source.leaves.items()}
+            self.links[at] = Kind(side.names[source.first.name], source.varied, source.text, leaves), target
+
     def score(self, source: Kind, target: Kind) -> float:
         """Returns how much speaks for a pair: what both names state, their ends, and matches of tensors beside it."""
         first, second = source.first, target.first
@@ -294,22 +302,16 @@ def match(sources: Sequence[Leaf], targets: Sequence[Leaf], ties: Mapping[str, S
         ties: All names of a tensor of the model, by each of them.
     """
     here, there = ([leaf for leaf in side if _ORDINARY.fullmatch(leaf.name)] for side in (sources, targets))
-    second = Side(there)
-    contents = {name.content for name in second.names.values()}
-    lacking = contents.difference(leaf.content for leaf in here)
-    # Weights that fit a weight of the model which no other fits, and only transposed.
-    misfits = [
-        leaf.name for leaf in here if (leaf.shape[::-1], leaf.dtype_kind) in lacking and leaf.content not in contents
-    ]
-    matches = Matches(Side(here, misfits), second)
+    matches = Matches(Side(here), Side(there))
     of_model = {leaf.name: leaf for leaf in targets}
     for leaf in sources:
         if leaf.name in of_model and of_model[leaf.name].content == leaf.content:
             matches.pairs[leaf.name] = leaf.name
             matches.add((leaf.name,), leaf.name)
-    for varying in matches.passes:
-        _match_fusions(matches, varying)
-        _match_kinds(matches, varying)
+    _match_names(matches)
+    if misfits := _misfits(matches):
+        matches.replace_sources(Side(here, misfits))
+        _match_names(matches)
     filled = {name for target in matches.expected for name in ties.get(target, (target,))}
     # Whether every tensor of both sides has a match, so that what is left over belongs together.
     is_whole = matches.used.issuperset(leaf.name for leaf in sources) and filled.issuperset(of_model)
@@ -320,7 +322,28 @@ def match(sources: Sequence[Leaf], targets: Sequence[Leaf], ties: Mapping[str, S
     return matches
 
 
+def _match_names(matches: Matches) -> None:
+    for varying in matches.passes:
+        _match_fusions(matches, varying)
+        _match_kinds(matches, varying)
+
+
 # Transposed weights.
+
+
+def _misfits(matches: Matches) -> list[str]:
+    """Returns the open weights that fit an open weight of the model, and only transposed."""
+    contents = {leaf.content for leaf in matches.targets.names.values()}
+    wanted = {leaf.content for leaf in matches.targets.open.values()}
+    open_leaves = matches.sources.open.values()
+    return [
+        leaf.name
+        for leaf in open_leaves
+        if not leaf.is_turned
+        and len(leaf.shape) == 2
+        and leaf.content not in contents
+        and (leaf.shape[::-1], leaf.dtype_kind) in wanted
+    ]
 
 
 def _orientation(leaves: Sequence[Leaf], misfits: Collection[str] = ()) -> dict[str, bool | None]:
@@ -358,16 +381,22 @@ def _is_square(leaf: Leaf) -> bool:
 
 
 def _find_turned_squares(matches: Matches) -> None:
-    """Finds the square weights that are transposed as the other weights of their layer, which is a guess."""
+    """Finds the square weights that are transposed as the other weights of their layer, which is a guess.
+
+    Under another name, it is a guess too that one stays as it is, unless another weight of its layer surely matches.
+    """
     first, second = matches.sources.names, matches.targets.names
     is_mixed = any(name.is_turned for side in (first, second) for name in side.values())
+    sure = {name for goal, names in matches.expected.items() if goal not in matches.guesses for name in names}
+    others = [name for name, leaf in first.items() if len(leaf.shape) == 2 and not _is_square(leaf)]
+    unclear = {_layer_of(name) for name in others} - {_layer_of(name) for name in others if name in sure}
     doubtful = []
     for name, goal in matches.pairs.items():
         if name not in first or not _is_square(first[name]) or first[name].role not in ("", "weight"):
             continue
         here, there = first[name].is_turned, second[goal].is_turned
         if here is None or there is None:
-            doubtful += [name] if is_mixed else []
+            doubtful += [name] if is_mixed or (name != goal and _layer_of(name) in unclear) else []
         elif here != there:
             matches.inferred.add(name)
     for names, what in ((sorted(matches.inferred), "transposed as the weights beside it"), (doubtful, "left as it is")):
@@ -438,7 +467,11 @@ def exclude(source: Kind, target: Kind) -> bool:
     if any(target.ordinals.get(at, rank) != rank for at, rank in source.ordinals.items()):
         return True
     # If both names have the same count of numbers, the same ones must vary: a layer is not a part of a layer.
-    return len(source.first.ranks) == len(target.first.ranks) and source.varied != target.varied
+    if len(source.first.ranks) == len(target.first.ranks):
+        return source.varied != target.varied
+    # Else they have the first number that varies in common, that of the layer: ln2 in layer 0 is not in layer 1.
+    layers = [[rank for rank in kind.first.ranks if rank[1] > 1][:1] for kind in (source, target)]
+    return not (source.varied or target.varied) and [] not in layers and layers[0] != layers[1]
 
 
 def _is_ordered(source: Kind, target: Kind, matches: Matches) -> bool:

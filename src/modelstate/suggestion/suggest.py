@@ -340,10 +340,11 @@ def _rename_rules(pairs: Mapping[str, str], loose: Collection[str], barred: Coll
 
     Args:
         pairs: Names with their goals. A name that is its own goal is not changed.
-        loose: Names without a goal, which may become anything except a barred name.
+        loose: Names without a goal, which may become anything except a barred name and the goal of another.
         barred: Names that a loose name must not become.
     """
     goals: Goals = {**dict.fromkeys(loose), **pairs}
+    barred = {*barred, *pairs.values()}
     blocked = _families((name, goal) for name, goal in pairs.items() if name != goal)
     rules: list[Rule] = []
     is_changing = True
