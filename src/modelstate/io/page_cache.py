@@ -46,7 +46,7 @@ LEAST_BYTES_AHEAD = 16 << 20
 _JOINED_BYTES = 1 << 20
 _STEP_BYTES = 128 << 10
 """The length of one read-ahead request. The kernel silently cuts a larger one to the read-ahead of its block device."""
-_LOOKS, _SAMPLE_BYTES = 32, 1 << 20
+_LOOKS, _SAMPLE_BYTES = 16, 256 << 10
 _LEAST_SECONDS = 5.0
 """With a shorter break time there are no leases."""
 _BYTES_PER_SECOND = 2e9
