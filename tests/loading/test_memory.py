@@ -14,9 +14,9 @@ PROGRAM = """
 import sys, threading, time, torch, modelstate as ms
 from torch import nn
 
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+def status(field="RssAnon"):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 target, path = sys.argv[1], sys.argv[2]
 options = eval(sys.argv[3])
@@ -40,15 +40,16 @@ peak, stop = 0, False
 def watch():
     global peak
     while not stop:
-        peak = max(peak, anonymous())
+        peak = max(peak, status())
         time.sleep(0.001)
-before = anonymous()
+open("/proc/self/clear_refs", "w").write("5")  # the high-water mark begins again
+before, resident = status(), status("VmRSS")
 thread = threading.Thread(target=watch)
 thread.start()
 report = ms.load(model, path, **options)
 stop = True
 thread.join()
-print(peak - before, report.peak_memory_bytes, stated)
+print(peak - before, status("VmHWM") - resident, report.peak_memory_bytes, stated)
 """
 WEIGHT_BYTES = 2048 * 2048 * 4
 MODEL_BYTES = 8 * WEIGHT_BYTES
@@ -96,17 +97,15 @@ def test_a_report_tells_the_memory_that_was_taken(
     """`new_bytes` is what the model has more than before, `extra_bytes` what the plan says of what it needs beyond."""
     if "torchao" in options:
         pytest.importorskip("torchao.quantization")
-    for _ in range(3):
-        done = run_program(PROGRAM, target, path, options)
-        assert done.returncode == 0, done.stderr
-        taken, told, stated = map(int, done.stdout.split())
-        assert stated == extra_bytes or "max_memory_bytes" in options
-        assert extra_bytes // 2 <= told <= extra_bytes
-        assert taken <= new_bytes + told + SLACK_BYTES
-        # It is no wild overestimate either. (Memory that the load gives back may come from what was there before.)
-        if taken >= (new_bytes + told) * 0.5 - SLACK_BYTES:
-            return
-    raise AssertionError(f"{taken:,} bytes were taken, {new_bytes + told:,} told")  # a busy machine may miss one peak
+    done = run_program(PROGRAM, target, path, options)
+    assert done.returncode == 0, done.stderr
+    taken, most_taken, told, stated = map(int, done.stdout.split())
+    assert stated == extra_bytes or "max_memory_bytes" in options
+    assert extra_bytes // 2 <= told <= extra_bytes
+    assert taken <= new_bytes + told + SLACK_BYTES
+    # It is no wild overestimate either. (Memory that the load gives back may come from what was there before.) Samples
+    # may miss a peak on a busy machine; the kernel's mark has also the pages of maps.
+    assert max(taken, most_taken) >= (new_bytes + told) * 0.5 - SLACK_BYTES
 
 
 SHORT = """
