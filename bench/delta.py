@@ -155,7 +155,7 @@ def fine_tuned(*, rate: float, steps: int) -> None:
 
 
 class Weights(nn.Module):
-    """Many weights in bfloat16, of which each step changes some."""
+    """Weights in bfloat16. A call of `change` changes some elements of each of them."""
 
     def __init__(self, mb: int) -> None:
         super().__init__()

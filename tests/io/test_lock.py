@@ -127,7 +127,10 @@ def test_a_file_that_says_nothing_useful(directory: Path, holder: Holder, text: 
     with pytest.raises(LockedError) as caught:
         WriterLock(directory).acquire()
     assert caught.value.found.isprintable()
-    assert "does not say who has it" in caught.value.found or "since a time that cannot be read" in caught.value.found
+    assert (
+        "does not name the process that has locked it" in caught.value.found
+        or "since a time that cannot be read" in caught.value.found
+    )
 
 
 def test_a_process_has_one_writer(directory: Path) -> None:
@@ -300,4 +303,4 @@ def test_a_full_disk_is_in_nobodys_way(directory: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "pwrite", fail)
     with locked(directory) as mine:
         assert mine.held
-        assert another_process(directory) == f"LockedError {LOCK_FILE} does not say who has it"
+        assert another_process(directory) == f"LockedError {LOCK_FILE} does not name the process that has locked it"

@@ -1,6 +1,7 @@
 """Versions that are retired are gone."""
 
 import gc
+import mmap
 import weakref
 
 import psutil
@@ -116,3 +117,16 @@ def test_the_memory_of_a_dropped_version_is_that_of_a_later_one() -> None:
         live.swap(weights_of(Constant(2, 8), 10))
         live.swap(weights_of(Constant(2, 8), 11))
         assert v(torch.ones(2, 8)).unique().tolist() == [9.0]
+
+
+def test_weights_that_another_process_has_are_not_written_to() -> None:
+    live, weight = ms.Live(Constant(2, 8).eval(), keep_versions=0), next(iter(weights_of(Constant(2, 8), 2)))
+    live.swap(weights_of(Constant(2, 8), 2))
+    answer = module_of(live).get_parameter(weight).detach()
+    descriptor, nbytes = answer.untyped_storage()._share_fd_cpu_()  # as a queue of torch.multiprocessing sends it
+    received = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=answer.dtype)
+    before = received.clone()
+    del answer
+    for k in range(3, 8):
+        live.swap(weights_of(Constant(2, 8), k))
+    assert torch.equal(received, before)

@@ -129,7 +129,14 @@ class BlockTensor(ShardedTensor):
 def block_tensor(
     local: torch.Tensor, shape: tuple[int, ...], ranges: Sequence[tuple[int, int]], writer: CollectiveWriter | None
 ) -> torch.Tensor | LazyTensor:
-    """Returns a tensor of a shape, of which this rank has `local`: its `BlockTensor.ranges`, one after another."""
+    """Returns a tensor that the ranks hold in ranges of elements.
+
+    Args:
+        local: The elements that this rank has: its ranges, one after another.
+        shape: The shape of the whole tensor.
+        ranges: As `BlockTensor.ranges`.
+        writer: The writer of the ranks; None where this process has the whole tensor.
+    """
     if writer is None:
         return local.view(shape)
     ranges = tuple((rank, count) for rank, count in ranges if count)

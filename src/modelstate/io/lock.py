@@ -119,7 +119,7 @@ class WriterLock:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             text = os.pread(descriptor, _MAX_TEXT_BYTES, 0)
-            raise self._locked(holder_text(text, f"{LOCK_FILE} does not say who has it")) from None
+            raise self._locked(holder_text(text, f"{LOCK_FILE} does not name the process that has locked it")) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise

@@ -507,7 +507,7 @@ class Live:
                         elif canary.needs_reference:
                             notes.append("nothing served before, so the canary had no answer to compare with")
                     with default_modes():
-                        modified = modified_buffers(old.program.module, old.program.weights.marks) if carries else {}
+                        modified = modified_buffers(old.program.module, old.program.weights.buffers) if carries else {}
                     run_canary(canary, program, modified)
                 tried = time.perf_counter()
                 with gc_paused(), default_modes(), self._flips.turn(None):
@@ -519,7 +519,7 @@ class Live:
                             remedy="swap again, if the new weights are still wanted",
                         )
                     # Buffers that are carried over count as modified in the next swap, too.
-                    modified = modified_buffers(old.program.module, old.program.weights.marks) if carries else {}
+                    modified = modified_buffers(old.program.module, old.program.weights.buffers) if carries else {}
                     carried = carry_over(modified, program.module)
                     served = _Served(next(self._ids), program, report.source)
                     first_kept = max(len(self._versions) - self._keep_versions, 0) if old.id else 1

@@ -30,7 +30,7 @@ from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renaming, way_back
 from modelstate.serve.meta_clone import buffers_of, meta_clone, runtime_state
 from modelstate.serve.targets import Program, Target
-from modelstate.serve.weights import Marks, Weights, buffer_digest, read_weights
+from modelstate.serve.weights import BufferDigests, Weights, buffer_digest, read_weights
 from modelstate.text_format import listed, short_repr, size
 from modelstate.torch_compat.dtypes import nonfinite, short
 from modelstate.torch_compat.modules import (
@@ -379,7 +379,7 @@ def settle(tensors: list[torch.Tensor]) -> None:
         torch.cuda.synchronize(device)
 
 
-def modified_buffers(module: nn.Module, since: Marks) -> dict[str, torch.Tensor | None]:
+def modified_buffers(module: nn.Module, since: BufferDigests) -> dict[str, torch.Tensor | None]:
     """Returns the buffers that requests have changed, and None for buffers that they have set to None."""
     present = buffers_of(module)
     settle([*present.values()])

@@ -28,7 +28,7 @@ from modelstate.serve.meta_clone import (
     state_module,
 )
 from modelstate.serve.state_names import NameMap, view_key
-from modelstate.serve.weights import Weights, marks_of
+from modelstate.serve.weights import Weights, buffer_digests
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import (
     compiled_like,
@@ -60,7 +60,7 @@ class Program:
 
     def __init__(self, module: nn.Module, call: Callable[..., object], *, has_methods: bool = False) -> None:
         self.module, self.call, self.has_methods = module, call, has_methods
-        self.weights = Weights(marks=marks_of(module))
+        self.weights = Weights(buffers=buffer_digests(module))
         """What a later version may use: of the target as it was given, no tensor."""
 
     def __call__(self, *args: object, **named: object) -> object:

@@ -30,12 +30,12 @@ from modelstate.serve.meta_clone import buffers_of
 from modelstate.spec import ByteRange, Combined, Stored, StoredTensor, bytes_key, is_run
 from modelstate.torch_compat.plain import has_its_memory, in_a_row, is_plain
 
-Marks = dict[str, object]
-"""By the names of buffers: what differs once a request has written to the tensor."""
+BufferDigests = dict[str, object]
+"""A digest of the values of each buffer, by name."""
 
 
-def marks_of(module: nn.Module) -> Marks:
-    """Returns a digest of each buffer."""
+def buffer_digests(module: nn.Module) -> BufferDigests:
+    """Returns digests of the present buffers, which tell later whether a request has written to them."""
     return {name: buffer_digest(buffer) for name, buffer in buffers_of(module).items()}
 
 
@@ -53,7 +53,8 @@ class Weights(msgspec.Struct, eq=False):
     """They share the memory of the version."""
     maps: Set[int] = frozenset()
     """The addresses of those that are maps of a file, into which nothing is read."""
-    marks: Marks = {}
+    buffers: BufferDigests = {}
+    """As they were when the version was made."""
     checkpoint: Checkpoint | None = None
     """The files that they were read from."""
     names: dict[str, str] = {}
@@ -70,7 +71,7 @@ class Weights(msgspec.Struct, eq=False):
         if tensor is None or saved is None or self.checkpoint is None:
             return ""
         stored = self.checkpoint.stored(saved)
-        is_unchanged = name not in self.marks or self.marks[name] == buffer_digest(tensor)
+        is_unchanged = name not in self.buffers or self.buffers[name] == buffer_digest(tensor)
         return "".join(self.checkpoint.digests_of(stored)[-1:]) if is_unchanged and _fits(tensor, stored) else ""
 
 

@@ -37,11 +37,10 @@ from modelstate.formats.serialize import SerializedState
 from modelstate.io.engine import for_each, read_threads
 from modelstate.io.memory import empty_cpu
 from modelstate.store.directory import StepIndex
+from modelstate.store.object_files import Key, WrittenModule
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.plain import byte_tensor, in_a_row
 
-Key = tuple[str, str]
-"""The path of an object, and the name of a tensor."""
 LastModule = tuple[dict[str, str], str, bool]
 """A module in the last checkpoint: the digests of the tensors that have the same dtypes and shapes there; its index,
 relative to the directory of the store, or nothing; and whether its tensors may be patched."""
@@ -114,17 +113,6 @@ class LastModules(Protocol):
             same: The tensors that have not changed.
             payloads: The bytes of the payloads of those that can be patched; None for a step that is to be whole.
         """
-
-
-class WrittenModule(msgspec.Struct, frozen=True):
-    """What is to be written of a module."""
-
-    whole: Mapping[str, _Tensor]
-    constant: Set[str]
-    """The tensors that have not changed since the last checkpoint."""
-    payloads: Mapping[str, _Tensor]
-    layer: PatchLayer
-    """Describes the payloads."""
 
 
 class _Change(msgspec.Struct):

@@ -2,13 +2,12 @@
 
 Each file holds tensors and nothing that changes with the step, and its name has a digest of its content. A file of the
 checkpoint before is not written again where none of its tensors has changed: the new checkpoint gets a hard link to
-it, and stays complete when the old one is removed. Tensors that change and tensors that do not go into different files.
+it, and stays complete when the old one is removed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import sys
@@ -16,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -25,41 +24,42 @@ from msgspec.structs import replace
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
-from modelstate.errors import LockedError, ModelStateError, StoreMovedError, TargetExistsError, UnsavableError
+from modelstate.errors import LockedError, ModelStateError, StoreMovedError, TargetExistsError
 from modelstate.formats.block_writer import LazyTensor, write_blocks
-from modelstate.formats.layers import PatchLayer, chains, patch_layer
-from modelstate.formats.manifest import KEY, MAX_PARTS, check_size
-from modelstate.formats.safetensors import METADATA_NAME, FileLayout, blank_digests, dtype_and_shape, layout
+from modelstate.formats.manifest import KEY, check_size
+from modelstate.formats.safetensors import blank_digests, layout
 from modelstate.formats.serialize import SerializedState, serialize
-from modelstate.formats.sharded import (
-    INDEX_SUFFIX,
-    LAYERS,
-    SHARD_METADATA,
-    SUFFIX,
-    in_shards,
-    index_of,
-)
+from modelstate.formats.sharded import SHARD_METADATA
 from modelstate.io.atomic import write_error
-from modelstate.io.engine import for_each
 from modelstate.io.lock import check_directory
 from modelstate.io.staging import StagingBuffer
 from modelstate.objects.objects import Target, capture
 from modelstate.objects.parts import Kind
 from modelstate.objects.per_rank import gathered
 from modelstate.process import stopped_by, unstoppable
-from modelstate.store.backend import NewDirectory, name_of
-from modelstate.store.directory import READS_AT_ONCE, StepEntry, StepIndex
+from modelstate.store.backend import name_of
+from modelstate.store.directory import StepEntry, StepIndex
+from modelstate.store.object_files import (
+    Key,
+    LastFiles,
+    NewFiles,
+    ObjectFiles,
+    planned_files,
+    read_last_files,
+    size_errors,
+    splitter,
+    unsavable,
+    write_index,
+)
 from modelstate.store.record import MAX_RECORD_BYTES, FileRecord, ObjectEntry, Record
 from modelstate.store.retention import Keep
 from modelstate.text_format import size
 from modelstate.torch_compat.sharding import reshard
 
 if TYPE_CHECKING:
-    from modelstate.store.bucket import NewObjects
-    from modelstate.store.delta import Delta, LastModule, LinkedModule, ModuleDeltas, WrittenModule
+    from modelstate.store.delta import Delta, LastModule, LinkedModule, ModuleDeltas
 
 _logger = logging.getLogger(__name__)
-NewFiles: TypeAlias = "NewDirectory | NewObjects"
 
 
 class SavedStep(msgspec.Struct, frozen=True):
@@ -192,32 +192,6 @@ def replicated_values(
         for name, tensor in tensors.items():
             values[f"{path}.{name}"] = (tensor.dtype, tuple(tensor.shape), of_object[name])
     return values
-
-
-@contextmanager
-def size_errors(path: str) -> Iterator[None]:
-    """Raises `UnsavableError` in place of the `ValueError` for a header or a manifest that is too large."""
-    try:
-        yield
-    except ValueError as error:
-        if isinstance(error, ModelStateError):
-            raise
-        raise _unsavable(path, error) from error
-
-
-def _unsavable(where: str, found: object) -> UnsavableError:
-    """Returns the error for a state with more in it than one checkpoint can hold."""
-    return UnsavableError(
-        "this is more than a checkpoint of a store holds",
-        where=where,
-        found=found,
-        remedy="keep large values as tensors or arrays, and save very many tensors as several objects: two optimizers "
-        "for half of the parameters each, say; where a header is too large, shard_size_bytes= makes more files",
-    )
-
-
-Key = tuple[str, str]
-"""The path of an object, and the name of a tensor."""
 
 
 class SpreadFile(msgspec.Struct, frozen=True):
@@ -384,12 +358,12 @@ class NewStep:
         """The checkpoints of the same step."""
         self._by_age: list[StepEntry] = []
         """The checkpoints of the store, the newest last."""
-        self._written: dict[str, tuple[ObjectEntry, _Files]] = {}
+        self._written: dict[str, tuple[ObjectEntry, ObjectFiles]] = {}
         self._links: dict[str, FileRecord] = {}
         """The files that `link` has linked, by name."""
-        self._lasts: dict[str, _LastFiles] = {}
+        self._lasts: dict[str, LastFiles] = {}
         """The modules of the last checkpoint."""
-        self._linked: dict[str, _Files] = {}
+        self._linked: dict[str, ObjectFiles] = {}
         """The files that `link_module` has linked."""
 
     def begin(self, overwrite: bool) -> None:
@@ -515,9 +489,9 @@ class NewStep:
                     check()
                     self._written[path] = self._write_object(new, path, encoded)
 
-    def _write_object(self, new: NewFiles, path: str, encoded: EncodedObject) -> tuple[ObjectEntry, _Files]:
+    def _write_object(self, new: NewFiles, path: str, encoded: EncodedObject) -> tuple[ObjectEntry, ObjectFiles]:
         """Writes an object where readers do not see it yet. Raises `OSError` and `UnsavableError`."""
-        state, kind, files = encoded.state, encoded.kind, _Files()
+        state, kind, files = encoded.state, encoded.kind, ObjectFiles()
         if not state.tensors and isinstance(state.tree, dict) and set(state.tree) == {"value"}:
             return ObjectEntry(kind, value=state.tree["value"]), files
         with size_errors(path):
@@ -532,7 +506,7 @@ class NewStep:
             if self._deltas is not None and kind is Kind.MODULE:
                 module = self._deltas.write(path, state, encoded.frozen, Agreement((), 0), None, self)
                 files, rest, constant = self._linked.pop(path), module.whole, module.constant
-            elif (last := self._last_files(path)) is not None:
+            elif (last := read_last_files(self._index, self._files_before, self._before.get(path))) is not None:
                 comparable = last.comparable(state.live)
                 digests = zip(comparable, write_blocks(None, 0, list(comparable.values())), strict=True)
                 constant = {name for name, digest in digests if last.digests[name] == digest}
@@ -541,52 +515,9 @@ class NewStep:
             for planned, suffix, patched in planned_files(rest, constant, splitter(self._shard_bytes), module):
                 name, of_file, record = new.write_tensors(path + suffix, planned)
                 files.add(name, record, patched or of_file.digests, self._record.serial if patched else None)
-        return _with_index(new, path, encoded, files), files
+        return write_index(new, path, kind, state, files), files
 
-    def _last_files(self, path: str) -> _LastFiles | None:
-        """Returns the files of an object in the last checkpoint that can be linked.
-
-        None where the last checkpoint lacks the object, or its files cannot be read: all files are written then.
-        """
-        entry = self._before.get(path)
-        if entry is None or not entry.index.endswith(INDEX_SUFFIX):
-            return None
-        last, read = _LastFiles(entry), dict[str, bytes]()
-
-        def read_head(file: tuple[str, FileRecord]) -> None:
-            head = self._index.untouched_head(os.path.join(self._files_before, file[0]), file[1])
-            # Parsing one with more parts could need gigabytes.
-            if head is not None and sum(map(head.count, (b"[", b"{", b","))) <= MAX_PARTS:
-                read[file[0]] = head
-
-        threads = READS_AT_ONCE if self._index.backend.is_lazy else 1
-        for_each(entry.files.items(), [read_head] * min(threads, len(entry.files)))
-        heads = {name: read[name] for name in entry.files if name in read}
-        try:
-            metadata = json.loads(heads.pop(entry.index))["metadata"]
-            check_size(metadata[KEY])
-            digests = json.loads(metadata[KEY])["digests"]["tensors"]
-            layers = json.loads(metadata.get(LAYERS, "[]"))
-            if layers and heads.keys() != {*layers}:
-                return None
-            for file in layers or heads:
-                entries = json.loads(heads[file][8:])
-                metadata = entries.pop(METADATA_NAME)
-                last.names[file] = tuple(entries)
-                if layers and (patches := patch_layer(metadata, entries)) is not None:
-                    last.patches[file] = patches
-                    last.digests |= {name: patch.after for name, patch in patches.tensors.items()}
-                    continue
-                last.layouts |= {key: (of["dtype"], of["shape"]) for key, of in entries.items()}
-                last.chains |= {name: [file] for name in entries}
-            last.digests |= digests
-            if layers:
-                last.chains = chains(last.names, last.patches)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return None
-        return last
-
-    def _link(self, new: NewFiles, last: _LastFiles, names: Set[str], files: _Files) -> None:
+    def _link(self, new: NewFiles, last: LastFiles, names: Set[str], files: ObjectFiles) -> None:
         """Links the files of the last checkpoint that tensors need, but for those of tensors with a file that fails."""
         linked = {file for file in last.needed(names) if new.link(os.path.join(self._files_before, file))}
         complete = {name for name in names if linked.issuperset(last.chains[name])}
@@ -605,7 +536,7 @@ class NewStep:
         """Returns what the last checkpoint has of a module."""
         assert self._deltas is not None
         with self._access.errors(self._final_name):
-            last = self._last_files(path)
+            last = read_last_files(self._index, self._files_before, self._before.get(path))
         if last is None:
             return {}, "", False
         self._lasts[path], tensors = last, self._objects[path].state.tensors
@@ -616,8 +547,8 @@ class NewStep:
         return digests, index, takes_patches
 
     def link_module(self, path: str, same: Set[str], payloads: Mapping[str, int] | None) -> LinkedModule:
-        """Links files of a module, after `last_module`. The arguments are those of `_LastFiles.kept`."""
-        files = self._linked[path] = _Files()
+        """Links files of a module, after `last_module`. The arguments are those of `LastFiles.kept`."""
+        files = self._linked[path] = ObjectFiles()
         if (last := self._lasts.get(path)) is not None:
             with self._access.errors(self._final_name):
                 self._link(self.files, last, last.kept(self._objects[path].state, same, payloads), files)
@@ -649,7 +580,7 @@ class NewStep:
         entries = {path: replace(self._written[path][0], ranks=of.ranks) for path, of in self._objects.items()}
         text = replace(self._record, entries=entries).text()
         if len(text) > MAX_RECORD_BYTES:
-            raise _unsavable(
+            raise unsavable(
                 "the values that are no tensors", f"{len(text):,} bytes of them, above {MAX_RECORD_BYTES:,}"
             )
         path = new.commit(text, self._pin or any(entry.is_pinned for entry in self._revisions), check)
@@ -660,7 +591,7 @@ class NewStep:
         """Adds the objects that several ranks have written: names new files, and removes links that are not needed."""
         for name in self._links.keys() - {file.name for file in files if not file.is_new}:
             new.unlink(name)
-        of_objects = {path: self._linked.get(path, _Files()) for path, of in self._objects.items() if of.is_spread}
+        of_objects = {path: self._linked.get(path, ObjectFiles()) for path, of in self._objects.items() if of.is_spread}
         for file in files:
             of_object = of_objects[file.key]
             if file.is_new:
@@ -671,132 +602,8 @@ class NewStep:
                 of_object.digests |= file.digests
                 of_object.linked_bytes += file.nbytes
         for path, of_object in of_objects.items():
-            self._written[path] = _with_index(new, path, self._objects[path], of_object), of_object
-
-
-_Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | LazyTensor)
-
-
-class _LastFiles(msgspec.Struct):
-    """The files of an object in the last checkpoint that can be linked."""
-
-    entry: ObjectEntry
-    names: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
-    """The names of the tensors in each file, in the order of the layers."""
-    layouts: dict[str, tuple[object, object]] = msgspec.field(default_factory=dict)
-    digests: dict[str, str] = msgspec.field(default_factory=dict)
-    patches: dict[str, PatchLayer] = msgspec.field(default_factory=dict)
-    """The files that have patches."""
-    chains: dict[str, list[str]] = msgspec.field(default_factory=dict)
-    """The files that the value of each tensor needs."""
-
-    def needed(self, names: Iterable[str]) -> set[str]:
-        """Returns the files that the values of tensors need."""
-        return {file for name in names for file in self.chains[name]}
-
-    def comparable(self, tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
-        """Returns the tensors that have the same dtypes and shapes there."""
-        return {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name in self.digests and self.layouts.get(name) == dtype_and_shape(tensor)
-        }
-
-    def kept(self, state: SerializedState, same: Set[str], payloads: Mapping[str, int] | None = None) -> Set[str]:
-        """Returns the tensors whose files are to be linked.
-
-        Args:
-            state: the object as it is saved.
-            same: the tensors that have not changed.
-            payloads: the bytes of the payloads of those that can be patched; None for a step that is to be whole.
-        """
-        if payloads is not None:
-            kept = same | payloads.keys()
-            written_bytes = sum(tensor.nbytes for name, tensor in state.tensors.items() if name not in kept)
-            written_bytes += sum(payloads.values())
-            linked_bytes = sum(self.entry.files[file].nbytes for file in self.needed(kept))
-            if 2 * written_bytes <= state.nbytes and written_bytes + linked_bytes <= 2 * state.nbytes:
-                return kept
-        # A whole step links only files that have whole tensors and no tensor that has changed.
-        whole = (names for file, names in self.names.items() if all(self.chains[name] == [file] for name in names))
-        return {name for names in whole if same >= {*names} for name in names}
-
-
-class _Files(msgspec.Struct):
-    """The files of an object that is being written."""
-
-    tensors: dict[str, Sequence[str]] = msgspec.field(default_factory=dict)
-    """The names of the tensors in each file, by the file's name."""
-    digests: dict[str, str] = msgspec.field(default_factory=dict)
-    """The digest of each tensor."""
-    records: dict[str, FileRecord] = msgspec.field(default_factory=dict)
-    written_bytes: int = 0
-    linked_bytes: int = 0
-    patched: set[str] = msgspec.field(default_factory=set)
-    """The tensors with patches."""
-    saves: set[int] = msgspec.field(default_factory=set)
-    """The saves whose patches it needs."""
-
-    def add(self, file: str, record: FileRecord, digests: Mapping[str, str], save: int | None = None) -> None:
-        """Adds a file that was written: with the digests of its tensors, and the save that has patched them, if any."""
-        self.tensors[file], self.records[file] = tuple(digests), record
-        self.digests |= digests
-        self.written_bytes += record.nbytes
-        if save is not None:
-            self.saves.add(save)
-            self.patched |= digests.keys()
-
-
-def _with_index(new: NewFiles, path: str, encoded: EncodedObject, files: _Files) -> ObjectEntry:
-    """Writes the index of the files of an object. Returns the entry of the object."""
-    is_layered = sum(map(len, files.tensors.values())) > len(files.digests)
-    with size_errors(path):
-        manifest = encoded.state.manifest(None, files.digests, files.patched)
-        text = index_of(files.tensors, encoded.state.nbytes, manifest, is_layered)
-    index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
-    files.records[index] = record
-    files.written_bytes += len(text)
-    return ObjectEntry(encoded.kind, index, files.records, written_bytes=files.written_bytes, patches=len(files.saves))
-
-
-Split = Callable[[Mapping[str, _Tensor]], Iterable[Mapping[str, _Tensor]]]
-
-
-def splitter(shard_bytes: int | None) -> Split[_Tensor]:
-    """Returns a function that groups tensors into files of at most so many bytes; None stands for one file."""
-    return lambda tensors: [tensors] if shard_bytes is None else in_shards(tensors, shard_bytes)
-
-
-def groups(
-    tensors: Mapping[str, _Tensor], constant: Set[str], split: Split[_Tensor]
-) -> Iterator[Mapping[str, _Tensor]]:
-    """Yields the tensors of each file. Those that are `constant` are in files of their own."""
-    for is_constant in (True, False):
-        group = {name: tensor for name, tensor in tensors.items() if (name in constant) == is_constant}
-        if group:
-            yield from split(group)
-
-
-def planned_files(
-    tensors: Mapping[str, torch.Tensor | LazyTensor],
-    constant: Set[str],
-    split: Split[torch.Tensor | LazyTensor],
-    module: WrittenModule | None,
-) -> Iterator[tuple[FileLayout, str, dict[str, str]]]:
-    """Yields the files of an object. With each come the suffix of its name, and the digests of tensors with patches.
-
-    Args:
-        tensors: the tensors that are written whole.
-        constant: the tensors that do not change.
-        split: divides tensors into files.
-        module: the patches of a module; None for other objects.
-    """
-    for group in groups(tensors, constant, split):
-        yield layout(group, lambda _: SHARD_METADATA), "", {}
-    if module is not None:
-        patches = module.layer.tensors
-        for group in groups(module.payloads, frozenset(), split):
-            yield layout(group, module.layer.metadata), ".delta", {name: patches[name].after for name in group}
+            of = self._objects[path]
+            self._written[path] = write_index(new, path, of.kind, of.state, of_object), of_object
 
 
 class Staging(StagingBuffer):

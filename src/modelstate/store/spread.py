@@ -17,17 +17,8 @@ from modelstate.formats.manifest import digest
 from modelstate.formats.safetensors import FileLayout, parts_of
 from modelstate.io.atomic import Output, new_file
 from modelstate.objects.parts import Kind
-from modelstate.store.saving import (
-    EncodedObject,
-    Key,
-    NewStep,
-    Split,
-    SpreadFile,
-    local_part,
-    planned_files,
-    size_errors,
-    splitter,
-)
+from modelstate.store.object_files import Key, Split, planned_files, size_errors, splitter
+from modelstate.store.saving import EncodedObject, NewStep, SpreadFile, local_part
 
 if TYPE_CHECKING:
     from modelstate.store.delta import ModuleDeltas
