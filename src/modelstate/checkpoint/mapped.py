@@ -102,17 +102,7 @@ class Maps:
 
         Raises `ReadFailedError` where a file cannot be mapped, or has changed.
         """
-        import torch
-
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self.tensors(columns)
-        files = {path: self._map(path) for path in {*columns.paths}}
-        views: list[torch.Tensor] = []
-        for dtype, shape, path, start, nbytes in columns.rows():
-            tensor = torch.frombuffer(files[path], dtype=dtype, count=nbytes // dtype.itemsize, offset=start)
-            views.append(tensor if len(shape) == 1 else tensor.resize_(*shape) if shape else tensor.resize_(shape))
-        return views
+        return views_of({path: self._map(path) for path in {*columns.paths}}, columns)
 
     def tensor_for_user(self, stored: Stored, option: bool | None) -> torch.Tensor:
         """The tensor as a view of its file where `can_map` allows that, else in memory of its own.
@@ -286,6 +276,18 @@ class Maps:
                 )
             mapped = self._maps.setdefault(path, mapped)  # another thread may have mapped it meanwhile
         return mapped
+
+
+def views_of(maps: Mapping[str, mmap.mmap], columns: TensorColumns) -> list[torch.Tensor]:
+    """Returns tensors, as those of `Maps.tensors`, as views of maps of their files."""
+    import torch
+
+    views: list[torch.Tensor] = []
+    with torch.inference_mode(False):  # a tensor of that mode cannot be trained later
+        for dtype, shape, path, start, nbytes in columns.rows():
+            tensor = torch.frombuffer(maps[path], dtype=dtype, count=nbytes // dtype.itemsize, offset=start)
+            views.append(tensor if len(shape) == 1 else tensor.resize_(*shape) if shape else tensor.resize_(shape))
+    return views
 
 
 _lock = fork_safe_lock()

@@ -5,6 +5,7 @@ What can fail comes first, and can be undone; then the commit. On several ranks 
 
 from __future__ import annotations
 
+import mmap
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,12 +15,14 @@ from functools import partial
 import torch
 from msgspec.structs import replace
 
-from modelstate.checkpoint.mapped import Maps
+from modelstate.checkpoint.mapped import views_of
 from modelstate.checkpoint.open import Source, open_source
 from modelstate.distributed.agreement import NOTHING_CHANGED, Agreement, agreement_of
 from modelstate.errors import MemoryBudgetError, ModelStateError, OptionError, PlacementError, ReadFailedError
-from modelstate.io.engine import OpenFiles
+from modelstate.io import system
+from modelstate.io.engine import LocalFile, OpenFiles
 from modelstate.io.files import kept_open
+from modelstate.io.linux import MAP_NORESERVE
 from modelstate.io.page_cache import bring_into_cache, lease_files
 from modelstate.loading import collective
 from modelstate.loading.stage import Progress, Staging, limit_memory, reads, stage, stage_one
@@ -419,7 +422,7 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution], advance: 
             casts, copies = [item for item in waiting if _casts_from_map(item.transfers)], list[Callable[[], object]]()
             try:
                 copies += [_copy_from_maps(staging, casts)] if casts else []
-            except ReadFailedError:  # no room for a map; a file that has changed is found below
+            except (OSError, ValueError):  # no room for a map
                 casts = []
             rest = [item for item in waiting if item not in casts]
             return [*copies, *reads(staging, rest, lambda _: None), staging.files.check_unchanged]
@@ -442,9 +445,16 @@ def _casts_from_map(transfers: Transfers) -> bool:
 
 
 def _copy_from_maps(staging: Staging, executions: Sequence[Execution]) -> Callable[[], object]:
-    """Returns a function that copies values out of maps of their files, which are leased and in the page cache."""
-    maps = Maps(staging.checkpoint.fingerprints, staging.checkpoint.format)
-    values = [value for item in executions if item.transfers.columns for value in maps.tensors(item.transfers.columns)]
+    """Returns a function that copies values out of maps of their files, which are leased and in the page cache.
+
+    Raises `OSError` or `ValueError` where a file cannot be mapped.
+    """
+    columns, maps = [item.transfers.rows for item in executions], dict[str, mmap.mmap]()
+    for path in {path for each in columns for path in each.paths}:
+        file = staging.files[path]
+        assert isinstance(file, LocalFile)  # others are not leased
+        maps[path] = system.mmap(file.descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
+    values = [value for each in columns for value in views_of(maps, each)]
     return partial(copy_each, [param for item in executions for param in item.transfers.params], values)
 
 
