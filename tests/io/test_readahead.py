@@ -1,5 +1,6 @@
 """Files that are not in the page cache are asked for before they are needed."""
 
+import errno
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.io import linux
+from tests.faults import Request, faulty_reads
 from tests.formats.files import cached_share, evict
 
 
@@ -44,6 +46,27 @@ def test_a_cold_file_is_read_ahead_within_the_budget(options: dict[str, Any], co
     assert "67.1 MB of it are read ahead" in " ".join(report.notes)
     assert report.peak_memory_bytes <= budget
     assert module[5].weight[3, 3] == 5
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_load_in_place_goes_past_the_page_cache(is_refused: bool, cold: Path) -> None:
+    values = {f"{i}.weight": torch.arange(i, i + 1024 * 2049).view(1024, 2049).float() for i in range(8)}
+    save_file(values, cold, {"odd": "x" * 13})
+    evict(cold)
+    module, refused = nn.Sequential(*[nn.Linear(2049, 1024, bias=False) for _ in range(8)]), list[Request]()
+
+    def refuse(request: Request) -> None:
+        """As a file system that takes the flag, and refuses the read. Only such reads are of 2 MiB."""
+        if is_refused and request.call == "preadv" and request.nbytes == 2 << 20:
+            refused.append(request)
+            raise OSError(errno.EINVAL, "not a multiple of the block")
+
+    with faulty_reads(before=refuse):
+        report = ms.load(module, cold, in_place=True)
+    assert "67.1 MB of it are read past it" in " ".join(report.notes)
+    assert all(torch.equal(value, values[name]) for name, value in module.state_dict().items())
+    assert bool(refused) is is_refused
+    assert is_refused or (cached_share(cold) or 0) < 0.1
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import math
-import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -32,7 +31,7 @@ from modelstate.io import linux, system
 from modelstate.io.atomic import Output
 from modelstate.io.engine import for_each, memory_at, read_threads
 from modelstate.io.files import Descriptor
-from modelstate.io.memory import HUGE_PAGE_BYTES, empty_cpu
+from modelstate.io.memory import DIRECT_ALIGN_BYTES, Buffer, empty_cpu
 from modelstate.io.tensors import ReadAll, elements, read_tensor, runs
 from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, elements_bytes, is_run, own_bytes, pieces
 from modelstate.text_format import size
@@ -48,32 +47,8 @@ TOGETHER_BYTES = 64 << 10
 """The memory of tensors that are read together where each tensor needs less."""
 
 
-_ALIGN_BYTES = 4096
-"""A multiple of the alignment that disks and file systems require for O_DIRECT."""
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 """The errors of a file system that does not support O_DIRECT."""
-
-
-class Buffer:
-    """Memory that one thread writes files from, in huge pages where there are some.
-
-    The disk of a virtual machine takes a few hundred contiguous pieces of memory at a time: with small pages, which
-    are scattered, O_DIRECT was measured to be slower than the page cache.
-
-    Raises `OSError` where no memory is available.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        # Larger than asked for, so that it can begin and end at a huge page; the rest is never touched.
-        self._memory = mmap.mmap(-1, nbytes + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        offset = -first % HUGE_PAGE_BYTES
-        self.address = first + offset
-        self.view = memoryview(self._memory)[offset : offset + nbytes]
-        if nbytes >= HUGE_PAGE_BYTES:
-            nbytes = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-            for advice in (linux.Advice.HUGEPAGE, linux.Advice.POPULATE_WRITE, linux.Advice.COLLAPSE):
-                linux.madvise(self.address, nbytes, advice)
 
 
 class Uncached:
@@ -85,14 +60,14 @@ class Uncached:
 
     def write_at(self, offset: int, buffer: memoryview) -> None:
         """Writes the whole buffer. O_DIRECT needs pages of memory that begin where pages of the file begin."""
-        before = min(-offset % _ALIGN_BYTES, len(buffer))
+        before = min(-offset % DIRECT_ALIGN_BYTES, len(buffer))
         done = before + self._write_pages(offset + before, buffer[before:])
         self._output.write_at(offset, buffer[:before])
         self._output.write_at(offset + done, buffer[done:])
 
     def _write_pages(self, offset: int, buffer: memoryview) -> int:
         """Writes whole pages with O_DIRECT, in one call. Returns the bytes written; the page cache takes the rest."""
-        nbytes = len(buffer) // _ALIGN_BYTES * _ALIGN_BYTES
+        nbytes = len(buffer) // DIRECT_ALIGN_BYTES * DIRECT_ALIGN_BYTES
         if not nbytes or self._is_refused:
             return 0
         try:
@@ -343,17 +318,17 @@ def write_blocks(
                 data = memory_at(address + offset, count)
                 if output is not None and buffer is not None:
                     if filled + count > BLOCK_BYTES:
-                        output.write_at(start, buffer.view[start % _ALIGN_BYTES :][:filled])
+                        output.write_at(start, buffer.view[start % DIRECT_ALIGN_BYTES :][:filled])
                         start, filled = start + filled, 0
                     # Pages of memory are pages of the file. Other code may change a tensor while it is written: the
                     # digest and the file are of the same copy.
-                    at = start % _ALIGN_BYTES + filled
+                    at = start % DIRECT_ALIGN_BYTES + filled
                     ctypes.memmove(buffer.address + at, address + offset, count)
                     data = buffer.view[at : at + count]
                 digests[number][block + offset // BLOCK_BYTES] = xxhash.xxh3_128_hexdigest(data)
                 filled += count
         if output is not None and buffer is not None:
-            output.write_at(start, buffer.view[start % _ALIGN_BYTES :][:filled])
+            output.write_at(start, buffer.view[start % DIRECT_ALIGN_BYTES :][:filled])
 
     starts = [*accumulate(sizes, initial=start)][:-1] if isinstance(start, int) else start
     jobs = _jobs(starts, tensors)
@@ -362,7 +337,7 @@ def write_blocks(
         on_written(job.nbytes)
 
     threads = min(threads or read_threads(), len(jobs))
-    buffers = [None if output is None else Buffer(most_bytes + _ALIGN_BYTES) for _ in range(threads)]
+    buffers = [None if output is None else Buffer(most_bytes + DIRECT_ALIGN_BYTES) for _ in range(threads)]
     for_each(jobs, [partial(write, buffer) for buffer in buffers], on_done, with_torch=True)
     return ["".join(blocks) for blocks in digests]
 

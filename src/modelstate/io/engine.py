@@ -25,8 +25,8 @@ from msgspec.structs import replace
 
 from modelstate.errors import OPEN_AGAIN, ReadFailedError, SourceTypeError
 from modelstate.io import lease, linux, system
-from modelstate.io.files import FileFingerprint, Opened, open_regular, read_failed
-from modelstate.io.memory import aligned, fresh_tensors
+from modelstate.io.files import Descriptor, FileFingerprint, Opened, open_regular, read_failed
+from modelstate.io.memory import DIRECT_ALIGN_BYTES, HUGE_PAGE_BYTES, Buffer, aligned, fresh_tensors
 from modelstate.process import parallel_for
 from modelstate.remote.location import CACHE_BLOCK_BYTES, CONNECTIONS
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
@@ -49,6 +49,8 @@ _IOV_MAX = 1024
 """The number of buffers that Linux accepts in one call."""
 _LEAST_POPULATED_BYTES = 256 << 10
 """Less new memory takes its pages one by one."""
+_LEAST_DIRECT_BYTES = 256 << 10
+"""Less is read from the page cache, which reads ahead."""
 _PyBUF_WRITE = 0x200
 _BLOCK_BYTES = 4 << 20
 """What a thread reads before it casts it: smaller blocks lose more to the interpreter lock than the cache saves."""
@@ -72,9 +74,10 @@ def read_threads() -> int:
 
 
 def common_align_bytes(paths: Iterable[str], fingerprints: Mapping[str, FileFingerprint]) -> int:
-    """A multiple at which reads end: with a cache two threads would request the block that they share."""
+    """A multiple at which reads end, so that no two of them need a part of the same block of a cache or a disk."""
     known = (fingerprints.get(path) for path in paths)
-    return CACHE_BLOCK_BYTES if any(each is not None and each.cache is not None for each in known) else 1
+    is_cached = any(each is not None and each.cache is not None for each in known)
+    return CACHE_BLOCK_BYTES if is_cached else DIRECT_ALIGN_BYTES
 
 
 class ReadStrategy(msgspec.Struct, frozen=True):
@@ -166,6 +169,8 @@ class LocalFile:
 
     _leased_at: float | None = None
     """When the read lease was taken; None without one."""
+    _direct: Descriptor | None = None
+    """The file once more, with O_DIRECT."""
 
     def __init__(self, path: str, fingerprint: FileFingerprint | None, opened: Opened | None = None) -> None:
         self.path, self._fingerprint = path, fingerprint
@@ -207,14 +212,46 @@ class LocalFile:
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
         """As `RangeFile.read_into`. What the page cache does not return at once of a leased file is read again."""
-        if self._leased_at is not None:
-            with suppress(OSError):
-                if count := system.preadv_cached(self.descriptor, buffers, offset):
-                    return count
+        with suppress(OSError):  # which the usual call has again
+            if self._leased_at is not None:
+                count = system.preadv_cached(self.descriptor, buffers, offset)
+            else:
+                count = 0 if self._direct is None else self._read_window(self._direct, buffers, offset)
+            if count:
+                return count
         try:
             return system.preadv(self.descriptor, buffers, offset)
         except OSError as error:
             raise read_failed("reading failed", f"{self.path}, byte {offset}", error) from error
+
+    def skip_page_cache(self) -> bool:
+        """Lets large reads go past the page cache. Returns whether the file system may have this."""
+        if linux.O_DIRECT and self._direct is None:
+            with suppress(OSError):
+                opened = system.open(f"/proc/self/fd/{int(self.descriptor)}", os.O_RDONLY | linux.O_DIRECT)
+                self._direct, self._windows = Descriptor(opened), list[Buffer]()
+        return self._direct is not None
+
+    def _read_window(self, direct: Descriptor, buffers: Sequence[memoryview], offset: int) -> int:
+        """Reads whole pages of the file into a huge page, and copies what is asked for. Returns its length, or 0."""
+        wanted, start = sum(map(len, buffers)), offset // DIRECT_ALIGN_BYTES * DIRECT_ALIGN_BYTES
+        if wanted < _LEAST_DIRECT_BYTES:
+            return 0
+        try:
+            window = self._windows.pop()
+        except IndexError:  # the first read of a thread
+            window = Buffer(HUGE_PAGE_BYTES)
+        pages = -(-(offset + wanted - start) // DIRECT_ALIGN_BYTES)
+        end = system.preadv(direct, [window.view[: pages * DIRECT_ALIGN_BYTES]], start)
+        at = offset - start
+        for buffer in buffers:
+            if at >= end:
+                break
+            nbytes = min(len(buffer), end - at)
+            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), window.address + at, nbytes)
+            at += nbytes
+        self._windows.append(window)
+        return max(at - (offset - start), 0)
 
     def check_unchanged(self) -> None:
         """As `RangeFile.check_unchanged`. A leased file has not changed before a writer has waited for too long."""
@@ -234,6 +271,8 @@ class LocalFile:
         """Closes the file, and releases its lease."""
         if self._leased_at is not None:
             self.release()
+        if self._direct is not None:
+            self._direct.close()
         self.descriptor.close()
 
 
@@ -439,7 +478,7 @@ def read_ranges(
     paths = {request.source.path for request in single} | {request.source.path for request in rows}
     known = files.fingerprints
     remote = [path for path in paths if path in known and known[path].is_remote]
-    align_bytes = common_align_bytes(remote, known) if remote else 1
+    align_bytes = common_align_bytes(remote, known) if remote or batch_bytes is None else 1
     threads = threads or (CONNECTIONS if remote else read_threads())
     if batch_bytes is None:
         batch_bytes = BATCH_BYTES

@@ -43,6 +43,8 @@ from modelstate.spec import ByteRange
 
 LEAST_BYTES_AHEAD = 16 << 20
 """A smaller range is read before a thread has been started."""
+_LEAST_BYTES_DIRECT = 64 << 20
+"""A smaller range takes little room in the page cache, where it is for the next reader."""
 _JOINED_BYTES = 1 << 20
 _STEP_BYTES = 128 << 10
 """The length of one read-ahead request. The kernel silently cuts a larger one to the read-ahead of its block device."""
@@ -66,18 +68,35 @@ def read_ahead(ranges: Iterable[ByteRange], files: OpenFiles) -> int:
     Returns the number of bytes that the kernel is asked for, at most half of the available memory. It is 0 where the
     ranges are cached already, where the kernel does not say whether they are, and where they are too small to matter.
     """
+    cold = _cold(ranges, files)
+    total = min(sum(span.nbytes for span in cold), most_to_read())
+    if total:
+        run_detached(partial(_read_ahead, cold, total, files.fingerprints))
+    return total
+
+
+def skip_page_cache(ranges: Iterable[ByteRange], files: OpenFiles) -> int:
+    """Lets reads go past the page cache where it has little of the ranges: it would take longer than the disk.
+
+    Returns the number of bytes of these ranges.
+    """
+    total = 0
+    for path, _, nbytes in _cold(ranges, files):
+        file = files[path]
+        if nbytes >= _LEAST_BYTES_DIRECT and isinstance(file, LocalFile) and file.skip_page_cache():
+            total += nbytes
+    return total
+
+
+def _cold(ranges: Iterable[ByteRange], files: OpenFiles) -> list[ByteRange]:
+    """The ranges that are not in the page cache, as far as the kernel says so; none where they are too small."""
     spans = merged(ranges)
     if sum(span.nbytes for span in spans) < LEAST_BYTES_AHEAD:
-        return 0
+        return []
     try:
-        cold = [span for span in spans if is_cold(span, files)]
+        return [span for span in spans if is_cold(span, files)]
     except ReadFailedError:
-        return 0  # the read itself reports it
-    if not cold:
-        return 0
-    total = min(sum(span.nbytes for span in cold), most_to_read())
-    run_detached(partial(_read_ahead, cold, total, files.fingerprints))
-    return total
+        return []  # the read itself reports it
 
 
 def merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 from torch import nn
 from torch.autograd.graph import increment_version
@@ -40,7 +41,7 @@ from modelstate.io.engine import (
 )
 from modelstate.io.linux import trim_heap
 from modelstate.io.memory import aligned, fresh_tensors
-from modelstate.io.page_cache import LEAST_BYTES_AHEAD, read_ahead
+from modelstate.io.page_cache import LEAST_BYTES_AHEAD, read_ahead, skip_page_cache
 from modelstate.io.staging import pinned_memory
 from modelstate.io.tensors import compute, read_tensor
 from modelstate.loading.collective import SharedRead
@@ -129,21 +130,27 @@ were measured to take 600 instead of 280 MB."""
 def stage(staging: Staging, executions: Iterable[Execution], progress: Progress) -> list[str]:
     """Computes every final value that is not read straight into its slot. The model is not changed.
 
-    First the kernel starts to read what the page cache lacks, also of the other values. Returns remarks for the report.
-    Raises `ReadFailedError` and `TransformError`.
+    First the kernel starts to read what the page cache lacks, also of the other values. A load with `in_place=True`
+    goes past the page cache instead, which is faster, where no other rank reads the file too. Returns remarks for the
+    report. Raises `ReadFailedError` and `TransformError`.
     """
     unread = [item for item in executions if not item.finals]
-    nbytes = 0
-    if sum(item.transfers.nbytes for item in unread) >= LEAST_BYTES_AHEAD:
-        nbytes = read_ahead([extent for item in unread for extent in item.transfers.extents], staging.files)
     waiting = [item for item in unread if item.transfers.way is not Way.INTO]
+    nbytes, how = 0, "ahead"
+    if sum(item.transfers.nbytes for item in unread) >= LEAST_BYTES_AHEAD:
+        extents, options = [extent for item in unread for extent in item.transfers.extents], staging.options
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        if options.in_place and options.max_memory_bytes is None and is_alone:
+            nbytes, how = skip_page_cache(extents, staging.files), "past it"
+        if not nbytes:
+            nbytes, how = read_ahead(extents, staging.files), "ahead"
     for item in waiting:
         if item.transfers.way is Way.MAP:
             item.finals = item.transfers.mapped()
             progress(item.transfers.nbytes)
     for read in reads(staging, (item for item in waiting if not item.finals), progress):
         read()
-    return [f"the file was not in the page cache: {size(nbytes)} of it are read ahead"] if nbytes else []
+    return [f"the file was not in the page cache: {size(nbytes)} of it are read {how}"] if nbytes else []
 
 
 def reads(staging: Staging, executions: Iterable[Execution], progress: Progress) -> Iterator[Callable[[], object]]:
