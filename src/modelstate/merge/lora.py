@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from typing import Annotated, TypeGuard
 import msgspec
 import torch
 
-from modelstate.arguments import check_flag
+from modelstate.arguments import check_flag, is_number
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.combine import Combination, label, versions_of
 from modelstate.checkpoint.reduction import kind_of
@@ -71,7 +72,6 @@ _MOST_SUGGESTED = 3
 """Problems that suggest a similar name: finding it compares a name with all names of the base, which is slow."""
 _WITHOUT_ALPHA = (".lora_A.weight", ".lora_down.weight")
 """The ends of names in files of diffusers and of kohya's tools, for which alpha is the rank by convention."""
-_WAY_OF_INIT = ", or save it for the untouched base: save_pretrained(path_initial_model_for_weight_conversion=...)"
 _MOST_NESTED = 6
 """The most parameters of a module for which the order of their adapters is searched."""
 
@@ -154,8 +154,8 @@ class LoRA(Combination):
         replaced: dict[str, tuple[str, Stored]] = {}
         for index, adapter in enumerate(sources[1:], 1):
             at = label(sources, index)
-            _check_adapter(adapter, at)
-            _AdapterReader(base, adapter, at, _configs_of(adapter, at), self, problems, products, replaced).read()
+            configs = _configs_of(adapter, at)
+            _AdapterReader(base, adapter, at, configs, self, problems, products, replaced).read()
         if problems:
             raise CombineError(
                 f"tensors of adapters that do not fit the base ({len(problems):,})",
@@ -180,31 +180,6 @@ class LoRA(Combination):
             if name not in products:
                 tensors[name] = _merged(stored, base[name].dtype if name in base else stored.dtype, ())
         return FlatTree(tensors, dict(base.flat.values), base.flat.containers, versions_of([base]))
-
-
-def _check_adapter(adapter: Checkpoint, where: str) -> None:
-    """Raises `CombineError` for a checkpoint that is not an adapter of LoRA."""
-    other = next(filter(None, map(_OTHER_METHODS.search, adapter)), None)
-    if other is not None:
-        raise CombineError(
-            f"an adapter of this kind is not merged here: {str(other.lastgroup).replace('_', ' ')}",
-            where=where,
-            expected="the two matrices of LoRA for each module",
-            found=other.string,
-            remedy="merge it with the library that made it, and save the result: PeftModel.merge_and_unload() of peft, "
-            "or create_lycoris_from_weights(1.0, path, model)[0].merge_to() of LyCORIS",
-        )
-    if not any(name.startswith(PEFT_PREFIX) or LORA_MATRIX.match(name) for name in adapter):
-        raise CombineError(
-            f"this checkpoint is not an adapter: it has no {'LoRA matrices' if len(adapter) else 'tensors'}",
-            where=where,
-            expected="names such as layer.lora_A.weight and layer.lora_B.weight",
-            found=listed(list(adapter), most=2),
-            remedy="load it with the library that made it, and save it with such names; of old diffusers: "
-            "pipeline.load_lora_weights(path), then pipeline.save_lora_weights(...)"
-            if any("lora" in name.lower() for name in adapter)
-            else "open it by itself, or average several models with combine=ms.merge.Average()",
-        )
 
 
 class _MisfitError(Exception):
@@ -562,11 +537,8 @@ class _AdapterReader(msgspec.Struct):
 
 
 def _is_finite_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a finite number that fits a float; a bool is not a number here."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an int of hundreds of digits
-        return False
+    """Whether a value is a number that fits a float; a bool is not a number here."""
+    return is_number(value) and abs(value) <= sys.float_info.max
 
 
 # The configuration: `adapter_config.json` of peft, or the metadata that diffusers writes.
@@ -593,46 +565,61 @@ class _AdapterConfig(msgspec.Struct, frozen=True):
 def _configs_of(adapter: Checkpoint, where: str) -> dict[str, _AdapterConfig]:
     """Returns the configurations of an adapter by the part of the pipeline; the key is "" for a model.
 
-    Raises `CombineError` if a configuration is damaged, or if the adapter is more than matrices that are added to an
-    unchanged base.
+    Raises `CombineError` if a configuration is damaged, or if the checkpoint is not an adapter of matrices that
+    are added to an unchanged base.
     """
-    text = adapter.metadata.get(_METADATA)
-    where = f"{where}, {_METADATA}"
+    text, of_text = adapter.metadata.get(_METADATA), f"{where}, {_METADATA}"
     path = os.path.join(os.path.dirname(adapter.files[0]), "adapter_config.json") if adapter.files else ""
     if os.path.lexists(path):  # a link to nothing is an error: without its settings, other values are merged
-        text, where = read_whole(path, _MAX_BYTES, "the adapter's configuration"), path
-    if not isinstance(text, str | bytes):
-        return {}
+        text, of_text = read_whole(path, _MAX_BYTES, "the adapter's configuration"), path
+    parts: dict[str, dict[str, object]] = {}
     try:
-        settings = msgspec.json.decode(text, type=dict[str, object])
-        parts: dict[str, dict[str, object]] = {} if settings else {"": {}}
-        is_of_pipeline = isinstance(text, str) and any(name.endswith(".lora_alpha") for name in settings)
-        for name, value in settings.items():
-            part, _, setting = name.rpartition(".") if is_of_pipeline else ("", "", name)
-            parts.setdefault(part, {})[setting] = value
+        if isinstance(text, str | bytes):
+            settings = msgspec.json.decode(text, type=dict[str, object])
+            is_of_pipeline = isinstance(text, str) and any(name.endswith(".lora_alpha") for name in settings)
+            parts = {} if is_of_pipeline else {"": settings}
+            for name, value in settings.items() if is_of_pipeline else ():
+                part, _, setting = name.rpartition(".")
+                parts.setdefault(part, {})[setting] = value
         configs = {part: msgspec.convert(of_part, _AdapterConfig) for part, of_part in parts.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CombineError(
             "the adapter's configuration is damaged",
-            where=where,
+            where=of_text,
             found=str(error),
             remedy="copy it again; or remove it, and give ms.merge.LoRA(alpha=...)",
         ) from error
-    for of_part in parts.values():
-        unsupported = [name for name in _NOT_MERGED if of_part.get(name)]
-        if of_part.get("peft_type", "LORA") != "LORA":
-            unsupported.append("peft_type")
-        way = "" if unsupported else _WAY_OF_INIT
-        if str(of_part.get("init_lora_weights")).startswith(_CHANGE_THE_BASE):
-            unsupported.append("init_lora_weights")
-        if unsupported:
-            raise CombineError(
-                "an adapter of this kind is not merged here",
-                where=where,
-                expected='peft_type "LORA", alone, with DoRA or with target_parameters',
-                found=", ".join(f"{name}: {of_part[name]!r}" for name in unsupported),
-                remedy=f"merge it with peft: PeftModel.merge_and_unload(){way}",
-            )
+    others = [match for match in map(_OTHER_METHODS.search, adapter) if match][:1]
+    unsupported = {str(match.lastgroup).replace("_", " "): match.string for match in others} | {
+        name: repr(value)
+        for of_part in parts.values()
+        for name, value in of_part.items()
+        if (name in _NOT_MERGED and value)
+        or (name == "peft_type" and value != "LORA")
+        or (name == "init_lora_weights" and str(value).startswith(_CHANGE_THE_BASE))
+    }
+    if unsupported:
+        way = ", or save it for the untouched base: save_pretrained(path_initial_model_for_weight_conversion=...)"
+        raise CombineError(
+            f"an adapter of this kind is not merged here: {', '.join(unsupported)}",
+            where=where if others else of_text,
+            expected='two matrices of LoRA for each module (peft_type "LORA"), alone, with DoRA or target_parameters',
+            found=", ".join(f"{name}: {found}" for name, found in unsupported.items()),
+            remedy="merge it with the library that made it, and save the result: PeftModel.merge_and_unload() of peft, "
+            "or create_lycoris_from_weights(1.0, path, model)[0].merge_to() of LyCORIS"
+            + (way if [*unsupported] == ["init_lora_weights"] else ""),
+        )
+    if not any(name.startswith(PEFT_PREFIX) or LORA_MATRIX.match(name) for name in adapter):
+        raise CombineError(
+            f"this checkpoint is not an adapter: it has no {'LoRA matrices' if len(adapter) else 'tensors'}",
+            where=where,
+            expected="names such as layer.lora_A.weight and layer.lora_B.weight",
+            found=listed(list(adapter), most=2),
+            remedy="load it with the library that made it, and save it with such names; of old diffusers: "
+            "pipeline.load_lora_weights(path), then pipeline.save_lora_weights(...)"
+            if any("lora" in name.lower() for name in adapter)
+            else "open it by itself, or average several models with combine=ms.merge.Average()",
+        )
     return configs
 
 
