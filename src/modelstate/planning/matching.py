@@ -318,19 +318,20 @@ def matching_part(
     }
     rivals[best] = most
     if len(rivals) > 1:
-        listed = ", ".join(
-            f"{key or '(the whole)'!r} ({count} of {len(wanted)} names match)" for key, count in rivals.items()
-        )
-        raise AmbiguousCheckpointError(
-            "the checkpoint holds several state dicts that fit the model",
-            where=checkpoint.source,
-            found=listed,
-            remedy=f"say which one is meant, for example key={best!r}; without key=, give "
-            f"ms.open(source).select({best!r})",
-            options=option("--key", best or next(key for key in rivals if key)),
-            candidates=tuple(rivals.items()),
-        )
+        raise several_parts(checkpoint, best, rivals, f"of {len(wanted)} names match")
     return checkpoint.select(best) if best else checkpoint
+
+
+def several_parts(checkpoint: Checkpoint, best: str, counts: Mapping[str, int], unit: str) -> AmbiguousCheckpointError:
+    """Returns the error for parts of a checkpoint that all fit the model, with the count of what fits in each."""
+    return AmbiguousCheckpointError(
+        "the checkpoint holds several state dicts that fit the model",
+        where=checkpoint.source,
+        found=", ".join(f"{key or '(the whole)'!r} ({count} {unit})" for key, count in counts.items()),
+        remedy=f"say which one is meant, for example key={best!r}; without key=, give ms.open(source).select({best!r})",
+        options=option("--key", best or next(key for key in counts if key)),
+        candidates=tuple(counts.items()),
+    )
 
 
 def _behind_prefix(name: str, wanted: Collection[str]) -> str:

@@ -4,7 +4,7 @@ Names that are equal belong together. Other tensors are matched as kinds: tensor
 such as those of the layers of an encoder. Two kinds can match if they have the same shapes at the same numbers. The
 words of their names, and the matches beside them, decide: a match counts only if it is clearly the best one in both
 directions. At first all numbers of a name may differ within a kind, then fewer and fewer of them, from the last one on.
-A fused tensor matches the kinds of its parts.
+Kinds that are named like the parts of a fused tensor are matched as the kind that they join to, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 
 import msgspec
 import torch
@@ -120,6 +120,10 @@ class Kind(msgspec.Struct, eq=False, dict=True):
     """The name, with # for these numbers."""
     leaves: dict[Ranks, Named]
     """The tensors by the ranks of these numbers."""
+    parts: Sequence[Kind] = ()
+    """The kinds that this one is joined of, which then is in no file: query, key and value."""
+    concept: str = ""
+    """What a tensor that consists of these parts is named: "qkv"."""
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -284,6 +288,26 @@ class Matches(msgspec.Struct):
             leaves = {ranks: side.names[leaf.name] for ranks, leaf in source.leaves.items()}
             self.links[at] = Kind(side.names[source.first.name], source.varied, source.text, leaves), target
 
+    def link(self, source: Kind, target: Kind) -> None:
+        """Records that two kinds match, of which one may be joined of others."""
+        parts = source.parts or target.parts
+        sizes = tuple(part.first.shape[0] for part in parts)
+        is_matrix = len(source.first.shape) == 2
+        dim = 1 if is_matrix and target.first.is_turned else 0
+        fusion = Fusion(bool(target.parts), dim, sizes if len({*sizes}) > 1 else None)
+        here, there = source.parts or [source], target.parts or [target]
+        for ranks in source.leaves:
+            names, goals = (tuple(kind.leaves[ranks].name for kind in side) for side in (here, there))
+            if not parts:
+                self.pairs[names[0]] = goals[0]
+            else:
+                self.fusions.setdefault(fusion, []).append((*names, *goals) if fusion.is_split else (*goals, *names))
+                if is_matrix and bool(source.first.is_turned) != bool(target.first.is_turned):
+                    self.transposed.update(names)
+            for goal in goals:
+                self.add(names, goal)
+        self.links += product(here, there)
+
     def score(self, source: Kind, target: Kind) -> float:
         """Returns how much speaks for a pair: what both names state, their ends, and matches of tensors beside it."""
         first, second = source.first, target.first
@@ -323,9 +347,18 @@ def match(sources: Sequence[Leaf], targets: Sequence[Leaf], ties: Mapping[str, S
 
 
 def _match_names(matches: Matches) -> None:
+    """Matches kinds that are clearly each other's best match, those that are joined of others first."""
     for varying in matches.passes:
-        _match_fusions(matches, varying)
-        _match_kinds(matches, varying)
+        for here, there in ((iter, _joined), (_joined, iter), (iter, iter)):
+            is_changing = True
+            while is_changing:
+                is_changing = False
+                first = by_signature(here(matches.sources.kinds(varying)))
+                second = by_signature(there(matches.targets.kinds(varying)))
+                for signature, left in first.items():
+                    for pair in _best_pairs(left, second.get(signature, []), matches):
+                        matches.link(*pair)
+                        is_changing = True
 
 
 # Transposed weights.
@@ -409,21 +442,6 @@ def _find_turned_squares(matches: Matches) -> None:
 # Similar names.
 
 
-def _match_kinds(matches: Matches, varying: int) -> None:
-    """Matches kinds that are clearly each other's best match, until nothing changes."""
-    is_changing = True
-    while is_changing:
-        is_changing = False
-        first, second = (by_signature(side.kinds(varying)) for side in (matches.sources, matches.targets))
-        for signature, left in first.items():
-            for source, target in _best_pairs(left, second.get(signature, []), matches):
-                for ranks, leaf in source.leaves.items():
-                    matches.pairs[leaf.name] = target.leaves[ranks].name
-                    matches.add((leaf.name,), target.leaves[ranks].name)
-                matches.links.append((source, target))
-                is_changing = True
-
-
 def by_signature(kinds: Iterable[Kind]) -> dict[tuple[object, ...], list[Kind]]:
     """Groups kinds that cannot be told apart without their names."""
     groups: dict[tuple[object, ...], list[Kind]] = defaultdict(list)
@@ -462,6 +480,11 @@ def _best_pairs(sources: Sequence[Kind], targets: Sequence[Kind], matches: Match
 
 def exclude(source: Kind, target: Kind) -> bool:
     """Whether words or numbers of two kinds say that they do not match."""
+    for joined, whole in ((source, target), (target, source)):
+        if joined.parts and joined.concept not in whole.first.words[-1]:
+            return True
+    if (source.parts or target.parts) and target.first.is_turned and not source.first.is_turned:
+        return True  # the result would have to be transposed, after the split or join
     if contradict(source.means, target.means) or (source.alone and target.alone and source.alone != target.alone):
         return True
     if any(target.ordinals.get(at, rank) != rank for at, rank in source.ordinals.items()):
@@ -517,39 +540,10 @@ def _words_before(kind: Kind) -> list[frozenset[str]]:
 # Fused tensors.
 
 
-def _match_fusions(matches: Matches, varying: int) -> None:
-    """Finds tensors that are fused by their names, and clearly consist of tensors of the other side."""
-    for is_split in (True, False):
-        with_wholes, with_parts = matches.sources, matches.targets
-        if not is_split:
-            with_wholes, with_parts = with_parts, with_wholes
-        kinds = with_wholes.kinds(varying)
-        for joined, parts, concept in _part_groups(with_parts.kinds(varying)):
-            wholes = [kind for kind in kinds if concept in kind.first.words[-1] and kind.signature == joined.signature]
-            sides = (wholes, [joined]) if is_split else ([joined], wholes)
-            if not (best := _best_pairs(*sides, matches)):
-                continue
-            whole = best[0][0] if is_split else best[0][1]
-            turned = [bool(kind.first.is_turned) for kind in best[0]]
-            if turned == [False, True]:
-                continue  # the result would have to be transposed, after the split or join
-            sizes = tuple(part.first.shape[0] for part in parts)
-            dim = 1 if turned[1] and len(whole.first.shape) == 2 else 0
-            rows = matches.fusions.setdefault(Fusion(is_split, dim, sizes if len({*sizes}) > 1 else None), [])
-            for ranks, leaf in whole.leaves.items():
-                names = tuple(part.leaves[ranks].name for part in parts)
-                rows.append((leaf.name, *names))
-                for name in names if is_split else (leaf.name,):
-                    matches.add((leaf.name,) if is_split else names, name)
-                if turned == [True, False] and len(leaf.shape) == 2:
-                    matches.transposed.update([leaf.name] if is_split else names)
-            matches.links += [(whole, part) if is_split else (part, whole) for part in parts]
+def _joined(kinds: Iterable[Kind]) -> Iterator[Kind]:
+    """Yields what siblings join to that are named query, key and value, or like the parts of another fused tensor.
 
-
-def _part_groups(kinds: Iterable[Kind]) -> Iterator[tuple[Kind, list[Kind], str]]:
-    """Yields siblings that are named query, key and value, or like the parts of another fused tensor.
-
-    Yields the kind of what they join to, under the names of the first parts; the parts; and the concept of the whole.
+    They have the names of the first parts.
     """
     whole_of = {part: whole for whole, names in PARTS.items() for part in names if whole != "kv"}
     stems: dict[tuple[str, int, str, str], dict[str, Kind]] = defaultdict(dict)
@@ -563,26 +557,21 @@ def _part_groups(kinds: Iterable[Kind]) -> Iterator[tuple[Kind, list[Kind], str]
                 break
     for (_, at, _, concept), members in stems.items():
         parts = [members[name] for name in PARTS[concept] if name in members]
-        if len(parts) == len(PARTS[concept]) and (leaves := _joined(parts)):
+        if len(parts) == len(PARTS[concept]) and (leaves := _joined_leaves(parts)):
             words = list(parts[0].first.words)
             words[at] = frozenset({concept})
-            whole = replace(parts[0].first, words=tuple(words))
-            yield Kind(whole, parts[0].varied, parts[0].text, leaves), parts, concept
+            first = replace(parts[0].first, words=tuple(words))
+            yield Kind(first, parts[0].varied, parts[0].text, leaves, parts, concept)
 
 
-def _joined(parts: Sequence[Kind]) -> dict[Ranks, Named]:
+def _joined_leaves(parts: Sequence[Kind]) -> dict[Ranks, Named]:
     """Returns the tensors that the parts join to; none unless they fit together, in the same way in every layer."""
-    leaves: dict[Ranks, Named] = {}
-    splits = set()
-    for ranks, leaf in parts[0].leaves.items():
-        pieces = [part.leaves.get(ranks, leaf) for part in parts]
-        if not leaf.shape or len({(len(piece.shape), piece.shape[1:], piece.dtype_kind) for piece in pieces}) > 1:
-            return {}
-        sizes = tuple(piece.shape[0] for piece in pieces)
-        splits.add(sizes)
-        leaves[ranks] = replace(leaf, shape=(sum(sizes), *leaf.shape[1:]))
-    is_alike = all(part.leaves.keys() == leaves.keys() for part in parts)
-    return leaves if is_alike and len(splits) == 1 else {}
+    rests = {frozenset((ranks, x.shape[1:], x.dtype_kind) for ranks, x in part.leaves.items()) for part in parts}
+    sizes = [{leaf.shape[:1] for leaf in part.leaves.values()} for part in parts]
+    if len(rests) > 1 or any(len(of_part) > 1 or () in of_part for of_part in sizes):
+        return {}
+    size = sum(part.first.shape[0] for part in parts)
+    return {ranks: replace(leaf, shape=(size, *leaf.shape[1:])) for ranks, leaf in parts[0].leaves.items()}
 
 
 # Certainty.

@@ -21,11 +21,9 @@ from torch.nn.parameter import is_lazy
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.errors import AmbiguousCheckpointError
 from modelstate.html.page import Page, Shown
-from modelstate.planning.matching import matching_part
+from modelstate.planning.matching import matching_part, several_parts
 from modelstate.planning.options import check_model
-from modelstate.problems import option
 from modelstate.process import gc_paused
 from modelstate.rules.joining import Concat, Split
 from modelstate.rules.names import Prefix, Rename
@@ -149,10 +147,8 @@ class Suggestion(Shown, msgspec.Struct, frozen=True):
     def to_json(self) -> str:
         """Returns everything as JSON."""
         rules = [
-            {"rule": as_code(rule), "guess": guess, "names": names}
-            for rule, guess, names in zip(
-                self.accept_guesses(), (isinstance(rule, Guess) for rule in self), self.counts, strict=True
-            )
+            {"rule": as_code(rule), "guess": isinstance(own, Guess), "names": names}
+            for own, rule, names in zip(self, self.accept_guesses(), self.counts, strict=True)
         ]
         fields = ("complete", "explained", "total", "guesses", "missing", "unused", "ambiguous", "notes")
         values = msgspec.to_builtins({"rules": rules} | {field: getattr(self, field) for field in fields})
@@ -235,14 +231,8 @@ def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
     best = max(scores, key=lambda key: (scores[key], len(key)))
     rivals = [key for key in scores if key and scores[key] == scores[best] and not f"{best}.".startswith(f"{key}.")]
     if rivals:
-        raise AmbiguousCheckpointError(
-            "the checkpoint holds several parts with tensors like the model's",
-            where=checkpoint.source,
-            found=", ".join(map(repr, [best, *rivals])),
-            remedy=f"say which one is meant, for example key={best!r}",
-            options=option("--key", best or rivals[0]),
-            candidates=tuple((candidate, scores[candidate][0]) for candidate in [best, *rivals]),
-        )
+        counts = {key: scores[key][0] for key in (best, *rivals)}
+        raise several_parts(checkpoint, best, counts, f"of {wanted.total()} tensors have shapes of the model")
     return checkpoint.select(best) if best else checkpoint
 
 
@@ -285,13 +275,11 @@ def _verified(matches: Matches, entries: Entries, shapes: _Shapes) -> tuple[list
 def _rules(matches: Matches, entries: Entries, shapes: _Shapes) -> list[Rule]:
     """Returns the rules that transpose, then those that split and join, then those that rename."""
     rules: list[Rule] = []
-    for transposed in (matches.transposed, matches.inferred):
-        for (pattern,), members in _families((name,) for name in entries if name in transposed).items():
-            is_right = _matches_only([pattern], transposed, entries)
-            rules += map(Transpose, [pattern] if is_right else [name for (name,) in members])
+    for turned in (matches.transposed, matches.inferred):
+        single = [(name,) for name in entries if name in turned]
+        rules += [Transpose(pattern) for (pattern,) in _patterns(single, entries, slice(1))]
     for fusion, rows in matches.fusions.items():
-        sources = slice(1) if fusion.is_split else slice(1, None)
-        for whole, *parts in _fused_patterns(rows, entries, sources):
+        for whole, *parts in _patterns(rows, entries, slice(1) if fusion.is_split else slice(1, None)):
             if fusion.is_split:
                 rules.append(Split(whole, tuple(parts), fusion.dim, fusion.sizes))
             else:
@@ -302,13 +290,6 @@ def _rules(matches: Matches, entries: Entries, shapes: _Shapes) -> list[Rule]:
     unused_shapes = {tuple(tensor.shape) for name in unused if (tensor := entries[name].tensor) is not None}
     barred = [name for name, shape in shapes.items() if name not in matches.expected and shape in unused_shapes]
     return [*rules, *_rename_rules(goals, unused, barred)]
-
-
-def _matches_only(patterns: Sequence[str], names: Collection[str], entries: Collection[str]) -> bool:
-    """Whether patterns match no other name of the checkpoint than these."""
-    return all(
-        name in names for name in entries if any(template(pattern).match(name) is not None for pattern in patterns)
-    )
 
 
 def _families(rows: Iterable[Names]) -> dict[Names, list[Names]]:
@@ -345,23 +326,17 @@ def _rename_rules(pairs: Mapping[str, str], loose: Collection[str], barred: Coll
     """
     goals: Goals = {**dict.fromkeys(loose), **pairs}
     barred = {*barred, *pairs.values()}
-    blocked = _families((name, goal) for name, goal in pairs.items() if name != goal)
+    families = _families((name, goal) for name, goal in pairs.items() if name != goal)
     rules: list[Rule] = []
     is_changing = True
-    while is_changing:  # a rule is blocked while another name has its result
+    while is_changing:  # a rule has to wait while another name has its result
         is_changing = False
-        for patterns, members in list(blocked.items()):
-            if all(goals.get(name) != goal for name, goal in members):
-                del blocked[patterns]  # a rule for another family has renamed these, too
-                continue
+        for patterns, members in families.items():
             for rule in _candidates(*patterns):
-                renamed = _renamed(rule, goals, barred)
-                if renamed is not None:
+                is_open = any(goals.get(name) == goal for name, goal in members)
+                if is_open and (renamed := _renamed(rule, goals, barred)) is not None:
                     rules.append(rule)
-                    goals = renamed
-                    is_changing = True
-                    del blocked[patterns]
-                    break
+                    goals, is_changing = renamed, True
     return rules
 
 
@@ -398,11 +373,11 @@ def _candidates(pattern: str, goal: str) -> Iterator[Rule]:
             yield Rename(".".join(before), ".".join(after))
 
 
-def _fused_patterns(rows: Iterable[Names], entries: Collection[str], sources: slice) -> list[Names]:
-    """Returns the patterns of wholes and their parts; one for weights and biases if it matches nothing else.
+def _patterns(rows: Iterable[Names], entries: Collection[str], sources: slice) -> list[Names]:
+    """Returns the patterns of rows of related names, the most general ones that match nothing else.
 
     Args:
-        rows: The name of each whole, followed by those of its parts.
+        rows: The names to which one rule applies: a whole, followed by its parts.
         entries: The names of the checkpoint.
         sources: The names of each row that are in the checkpoint.
     """
@@ -413,9 +388,13 @@ def _fused_patterns(rows: Iterable[Names], entries: Collection[str], sources: sl
         by_owner[tuple(f"{owner}.*" for owner in owners) if is_one_end else patterns][patterns] = members
     result: list[Names] = []
     for general, families in by_owner.items():
-        known = {name for members in families.values() for row in members for name in row}
-        is_right = len(families) > 1 and _matches_only(general[sources], known, entries)
-        result += [general] if is_right else families
+        known = [row for members in families.values() for row in members]
+        names = {name for row in known for name in row[sources]}
+        for choice in ([general] if len(families) > 1 else [], [*families], known):
+            sought = [template(pattern) for row in choice for pattern in row[sources]]
+            if names == {name for name in entries if any(pattern.match(name) is not None for pattern in sought)}:
+                result += choice
+                break
     return result
 
 
