@@ -68,7 +68,7 @@ class Command(click.Command):
         except (click.exceptions.Exit, click.Abort, click.BadParameter):
             raise
         except KeyboardInterrupt:
-            if not _prints_json("KeyboardInterrupt", "interrupted"):
+            if not (_has("as_json") and print_json_error(error="KeyboardInterrupt", what="interrupted")):
                 print("interrupted", file=sys.stderr)
             raise click.exceptions.Exit(INTERRUPTED) from None
         except (Exception, SystemExit) as error:  # the code of the model does not decide about the exit code
@@ -82,14 +82,14 @@ class Comparison(Command):
     error_code = USAGE
 
 
-def is_debugging() -> bool:
-    """Whether the command that runs has `--debug`."""
+def _has(option: str) -> bool:
+    """Whether the command that runs has a flag."""
     context = click.get_current_context(silent=True)
-    return bool(context and context.params.get("debug"))
+    return bool(context and context.params.get(option))
 
 
 def _say(error: BaseException, is_unexpected: bool = False) -> None:
-    if is_debugging():
+    if _has("debug"):
         traceback.print_exception(error)
     name, text = type(error).__name__, str(error) or type(error).__name__
     fields = {field: str(getattr(error, field, "")) for field in ("where", "what", "expected", "found", "page")}
@@ -97,9 +97,9 @@ def _say(error: BaseException, is_unexpected: bool = False) -> None:
     if isinstance(error, ms.ModelStateError) and error.has_fields:
         text = with_options(error, error.text(command_line=True))
         what = text if error.problems else what
-    see_where = is_unexpected and not is_debugging()
+    see_where = is_unexpected and not _has("debug")
     remedy = "run it again with --debug to see where this came from" if see_where else remedy
-    if _prints_json(name, what, remedy, **fields):
+    if _has("as_json") and print_json_error(error=name, what=what, to_do=remedy, **fields):
         return
     with contextlib.suppress(OSError):
         sys.stdout.flush()
@@ -109,21 +109,13 @@ def _say(error: BaseException, is_unexpected: bool = False) -> None:
         print(f"  to do: {remedy}", file=sys.stderr)
 
 
-def _prints_json(name: str, what: str, remedy: str = "", **fields: str) -> bool:
-    """Prints an error as a line of JSON where the command has `--json`, and says whether it has."""
-    context = click.get_current_context(silent=True)
-    return bool(context and context.params.get("as_json")) and print_json_error(name, what, remedy, **fields)
-
-
-def print_json_error(
-    name: str, what: str, remedy: str = "", *, where: str = "", expected: str = "", found: str = "", page: str = ""
-) -> bool:
+def print_json_error(**fields: str) -> bool:
     """Prints an error as a line of JSON. Returns False where the standard output takes nothing."""
     import json
 
-    values = {"what": what, "where": where, "expected": expected, "found": found, "to_do": remedy, "page": page}
+    names = ("error", "what", "where", "expected", "found", "to_do", "page")
     try:
-        click.echo(json.dumps({"error": name, **{field: value or None for field, value in values.items()}}))
+        click.echo(json.dumps({name: fields.get(name) or None for name in names}))
     except BrokenPipeError:  # the reader has enough
         raise
     except OSError:
@@ -144,7 +136,7 @@ class Program(click.Group):
         except click.ClickException as error:
             context = getattr(error, "ctx", None)
             remedy = f"{context.command_path} --help" if context else ""
-            if not print_json_error("UsageError", error.format_message(), remedy):
+            if not print_json_error(error="UsageError", what=error.format_message(), to_do=remedy):
                 error.show()
             code = error.exit_code
         except click.Abort:
@@ -237,7 +229,7 @@ def named_object(spec: str, what: str) -> object:
         with user_code():
             module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        if is_debugging():
+        if _has("debug"):
             traceback.print_exception(error)
         here = _working_directory() or "the working directory"
         raise click.BadParameter(
@@ -283,7 +275,7 @@ def _factory_remedy(factory: Callable[[], object], error: BaseException, skeleto
     # torch raises no class of its own for operations that need values.
     if skeleton and "meta" in f"{error} {error.__cause__}":
         return f"it reads the values of its parameters, which have none yet: {WITH_VALUES}"
-    where = "the traceback above shows where" if is_debugging() else "--debug shows where"
+    where = "the traceback above shows where" if _has("debug") else "--debug shows where"
     return f"{where}; {WITH_VALUES}" if skeleton else where
 
 

@@ -6,11 +6,11 @@ A parameter has the name and the type of the argument of modelstate that it beco
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import wraps
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -158,44 +158,48 @@ def _regex_rename(text: str) -> Rule:
     return ms.rules.Rename(re.compile(pattern), replacement)
 
 
+_RULES: Mapping[str, tuple[str, Callable[[str], Rule], str]] = {
+    "--strip-prefix": (
+        "PREFIX",
+        lambda text: ms.rules.Prefix(strip=text),
+        "Prefix to remove from the names of the file, such as module.",
+    ),
+    "--add-prefix": (
+        "PREFIX",
+        lambda text: ms.rules.Prefix(add=text),
+        "Prefix to add to the names of the file, such as encoder.",
+    ),
+    "--rename": (
+        "PATTERN=REPLACEMENT",
+        lambda text: ms.rules.Rename(*_both_sides(text)),
+        "Names of the file, with * for any part, and their new names, such as old.*.w=new.*.weight (the last = counts)",
+    ),
+    "--rename-regex": (
+        "PATTERN=REPLACEMENT",
+        _regex_rename,
+        "Regular expression in names of the file, and its replacement, as in re.sub",
+    ),
+    "--ignore": (
+        "PATTERN",
+        lambda text: ms.rules.Ignore(text),
+        "Names of the file to leave out, by their new names, with * for any part",
+    ),
+}
+"""The options that are rules, in the order in which these are applied, with what they take and their help."""
+
+
 def rules(run: Run) -> Run:
     """Gives a command the options that change names, as its argument `rules`."""
 
-    @together(
-        click.option(
-            "--strip-prefix",
-            metavar="PREFIX",
-            multiple=True,
-            type=_rule(lambda text: ms.rules.Prefix(strip=text)),
-            help="Prefix to remove from the names of the file, such as module.; may be repeated.",
-        ),
-        click.option(
-            "--add-prefix",
-            metavar="PREFIX",
-            type=_rule(lambda text: ms.rules.Prefix(add=text)),
-            help="Prefix to add to the names of the file, such as encoder.",
-        ),
-        click.option(
-            "--rename",
-            metavar="PATTERN=REPLACEMENT",
-            multiple=True,
-            type=_rule(lambda text: ms.rules.Rename(*_both_sides(text))),
-            help="Names of the file, with * for any part, and their new names, such as old.*.w=new.*.weight; may be "
-            "repeated. The last = divides them.",
-        ),
-        click.option(
-            "--rename-regex",
-            metavar="PATTERN=REPLACEMENT",
-            multiple=True,
-            type=_rule(_regex_rename),
-            help="Regular expression in names of the file, and its replacement, as in re.sub; may be repeated.",
-        ),
-        click.option(
-            "--ignore",
-            metavar="PATTERN",
-            multiple=True,
-            type=_rule(lambda text: ms.rules.Ignore(text)),
-            help="Names of the file to leave out, by their new names, with * for any part; may be repeated.",
+    @wraps(run)
+    def command(rules_of: str | None, **own: Any) -> None:
+        given = tuple(rule for name in _RULES for rule in own.pop(name[2:].replace("-", "_")))
+        run(rules=_with_named(rules_of, given) if rules_of else given, **own)
+
+    return together(
+        *(
+            click.option(name, metavar=metavar, multiple=True, type=_rule(make), help=f"{text}; may be repeated.")
+            for name, (metavar, make, text) in _RULES.items()
         ),
         click.option(
             "--rules",
@@ -204,22 +208,7 @@ def rules(run: Run) -> Run:
             help="package.module:name of a list of rules or a Schema; applied before the other options that change "
             "names.",
         ),
-    )
-    @wraps(run)
-    def command(
-        strip_prefix: Sequence[Rule],
-        add_prefix: Rule | None,
-        rename: Sequence[Rule],
-        rename_regex: Sequence[Rule],
-        ignore: Sequence[Rule],
-        rules_of: str | None,
-        **own: object,
-    ) -> None:
-        added = [] if add_prefix is None else [add_prefix]
-        given = (*strip_prefix, *added, *rename, *rename_regex, *ignore)
-        run(rules=_with_named(rules_of, given) if rules_of else given, **own)
-
-    return command
+    )(command)
 
 
 def _with_named(name: str, given: tuple[Rule, ...]) -> tuple[Rule, ...] | ms.rules.Schema:
