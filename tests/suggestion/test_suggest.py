@@ -179,6 +179,13 @@ def test_siblings_whose_names_say_nothing_are_reported() -> None:
     assert found.explained == 1
 
 
+def test_a_missing_name_is_reported_where_a_candidate_has_it_too() -> None:
+    model = tree({"weight": (5,), "a.foo.weight": (6, 2)})
+    found = ms.suggest(model, values(dict.fromkeys(("weight", "a.bar.weight", "a.baz.weight"), (6, 2))))
+    assert found.missing == ("weight",)
+    assert "weight" in found.ambiguous[0].candidates
+
+
 def test_a_tied_name_needs_no_source() -> None:
     model = nn.ModuleDict({"tok": nn.Embedding(9, 4), "head": nn.Linear(4, 9, bias=False)})
     model["head"].weight = model["tok"].weight

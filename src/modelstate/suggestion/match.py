@@ -105,8 +105,8 @@ class Named(Leaf, frozen=True, eq=False):
     @property
     def size(self) -> tuple[object, ...]:
         """What is equal for tensors that could take each other's place, transposed or reshaped too."""
-        shape = [size for size in self.shape if size != 1]
-        return self.dtype_kind, self.role, *(sorted(shape) if self.is_turned is None else shape)
+        shape = self.shape if self.is_turned is not None else sorted(self.shape)
+        return self.dtype_kind, self.role, *(size for size in shape if size != 1)
 
 
 class Kind(msgspec.Struct, eq=False, dict=True):

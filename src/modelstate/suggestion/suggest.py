@@ -1,8 +1,9 @@
 """`modelstate.suggest`: finds rules by which a checkpoint fits a model.
 
 It matches names and shapes (`match`), turns the matches into few rules, and applies these rules to the names and
-shapes: a rule with a wrong result is not suggested. `Suggestion` is the result: the rules, what each of them explains,
-and what stays open.
+shapes. `Suggestion` is the result: the rules, what each of them explains, and what stays open.
+
+A rule is general only where it is right for every name of the checkpoint, also for those without a match.
 """
 
 from __future__ import annotations
@@ -213,7 +214,8 @@ def suggest(
     leaves = [Leaf.of(name, entry.tensor) for name, entry in entries.items() if entry.tensor is not None]
     matches = match(leaves, targets, {name: slot.names for slot in wanted for name in slot.names})
     shapes = {leaf.name: leaf.shape for leaf in targets}
-    return _reported(matches, *_verified(matches, entries, shapes), checkpoint, slots)
+    rules = _rules(matches, entries, shapes)
+    return _reported(matches, rules, apply_rules(rules, entries, _unread), checkpoint, slots)
 
 
 def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
@@ -241,35 +243,6 @@ def _unread(stored: Stored) -> torch.Tensor:
 
 
 # From matches to rules.
-
-
-def _verified(matches: Matches, entries: Entries, shapes: _Shapes) -> tuple[list[Rule], Applied, Names]:
-    """Returns rules, their result on names and shapes, and the names of the model with the right result.
-
-    Rules that lead to wrong results are left out.
-    """
-    rules = _rules(matches, entries, shapes)
-    while True:
-        applied = apply_rules(rules, entries, _unread)
-        tensors = {
-            name: (entry, tuple(entry.tensor.shape))
-            for name in shapes
-            if (entry := applied.entries.get(name)) is not None and entry.tensor is not None
-        }
-        right = tuple(
-            name
-            for name, sources in matches.expected.items()
-            if name in tensors and (tensors[name][0].sources, tensors[name][1]) == (sources, shapes[name])
-        )
-        bad = {*applied.idle, *(str(problem.found) for problem in applied.problems)}
-        for name in tensors.keys() - {*right}:
-            entry, shape = tensors[name]
-            if name in matches.expected or shape == shapes[name]:
-                bad.update(entry.rules)  # the name has got something else than its match
-        kept = [rule for rule in rules if repr(rule) not in bad]
-        if len(kept) == len(rules):
-            return rules, applied, right
-        rules = kept
 
 
 def _rules(matches: Matches, entries: Entries, shapes: _Shapes) -> list[Rule]:
@@ -402,13 +375,15 @@ def _patterns(rows: Iterable[Names], entries: Collection[str], sources: slice) -
 
 
 def _reported(
-    matches: Matches,
-    rules: Sequence[Rule],
-    applied: Applied,
-    right: Sequence[str],
-    checkpoint: Checkpoint,
-    slots: Slots,
+    matches: Matches, rules: Sequence[Rule], applied: Applied, checkpoint: Checkpoint, slots: Slots
 ) -> Suggestion:
+    right = [
+        name
+        for name, sources in matches.expected.items()
+        if (entry := applied.entries.get(name)) is not None
+        and entry.tensor is not None
+        and (entry.sources, entry.tensor.shape) == (sources, slots.by_name[name].tensor.shape)
+    ]
     rules_of = {name: {*applied.entries[name].rules} for name in right}
     guesses = tuple(name for name in right if name in matches.guesses)
     guessed = {rule for name in guesses for rule in rules_of[name]}
@@ -425,8 +400,8 @@ def _reported(
     if interleaved and missing:
         names = ", ".join(folded(interleaved))
         notes.append(f"{names}: query, key and value may take turns in it, head by head; it is not cut")
-    ambiguous = _ambiguous(matches, {*unused}, {*missing})
-    doubted = {name for group in ambiguous for name in (*group.names, *group.candidates)}
+    left, lacking = {*unused}, {*missing}
+    ambiguous = _ambiguous(matches, left, lacking)
     total = len(wanted) + len(slots.extra)
     counts = Counter(rule for of_name in rules_of.values() for rule in of_name)
     return Suggestion(
@@ -435,15 +410,15 @@ def _reported(
         explained=total - len(missing),
         total=total,
         guesses=guesses,
-        missing=tuple(name for name in missing if name not in doubted),
-        unused=tuple(name for name in unused if name not in doubted),
+        missing=tuple(name for name in missing if name in lacking),
+        unused=tuple(name for name in unused if name in left),
         ambiguous=tuple(ambiguous),
         notes=tuple(notes),
     )
 
 
 def _ambiguous(matches: Matches, unused: set[str], missing: set[str]) -> list[Ambiguous]:
-    """Returns groups of unmatched tensors on both sides that could match each other."""
+    """Returns groups of unmatched tensors on both sides that could match each other, and removes them from the sets."""
     groups: list[Ambiguous] = []
     sides = (matches.targets, missing), (matches.sources, unused)
     for varying in matches.passes:
