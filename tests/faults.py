@@ -6,6 +6,7 @@ calls on files, so that every call can be counted, delayed, shortened or made to
 
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -115,6 +116,18 @@ def failing(error: BaseException, call: str, path: str = "") -> Iterator[None]:
 
     with (faulty_reads if call in READ_CALLS else faulty_writes)(before=fail):
         yield
+
+
+def killed_at(number: int, use: Callable[[], object], faults: Callable[..., Any] = faulty_writes) -> bool:
+    """Whether a fork of this process, in which one thread writes, was killed before a call of `use`."""
+    process = os.fork()
+    if not process:
+        with faults(at=number, before=lambda _: os.kill(os.getpid(), signal.SIGKILL)):
+            use()
+        os._exit(0)
+    _, status = os.waitpid(process, 0)
+    assert os.WIFSIGNALED(status) or not os.WEXITSTATUS(status)
+    return os.WIFSIGNALED(status)
 
 
 @contextmanager

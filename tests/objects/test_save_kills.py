@@ -1,31 +1,19 @@
 """Savers that are killed at every call, and savers that are at it together: a version in full, and no leftovers."""
 
 import os
-import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import modelstate as ms
-from tests.faults import faulty_writes
+from tests.faults import faulty_writes, killed_at
 from tests.objects.saves import NAME, contents, save, version_at
 from tests.programs import CONTEXT, as_process_of_its_own, run_program
 from tests.sweeps import sample
 
 pytestmark = pytest.mark.slow
-
-
-def killed_at(number: int, directory: Path, version: int, kind: str) -> bool:
-    """Whether a process that saves was killed before a call; it is a fork, in which one thread writes."""
-    process = os.fork()
-    if not process:
-        with faulty_writes(at=number, before=lambda _: os.kill(os.getpid(), signal.SIGKILL)):
-            save(directory, version, kind)
-        os._exit(0)
-    _, status = os.waitpid(process, 0)
-    assert os.WIFSIGNALED(status) or not os.WEXITSTATUS(status)
-    return os.WIFSIGNALED(status)
 
 
 def kill_at_every_call(tmp_path: Path, old: str, new: str) -> None:
@@ -37,11 +25,11 @@ def kill_at_every_call(tmp_path: Path, old: str, new: str) -> None:
     for request in sample(clean.requests, lambda request: request.call):
         save(tmp_path, 1, old)
         assert len(contents(tmp_path)) == files, "leftovers of the one that was killed"
-        assert killed_at(request.number, tmp_path, 2, new), request
+        assert killed_at(request.number, partial(save, tmp_path, 2, new)), request
         seen.append(version_at(tmp_path / NAME))
     assert seen == sorted(seen), seen
     assert set(seen) == {1, 2}, seen
-    assert not killed_at(len(clean.requests) + 1, tmp_path, 2, new)
+    assert not killed_at(len(clean.requests) + 1, partial(save, tmp_path, 2, new))
 
 
 SWEEP = """

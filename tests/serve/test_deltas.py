@@ -68,6 +68,8 @@ def test_each_step_is_what_was_published_and_a_version_in_use_stays(tmp_path: Pa
             assert held.step is None or torch.allclose(held(X), run.answers[held.step], rtol=0, atol=1e-5)
         assert run.is_served(live, step, 1e-5)
         addresses.add(module_of(live).get_parameter(BIG).data_ptr())
+    assert live.swap(run.open(8)).caught_up  # its patch is not applied twice
+    assert run.is_served(live, 8, 1e-5)
     # The first one is whole. The second one is a copy of it; then there are three versions in turn.
     assert [report.caught_up for report in reports] == [False] + 8 * [True]
     assert len(addresses) <= 4
@@ -96,7 +98,7 @@ def test_only_what_is_lacked_is_read(tmp_path: Path) -> None:
 def test_a_follower_that_was_away(tmp_path: Path) -> None:
     run, live = Run(tmp_path, keep=2), ms.Live(Trained(1), keep_versions=0)
     following, _ = by_hand(live, tmp_path)
-    for step in (0, 1, 2, 30, 31, 70, 71):
+    for step in (0, 1, 2, 30, 31, 131):
         while len(run.paths) <= step:
             run.save()
         assert actions(following) == [("swapped", step)]

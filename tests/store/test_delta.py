@@ -390,8 +390,9 @@ def test_a_damaged_layer(tmp_path: Path, layer: int, harm: Callable[[Path], obje
     assert store.verify(3) == {3: ""}
 
 
-def test_a_patch_of_another_base_is_refused(tmp_path: Path) -> None:
-    """Files of two stores, with records and indexes that are right by themselves."""
+@pytest.mark.parametrize("is_other", [True, False], ids=["of another store", "the same one twice"])
+def test_a_patch_of_another_base_is_refused(tmp_path: Path, is_other: bool) -> None:
+    """Files of two stores, with records and indexes that are right by themselves; or one patch in place of the next."""
     saved = []
     for number in range(2):
         store, model = only(tmp_path / str(number)), Model()
@@ -401,8 +402,9 @@ def test_a_patch_of_another_base_is_refused(tmp_path: Path) -> None:
             last = store.save(step, {"model": model})
         saved.append(last)
     mine, other = (patch_files(step) for step in saved)
-    mine[0].unlink()
-    os.link(other[0], mine[0])
+    lost, instead = (mine[0], other[0]) if is_other else (mine[1], mine[0])
+    lost.unlink()
+    os.link(instead, lost)
     with pytest.raises(errors.DamagedFileError, match="do not fit together"):
         ms.open(saved[0].path)
     assert "damaged" in ms.Store(tmp_path / "0").verify()[2]
@@ -434,8 +436,12 @@ def test_in_inference_mode_and_out_of_it(tmp_path: Path) -> None:
 
 def swapped(index: dict[str, Any], layers: list[str]) -> None:
     """Patches in another order."""
-    first, second = (number for number, layer in enumerate(layers) if ".delta-" in layer)
+    first, second, _ = (number for number, layer in enumerate(layers) if ".delta-" in layer)
     layers[first], layers[second] = layers[second], layers[first]
+
+
+def with_a_gap(index: dict[str, Any], layers: list[str]) -> None:
+    layers.remove([layer for layer in layers if ".delta-" in layer][1])
 
 
 def cut_short(index: dict[str, Any], layers: list[str]) -> None:
@@ -458,10 +464,12 @@ def of_numbers(index: dict[str, Any], layers: list[Any]) -> None:
     layers.append(1)
 
 
-@pytest.mark.parametrize("change", [swapped, cut_short, without_a_base, without_a_manifest, elsewhere, of_numbers])
+@pytest.mark.parametrize(
+    "change", [swapped, with_a_gap, cut_short, without_a_base, without_a_manifest, elsewhere, of_numbers]
+)
 def test_an_index_with_other_layers_is_refused(tmp_path: Path, change: Callable[..., None]) -> None:
     store, model = only(tmp_path), Model()
-    for step in range(3):
+    for step in range(4):
         model.train_step()
         saved = store.save(step, {"model": model})
     path = Path(saved.path) / "model.safetensors.index.json"

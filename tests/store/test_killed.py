@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 import modelstate as ms
-from tests.store.common import litter
+from tests.faults import faulty_reads, faulty_writes, killed_at
+from tests.programs import run_program
+from tests.store.common import contents, litter
 from tests.store.killed import DELTA, Job, publish, said, start, train
+from tests.sweeps import sample, spread
 
 pytestmark = pytest.mark.slow
 
@@ -68,3 +71,58 @@ def test_two_publishers_at_one_store(tmp_path: Path) -> None:
     assert sorted(saved[0] + saved[1]) == [*range(1, 21)]
     assert check(tmp_path, 20) == 20
     assert any(info.patches for info in ms.Store(tmp_path).infos())
+
+
+def kill_at_every_call(directory: Path) -> None:
+    """Kills a publisher, which also prunes, and a program that restores and serves: before each call in turn."""
+    job = Job(DELTA)
+
+    def publish_next() -> None:
+        with ms.Store(directory, keep=2, delta=DELTA) as store:
+            step = (store.latest() or 0) + 1
+            store.save(step, job.objects(step))
+
+    def apply() -> None:
+        store, target = ms.Store(directory), Job()
+        live = ms.Live(target.model)
+        for step in store.steps():
+            live.swap(store.open("model", step), verify=True)
+        store.restore(target.objects(None))
+
+    for _ in range(3):
+        job.train()
+        publish_next()
+    with faulty_writes() as writes:
+        publish_next()
+    newest = 4
+    for request in sample(writes.requests, lambda request: request.call):
+        job.train()
+        assert killed_at(request.number, publish_next), request
+        found = check(directory, newest)
+        assert found <= newest + 1, request
+        publish_next()  # at once, and what is left of the other one is removed
+        assert not litter(directory), request
+        newest = found + 1
+    assert check(directory, newest) == newest
+    was = contents(directory)
+    with faulty_reads() as reads:
+        apply()
+    for request in spread(reads.requests, 5):
+        assert killed_at(request.number, apply, faulty_reads), request
+    assert contents(directory) == was
+    publish_next()
+
+
+SWEEP = """
+import sys
+from pathlib import Path
+from tests.store.test_killed import kill_at_every_call
+
+kill_at_every_call(Path(sys.argv[1]))
+"""
+
+
+def test_at_every_call(tmp_path: Path) -> None:
+    """In a small process, as for `ms.save`."""
+    done = run_program(SWEEP, tmp_path)
+    assert done.returncode == 0, done.stderr
