@@ -12,12 +12,10 @@ make a read fail comes before the first byte is written:
    for writing already, there is no lease.
 3. Each file is compared with its fingerprint. From here on its bytes are those of the checkpoint.
 
-Then the bytes are read from the page cache. What remains: the kernel evicts a page after the first step, and the disk
-does not return it again; or a writer waits, and the process is stopped for longer than the break time. Both are errors,
-after which some values are old or damaged. `in_place=False` excludes them.
-
-Values are read from the page cache and not copied from a map: that takes as long, casts included, and a disk that fails
-then is an error and no SIGBUS.
+Then torch copies the values out of a map, casts included; what has to be looked at, or goes to another device, is read.
+What remains: the kernel evicts a page after the first step, and the disk does not return it again; or a writer waits,
+and the process is stopped for longer than the break time. Some values are then old or damaged, or, of a map, the kernel
+ends the process (SIGBUS). `in_place=False` excludes both.
 """
 
 from __future__ import annotations

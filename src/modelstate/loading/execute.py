@@ -419,12 +419,15 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution], advance: 
         if not refusal:
             advance(sum(item.transfers.nbytes for item in waiting))
             staging.files.check_unchanged()
-            casts, copies = [item for item in waiting if _casts_from_map(item.transfers)], list[Callable[[], object]]()
+            copied, copies = (
+                [item for item in waiting if _is_copied_from_map(item.transfers)],
+                list[Callable[[], object]](),
+            )
             try:
-                copies += [_copy_from_maps(staging, casts)] if casts else []
+                copies += [_copy_from_maps(staging, copied)] if copied else []
             except (OSError, ValueError):  # no room for a map
-                casts = []
-            rest = [item for item in waiting if item not in casts]
+                copied = []
+            rest = [item for item in waiting if item not in copied]
             return [*copies, *reads(staging, rest, lambda _: None), staging.files.check_unchanged]
         for item in waiting:
             item.stage_instead(refusal)
@@ -434,14 +437,16 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution], advance: 
     return []
 
 
-def _casts_from_map(transfers: Transfers) -> bool:
-    """Whether torch may cast the values out of a map: nothing has to look at them, and it is faster than in blocks."""
+def _is_copied_from_map(transfers: Transfers) -> bool:
+    """Whether torch may copy the values out of a map: each is a range of a file, and nothing has to look at a cast."""
     columns = transfers.columns
-    if transfers.sink is not Sink.BLOCKS or columns is None or transfers.own is not None or not transfers.on_cpu:
+    if columns is None or not transfers.on_cpu or not transfers.nbytes:
         return False
-    stored = transfers.stored_dtype
-    are_aligned = all(start % stored.itemsize == 0 for start in columns.starts)
-    return are_aligned and not any(can_overflow(stored, dtype) for dtype in {*transfers.dtypes})
+    sizes = {name: getattr(torch, name).itemsize for name in {*columns.dtype_names}}
+    if any(start % sizes[name] for name, start in zip(columns.dtype_names, columns.starts, strict=True)):
+        return False
+    casts_to = {*transfers.dtypes} if transfers.sink is Sink.BLOCKS else set[torch.dtype]()
+    return not any(can_overflow(transfers.stored_dtype, dtype) for dtype in casts_to)
 
 
 def _copy_from_maps(staging: Staging, executions: Sequence[Execution]) -> Callable[[], object]:
@@ -455,7 +460,16 @@ def _copy_from_maps(staging: Staging, executions: Sequence[Execution]) -> Callab
         assert isinstance(file, LocalFile)  # others are not leased
         maps[path] = system.mmap(file.descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
     values = [value for each in columns for value in views_of(maps, each)]
-    return partial(copy_each, [param for item in executions for param in item.transfers.params], values)
+    params = [param for item in executions for param in item.transfers.params]
+
+    def copy() -> None:
+        started = time.perf_counter()
+        copy_each(params, values)
+        seconds, total = time.perf_counter() - started, sum(item.transfers.nbytes for item in executions)
+        for item in executions:
+            item.seconds += seconds * item.transfers.nbytes / total
+
+    return copy
 
 
 def commit_values(
