@@ -19,6 +19,7 @@ from functools import cache
 import msgspec
 import torch
 from msgspec.structs import replace
+from torch import nn
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
 from modelstate.io.engine import ROWS_BYTES, OpenFiles, ReadStrategy, Request, Rows, read_threads
@@ -40,7 +41,7 @@ from modelstate.spec import (
     is_run,
 )
 from modelstate.torch_compat.dtypes import cast_between, short
-from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain, is_writable_memory
+from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain
 from modelstate.torch_compat.private import payload_of, storage_id
 from modelstate.transaction.slots import HIDDEN, Slot, sharing
 
@@ -496,6 +497,8 @@ def _stream(blocks: Sequence[Transfers], strategy: ReadStrategy) -> int:
 
 # Values without facts of their own.
 
+_Group = tuple[Way, str, str, torch.device]
+"""The way, its reason, the stored dtype where values pass through blocks, and the device after the load."""
 _Row = tuple[Slot, int, torch.dtype]
 """A slot, the row of its value, and the dtype after the load."""
 
@@ -514,68 +517,72 @@ def plain_transfers(
         maps_of_load: Returns what maps values, where a slot may be a map.
     """
     rows, columns, by_tensor = tensors.rows, tensors.columns, options.device_of_meta
-    # By way and reason, the stored dtype where values pass through blocks, and the device after the load.
-    groups: defaultdict[tuple[Way, str, str, torch.device], list[_Row]] = defaultdict(list)
-    kinds: dict[tuple[str, torch.dtype, bool, int | torch.device], tuple[list[_Row], torch.dtype] | None] = {}
+    dtype_names, shapes, nbytes = columns.dtype_names, columns.shapes, columns.nbytes
+    groups = defaultdict[_Group, list[_Row]](list)
+    groups_of = dict[tuple[str, torch.dtype, torch.device, torch.device | None], tuple[_Group, torch.dtype] | None]()
+    """By what slots have in common that go the same way."""
     with_memory: list[torch.Tensor] = []
     for slot in slots:
-        slot_names, kind, param = slot
-        is_meta, row, known = param.is_meta, rows.get(slot_names[0]), None
+        names, kind, param = slot
+        row, is_meta, known = rows.get(names[0]), param.is_meta, None
         if (
             row is not None
-            and len(slot_names) == 1
+            and len(names) == 1
             and kind != HIDDEN
-            and is_writable_memory(param)
-            and param.shape == tuple(columns.shapes[row])
+            and (type(param) is nn.Parameter or type(param) is torch.Tensor)
+            and param.layout is torch.strided
+            and param.shape == tuple(shapes[row])
+            and nbytes[row]
+            and param.is_contiguous()
+            and not (param.is_conj() or param.is_neg() or param.is_inference())
+            and (is_meta or has_its_memory(param))
         ):
-            where = param.get_device() if by_tensor is None or not is_meta else by_tensor(param)
-            key = columns.dtype_names[row], param.dtype, is_meta, where
-            if key not in kinds:
-                dtype, device = _dtype_after(*key[:3], options), options.device_after(param)
-                stays = device.type in DEVICES_READ_INTO and (is_meta or param.device == device)
-                kinds[key] = None
-                if dtype is not None and stays:
-                    is_changed = device != _CPU or dtype != _DTYPES.get(key[0])
-                    can_map = options.map is not False and not is_changed
-                    way, why = choose_way(
-                        *(param, dtype, device), can_map=can_map, in_place=options.in_place, can_read_into=True
-                    )
-                    kinds[key] = groups[way, why, key[0] if is_changed else "", device], dtype
-            known = kinds[key]
+            after = by_tensor(param) if is_meta and by_tensor is not None else None
+            key = dtype_names[row], param.dtype, param.device, after
+            if key not in groups_of:
+                groups_of[key] = _group_of(dtype_names[row], param, options)
+            known = groups_of[key]
             if known is not None:
-                group, dtype = known
-                group.append((slot, row, dtype))
+                groups[known[0]].append((slot, row, known[1]))
         if not is_meta and (known is not None or is_plain(param)):
             with_memory.append(param)
     maps: Maps | None = None
-    for key_of_maps in [key for key in groups if key[0] is Way.MAP]:
+    for of_maps in [group for group in groups if group[0] is Way.MAP]:
         maps = maps_of_load()
-        groups[key_of_maps], unmapped = _split_by_map(groups[key_of_maps], columns, options.map, maps)
-        groups[Way.NEW, "was on meta: gets memory", *key_of_maps[2:]] = unmapped
+        groups[of_maps], unmapped = _split_by_map(groups[of_maps], columns, options.map, maps)
+        groups[Way.NEW, "was on meta: gets memory", *of_maps[2:]] = unmapped
     shared = {id(tensor) for tensors in sharing(with_memory, with_memory) for tensor in tensors}
     found = list[Transfers]()
-    for (way, why, in_blocks, device), group in groups.items():
-        if group := [row for row in group if id(row[0].tensor) not in shared]:
-            of_slots, indices, dtypes = map(list, zip(*group, strict=True))
-            names, of_kinds, params = map(list, zip(*of_slots, strict=True))
-            before, values = ([name for (name,) in names], of_kinds, params), columns.selected(indices)
-            sink, nbytes = Sink.BLOCKS if in_blocks else Sink.MEMORY, sum(values.nbytes)
-            of_way = maps if way is Way.MAP else None
-            found.append(Transfers(*before, dtypes, device, way, why, values, sink, nbytes, of_way))
+    for (way, why, in_blocks, device), of_group in groups.items():
+        if of_group := [row for row in of_group if id(row[0].tensor) not in shared] if shared else of_group:
+            of_slots, indices, dtypes = map(list, zip(*of_group, strict=True))
+            of_names, kinds, params = map(list, zip(*of_slots, strict=True))
+            before, values = ([name for (name,) in of_names], kinds, params), columns.selected(indices)
+            sink, of_way = Sink.BLOCKS if in_blocks else Sink.MEMORY, maps if way is Way.MAP else None
+            found.append(Transfers(*before, dtypes, device, way, why, values, sink, sum(values.nbytes), of_way))
     return found
 
 
-def _dtype_after(stored_name: str, dtype: torch.dtype, is_meta: bool, options: LoadOptions) -> torch.dtype | None:
-    """Returns the dtype of a slot after the load; None where a value of the file cannot be copied or cast to it."""
-    stored, own_dtype = _DTYPES.get(stored_name), dtype
-    if stored is None:
+def _group_of(stored_name: str, param: torch.Tensor, options: LoadOptions) -> tuple[_Group, torch.dtype] | None:
+    """Returns the group of a plain slot, and its dtype after the load; None where the value cannot be copied or cast.
+
+    Args:
+        stored_name: The name of the dtype in the file.
+        param: The tensor of the slot, of the class and in the layout of plain tensors.
+        options: The options of the load.
+    """
+    stored, dtype, device = _DTYPES.get(stored_name), param.dtype, options.device_after(param)
+    if stored is None or device.type not in DEVICES_READ_INTO or not (param.is_meta or param.device == device):
         return None
     if options.dtype is not None and stored.is_floating_point and dtype.is_floating_point:
         dtype = options.dtype
-    if dtype not in COPYABLE or not (is_meta or dtype == own_dtype):
+    cast = cast_between(stored, dtype) if dtype in COPYABLE and (param.is_meta or dtype == param.dtype) else ""
+    if not (cast in ("same", "lossless") or (cast == "lossy" and dtype == options.dtype)):
         return None
-    cast = cast_between(stored, dtype)
-    return dtype if cast in ("same", "lossless") or (cast == "lossy" and dtype == options.dtype) else None
+    is_changed = device != _CPU or dtype != stored
+    can_map = options.map is not False and not is_changed
+    way, why = choose_way(param, dtype, device, can_map=can_map, in_place=options.in_place, can_read_into=True)
+    return (way, why, stored_name if is_changed else "", device), dtype
 
 
 def _split_by_map(

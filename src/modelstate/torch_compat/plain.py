@@ -20,34 +20,17 @@ from modelstate.torch_compat.private import storage_id, without_subclasses
 _PLAIN = frozenset([torch.Tensor, nn.Parameter, nn.Buffer])
 
 
-def is_plain_memory(tensor: torch.Tensor, *, or_elsewhere: bool = False) -> bool:
-    """Whether the tensor's elements are one run of CPU memory in their own order, with nothing on top.
-
-    With `or_elsewhere` the memory may be that of a CUDA device, or the tensor on meta, where it has none yet.
-    """
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements are one run of CPU memory in their own order, with nothing on top."""
     return (
         tensor.layout is torch.strided
-        and (tensor.is_cpu or (or_elsewhere and (tensor.is_meta or tensor.is_cuda)))
+        and tensor.is_cpu
         and (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter)
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.is_quantized
     )
-
-
-def is_writable_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor can be overwritten by one read, or could be if it had memory, on meta.
-
-    False for a tensor that is not plain memory (`is_plain_memory`), is empty, was created in inference mode, or has
-    lost its memory (`has_its_memory`).
-    """
-    if not is_plain_memory(tensor, or_elsewhere=True) or tensor.is_inference():
-        return False
-    nbytes = tensor.nbytes
-    if tensor.is_meta or not nbytes:
-        return nbytes > 0
-    return tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + nbytes
 
 
 def same_place(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
