@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import modelstate as ms
 from modelstate.distributed import connections
-from modelstate.loading import collective, execute as loading
+from modelstate.loading import collective, load as loading
 from modelstate.transaction.transaction import Transaction
 from tests.distributed import models, sources
 from tests.distributed.models import Net

@@ -1,14 +1,15 @@
-"""`load` and `plan`: check the arguments, and plan a load, or execute it, at once or when the result is called for."""
+"""`load` and `plan`: check the arguments, and plan a load, or execute it, at once or when the result is called for.
+
+`execute` has the phases of a load, in their order. On several ranks each phase ends with a vote.
+"""
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 import time
-import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import torch
@@ -16,19 +17,40 @@ from msgspec.structs import replace
 from torch import nn
 
 from modelstate.arguments import checked_call
-from modelstate.background import AtExit, BackgroundTask
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import NO_PICKLE, Source, open as open_checkpoint
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
-from modelstate.errors import BackgroundCancelledError, OptionError
+from modelstate.checkpoint.open import NO_PICKLE, Source, open as open_checkpoint, open_source
+from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
+from modelstate.errors import OptionError
+from modelstate.io.engine import OpenFiles
+from modelstate.io.files import kept_open
+from modelstate.loading import collective
+from modelstate.loading.background import LoadHandle, StagedLoad
 from modelstate.loading.collective import PLANNING, before_call
-from modelstate.loading.execute import StagedLoad, check_plan, execute, prepare
-from modelstate.loading.stage import limit_memory
+from modelstate.loading.stage import (
+    Place,
+    commit_values,
+    limit_memory,
+    overwrite,
+    place_fallible,
+    reads_at_commit,
+    stage,
+    stage_unleased,
+)
+from modelstate.loading.values import Staging
+from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadArguments, LoadOptions, PlanArguments, check_model, checked_options
 from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner
-from modelstate.process import gc_paused, progress_bar, stopped_by
-from modelstate.transaction.optimizers import check_optimizers
+from modelstate.planning.record import bind, record
+from modelstate.planning.transfer import Way
+from modelstate.problems import glob_patterns
+from modelstate.process import deferred_signals, gc_paused, progress_bar
+from modelstate.text_format import listed
+from modelstate.torch_compat.plain import is_plain
+from modelstate.torch_compat.sharding import refresh_shards, reshard
+from modelstate.transaction.optimizers import check_optimizers, following_state, placed
+from modelstate.transaction.references import lost_references
+from modelstate.transaction.slots import slots_of
 from modelstate.transaction.transaction import Transaction, exclusive
 
 if TYPE_CHECKING:
@@ -40,6 +62,8 @@ OF_TORCH = {
     "mmap": "map=: whether tensors on meta may be maps of the file",
 }
 """Arguments of `torch.load` and `load_state_dict`, each with the argument that replaces it."""
+_MAKE_AGAIN = "make the plan again"
+_LOAD_AGAIN = "load again, and do not change the model's slots until the result"
 
 
 @checked_call("ms.plan", foreign=OF_TORCH, options=PlanArguments, defaults=LoadOptions())
@@ -181,11 +205,13 @@ def load(
             return execute(transaction, source, checked, agreement, started=started)
     with exclusive(model), paused_gc(), Transaction(model) as transaction:
         with torch.random.fork_rng(devices=[]):
-            in_use = "the model is in use until then"
-            planner, staging = prepare(transaction, source, checked, call_extra_state=False, in_use=in_use)
+            planner, staging = prepare(transaction, source, checked, call_extra_state=False)
         staging.files.close()
         check_plan(planner, checked.optimizers)
         executions = planner.executions
+        for item in executions:
+            if item.transfers.way is Way.INTO:
+                item.stage_instead("the model is in use until then")
         limit_memory(staging, executions)
         staged = StagedLoad(planner.plan(), staging, executions, checked.verify)
 
@@ -216,7 +242,6 @@ def load_then(
     *,
     agreement: Agreement | None = None,
     check: Callable[[Planner], None] | None = None,
-    runs_code: bool = False,
 ) -> LoadReport:
     """Loads into the root of a transaction that the caller has entered, together with other changes of the caller.
 
@@ -224,7 +249,7 @@ def load_then(
 
     `then` is called before the commit, when every tensor has its final shape, dtype and device, and only copies between
     existing memory remain. Code that reads tensors in `then`, within the transaction's `model_code`, sees the new
-    values, if `runs_code` says that `then` runs such code. `then` registers an undo for each of its changes with the
+    values, if the transaction's `reads_values` says so. `then` registers an undo for each of its changes with the
     transaction. `check` is called when the load is planned, before its problems are raised.
     """
     if agreement is None:
@@ -232,163 +257,174 @@ def load_then(
     elif not agreement.is_collective:
         agreement = None
     with nullcontext() if agreement is None else agreement.collective(), gc_paused():
-        return execute(transaction, checkpoint, options, agreement, then=then, check=check, in_columns=not runs_code)
+        return execute(transaction, checkpoint, options, agreement, then=then, check=check)
 
 
-class LoadHandle:
-    """A load that runs in a background thread: the result of `modelstate.load(..., background=True)`.
+def execute(
+    transaction: Transaction,
+    source: Source | LoadPlan,
+    options: LoadOptions,
+    agreement: Agreement | None,
+    *,
+    started: float | None = None,
+    staged: StagedLoad | None = None,
+    then: Callable[[], None] | None = None,
+    check: Callable[[Planner], None] | None = None,
+) -> LoadReport:
+    """Loads into the root of a transaction. All references to the planner are gone when the function returns.
 
-    The model is unchanged until `result` puts everything in place. A handle that is dropped, or left as a context
-    without a result, is cancelled; so is one that is not done when the program ends. All methods may be called from
-    any thread.
-
-    Examples:
-        >>> with modelstate.load(model, "model.safetensors", background=True) as handle:
-        ...     tokenizer = Tokenizer.from_file("tokenizer.json")
-        ...     report = handle.result()
+    Args:
+        transaction: The transaction of the load.
+        source: The checkpoint, or a plan that was made before.
+        options: The options of the load.
+        agreement: The ranks that load together; None for a load on one rank.
+        started: When the load began, by `time.perf_counter`.
+        staged: The values that have been read in the background.
+        then: See `load_then`.
+        check: See `load_then`.
     """
+    started = time.perf_counter() if started is None else started
+    optimizers = options.optimizers
+    before = placed(optimizers) if optimizers else {}
+    planner: Planner
+    phase: Callable[..., AbstractContextManager[None]]
+    phase = (lambda *_, **__: nullcontext()) if agreement is None else agreement.phase
+    with ExitStack() as held:
+        with phase(collective.PLANNING, lambda: collective.digests_of(planner)):
+            planner, staging = prepare(transaction, source, options, agreement, call_extra_state=True, staged=staged)
+            held.callback(staging.files.close)
+            if check is not None:
+                check(planner)
+            check_plan(planner, optimizers)
+            notes = planner.notes
+            if staged is None:
+                limit_memory(staging, planner.executions)
+            else:
+                notes += staged.hand_over(staging, planner)
+            executions = planner.executions
+        here = collective.to_read_here(executions, staging.shared) if staging.shared else executions
+        to_stage = [*planner.moves, *here]
+        nbytes = sum(item.transfers.nbytes for item in to_stage)
+        staging.progress = held.enter_context(progress_bar(options.progress, nbytes, "loading"))
+        with phase(collective.READING), ExitStack() as random:
+            if agreement is not None:  # first of all, because the other ranks wait here for this one
+                for replicas in dict.fromkeys(read.ranks for read in staging.shared):
+                    agreement.connect(replicas)
+                random.enter_context(collective.shared_generator(planner, agreement))
+            if staged is not None:
+                verified = staged.verified_bytes
+            else:
+                verified = staging.checkpoint.verify() if options.verify else 0
+            notes += stage(staging, to_stage)
+        if agreement is not None and staging.shared:
+            with phase(collective.SHARING), agreement.barrier():
+                collective.broadcast(staging.shared, agreement)
+        effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
+        with phase(collective.LAST_CHECKS, decides=True, effect=effect):
+            finals = {
+                tensor: final
+                for item in (executions if optimizers else ())
+                for tensor, final in zip(item.transfers.slot_tensors, item.finals, strict=False)
+                if is_plain(final)  # parameters of tensor subclasses have their final values already
+            }
+            new_state = following_state(optimizers, finals, before) if optimizers else []
+            place_fallible(transaction, executions)
+            if any(item.transfers.facts.sharded is not None for item in planner.singles):
+                transaction.register_undo(refresh_shards(planner.slots.modules.values()))
+            # Mapped values are not read, so no read notices a change.
+            for maps in {maps for item in executions if (maps := item.transfers.maps) is not None}:
+                maps.check_unchanged()
+            if staging.options.in_place:
+                overwrite(staging, executions)
+            if then is not None:
+                then()
+            # Reads in place have compared the files, and their error names what they leave.
+            at_commit = [] if staging.options.in_place else reads_at_commit(staging, executions)
+            if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
+                held.enter_context(deferred_signals())
+        with phase(collective.COMMIT, effect="all other ranks have loaded"):
+            last = [partial(state.__setitem__, key, value) for state, key, value in new_state]
+            commit_values(transaction, executions, at_commit, last)
+        reports = None if agreement is None else collective.rank_reports(planner, staging.shared, agreement)
+    ranks, reread_bytes = reports or ((), 0)
+    target, source_name = planner.names
+    return LoadReport(
+        target=target,
+        source=source_name,
+        notes=(*notes, *transaction.notes, *(staging.overflows.notes() if staging.overflows.counts else ())),
+        slots=planner.slot_count,
+        seconds=time.perf_counter() - started,
+        peak_memory_bytes=staging.peak_memory_bytes,
+        verified_bytes=verified,
+        # The writes of this library keep every object. Code of the model may replace objects.
+        references_lost=lost_references(planner.slots_before, planner.model) if transaction.armed else (),
+        ranks=ranks,
+        reread_bytes=reread_bytes,
+        make_steps=planner.step_maker(),
+    )
 
-    def __init__(self, staged: StagedLoad, progress: bool | None, commit: Callable[[], LoadReport]) -> None:
-        grad_enabled = torch.is_grad_enabled()
 
-        def read(task: BackgroundTask[None]) -> None:
-            def on_progress(nbytes: int) -> None:
-                task.check()
-                advance(nbytes)
+def prepare(
+    transaction: Transaction,
+    source: Source | LoadPlan,
+    options: LoadOptions,
+    agreement: Agreement | None = None,
+    *,
+    call_extra_state: bool,
+    staged: StagedLoad | None = None,
+) -> tuple[Planner, Staging]:
+    """Plans a load, or binds a plan that was made before, and returns with it how its values are read.
 
-            with (
-                stopped_by(lambda: task.is_cancelled),
-                torch.set_grad_enabled(grad_enabled),
-                progress_bar(progress, staged.nbytes, "loading") as advance,
-            ):
-                staged.read(on_progress)
+    The caller closes the files of the staging.
+    """
+    with kept_open() as opened:
+        if "torch.distributed.fsdp" in sys.modules:
+            reshard(transaction.root)
+        view = ModelSchemaView(transaction.root, slots_of(transaction.root))
+        if not isinstance(source, LoadPlan):
+            # A load with a transform has not paused the garbage collector.
+            with nullcontext() if options.transform is None else gc_paused():
+                checkpoint = open_source(source)
+            matched = match(checkpoint, options, view)
+        else:
+            matched = source.binding.matched
+        files = OpenFiles(matched.part.fingerprints, opened)
+        staging = Staging(matched.part, options, transaction.root, files)
+        if staged is not None:  # the memory of the model is looked up again
+            staging = replace(staged.staging, files=files)
+        make_write = partial(Place, staging)
+        planner = Planner(transaction, view, matched, make_write, call_extra_state=call_extra_state)
+        if not isinstance(source, LoadPlan):
+            record(planner)
+        else:
+            bind(planner, source, _MAKE_AGAIN if staged is None else _LOAD_AGAIN)
+        if options.read_once:
+            staging.shared = collective.shared_reads(planner.singles, agreement or agreement_of(transaction.root))
+            planner.notes += collective.notes_on_shared(staging.shared)
+        if staged is None and not options.in_place:
+            stage_unleased(planner.executions, staging.files)
+        return planner, staging
 
-        # The task does not refer to the handle, so that a handle can be dropped.
-        self._task = BackgroundTask(
-            read,
-            kind="load",
-            where=f"{staged.plan.source} into {staged.plan.target}",
-            at_exit=AtExit.CANCEL,
-            discard=staged.release,
+
+def check_plan(planner: Planner, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises the problems of a plan.
+
+    A transform of modules must not replace a parameter of an optimizer: the state that fits the new tensor is unknown.
+    """
+    if planner.problems:
+        raise planner.error()
+    optimized = {param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    replaced = [
+        item.transfers
+        for item in (planner.singles if optimized else ())
+        if item.transfers.facts.module_transform is not None and not optimized.isdisjoint(item.transfers.slot_tensors)
+    ]
+    if replaced:
+        alone = ", ".join(f"{pattern!r}: None" for pattern in glob_patterns(item.name for item in replaced))
+        raise OptionError(
+            "the state of an optimizer cannot follow a parameter that the transform replaces",
+            where=listed([item.name for item in replaced], 3),
+            found=replaced[0].why,
+            remedy=f"build the optimizer after the load, or leave these alone: transform={{{alone}, '*': transform}}; "
+            "where transform= is a mapping, its patterns follow these names",
         )
-        self._commit: Callable[[], LoadReport] | None = commit
-        self._outcome: LoadReport | BaseException | None = None
-        self._lock = threading.RLock()
-        """Held by the thread that sets the outcome."""
-        self._committing_thread: int | None = None
-        self._pid = os.getpid()
-        weakref.finalize(self, self._task.cancel, wait=False).atexit = False
-        self._task.start()
-
-    def __repr__(self) -> str:
-        outcome, state = self._outcome, "ready" if self._task.done else "coming in"
-        if outcome is not None:
-            is_cancelled = isinstance(outcome, BackgroundCancelledError)
-            state = "loaded" if isinstance(outcome, LoadReport) else "cancelled" if is_cancelled else "failed"
-        return f"<LoadHandle of {self._task.where}: {state}>"
-
-    @property
-    def done(self) -> bool:
-        """Whether `result` need not wait for values that are read: all have been, or there is a result or an error."""
-        return self._outcome is not None or self._task.done
-
-    def result(self, timeout_seconds: float | None = None) -> LoadReport:
-        """Waits until all values have been read, puts them in place, all or nothing, and returns the report.
-
-        The model's own loading code runs here, `set_extra_state` included, after a check that the model is what it
-        was at the call of `load`. Called again, it returns the same report, or raises the same error.
-
-        Args:
-            timeout_seconds: how long to wait until all values have been read; None waits without limit.
-
-        Raises:
-            BackgroundTimeoutError: Not all values have been read in time. The load goes on.
-            BackgroundCancelledError: The load was cancelled.
-            PlanError: The model has changed.
-            OptionError: The timeout is no time, or the load itself calls this.
-
-        It raises what `load` raises while it reads and puts in place. An interrupt cancels the load. After any error
-        the model is what it was.
-
-        Examples:
-            >>> handle = modelstate.load(model, "model.safetensors", background=True)
-            >>> report = handle.result(timeout_seconds=60)
-        """
-        self._leave_parent()
-        if self._outcome is None:
-            if self._task.is_current or self._committing_thread == threading.get_ident():
-                raise OptionError(
-                    "a load cannot wait for itself",
-                    where="result()",
-                    remedy="call it where load was called, not within it",
-                )
-            try:
-                if not self._task.wait(timeout_seconds):
-                    raise self._task.timeout_error(timeout_seconds)
-                with self._lock:
-                    if self._outcome is None:
-                        self._put_in_place()
-            except Exception:
-                raise
-            except BaseException:
-                self.cancel(wait=False)
-                raise
-        if isinstance(self._outcome, LoadReport):
-            return self._outcome
-        assert self._outcome is not None
-        raise self._outcome
-
-    def cancel(self, *, wait: bool = True) -> bool:
-        """Ends the load and frees the values that were read. Returns whether the load had no outcome yet.
-
-        The thread ends at its next check: after a few megabytes, or a call of a transform. It does not wait for the
-        reply of a server.
-
-        Args:
-            wait: whether to return when the thread has ended.
-
-        Examples:
-            >>> modelstate.load(model, "model.safetensors", background=True).cancel()
-            True
-        """
-        self._leave_parent()
-        if self._committing_thread == threading.get_ident():
-            return False  # the model's own code calls this while the values are put in place
-        was_open = False
-        if self._outcome is None:
-            with self._lock:
-                was_open = self._outcome is None
-                if was_open:
-                    self._outcome = self._task.cancelled_error("it was cancelled")
-                    self._commit = None
-        self._task.cancel(wait=wait)
-        return was_open
-
-    def __enter__(self) -> LoadHandle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._outcome is None:
-            self.cancel()
-
-    def _leave_parent(self) -> None:
-        """In a forked child, gives up what other threads of the parent were doing: they do not exist here."""
-        if self._outcome is None and self._pid != os.getpid():
-            self._outcome = self._task.cancelled_error("it belongs to the process that this one was forked from")
-
-    def _put_in_place(self) -> None:
-        self._committing_thread = threading.get_ident()
-        try:
-            self._task.result()
-            assert self._commit is not None
-            self._outcome = self._commit()
-        except Exception as error:
-            self._outcome = error
-        except BaseException:
-            self._outcome = self._task.cancelled_error("it was interrupted while it was put in place, all or nothing")
-            raise
-        finally:
-            self._commit = self._committing_thread = None
-            self._task.cancel(wait=False)
-            # The finalizer refers to the task, and the traceback of the error refers to this handle.
-            self._task.error = None

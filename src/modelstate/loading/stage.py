@@ -1,103 +1,44 @@
-"""Reads the values of a load: each is read, cast and transformed, into its final memory where possible.
+"""Reads the values of a load, and puts them in place: what can fail first, and can be undone, then the commit.
 
-Values that are casts or go to a device pass through blocks: one thread casts, moves or transforms a block while another
-one reads the next. A `Staging` says how the values of a load are read, and with which memory.
+Each value is read into its final memory where possible. What is read straight into the slots is read at the commit.
 """
 
 from __future__ import annotations
 
-import math
-import sys
-import threading
+import mmap
 import time
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from functools import partial
-from itertools import chain
-from typing import NamedTuple
 
-import msgspec
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
-from torch import nn
 from torch.autograd.graph import increment_version
 
-from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import MemoryBudgetError, PlacementError, TransformError, code_errors
-from modelstate.io.engine import (
-    Block,
-    OpenFiles,
-    Part,
-    ReadStrategy,
-    Wait,
-    block_buffers,
-    common_align_bytes,
-    in_blocks,
-    read_ranges,
-    stream,
-)
-from modelstate.io.linux import trim_heap
-from modelstate.io.memory import aligned, fresh_tensors
-from modelstate.io.page_cache import LEAST_BYTES_AHEAD, read_ahead, skip_page_cache
-from modelstate.io.staging import pinned_memory
-from modelstate.io.tensors import compute, read_tensor
-from modelstate.loading.collective import SharedRead
-from modelstate.planning.options import LoadOptions
-from modelstate.planning.transfer import BY_SUBCLASS, Execution, Sink, Transfers, Way, choose_way, peak_bytes
-from modelstate.planning.transforms import BY_TRANSFORM, BlockFunction, Transform, called, transform_errors
-from modelstate.process import ONE_VARIABLE, cached_attribute, reference_count
+from modelstate.checkpoint.mapped import views_of
+from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError
+from modelstate.io import system
+from modelstate.io.engine import LocalFile, OpenFiles, read_ranges
+from modelstate.io.linux import MAP_NORESERVE
+from modelstate.io.memory import fresh_tensors
+from modelstate.io.page_cache import LEAST_BYTES_AHEAD, bring_into_cache, lease_files, read_ahead, skip_page_cache
+from modelstate.io.tensors import compute
+from modelstate.loading.values import Memory, Staging, read_whole, stage_one, streamed_read
+from modelstate.planning.planner import refusal_of_writes
+from modelstate.planning.transfer import Execution, Sink, Transfers, Way, copy_cannot_fail, peak_bytes
 from modelstate.remote.location import CONNECTIONS
-from modelstate.rules.expression import Derived, values_of
-from modelstate.spec import ByteRange, Stored, StoredComposite, StoredTensor, contiguous_stride
-from modelstate.text_format import size
-from modelstate.torch_compat.dtypes import (
-    UNCHECKED,
-    Overflows,
-    can_overflow,
-    extremes,
-    is_range_within,
-    nonfinite,
-    short,
-)
-from modelstate.torch_compat.plain import is_dense, is_plain
-from modelstate.torch_compat.private import copy_each, payload_of, storage_id, storage_owners
-from modelstate.transaction.slots import Addresses, slots_of
+from modelstate.text_format import listed, size
+from modelstate.torch_compat.dtypes import can_overflow
+from modelstate.torch_compat.plain import is_plain
+from modelstate.torch_compat.private import copy_each, without_modes
+from modelstate.torch_compat.sharding import dtensor_like
+from modelstate.transaction.swap_tensors import become, give_memory, give_memory_to_all, point_to, refusals
+from modelstate.transaction.transaction import Transaction, Write
 
-Progress = Callable[[int], None]
-_QUEUED_DEVICES = ("cuda",)
-"""The types of devices to which copies are queued."""
-_MOST_DIRECT = 4
-"""So many parts of a block are copied to a device one by one."""
-
-
-class Staging(msgspec.Struct, eq=False, dict=True):
-    """How the values of a load are read: from where, with which threads and buffers, and the memory that they take."""
-
-    checkpoint: Checkpoint
-    options: LoadOptions
-    model: nn.Module
-    files: OpenFiles
-    """The files, which are opened once, and compared with their fingerprints when all has been read."""
-    strategy: ReadStrategy = msgspec.field(default_factory=ReadStrategy)
-    """The threads, buffers and files of the reads."""
-    overflows: Overflows = msgspec.field(default_factory=Overflows)
-    """Counts values that casts make infinite or NaN."""
-    peak_memory_bytes: int = 0
-    """The most memory that the load takes at once in addition to the final tensors."""
-    shared: list[SharedRead] = msgspec.field(default_factory=list)
-    """The values that one rank reads for several."""
-
-    def read(self, stored: Stored) -> torch.Tensor:
-        """Reads the values of a stored tensor into memory of their own."""
-        return read_tensor(stored, partial(read_ranges, files=self.files))
-
-    @cached_attribute
-    def own_memory(self) -> Addresses:
-        """The memory of the model's tensors."""
-        return Addresses(slot.tensor for slot in slots_of(self.model).tensors)
+_LEAST_LEASED_BYTES = 1 << 20
+"""Fewer bytes are staged: it takes no longer than to lease their files."""
 
 
 def limit_memory(staging: Staging, executions: Iterable[Execution]) -> None:
@@ -106,28 +47,26 @@ def limit_memory(staging: Staging, executions: Iterable[Execution]) -> None:
     budget, strategy = staging.options.max_memory_bytes, staging.strategy
     if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
         strategy = replace(strategy, threads=CONNECTIONS, remote=budget is not None)
-    most_bytes = sys.maxsize if budget is None else budget
-    needed = 0
-    for staging.strategy in chain([strategy], strategy.smaller()):
-        staging.peak_memory_bytes = needed = peak_bytes(transfers, staging.strategy)
-        if needed <= most_bytes:
+    staging.strategy, staging.peak_memory_bytes = strategy, peak_bytes(transfers, strategy)
+    if budget is None or staging.peak_memory_bytes <= budget:
+        return
+    for staging.strategy in strategy.smaller():
+        staging.peak_memory_bytes = peak_bytes(transfers, staging.strategy)
+        if staging.peak_memory_bytes <= budget:
             return
-    staged = 0 if staging.options.in_place else sum(item.staged_bytes for item in transfers)
-    could = staged > 0 and needed - staged <= most_bytes
+    needed, staged = staging.peak_memory_bytes, 0
+    if not staging.options.in_place:
+        staged = sum(item.staged_bytes for item in transfers)
+    could = staged > 0 and needed - staged <= budget
     raise MemoryBudgetError(
         "the load needs more memory beyond the final tensors than it was given; nothing has been changed",
-        expected=f"at most {most_bytes} bytes",
+        expected=f"at most {budget} bytes",
         found=f"{needed} bytes, at the least",
         remedy=f"max_memory_bytes={needed}" + (", or in_place=True, which needs no second copy" if could else ""),
     )
 
 
-_LEAST_TRIMMED_BYTES = 4 << 20
-"""A transform that frees so much leaves holes in the heap. Without trimming, 16 weights of 16 MB that become float8
-were measured to take 600 instead of 280 MB."""
-
-
-def stage(staging: Staging, executions: Iterable[Execution], progress: Progress) -> list[str]:
+def stage(staging: Staging, executions: Iterable[Execution]) -> list[str]:
     """Computes every final value that is not read straight into its slot. The model is not changed.
 
     First the kernel starts to read what the page cache lacks, also of the other values. A load with `in_place=True`
@@ -147,35 +86,33 @@ def stage(staging: Staging, executions: Iterable[Execution], progress: Progress)
     for item in waiting:
         if item.transfers.way is Way.MAP:
             item.finals = item.transfers.mapped()
-            progress(item.transfers.nbytes)
-    for read in reads(staging, (item for item in waiting if not item.finals), progress):
+            staging.progress(item.transfers.nbytes)
+    for read in reads(staging, (item for item in waiting if not item.finals)):
         read()
     return [f"the file was not in the page cache: {size(nbytes)} of it are read {how}"] if nbytes else []
 
 
-def reads(staging: Staging, executions: Iterable[Execution], progress: Progress) -> Iterator[Callable[[], object]]:
+def reads(staging: Staging, executions: Iterable[Execution]) -> Iterator[Callable[[], object]]:
     """Yields functions that read values into their final memory, one after the other, in the order of the files.
 
     When a function is yielded, that memory and the buffers for blocks have been allocated. Each function raises
     `ReadFailedError` where a read fails; memory of slots is then partly overwritten.
     """
     by_sink = defaultdict[Sink, list[Execution]](list)
-    for item in sorted(executions, key=lambda item: item.transfers.extents[:1]):
+    for item in executions:
         by_sink[item.transfers.sink].append(item)
+    for sink in (Sink.COMPUTED, Sink.WHOLE):  # what is read in blocks or as ranges is sorted there
+        by_sink[sink].sort(key=lambda item: item.transfers.extents[:1])
     if blocks := by_sink[Sink.BLOCKS]:
-        yield streamed_read(staging, blocks, progress)
+        yield streamed_read(staging, blocks, _final_memory)
     for sink, read in ((Sink.COMPUTED, _compute), (Sink.MEMORY, _read)):
         if items := by_sink[sink]:
-            yield partial(_fill, read, staging, items, _final_memory(items), progress)
+            yield partial(_fill, read, staging, items, _final_memory(items))
     for item in by_sink[Sink.WHOLE]:
-        yield partial(_read_whole, staging, item, progress)
+        yield partial(read_whole, staging, item)
 
 
-Memory = Sequence[list[torch.Tensor]]
-"""The tensors that values are read into: for each execution one for each row."""
-
-
-def _final_memory(executions: Iterable[Execution]) -> Memory:
+def _final_memory(executions: Sequence[Execution]) -> Memory:
     """The final memory of values: the slots, or new memory, which small values share."""
     transfers = [item.transfers for item in executions]
     on_cpu = [item for item in transfers if item.way is not Way.INTO and item.on_cpu]
@@ -193,14 +130,14 @@ def _final_memory(executions: Iterable[Execution]) -> Memory:
     return memory
 
 
-ReadInto = Callable[[Staging, Sequence[Execution], Memory, Progress], None]
+ReadInto = Callable[[Staging, Sequence[Execution], Memory], None]
 
 
-def _fill(read: ReadInto, staging: Staging, items: Sequence[Execution], memory: Memory, progress: Progress) -> None:
+def _fill(read: ReadInto, staging: Staging, items: Sequence[Execution], memory: Memory) -> None:
     """Reads values into their final memory with `_read` or `_compute`. Raises `ReadFailedError`."""
     started = time.perf_counter()
     try:
-        read(staging, items, memory, progress)
+        read(staging, items, memory)
     finally:
         for item in items:
             if item.transfers.way is Way.INTO and item.transfers.sink is Sink.MEMORY:
@@ -211,476 +148,330 @@ def _fill(read: ReadInto, staging: Staging, items: Sequence[Execution], memory: 
         item.seconds += seconds * item.transfers.nbytes / max(total, 1)
 
 
-def _read(staging: Staging, items: Sequence[Execution], memory: Memory, progress: Progress) -> None:
+def _read(staging: Staging, items: Sequence[Execution], memory: Memory) -> None:
     """Reads values that are ranges of files into tensors. Raises `ReadFailedError`."""
     strategy = staging.strategy
     read_ranges(
         [request for item, targets in zip(items, memory, strict=True) for request in item.transfers.requests(targets)],
         files=staging.files,
-        on_read=progress,
+        on_read=staging.progress,
         threads=strategy.threads,
         batch_bytes=strategy.block_bytes if strategy.remote else None,
         is_new_memory=any(item.transfers.way is not Way.INTO for item in items),
     )
 
 
-def _compute(staging: Staging, items: Sequence[Execution], memory: Memory, progress: Progress) -> None:
+def _compute(staging: Staging, items: Sequence[Execution], memory: Memory) -> None:
     """Computes combined tensors. Raises `ReadFailedError`."""
     combined = [item.transfers.facts.combined for item in items]
     targets = [(stored, final) for stored, (final,) in zip(combined, memory, strict=True) if stored is not None]
     read_here = partial(read_ranges, files=staging.files, threads=1)
-    compute(targets, read_here, read_whole=staging.read, on_block=lambda: progress(0))
-    progress(sum(item.transfers.nbytes for item in items))
+    compute(targets, read_here, read_whole=staging.read, on_block=lambda: staging.progress(0))
+    staging.progress(sum(item.transfers.nbytes for item in items))
 
 
-# Values that are needed whole.
+def stage_unleased(executions: Iterable[Execution], files: OpenFiles) -> None:
+    """Has values staged that are planned to be read at the commit, where it is known that their files cannot be leased.
+
+    Called for a load with `in_place=None`.
+    """
+    waiting = [item for item in executions if item.transfers.way is Way.INTO]
+    if sum(item.transfers.nbytes for item in waiting) < _LEAST_LEASED_BYTES:
+        reason = "they are small"
+    else:
+        extents = [extent for item in waiting for extent in item.transfers.extents]
+        reason = lease_files(extents, files)
+        files.release()
+    for item in waiting if reason else ():
+        item.stage_instead(reason)
 
 
-def _read_whole(staging: Staging, execution: Execution, progress: Progress) -> None:
-    transfer = execution.transfers
-    if transfer.way is Way.INTO:  # in a load with `in_place=True`
+class Place(Write):
+    """The write that executes a transfer. The final value decides how."""
+
+    __slots__ = ("execution", "staging")
+
+    def __init__(self, staging: Staging, execution: Execution) -> None:
+        super().__init__(execution.transfers.param, execution.transfers.facts.value)
+        self.staging, self.execution = staging, execution
+
+    @property
+    def cannot_fail(self) -> bool:
+        """Whether only a copy between existing memory remains."""
+        transfer, param, final = self.execution.transfers, self.target, self.execution.final
+        if final is None or transfer.way is Way.CODE or param.is_meta or not _keeps_memory(transfer):
+            return False
+        return final is param or copy_cannot_fail(param, final)
+
+    def run(self, transaction: Transaction | None) -> None:
+        execution, param = self.execution, self.target
+        if execution.final is None:
+            if transaction is not None:
+                used = "code of the model uses it"
+                way = execution.transfers.way
+                if way is Way.INTO and self.staging.options.in_place is None:
+                    execution.stage_instead(used)
+                elif way is Way.MAP:
+                    execution.transfers = replace(execution.transfers, way=Way.NEW, why=f"was on meta: {used}")
+                execution.transfers = replace(execution.transfers, maps=None)  # the value is read
+            stage_one(self.staging, execution)
+        transfer, final = execution.transfers, execution.final
+        sharded = transfer.facts.sharded
+        assert final is not None
+        if final is param:
+            return  # the value was read in place
         with torch.no_grad():
-            value = _own_value(staging, execution)
-            transfer.param.copy_(value)
-            staging.overflows.check(transfer.name, value, transfer.param)
-        execution.finals = transfer.params
-    else:
-        stage_one(staging, execution)
-    progress(transfer.nbytes)
+            if transaction is None:
+                param.copy_(final)
+            elif sharded is not None and (param.is_meta or not _keeps_memory(transfer) or not is_plain(final)):
+                # The DTensor stays the same object. In inference mode it would become one that cannot be trained.
+                held = sharded.tensor
+                with torch.inference_mode(final.is_inference()), torch.no_grad():
+                    transaction.save_metadata(held)
+                    transaction.register_undo(become(held, dtensor_like(held, final), _converted_grad(held, final)))
+            elif param.is_meta and transfer.way is not Way.CODE and is_plain(final):
+                transaction.register_undo(give_memory(param, final))
+            elif transfer.way is Way.CODE:
+                transaction.save_tensor(param)
+                # As torch does when swapping is switched on.
+                new = param.module_load(final, assign=param.is_meta)  # type: ignore[no-untyped-call]
+                if new is final or new is param:
+                    raise RuntimeError("module_load returned self or other; it must return a new tensor")
+                if is_plain(new) and not is_plain(param):
+                    what = "no handler converts a plain tensor to this class"
+                    raise RuntimeError(f"its class would no longer be {type(param).__name__}: {what}")
+                _take_over(execution, param, new, transaction)
+            elif not is_plain(final):
+                transaction.save_metadata(param)
+                _take_over(execution, param, final, transaction)
+            elif _keeps_memory(transfer):
+                transaction.save_tensor(param)
+                param.copy_(final)
+            else:
+                transaction.register_undo(point_to(param, final, _converted_grad(param, final)))
+        (slot_tensor,) = transfer.slot_tensors
+        if execution.freezes and slot_tensor.requires_grad:
+            grad = slot_tensor.grad
+
+            def undo() -> None:
+                slot_tensor.requires_grad_()
+                slot_tensor.grad = grad
+
+            if transaction is not None:
+                transaction.register_undo(undo)
+            slot_tensor.grad = None
+            slot_tensor.requires_grad_(False)
 
 
-def stage_one(staging: Staging, execution: Execution) -> None:
-    """Computes the final value of one transfer.
+def _keeps_memory(transfer: Transfers) -> bool:
+    """Whether the slot keeps its memory."""
+    return transfer.param.dtype == transfer.dtype and transfer.param.device == transfer.device
 
-    Raises `PlacementError` where a tensor subclass cannot be copied.
+
+def _converted_grad(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a tensor with the dtype and device of its new value; None where the value cannot have one."""
+    grad = tensor.grad if tensor.is_leaf and (value.is_floating_point() or value.is_complex()) else None
+    return None if grad is None else grad.to(value.device, value.dtype)
+
+
+def _take_over(execution: Execution, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:
+    """Gives `param` the class, metadata and memory of `value`. A gradient stays if it still fits."""
+    for error in refusals({execution.transfers.name: param}):
+        raise error
+    grad = param.grad if param.is_leaf else None
+    fits = grad is not None and (grad.shape, grad.dtype, grad.device) == (value.shape, value.dtype, value.device)
+    # An inference tensor can only be changed in inference mode. Other tensors must not become inference tensors, which
+    # cannot be trained.
+    in_inference_mode = param.is_inference() or value.is_inference()
+    with nullcontext() if in_inference_mode else torch.inference_mode(False):
+        transaction.register_undo(become(param, value, grad if fits else None))
+    execution.transfers = replace(execution.transfers, dtypes=[param.dtype], device=param.device)
+
+
+def _waiting(executions: Iterable[Execution]) -> list[Execution]:
+    """Returns what is read straight into its slots, and has not been read."""
+    return [item for item in executions if item.transfers.way is Way.INTO and not item.finals]
+
+
+def overwrite(staging: Staging, executions: Iterable[Execution]) -> None:
+    """Reads values straight into the memory of their slots, as a load with `in_place=True` does.
+
+    Raises:
+        ReadFailedError, MemoryBudgetError, PlacementError: Values may be partly overwritten, and the error says so.
     """
-    started, transfer = time.perf_counter(), execution.transfers
-    with code_errors(
-        PlacementError,
-        f"a {type(transfer.facts.value).__name__} cannot be copied out of the checkpoint; nothing has been changed",
-        where=transfer.name,
-        remedy="convert the value with transform=",
-    ):
-        _stage_one(staging, execution)
-    if transfer.facts.transform_bytes >= _LEAST_TRIMMED_BYTES:
-        trim_heap()
-    execution.seconds += time.perf_counter() - started
+    waiting = _waiting(executions)
+    for path in {extent.path for item in waiting for extent in item.transfers.extents}:
+        _ = staging.files[path]
+    staging.files.check_unchanged()  # nothing has been overwritten yet
+    try:
+        for read in [*reads(staging, waiting)]:  # the buffers of all reads come first
+            read()
+        staging.files.check_unchanged()
+    except Exception as error:
+        kind: type[ModelStateError] = PlacementError  # of torch: what was read could not be cast or copied
+        if isinstance(error, ReadFailedError | MemoryBudgetError):
+            kind = type(error)
+        raise kind(
+            "the model was read in place, and that has failed: its values may be partly overwritten",
+            where=getattr(error, "where", ""),
+            found=error if kind is type(error) else f"{type(error).__name__}: {error}",
+            remedy="load again; without in_place=True, the old values are kept until all is read and cast",
+        ) from error
 
 
-def _stage_one(staging: Staging, execution: Execution) -> None:
-    transfer, overflows = execution.transfers, staging.overflows
-    facts = transfer.facts
-    if facts.transform is not None:
-        final = _transformed(staging, facts.transform, execution)
-    elif transfer.maps is not None:
-        final = facts.value
-    elif transfer.way is Way.CODE:
-        value = _own_value(staging, execution)
-        final = value.to(transfer.dtype) if is_plain(value) else value
-        if is_plain(value):
-            overflows.check(transfer.name, value, final)
-    elif transfer.way is Way.STAGED and facts.is_live:
-        # A live tensor needs no copy, unless the load overwrites it.
-        final = facts.value.clone() if staging.own_memory.hold(facts.value) else facts.value
-        overflows.check(transfer.name, facts.value, transfer.dtype)
-    elif facts.module_transform is not None:
-        _apply_module_transform(staging, execution, facts.module_transform, _own_value(staging, execution))
-        return
-    else:
-        is_copied = facts.is_live and (transfer.on_cpu or transfer.device != facts.value.device)
-        value = facts.value if is_copied else _own_value(staging, execution)
-        is_final = isinstance(facts.stored, Derived) and _is_final(transfer, value)
-        final = value if is_final else _as_slot(staging, transfer, value)
-    execution.finals = [final]
+def place_fallible(transaction: Transaction, executions: Iterable[Execution]) -> None:
+    """Gives memory to slots on meta, and places values that may run code of a tensor subclass: all can be undone."""
+    for item in executions:
+        transfers = item.transfers
+        if transfers.own is None and transfers.way in (Way.MAP, Way.NEW):
+            try:
+                with without_modes():
+                    give_memory_to_all(transfers.params, item.finals, transaction.register_undo)
+            except Exception as error:
+                row = next(row for row, value in enumerate(item.finals) if not value.is_meta)
+                raise _placement_error(transfers.names[row], transfers.params[row], item.finals[row], error) from error
+    for write in transaction.writes:
+        if not isinstance(write, Place) or write.done or write.execution.transfers.way is Way.INTO:
+            continue
+        if write.target.is_meta or not write.cannot_fail:
+            try:
+                transaction.run(write)
+            except ModelStateError:
+                raise
+            except Exception as error:
+                raise _placement_error(write.execution.transfers.name, write.target, write.value, error) from error
 
 
-def _is_final(transfer: Transfers, value: torch.Tensor) -> bool:
-    """Whether a value needs no copy: nothing else refers to its memory, and it fits the slot."""
-    ((shape, stride, dtype),) = transfer.layouts()
-    in_order = value.is_contiguous() if stride is None else tuple(value.stride()) == stride
-    fits = value.dtype == dtype and value.device == transfer.device and value.shape == shape
-    own = is_plain(value) and storage_owners(value) == 1 and value.untyped_storage().nbytes() == value.nbytes
-    return own and fits and in_order and not value.is_inference() and not value.is_conj()
+def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error: Exception) -> PlacementError:
+    return PlacementError(
+        "a value cannot be put in its place; nothing has been changed",
+        where=name,
+        expected=f"{type(target).__name__}, {target.dtype}",
+        found=f"{type(value).__name__}, {value.dtype}: {error}",
+        remedy=refusal_of_writes(target)[1]
+        or "give the tensor subclass a module_load handler, or convert the value with transform=",
+    )
 
 
-def _own_value(staging: Staging, execution: Execution) -> torch.Tensor:
-    """Returns the value in memory that nothing else refers to. Reads it if it is in a file."""
-    transfer, facts = execution.transfers, execution.transfers.facts
-    stored, value = facts.stored, facts.value
-    if transfer.is_read_into_place:
-        (memory,) = fresh_tensors([(value.size(), None, value.dtype)])
-        _read(staging, [execution], [[memory]], lambda _: None)
-        return memory
-    if isinstance(stored, StoredComposite):
-        return staging.read(stored)
-    if isinstance(stored, Derived):
-        value = values_of(stored, staging.read, partial(staging.overflows.check, transfer.name))
-        return value.clone() if storage_owners(value) > 1 else value.detach()
-    if isinstance(stored, StoredTensor):
-        value = staging.read(stored)
-        return value if is_dense(value) else value.clone()
-    if is_plain(value):
-        return value.detach().clone()
-    return value.detach().to(copy=True)  # the one copy that even the smallest subclasses have
+def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[Callable[[], object]]:
+    """Leases the files that are read at the commit, and returns functions that read from them.
+
+    Where files cannot be leased, their values are staged now.
+
+    Args:
+        staging: How the values are read.
+        executions: Everything that the load reads.
+
+    Raises:
+        ReadFailedError: A file cannot be read, or has changed.
+        MemoryBudgetError: The values have to be staged, and need too much memory.
+    """
+    waiting = _waiting(executions)
+    if waiting:
+        # Progress may be shown in a way that fails, so it comes before the commit.
+        extents = [extent for item in waiting for extent in item.transfers.extents]
+        refusal = "the page cache has not all of it"
+        if bring_into_cache(extents, staging.files, lambda _: staging.progress(0)):
+            refusal = lease_files(extents, staging.files)
+        if not refusal:
+            staging.progress(sum(item.transfers.nbytes for item in waiting))
+            staging.progress = lambda _: None
+            staging.files.check_unchanged()
+            from_maps = [item for item in waiting if _is_copied_from_map(item.transfers)]
+            copies = list[Callable[[], object]]()
+            try:
+                copies += [_copy_from_maps(staging, from_maps)] if from_maps else []
+            except (OSError, ValueError):  # no room for a map
+                from_maps = []
+            rest = [item for item in waiting if item not in from_maps]
+            return [*copies, *reads(staging, rest), staging.files.check_unchanged]
+        for item in waiting:
+            item.stage_instead(refusal)
+        limit_memory(staging, executions)
+        stage(staging, executions)
+    staging.files.check_unchanged()
+    return []
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def _as_slot(staging: Staging, transfer: Transfers, value: torch.Tensor) -> torch.Tensor:
-    """Copies a value to new memory with the dtype, device and layout of the slot."""
-    ((shape, own_stride, dtype),) = transfer.layouts()
-    if transfer.on_cpu:
-        (final,) = fresh_tensors(transfer.layouts())
-        final.copy_(value)
-    elif own_stride is not None and tuple(value.stride()) != own_stride:
-        final = torch.empty_strided(shape, own_stride, dtype=dtype, device=transfer.device)
-        final.copy_(value)
-    else:
-        final = value.to(dtype)
-    staging.overflows.check(transfer.name, value, final)
-    return final.to(transfer.device)
+def _is_copied_from_map(transfers: Transfers) -> bool:
+    """Whether torch may copy the values out of a map: each is a range of a file, and nothing has to look at a cast."""
+    columns = transfers.columns
+    if columns is None or not transfers.on_cpu or not transfers.nbytes:
+        return False
+    sizes = {name: getattr(torch, name).itemsize for name in {*columns.dtype_names}}
+    if any(start % sizes[name] for name, start in zip(columns.dtype_names, columns.starts, strict=True)):
+        return False
+    casts_to = {*transfers.dtypes} if transfers.sink is Sink.BLOCKS else set[torch.dtype]()
+    return not any(can_overflow(transfers.stored_dtype, dtype) for dtype in casts_to)
 
 
-# Transforms.
+def _copy_from_maps(staging: Staging, executions: Sequence[Execution]) -> Callable[[], object]:
+    """Returns a function that copies values out of maps of their files, which are leased and in the page cache.
+
+    Raises `OSError` or `ValueError` where a file cannot be mapped.
+    """
+    columns, maps = [item.transfers.rows for item in executions], dict[str, mmap.mmap]()
+    for path in {path for each in columns for path in each.paths}:
+        file = staging.files[path]
+        assert isinstance(file, LocalFile)  # others are not leased
+        maps[path] = system.mmap(file.descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
+    values = [value for each in columns for value in views_of(maps, each)]
+    params = [param for item in executions for param in item.transfers.params]
+
+    def copy() -> None:
+        started = time.perf_counter()
+        copy_each(params, values)
+        seconds, total = time.perf_counter() - started, sum(item.transfers.nbytes for item in executions)
+        for item in executions:
+            item.seconds += seconds * item.transfers.nbytes / total
+
+    return copy
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def _apply_module_transform(staging: Staging, execution: Execution, last: Transform, value: torch.Tensor) -> None:
-    """Sets the final value to the result of a module's transform. The memory of `value` may be reused afterwards."""
-    transfer = execution.transfers
-    stride = transfer.facts.own_stride or contiguous_stride(transfer.facts.value.size())
-    if is_plain(value) and not (transfer.on_cpu and value.dtype == transfer.dtype and value.stride() == stride):
-        value = _as_slot(staging, transfer, value)
-    before = nonfinite(value) if is_plain(value) else 0
-    result = called(last, transfer.name, value, transfer.param.shape)
-    if is_plain(result):
-        staging.overflows.check_function(transfer.name, BY_TRANSFORM, result, lambda: before)
-    freezes = isinstance(result, nn.Parameter) and not result.requires_grad
-    what = f"the {type(result).__name__} of the transform cannot be copied; nothing has been changed"
-    with code_errors(TransformError, what, where=transfer.name):
-        result = result.detach().to(transfer.device)
-        storages = {storage_id(part) for part in payload_of(value)}
-        kept = any(storage_id(part) in storages or storage_owners(part) > 1 for part in payload_of(result))
-        kept = kept or (is_plain(result) and not is_dense(result))
-        result = result.clone() if kept else result
-    set_transformed(execution, result, freezes=freezes)
-
-
-def _transformed(staging: Staging, transform: Transform, execution: Execution) -> torch.Tensor:
-    transfer, value = execution.transfers, _own_value(staging, execution)
-    references, owners = reference_count(value), storage_owners(value)
-    result = called(transform, transfer.name, value, transfer.param.shape)
-    # A tensor that others hold, or memory that they do, cannot be the slot's own: they may write to it before the slot
-    # has it, as a function does that returns the same buffer again and again, or afterwards.
-    references, owners = (references + 1, owners) if result is value else (ONE_VARIABLE, 1)
-    own = reference_count(result) <= references and storage_owners(result) <= owners
-    return _as_requested(staging, execution, result.detach(), own)
-
-
-def _nonfinite_before(staging: Staging, transfer: Transfers) -> int:
-    """The infinite and NaN values of what a transform was given, which may have changed: it is read once more."""
-    stored = transfer.facts.stored
-    return nonfinite(transfer.facts.value if stored is None else values_of(stored, staging.read))
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _as_requested(staging: Staging, execution: Execution, result: torch.Tensor, own: bool) -> torch.Tensor:
-    """Returns the result of a transform with the requested dtype and device, in memory that nothing else refers to."""
-    transfer, requested, cast = execution.transfers, staging.options.dtype, result
-    param, way, why = transfer.param, transfer.way, transfer.why
-    if requested is not None and result.is_floating_point() and type(result) is torch.Tensor:
-        cast = result.to(requested)
-    if not staging.overflows.check(transfer.name, result, cast) and is_plain(result):
-        before = partial(_nonfinite_before, staging, transfer)
-        staging.overflows.check_function(transfer.name, BY_TRANSFORM, result, before)
-    result = cast.to(transfer.device)
-    if not is_plain(result):
-        way, why = Way.NEW, "takes the class of the result of the transform"
-    elif not is_plain(param):
-        way, why = Way.CODE, BY_SUBCLASS
-    elif param.is_meta:
-        way, why = Way.NEW, "was on meta: gets the result of the transform"
-    elif result.dtype != param.dtype:
-        way, why = Way.NEW, f"changes its dtype to {short(result.dtype)}"
-    execution.transfers = replace(transfer, dtypes=[result.dtype], way=way, why=why)
-    if not is_plain(result):
-        return result
-    if way is Way.STAGED:
-        return result if own and not staging.own_memory.hold(result) else result.clone()
-    fits = own and is_dense(result) and not result.is_inference()
-    return result if fits else result.clone(memory_format=torch.contiguous_format)
-
-
-# Values that pass through blocks.
-
-
-class Piece(NamedTuple):
-    """A value, or a part of one, in a buffer, and where it goes."""
-
-    name: str
-    at: int
-    """Bytes from the beginning of the buffer."""
-    dtype: torch.dtype
-    target: torch.Tensor
-    """The memory for it, flat, of the dtype that it is cast to."""
-
-
-def _values(pieces: Sequence[Piece], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """The values of pieces, as views of the buffer."""
-    typed = {
-        dtype: buffer[: len(buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
-        for dtype in {piece.dtype for piece in pieces}
-    }
-    return [typed[dtype].narrow(0, at // dtype.itemsize, target.numel()) for _, at, dtype, target in pieces]
-
-
-def copy_pieces(pieces: Sequence[Piece], buffer: torch.Tensor, overflows: Overflows) -> None:
-    """Copies and casts what is in a buffer to where it belongs."""
-    sources, targets = _values(pieces, buffer), [piece.target for piece in pieces]
-    copy_each(targets, sources)
-    _count_overflows(pieces, sources, targets, overflows)
-
-
-def _count_overflows(
-    pieces: Sequence[Piece],
-    sources: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor | torch.dtype],
-    overflows: Overflows,
+def commit_values(
+    transaction: Transaction,
+    executions: Sequence[Execution],
+    reads: Sequence[Callable[[], object]],
+    last: Sequence[Callable[[], None]],
 ) -> None:
-    """Counts the values that a cast has made infinite. They are in place: a load does not fail for a count."""
-    for piece, source, target in zip(pieces, sources, targets, strict=True):
-        try:
-            overflows.check(piece.name, source, target)
-        except (MemoryError, RuntimeError):
-            overflows.add({(UNCHECKED, piece.name): source.numel()})
+    """Commits, and reads what is read at the commit.
 
+    Args:
+        transaction: The transaction of the load.
+        executions: Everything that the load reads.
+        reads: The result of `reads_at_commit`. All are called, and the first error is raised after the commit.
+        last: Called at the end of the commit; they must not raise.
 
-class CudaQueue:
-    """Copies blocks to a CUDA device, where the values are cast and put where they belong, on a stream of its own.
-
-    A block gets to the device in one copy where it has parts of many tensors: there, a small copy takes far less time
-    than one from the host. Threads queue their blocks one after the other. If they did so at the same time, they would
-    wait for Python's lock between all calls of CUDA, for longer than the copies take. For the same reason, what can be
-    done before is done before: a thread that queues a block keeps all others waiting.
+    Raises:
+        ReadFailedError: After the commit, where a read failed that should not have: with the names of the tensors.
+        PlacementError: The same for what was read, and could not be cast or copied.
     """
+    error: Exception | None = None
+    waiting = _waiting(executions) if reads else []
+    # Values with facts of their own have writes.
+    staged = [item for item in executions if item.transfers.own is None and item.transfers.way is Way.STAGED]
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        """Allocates memory for blocks of this size on the device, so that no read allocates any."""
-        callers, self._lock = torch.cuda.current_stream(device), threading.Lock()
-        self._own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(callers):
-            self._there = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        # The caller's work that is queued may use this memory, and that of the targets.
-        self._own.wait_stream(callers)
+    @torch.no_grad()
+    def first() -> None:
+        nonlocal error
+        for read in reads:
+            try:
+                read()
+            except Exception as raised:
+                error = error or raised
+        for item in waiting:
+            item.finals = item.transfers.params  # also after an error: nothing reads them again
+        for item in staged:
+            for param, value in zip(item.transfers.params, item.finals, strict=True):
+                param.copy_(value)
 
-    def wait(self) -> None:
-        """Waits until the device has done all that was queued, also by a call of `run` that was interrupted."""
-        self._own.synchronize()
-
-    def run(self, buffer: torch.Tensor, nbytes: int, pieces: Sequence[Piece], overflows: Overflows) -> Wait:
-        """Queues the copies of what is in a buffer to where it belongs.
-
-        Returns a function that waits until the device has done that, and then counts the values that a cast has made
-        infinite: until then, nothing must overwrite the buffer.
-        """
-        is_direct = goes_straight(pieces)
-        here, there = (buffer, buffer) if is_direct else (buffer[:nbytes], self._there[:nbytes])
-        sources, targets = _values(pieces, there), [piece.target for piece in pieces]
-        narrow = [
-            (piece, source)
-            for piece, source in zip(pieces, sources, strict=True)
-            if can_overflow(piece.dtype, piece.target.dtype)
-        ]
-        with self._lock, torch.cuda.stream(self._own):
-            if not is_direct:
-                there.copy_(here, non_blocking=True)
-            copy_each(targets, sources, non_blocking=True)
-            limits = _queued_limits([source for _, source in narrow])
-            event = self._own.record_event()
-
-        def wait() -> None:
-            event.synchronize()
-            if not narrow:
-                return
-            with torch.cuda.stream(self._own):
-                known = limits.tolist()
-            suspects = [
-                piece
-                for (piece, _), (least, greatest) in zip(narrow, known, strict=True)
-                if not is_range_within(least, greatest, piece.target.dtype)
-            ]
-            dtypes = [piece.target.dtype for piece in suspects]
-            _count_overflows(suspects, _values(suspects, buffer), dtypes, overflows)
-
-        return wait
-
-
-def _queued_limits(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The least and the greatest of each value; NaN where they cannot be known without looking at each element."""
-    found = [extremes(value) for value in values]
-    if values and None not in found:
-        with suppress(torch.OutOfMemoryError):
-            return torch.stack([limit for pair in found if pair for limit in pair]).view(-1, 2)
-    return torch.full((len(values), 2), math.nan, device="cpu")
-
-
-def goes_straight(pieces: Sequence[Piece]) -> bool:
-    """Whether the values of a block are copied from the buffer to where they belong, and not by the block."""
-    return len(pieces) <= _MOST_DIRECT and all(piece.target.dtype is piece.dtype for piece in pieces)
-
-
-@torch.inference_mode(False)  # tensors of that mode could not be written to outside of it
-def _pinned_buffers(blocks: Sequence[Block], threads: int, device: torch.device) -> list[torch.Tensor]:
-    """The buffers of a read whose blocks are copied to a CUDA device: in pinned memory, as far as there is some."""
-    with suppress(RuntimeError):  # a limit on pinned memory; copies from other memory only take longer
-        nbytes, count = max(block.nbytes for block in blocks), min(threads, len(blocks))
-        memory, step = pinned_memory(count * aligned(nbytes), device), aligned(nbytes)
-        return [memory[at : at + nbytes] for at in range(0, count * step, step)]
-    return block_buffers(blocks, threads)
-
-
-def streamed_read(staging: Staging, executions: Sequence[Execution], progress: Progress) -> Callable[[], None]:
-    """Returns a function that reads the final values of transfers that pass through blocks.
-
-    It reads into the slots where that is the way. Values that adjoin in a file are read as one range, and the bytes of
-    a value that has several names once. All buffers have been allocated when this returns.
-
-    It raises `ReadFailedError` and `TransformError`; memory that is read into is then partly overwritten.
-    """
-    strategy = staging.strategy
-    wanted, owners = list[tuple[ByteRange, int]](), list[_Rows | _Transformed]()
-    transfers, plain = [item.transfers for item in executions], list[Execution]()
-    readers = list[_Rows | _Transformed]()
-    for execution in executions:
-        own = execution.transfers.own
-        if own is not None and own.block_function is not None:
-            readers.append(_Transformed(staging, execution, own.block_function))
-        else:
-            plain.append(execution)
-    for owner in (*readers, *map(_Rows, plain, _final_memory(plain))):
-        unit_bytes, extents = owner.execution.transfers.unit_bytes, owner.execution.transfers.extents
-        wanted += [(extent, unit_bytes) for extent in extents]
-        owners += [owner for _ in extents]
-    devices = sorted({item.device for item in transfers if item.device.type in _QUEUED_DEVICES}, key=str)
-    if devices:
-        strategy = strategy.for_devices(sum(aligned(extent.nbytes) for extent, _ in wanted))
-    align_bytes = common_align_bytes({extent.path for extent, _ in wanted}, staging.checkpoint.fingerprints)
-    blocks = in_blocks(wanted, strategy.block_bytes, align_bytes)
-    block_bytes = max((block.nbytes for block in blocks), default=0)
-    queues = {device: CudaQueue(device, block_bytes) for device in devices}
-    if devices and blocks:
-        buffers = _pinned_buffers(blocks, strategy.threads, devices[0])
-    else:
-        buffers = block_buffers(blocks, strategy.threads)
-
-    def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
-        pieces = defaultdict[torch.device, list[Piece]](list)
-        for part in block.parts:
-            owner = owners[part.which]
-            if isinstance(owner, _Transformed):
-                owner.write(part, buffer)
-            else:
-                pieces[owner.transfers.device] += owner.pieces(part)
-        waits = list[Wait]()
-        for device, of_device in pieces.items():
-            if device in queues:
-                waits.append(queues[device].run(buffer, block.nbytes, of_device, staging.overflows))
-            else:
-                copy_pieces(of_device, buffer, staging.overflows)
-        return (lambda: [wait() for wait in waits]) if waits else None
-
-    def on_block(block: Block, seconds: float) -> None:
-        for part in block.parts:
-            owners[part.which].execution.seconds += seconds * part.source.nbytes / block.wanted_bytes
-        progress(block.wanted_bytes)
-
-    def run() -> None:
-        try:
-            stream(blocks, buffers, consume, files=staging.files, on_block=on_block)
-        finally:
-            # A block that has failed may have left copies behind: they use memory that is freed after an error.
-            for queue in queues.values():
-                queue.wait()
-        buffers.clear()
-        queues.clear()
-        for owner in dict.fromkeys(owners):
-            owner.end()
-        progress(sum(item.nbytes for item in transfers) - sum(extent.nbytes for extent, _ in wanted))
-
-    return run
-
-
-class _Rows:
-    """The rows of transfers, in the order of the files, with their final memory."""
-
-    def __init__(self, execution: Execution, targets: list[torch.Tensor]) -> None:
-        self.execution, self.transfers, self._targets = execution, execution.transfers, targets
-        self._sources = self.transfers.rows.ranges()
-        self._order = sorted(range(len(self._sources)), key=self._sources.__getitem__)
-        ordered = [self._sources[row] for row in self._order]
-        self._begins = [(path, start) for path, start, _ in ordered]
-        self._ends = [(path, start + nbytes) for path, start, nbytes in ordered]
-
-    def pieces(self, part: Part) -> list[Piece]:
-        """Returns the values of a part of a range."""
-        dtype, (path, first, length), found = self.transfers.stored_dtype, part.source, list[Piece]()
-        end, itemsize = first + length, dtype.itemsize
-        from_row = bisect_right(self._ends, (path, first))
-        for row in self._order[from_row : bisect_left(self._begins, (path, end))]:
-            _, start, nbytes = self._sources[row]
-            begin, until = max(start, first), min(start + nbytes, end)
-            target = self._targets[row]
-            if until - begin < nbytes:
-                offset = target.storage_offset() + (begin - start) // itemsize
-                target = target.as_strided(((until - begin) // itemsize,), (1,), offset)
-            elif target.dim() != 1:
-                target = target.view(-1)
-            found.append(Piece(self.transfers.names[row], part.at + begin - first, dtype, target))
-        return found
-
-    def end(self) -> None:
-        """Sets the final values."""
-        self.execution.finals = self._targets
-
-
-class _Transformed:
-    """A value that a function transforms block by block, with the parts of its result."""
-
-    def __init__(self, staging: Staging, execution: Execution, function: BlockFunction) -> None:
-        self.execution, self._function, self._staging = execution, function, staging
-        self._shape = execution.transfers.facts.value.shape
-        self._parts = function.parts(self._shape[0])
-
-    def write(self, part: Part, buffer: torch.Tensor) -> None:
-        """Transforms the rows of a part, and writes them where they belong."""
-        transfer, function = self.execution.transfers, self._function
-        value = buffer[part.at : part.at + part.source.nbytes].view(transfer.stored_dtype)
-        rows = value.view(-1, *self._shape[1:])
-        first = (part.source.start - transfer.extents[0].start) // transfer.unit_bytes
-        cast = rows.to(transfer.dtype)
-        self._staging.overflows.check(transfer.name, rows, cast)
-        parts = {name: tensor[first : first + len(rows)] for name, tensor in self._parts.items()}
-        with transform_errors(transfer.name):
-            function.write(cast, parts)
-
-    @torch.inference_mode(False)
-    def end(self) -> None:
-        """Sets the final value."""
-        result = self._function.whole(self._parts, self._shape)
-        set_transformed(self.execution, result.detach(), freezes=not result.requires_grad)
-
-
-def set_transformed(execution: Execution, final: torch.Tensor, *, freezes: bool) -> None:
-    """Sets the result of a module's transform, whose class and dtype the slot gets, as the final value."""
-    transfer = execution.transfers
-    way, why = transfer.way, f"{type(final).__name__} {transfer.why}"
-    if is_plain(final, transfer.param):
-        way, why = choose_way(
-            *(transfer.param, final.dtype, final.device), can_map=False, in_place=False, can_read_into=False
-        )
-    elif is_plain(final):
-        way, why = Way.CODE, BY_SUBCLASS
-    execution.transfers = replace(transfer, dtypes=[final.dtype], way=way, why=why)
-    execution.finals, execution.freezes = [final], freezes
+    transaction.commit(*last, first=first if reads or staged else None)
+    if error is not None:
+        kind = ReadFailedError if isinstance(error, ReadFailedError) else PlacementError
+        raise kind(
+            "values could not be read into the model at the commit: these tensors may be old or damaged, and all "
+            "others are loaded",
+            where=listed([name for item in waiting for name in item.transfers.names], 8),
+            found=error if isinstance(error, ModelStateError) else f"{type(error).__name__}: {error}",
+            remedy="load again with in_place=False, which keeps the old values until all is read",
+        ) from error

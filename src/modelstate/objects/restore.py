@@ -265,6 +265,7 @@ def restore_objects(
     models = ModuleContainer({path: targets[path].obj for path in checkpoints})
     with agreement.collective(), exclusive(models), Transaction(models) as transaction:
         register_undo(restored, transaction)
+        transaction.reads_values = restoring.runs_code
         report = load_then(
             transaction,
             combined_checkpoint(checkpoints),
@@ -276,7 +277,6 @@ def restore_objects(
             partial(restoring.restore_others, transaction),
             agreement=agreement,
             check=restoring.plan_optimizers,
-            runs_code=restoring.runs_code,
         )
     plain = {path: saved[path].tree for path, target in restored if target.kind is Kind.VALUE}
     drawn_from = tuple(

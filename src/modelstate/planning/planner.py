@@ -104,7 +104,6 @@ class Planner:
         matched: The part of the checkpoint that is loaded.
         make_write: Returns the write that executes a transfer.
         call_extra_state: Whether `set_extra_state` is called; a plan only checks values.
-        in_columns: Whether values without facts of their own are planned together.
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class Planner:
         make_write: Callable[[Execution], Write],
         *,
         call_extra_state: bool,
-        in_columns: bool = False,
     ) -> None:
         self.transaction, self.model = transaction, transaction.root
         self.matched, self.view = matched, view
@@ -156,7 +154,7 @@ class Planner:
         """Whether floating-point tensors get the dtype that is requested; or, on meta, the dtype of the checkpoint,
         because it has quantized tensors: a layer computes in the dtype that its weight was quantized from, and a cast
         cannot change that dtype."""
-        self._make_write, self._call_extra_state, self._in_columns = make_write, call_extra_state, in_columns
+        self._make_write, self._call_extra_state = make_write, call_extra_state
         self._cause: Exception | None = None
         if not call_extra_state:
             _ = self.signatures  # code of the model may change a lazy parameter before `plan` is called
@@ -196,7 +194,8 @@ class Planner:
         options, entries = self.options, self.matched.applied.entries
         tensors: StoredTensors | None = None
         keeps_stored_dtypes = self.changes_dtypes and options.dtype is None
-        if options.transform is not None or options.read_once or keeps_stored_dtypes or not self._in_columns:
+        has_own_writes = options.transform is not None or options.read_once or self.transaction.reads_values
+        if has_own_writes or keeps_stored_dtypes:
             return ()
         if isinstance(entries, StoredEntries):
             tensors = entries.tensors
@@ -206,7 +205,9 @@ class Planner:
             return ()
         transfers = plain_transfers(self.slots.tensors, tensors, options, lambda: self.incoming.maps)
         self.executions += map(Execution, transfers)
-        has_shared_bytes = len({*tensors.rows.values()}) < len(tensors)  # other names of the same bytes are not mapped
+        has_shared_bytes = len({*tensors.rows.values()}) < len(
+            tensors.rows
+        )  # other names of the same bytes are not mapped
         for item in transfers:
             self.used.update(item.names)
             self.filled.update(dict.fromkeys(map(id, item.params)))

@@ -30,12 +30,7 @@ from modelstate.rules.rule import Value
 from modelstate.spec import StoredComposite
 from modelstate.text_format import count, listed
 from modelstate.torch_compat.dtypes import short
-from modelstate.torch_compat.modules import (
-    changes_state,
-    needs_protocol,
-    overrides_loading,
-    state_dict_of,
-)
+from modelstate.torch_compat.modules import changes_state, needs_protocol, overrides_loading, state_dict_of
 from modelstate.torch_compat.plain import is_plain, is_quantized
 from modelstate.torch_compat.private import storage_id
 from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, compare_names, slots_of

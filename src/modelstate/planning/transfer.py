@@ -22,9 +22,8 @@ from msgspec.structs import replace
 from torch import nn
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
-from modelstate.io.engine import ROWS_BYTES, OpenFiles, ReadStrategy, Request, Rows, read_threads
+from modelstate.io.engine import ROWS_BYTES, ReadStrategy, Request, Rows, read_threads
 from modelstate.io.memory import Layout, aligned
-from modelstate.io.page_cache import lease_files
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.transforms import BlockFunction, Bound, ShardedSlot, Transform
 from modelstate.process import cached_attribute
@@ -58,8 +57,6 @@ DEVICES_READ_INTO = ("cpu", "cuda")
 """The types of devices with memory that can be read into at the commit: no step of the way there allocates memory."""
 _LONG_RUN_BYTES = 256 << 10
 """Runs that are requested one by one, so that several threads share a run."""
-_LEAST_LEASED_BYTES = 1 << 20
-"""Fewer bytes are staged: it takes no longer than to lease their files."""
 
 
 class Way(StrEnum):
@@ -438,25 +435,6 @@ def _requests_of(runs: Runs, address: int) -> Iterator[Request | Rows]:
         yield from (Rows(source, address + at, *runs.dims[-1]) for source, at in runs.places(-1))
 
 
-def stage_unleased(executions: Iterable[Execution], files: OpenFiles, in_use: str) -> None:
-    """Has values staged that are planned to be read at the commit, where it is known that their files cannot be leased.
-
-    Args:
-        executions: What a load with `in_place=None` reads.
-        files: The files.
-        in_use: Another reason to stage them; empty without one.
-    """
-    waiting = [item for item in executions if item.transfers.way is Way.INTO]
-    if sum(item.transfers.nbytes for item in waiting) < _LEAST_LEASED_BYTES:
-        reason = "they are small"
-    else:
-        extents = [extent for item in waiting for extent in item.transfers.extents]
-        reason = lease_files(extents, files) or in_use
-        files.release()
-    for item in waiting if reason else ():
-        item.stage_instead(reason)
-
-
 # Memory that a load needs beyond the final tensors.
 
 
@@ -469,7 +447,7 @@ def peak_bytes(transfers: Iterable[Transfers], strategy: ReadStrategy) -> int:
     computing = max((read_threads() * each.thread_bytes for each in combined if each is not None), default=0)
     gaps = (_gap_bytes(runs) for item in reading if item.own is not None for runs in item.own.placed)
     ranges = strategy.threads * max(gaps, default=0) + max((item.turn_bytes for item in whole), default=0)
-    if whole or any(item.sink is Sink.MEMORY for item in reading):
+    if strategy.remote and (whole or any(item.sink is Sink.MEMORY for item in reading)):
         ranges += strategy.threads * strategy.reply_bytes
     streamed = _stream(blocks, strategy) if blocks else 0
     # These reads follow each other, and each frees its memory.

@@ -95,6 +95,8 @@ class Transaction:
         """What a report says of the commit."""
         self.armed = False
         """Whether model code may have run, so that `ObjectSnapshot` has recorded the objects."""
+        self.reads_values = False
+        """Whether other code will read tensors within the transaction: each value then needs a write of its own."""
         self._lock: exclusive | None = None
         """The lock that this thread has acquired last and not released."""
         self.ended = False

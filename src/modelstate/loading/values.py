@@ -1,0 +1,568 @@
+"""How values become final: those that are needed whole, with their casts and transforms, and those in blocks.
+
+One thread casts, moves or transforms a block while another one reads the next. A `Staging` says how the values of a
+load are read, and with which memory.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.errors import PlacementError, TransformError, code_errors
+from modelstate.io.engine import (
+    Block,
+    OpenFiles,
+    Part,
+    ReadStrategy,
+    Wait,
+    block_buffers,
+    common_align_bytes,
+    in_blocks,
+    read_ranges,
+    stream,
+)
+from modelstate.io.linux import trim_heap
+from modelstate.io.memory import aligned, fresh_tensors
+from modelstate.io.staging import pinned_memory
+from modelstate.io.tensors import read_tensor
+from modelstate.loading.collective import SharedRead
+from modelstate.planning.options import LoadOptions
+from modelstate.planning.transfer import BY_SUBCLASS, Execution, Transfers, Way, choose_way
+from modelstate.planning.transforms import BY_TRANSFORM, BlockFunction, Transform, called, transform_errors
+from modelstate.process import ONE_VARIABLE, cached_attribute, reference_count
+from modelstate.rules.expression import Derived, values_of
+from modelstate.spec import ByteRange, Stored, StoredComposite, StoredTensor, contiguous_stride
+from modelstate.torch_compat.dtypes import (
+    UNCHECKED,
+    Overflows,
+    can_overflow,
+    extremes,
+    is_range_within,
+    nonfinite,
+    short,
+)
+from modelstate.torch_compat.plain import is_dense, is_plain
+from modelstate.torch_compat.private import copy_each, payload_of, storage_id, storage_owners
+from modelstate.transaction.slots import Addresses, slots_of
+
+Progress = Callable[[int], None]
+Memory = Sequence[list[torch.Tensor]]
+"""The tensors that values are read into: for each execution one for each row."""
+_QUEUED_DEVICES = ("cuda",)
+"""The types of devices to which copies are queued."""
+_MOST_DIRECT = 4
+"""So many parts of a block are copied to a device one by one."""
+
+
+class Staging(msgspec.Struct, eq=False, dict=True):
+    """How the values of a load are read: from where, with which threads and buffers, and the memory that they take."""
+
+    checkpoint: Checkpoint
+    options: LoadOptions
+    model: nn.Module
+    files: OpenFiles
+    """The files, which are opened once, and compared with their fingerprints when all has been read."""
+    strategy: ReadStrategy = msgspec.field(default_factory=ReadStrategy)
+    """The threads, buffers and files of the reads."""
+    overflows: Overflows = msgspec.field(default_factory=Overflows)
+    """Counts values that casts make infinite or NaN."""
+    peak_memory_bytes: int = 0
+    """The most memory that the load takes at once in addition to the final tensors."""
+    shared: list[SharedRead] = msgspec.field(default_factory=list)
+    """The values that one rank reads for several."""
+    progress: Progress = lambda _: None
+    """Called with numbers of bytes that are done; may raise to end a read."""
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        """Reads the values of a stored tensor into memory of their own."""
+        return read_tensor(stored, partial(read_ranges, files=self.files))
+
+    @cached_attribute
+    def own_memory(self) -> Addresses:
+        """The memory of the model's tensors."""
+        return Addresses(slot.tensor for slot in slots_of(self.model).tensors)
+
+
+_LEAST_TRIMMED_BYTES = 4 << 20
+"""A transform that frees so much leaves holes in the heap. Without trimming, 16 weights of 16 MB that become float8
+were measured to take 600 instead of 280 MB."""
+
+
+# Values that are needed whole.
+
+
+def read_whole(staging: Staging, execution: Execution) -> None:
+    """Reads a value that is needed whole, into its slot where that is the way. Raises as `streamed_read`."""
+    transfer = execution.transfers
+    if transfer.way is Way.INTO:  # in a load with `in_place=True`
+        with torch.no_grad():
+            value = _own_value(staging, execution)
+            transfer.param.copy_(value)
+            staging.overflows.check(transfer.name, value, transfer.param)
+        execution.finals = transfer.params
+    else:
+        stage_one(staging, execution)
+    staging.progress(transfer.nbytes)
+
+
+def stage_one(staging: Staging, execution: Execution) -> None:
+    """Computes the final value of one transfer.
+
+    Raises `PlacementError` where a tensor subclass cannot be copied.
+    """
+    started, transfer = time.perf_counter(), execution.transfers
+    with code_errors(
+        PlacementError,
+        f"a {type(transfer.facts.value).__name__} cannot be copied out of the checkpoint; nothing has been changed",
+        where=transfer.name,
+        remedy="convert the value with transform=",
+    ):
+        _stage_one(staging, execution)
+    if transfer.facts.transform_bytes >= _LEAST_TRIMMED_BYTES:
+        trim_heap()
+    execution.seconds += time.perf_counter() - started
+
+
+def _stage_one(staging: Staging, execution: Execution) -> None:
+    transfer, overflows = execution.transfers, staging.overflows
+    facts = transfer.facts
+    if facts.transform is not None:
+        final = _transformed(staging, facts.transform, execution)
+    elif transfer.maps is not None:
+        final = facts.value
+    elif transfer.way is Way.CODE:
+        value = _own_value(staging, execution)
+        final = value.to(transfer.dtype) if is_plain(value) else value
+        if is_plain(value):
+            overflows.check(transfer.name, value, final)
+    elif transfer.way is Way.STAGED and facts.is_live:
+        # A live tensor needs no copy, unless the load overwrites it.
+        final = facts.value.clone() if staging.own_memory.hold(facts.value) else facts.value
+        overflows.check(transfer.name, facts.value, transfer.dtype)
+    elif facts.module_transform is not None:
+        _apply_module_transform(staging, execution, facts.module_transform, _own_value(staging, execution))
+        return
+    else:
+        is_copied = facts.is_live and (transfer.on_cpu or transfer.device != facts.value.device)
+        value = facts.value if is_copied else _own_value(staging, execution)
+        is_final = isinstance(facts.stored, Derived) and _is_final(transfer, value)
+        final = value if is_final else _as_slot(staging, transfer, value)
+    execution.finals = [final]
+
+
+def _is_final(transfer: Transfers, value: torch.Tensor) -> bool:
+    """Whether a value needs no copy: nothing else refers to its memory, and it fits the slot."""
+    ((shape, stride, dtype),) = transfer.layouts()
+    in_order = value.is_contiguous() if stride is None else tuple(value.stride()) == stride
+    fits = value.dtype == dtype and value.device == transfer.device and value.shape == shape
+    own = is_plain(value) and storage_owners(value) == 1 and value.untyped_storage().nbytes() == value.nbytes
+    return own and fits and in_order and not value.is_inference() and not value.is_conj()
+
+
+def _own_value(staging: Staging, execution: Execution) -> torch.Tensor:
+    """Returns the value in memory that nothing else refers to. Reads it if it is in a file."""
+    transfer, facts = execution.transfers, execution.transfers.facts
+    stored, value = facts.stored, facts.value
+    if transfer.is_read_into_place:
+        (memory,) = fresh_tensors([(value.size(), None, value.dtype)])
+        strategy = staging.strategy
+        read_ranges(
+            transfer.requests([memory]),
+            files=staging.files,
+            threads=strategy.threads,
+            batch_bytes=strategy.block_bytes if strategy.remote else None,
+            is_new_memory=True,
+        )
+        return memory
+    if isinstance(stored, StoredComposite):
+        return staging.read(stored)
+    if isinstance(stored, Derived):
+        value = values_of(stored, staging.read, partial(staging.overflows.check, transfer.name))
+        return value.clone() if storage_owners(value) > 1 else value.detach()
+    if isinstance(stored, StoredTensor):
+        value = staging.read(stored)
+        return value if is_dense(value) else value.clone()
+    if is_plain(value):
+        return value.detach().clone()
+    return value.detach().to(copy=True)  # the one copy that even the smallest subclasses have
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _as_slot(staging: Staging, transfer: Transfers, value: torch.Tensor) -> torch.Tensor:
+    """Copies a value to new memory with the dtype, device and layout of the slot."""
+    ((shape, own_stride, dtype),) = transfer.layouts()
+    if transfer.on_cpu:
+        (final,) = fresh_tensors(transfer.layouts())
+        final.copy_(value)
+    elif own_stride is not None and tuple(value.stride()) != own_stride:
+        final = torch.empty_strided(shape, own_stride, dtype=dtype, device=transfer.device)
+        final.copy_(value)
+    else:
+        final = value.to(dtype)
+    staging.overflows.check(transfer.name, value, final)
+    return final.to(transfer.device)
+
+
+# Transforms.
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _apply_module_transform(staging: Staging, execution: Execution, last: Transform, value: torch.Tensor) -> None:
+    """Sets the final value to the result of a module's transform. The memory of `value` may be reused afterwards."""
+    transfer = execution.transfers
+    stride = transfer.facts.own_stride or contiguous_stride(transfer.facts.value.size())
+    if is_plain(value) and not (transfer.on_cpu and value.dtype == transfer.dtype and value.stride() == stride):
+        value = _as_slot(staging, transfer, value)
+    before = nonfinite(value) if is_plain(value) else 0
+    result = called(last, transfer.name, value, transfer.param.shape)
+    if is_plain(result):
+        staging.overflows.check_function(transfer.name, BY_TRANSFORM, result, lambda: before)
+    freezes = isinstance(result, nn.Parameter) and not result.requires_grad
+    what = f"the {type(result).__name__} of the transform cannot be copied; nothing has been changed"
+    with code_errors(TransformError, what, where=transfer.name):
+        result = result.detach().to(transfer.device)
+        storages = {storage_id(part) for part in payload_of(value)}
+        kept = any(storage_id(part) in storages or storage_owners(part) > 1 for part in payload_of(result))
+        kept = kept or (is_plain(result) and not is_dense(result))
+        result = result.clone() if kept else result
+    set_transformed(execution, result, freezes=freezes)
+
+
+def _transformed(staging: Staging, transform: Transform, execution: Execution) -> torch.Tensor:
+    transfer, value = execution.transfers, _own_value(staging, execution)
+    references, owners = reference_count(value), storage_owners(value)
+    result = called(transform, transfer.name, value, transfer.param.shape)
+    # A tensor that others hold, or memory that they do, cannot be the slot's own: they may write to it before the slot
+    # has it, as a function does that returns the same buffer again and again, or afterwards.
+    references, owners = (references + 1, owners) if result is value else (ONE_VARIABLE, 1)
+    own = reference_count(result) <= references and storage_owners(result) <= owners
+    return _as_requested(staging, execution, result.detach(), own)
+
+
+def _nonfinite_before(staging: Staging, transfer: Transfers) -> int:
+    """The infinite and NaN values of what a transform was given, which may have changed: it is read once more."""
+    stored = transfer.facts.stored
+    return nonfinite(transfer.facts.value if stored is None else values_of(stored, staging.read))
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _as_requested(staging: Staging, execution: Execution, result: torch.Tensor, own: bool) -> torch.Tensor:
+    """Returns the result of a transform with the requested dtype and device, in memory that nothing else refers to."""
+    transfer, requested, cast = execution.transfers, staging.options.dtype, result
+    param, way, why = transfer.param, transfer.way, transfer.why
+    if requested is not None and result.is_floating_point() and type(result) is torch.Tensor:
+        cast = result.to(requested)
+    if not staging.overflows.check(transfer.name, result, cast) and is_plain(result):
+        before = partial(_nonfinite_before, staging, transfer)
+        staging.overflows.check_function(transfer.name, BY_TRANSFORM, result, before)
+    result = cast.to(transfer.device)
+    if not is_plain(result):
+        way, why = Way.NEW, "takes the class of the result of the transform"
+    elif not is_plain(param):
+        way, why = Way.CODE, BY_SUBCLASS
+    elif param.is_meta:
+        way, why = Way.NEW, "was on meta: gets the result of the transform"
+    elif result.dtype != param.dtype:
+        way, why = Way.NEW, f"changes its dtype to {short(result.dtype)}"
+    execution.transfers = replace(transfer, dtypes=[result.dtype], way=way, why=why)
+    if not is_plain(result):
+        return result
+    if way is Way.STAGED:
+        return result if own and not staging.own_memory.hold(result) else result.clone()
+    fits = own and is_dense(result) and not result.is_inference()
+    return result if fits else result.clone(memory_format=torch.contiguous_format)
+
+
+# Values that pass through blocks.
+
+
+class Piece(NamedTuple):
+    """A value, or a part of one, in a buffer, and where it goes."""
+
+    name: str
+    at: int
+    """Bytes from the beginning of the buffer."""
+    dtype: torch.dtype
+    target: torch.Tensor
+    """The memory for it, flat, of the dtype that it is cast to."""
+
+
+def _values(pieces: Sequence[Piece], buffer: torch.Tensor) -> list[torch.Tensor]:
+    """The values of pieces, as views of the buffer."""
+    typed = {
+        dtype: buffer[: len(buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
+        for dtype in {piece.dtype for piece in pieces}
+    }
+    return [typed[dtype].narrow(0, at // dtype.itemsize, target.numel()) for _, at, dtype, target in pieces]
+
+
+def copy_pieces(pieces: Sequence[Piece], buffer: torch.Tensor, overflows: Overflows) -> None:
+    """Copies and casts what is in a buffer to where it belongs."""
+    sources, targets = _values(pieces, buffer), [piece.target for piece in pieces]
+    copy_each(targets, sources)
+    _count_overflows(pieces, sources, targets, overflows)
+
+
+def _count_overflows(
+    pieces: Sequence[Piece],
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor | torch.dtype],
+    overflows: Overflows,
+) -> None:
+    """Counts the values that a cast has made infinite. They are in place: a load does not fail for a count."""
+    for piece, source, target in zip(pieces, sources, targets, strict=True):
+        try:
+            overflows.check(piece.name, source, target)
+        except (MemoryError, RuntimeError):
+            overflows.add({(UNCHECKED, piece.name): source.numel()})
+
+
+class CudaQueue:
+    """Copies blocks to a CUDA device, where the values are cast and put where they belong, on a stream of its own.
+
+    A block gets to the device in one copy where it has parts of many tensors: there, a small copy takes far less time
+    than one from the host. Threads queue their blocks one after the other. If they did so at the same time, they would
+    wait for Python's lock between all calls of CUDA, for longer than the copies take. For the same reason, what can be
+    done before is done before: a thread that queues a block keeps all others waiting.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        """Allocates memory for blocks of this size on the device, so that no read allocates any."""
+        callers, self._lock = torch.cuda.current_stream(device), threading.Lock()
+        self._own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(callers):
+            self._there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        # The caller's work that is queued may use this memory, and that of the targets.
+        self._own.wait_stream(callers)
+
+    def wait(self) -> None:
+        """Waits until the device has done all that was queued, also by a call of `run` that was interrupted."""
+        self._own.synchronize()
+
+    def run(self, buffer: torch.Tensor, nbytes: int, pieces: Sequence[Piece], overflows: Overflows) -> Wait:
+        """Queues the copies of what is in a buffer to where it belongs.
+
+        Returns a function that waits until the device has done that, and then counts the values that a cast has made
+        infinite: until then, nothing must overwrite the buffer.
+        """
+        is_direct = goes_straight(pieces)
+        here, there = (buffer, buffer) if is_direct else (buffer[:nbytes], self._there[:nbytes])
+        sources, targets = _values(pieces, there), [piece.target for piece in pieces]
+        narrow = [
+            (piece, source)
+            for piece, source in zip(pieces, sources, strict=True)
+            if can_overflow(piece.dtype, piece.target.dtype)
+        ]
+        with self._lock, torch.cuda.stream(self._own):
+            if not is_direct:
+                there.copy_(here, non_blocking=True)
+            copy_each(targets, sources, non_blocking=True)
+            limits = _queued_limits([source for _, source in narrow])
+            event = self._own.record_event()
+
+        def wait() -> None:
+            event.synchronize()
+            if not narrow:
+                return
+            with torch.cuda.stream(self._own):
+                known = limits.tolist()
+            suspects = [
+                piece
+                for (piece, _), (least, greatest) in zip(narrow, known, strict=True)
+                if not is_range_within(least, greatest, piece.target.dtype)
+            ]
+            dtypes = [piece.target.dtype for piece in suspects]
+            _count_overflows(suspects, _values(suspects, buffer), dtypes, overflows)
+
+        return wait
+
+
+def _queued_limits(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The least and the greatest of each value; NaN where they cannot be known without looking at each element."""
+    found = [extremes(value) for value in values]
+    if values and None not in found:
+        with suppress(torch.OutOfMemoryError):
+            return torch.stack([limit for pair in found if pair for limit in pair]).view(-1, 2)
+    return torch.full((len(values), 2), math.nan, device="cpu")
+
+
+def goes_straight(pieces: Sequence[Piece]) -> bool:
+    """Whether the values of a block are copied from the buffer to where they belong, and not by the block."""
+    return len(pieces) <= _MOST_DIRECT and all(piece.target.dtype is piece.dtype for piece in pieces)
+
+
+@torch.inference_mode(False)  # tensors of that mode could not be written to outside of it
+def _pinned_buffers(blocks: Sequence[Block], threads: int, device: torch.device) -> list[torch.Tensor]:
+    """The buffers of a read whose blocks are copied to a CUDA device: in pinned memory, as far as there is some."""
+    with suppress(RuntimeError):  # a limit on pinned memory; copies from other memory only take longer
+        nbytes, count = max(block.nbytes for block in blocks), min(threads, len(blocks))
+        memory, step = pinned_memory(count * aligned(nbytes), device), aligned(nbytes)
+        return [memory[at : at + nbytes] for at in range(0, count * step, step)]
+    return block_buffers(blocks, threads)
+
+
+def streamed_read(
+    staging: Staging,
+    executions: Sequence[Execution],
+    memory_for: Callable[[Sequence[Execution]], Memory],
+) -> Callable[[], None]:
+    """Returns a function that reads the final values of transfers that pass through blocks.
+
+    It reads into the slots where that is the way. Values that adjoin in a file are read as one range, and the bytes of
+    a value that has several names once. All buffers have been allocated when this returns.
+
+    `memory_for` returns the final memory of values that no function transforms. The returned function raises
+    `ReadFailedError` and `TransformError`; memory that is read into is then partly overwritten.
+    """
+    strategy = staging.strategy
+    wanted, owners = list[tuple[ByteRange, int]](), list[_Rows | _Transformed]()
+    transfers, plain = [item.transfers for item in executions], list[Execution]()
+    readers = list[_Rows | _Transformed]()
+    for execution in executions:
+        own = execution.transfers.own
+        if own is not None and own.block_function is not None:
+            readers.append(_Transformed(staging, execution, own.block_function))
+        else:
+            plain.append(execution)
+    for owner in (*readers, *map(_Rows, plain, memory_for(plain))):
+        unit_bytes, extents = owner.execution.transfers.unit_bytes, owner.execution.transfers.extents
+        wanted += [(extent, unit_bytes) for extent in extents]
+        owners += [owner for _ in extents]
+    devices = sorted({item.device for item in transfers if item.device.type in _QUEUED_DEVICES}, key=str)
+    if devices:
+        strategy = strategy.for_devices(sum(aligned(extent.nbytes) for extent, _ in wanted))
+    align_bytes = common_align_bytes({extent.path for extent, _ in wanted}, staging.checkpoint.fingerprints)
+    blocks = in_blocks(wanted, strategy.block_bytes, align_bytes)
+    block_bytes = max((block.nbytes for block in blocks), default=0)
+    queues = {device: CudaQueue(device, block_bytes) for device in devices}
+    if devices and blocks:
+        buffers = _pinned_buffers(blocks, strategy.threads, devices[0])
+    else:
+        buffers = block_buffers(blocks, strategy.threads)
+
+    def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
+        pieces = defaultdict[torch.device, list[Piece]](list)
+        for part in block.parts:
+            owner = owners[part.which]
+            if isinstance(owner, _Transformed):
+                owner.write(part, buffer)
+            else:
+                pieces[owner.transfers.device] += owner.pieces(part)
+        waits = list[Wait]()
+        for device, of_device in pieces.items():
+            if device in queues:
+                waits.append(queues[device].run(buffer, block.nbytes, of_device, staging.overflows))
+            else:
+                copy_pieces(of_device, buffer, staging.overflows)
+        return (lambda: [wait() for wait in waits]) if waits else None
+
+    def on_block(block: Block, seconds: float) -> None:
+        for part in block.parts:
+            owners[part.which].execution.seconds += seconds * part.source.nbytes / block.wanted_bytes
+        staging.progress(block.wanted_bytes)
+
+    def run() -> None:
+        try:
+            stream(blocks, buffers, consume, files=staging.files, on_block=on_block)
+        finally:
+            # A block that has failed may have left copies behind: they use memory that is freed after an error.
+            for queue in queues.values():
+                queue.wait()
+        buffers.clear()
+        queues.clear()
+        for owner in dict.fromkeys(owners):
+            owner.end()
+        staging.progress(sum(item.nbytes for item in transfers) - sum(extent.nbytes for extent, _ in wanted))
+
+    return run
+
+
+class _Rows:
+    """The rows of transfers, in the order of the files, with their final memory."""
+
+    def __init__(self, execution: Execution, targets: list[torch.Tensor]) -> None:
+        self.execution, self.transfers, self._targets = execution, execution.transfers, targets
+        self._sources = self.transfers.rows.ranges()
+        self._order = sorted(range(len(self._sources)), key=self._sources.__getitem__)
+        ordered = [self._sources[row] for row in self._order]
+        self._begins = [(path, start) for path, start, _ in ordered]
+        self._ends = [(path, start + nbytes) for path, start, nbytes in ordered]
+
+    def pieces(self, part: Part) -> list[Piece]:
+        """Returns the values of a part of a range."""
+        dtype, (path, first, length), found = self.transfers.stored_dtype, part.source, list[Piece]()
+        end, itemsize = first + length, dtype.itemsize
+        from_row = bisect_right(self._ends, (path, first))
+        for row in self._order[from_row : bisect_left(self._begins, (path, end))]:
+            _, start, nbytes = self._sources[row]
+            begin, until = max(start, first), min(start + nbytes, end)
+            target = self._targets[row]
+            if until - begin < nbytes:
+                offset = target.storage_offset() + (begin - start) // itemsize
+                target = target.as_strided(((until - begin) // itemsize,), (1,), offset)
+            elif target.dim() != 1:
+                target = target.view(-1)
+            found.append(Piece(self.transfers.names[row], part.at + begin - first, dtype, target))
+        return found
+
+    def end(self) -> None:
+        """Sets the final values."""
+        self.execution.finals = self._targets
+
+
+class _Transformed:
+    """A value that a function transforms block by block, with the parts of its result."""
+
+    def __init__(self, staging: Staging, execution: Execution, function: BlockFunction) -> None:
+        self.execution, self._function, self._staging = execution, function, staging
+        self._shape = execution.transfers.facts.value.shape
+        self._parts = function.parts(self._shape[0])
+
+    def write(self, part: Part, buffer: torch.Tensor) -> None:
+        """Transforms the rows of a part, and writes them where they belong."""
+        transfer, function = self.execution.transfers, self._function
+        value = buffer[part.at : part.at + part.source.nbytes].view(transfer.stored_dtype)
+        rows = value.view(-1, *self._shape[1:])
+        first = (part.source.start - transfer.extents[0].start) // transfer.unit_bytes
+        cast = rows.to(transfer.dtype)
+        self._staging.overflows.check(transfer.name, rows, cast)
+        parts = {name: tensor[first : first + len(rows)] for name, tensor in self._parts.items()}
+        with transform_errors(transfer.name):
+            function.write(cast, parts)
+
+    @torch.inference_mode(False)
+    def end(self) -> None:
+        """Sets the final value."""
+        result = self._function.whole(self._parts, self._shape)
+        set_transformed(self.execution, result.detach(), freezes=not result.requires_grad)
+
+
+def set_transformed(execution: Execution, final: torch.Tensor, *, freezes: bool) -> None:
+    """Sets the result of a module's transform, whose class and dtype the slot gets, as the final value."""
+    transfer = execution.transfers
+    way, why = transfer.way, f"{type(final).__name__} {transfer.why}"
+    if is_plain(final, transfer.param):
+        way, why = choose_way(
+            *(transfer.param, final.dtype, final.device), can_map=False, in_place=False, can_read_into=False
+        )
+    elif is_plain(final):
+        way, why = Way.CODE, BY_SUBCLASS
+    execution.transfers = replace(transfer, dtypes=[final.dtype], way=way, why=why)
+    execution.finals, execution.freezes = [final], freezes
