@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from types import CodeType
@@ -114,6 +114,9 @@ def tensors_of(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
 def needs_protocol(modules: Mapping[str, torch.nn.Module], names: Collection[object], versions: object) -> bool:
     """Whether a load makes the calls of torch's loading protocol: it may run code of the modules, or depend on them.
 
+    Such code is hooks other than FSDP2's, and methods that override torch's own. The override of torch's BatchNorm does
+    not count where it does nothing: it adds a counter that old files lack.
+
     Args:
         modules: The modules by the prefixes of their names, such as "encoder.0.".
         names: The names of the values.
@@ -122,25 +125,11 @@ def needs_protocol(modules: Mapping[str, torch.nn.Module], names: Collection[obj
     # The versions may contain the flag that torch's `assign=True` leaves there.
     saved_versions = versions.values() if isinstance(versions, Mapping) else () if versions is None else (None,)
     asks = any(not isinstance(saved, Mapping) or "assign_to_params_buffers" in saved for saved in saved_versions)
-    if asks or runs_loading_code(modules, names) or not {str}.issuperset(map(type, names)):
+    if asks or not {str}.issuperset(map(type, names)):
         return True
-    return any(
-        "." in name
-        for module in modules.values()
-        for table in (module._parameters, module._buffers, module._modules)
-        for name in table.keys()  # noqa: SIM118  (TorchScript's)
-    )
-
-
-def runs_loading_code(modules: Mapping[str, torch.nn.Module], given: Container[object]) -> bool:
-    """Whether a load runs code of these modules: hooks other than FSDP2's, or methods that override torch's own.
-
-    The override of torch's BatchNorm does not count where it does nothing: it adds a counter that old files lack.
-
-    Args:
-        modules: The modules by the prefixes of their names, such as "encoder.0.".
-        given: The names of the values.
-    """
+    tables = (table for module in modules.values() for table in (module._parameters, module._buffers, module._modules))
+    if any("." in name for table in tables for name in table.keys()):  # noqa: SIM118  (TorchScript's)
+        return True
     one_of_each = {type(module): module for module in modules.values()}
     if any(cls.set_extra_state is not torch.nn.Module.set_extra_state for cls in one_of_each):
         return True
@@ -158,7 +147,7 @@ def runs_loading_code(modules: Mapping[str, torch.nn.Module], given: Container[o
         return True
     counting = {type(module) for module in overriding}
     counters = (prefix for prefix, module in modules.items() if type(module) in counting)
-    return any(f"{prefix}num_batches_tracked" not in given for prefix in counters)
+    return any(f"{prefix}num_batches_tracked" not in names for prefix in counters)
 
 
 def _only_adds_counter(module: torch.nn.Module) -> bool:

@@ -235,27 +235,7 @@ def sharing(items: Sequence[T], tensors: Sequence[torch.Tensor]) -> list[list[T]
         items: Anything.
         tensors: The tensor of each item.
     """
-    return [[items[index] for index in group] for group in _overlapping(*_addresses_of(tensors), tensors)]
-
-
-Addressed = np.ndarray[Any, np.dtype[np.uint64]]
-
-
-def _addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[Addressed, Addressed]:
-    """Returns where the elements of each tensor begin in memory, and their bytes, with those between them.
-
-    Both are 0 for tensors without elements in memory: empty ones, and those on meta.
-    """
-    starts = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
-    sizes = [
-        tensor.nbytes if tensor.is_contiguous() else span(tensor.size(), tensor.stride()) * tensor.itemsize
-        for tensor in tensors
-    ]
-    return starts, np.array(sizes, np.uint64)
-
-
-def _overlapping(starts: Addressed, sizes: Addressed, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Returns the indices of tensors that overlap, in groups; `_addresses_of` gives their addresses."""
+    starts, sizes = _addresses_of(tensors)
     order = np.argsort(starts, kind="stable")
     order = order[(starts[order] > 0) & (sizes[order] > 0)]
     starts, ends = starts[order], (starts + sizes)[order]
@@ -274,7 +254,23 @@ def _overlapping(starts: Addressed, sizes: Addressed, tensors: Sequence[torch.Te
         else:
             run = [index]
         last[device] = run, max(end, run_end)
-    return [sorted(group) for group in groups]
+    return [[items[index] for index in sorted(group)] for group in groups]
+
+
+Addressed = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+def _addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[Addressed, Addressed]:
+    """Returns where the elements of each tensor begin in memory, and their bytes, with those between them.
+
+    Both are 0 for tensors without elements in memory: empty ones, and those on meta.
+    """
+    starts = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
+    sizes = [
+        tensor.nbytes if tensor.is_contiguous() else span(tensor.size(), tensor.stride()) * tensor.itemsize
+        for tensor in tensors
+    ]
+    return starts, np.array(sizes, np.uint64)
 
 
 def clash(a: torch.Tensor, a_value: torch.Tensor, b: torch.Tensor, b_value: torch.Tensor) -> bool:

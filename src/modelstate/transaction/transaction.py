@@ -479,7 +479,12 @@ class exclusive:
 
     def __enter__(self) -> None:
         deadline = time.monotonic() + _TIMEOUT_SECONDS
-        while not self._acquire():
+        while True:
+            with _guard:
+                others = [lock for lock in _held.values() if lock._thread != self._thread]
+                if all(self._ids().isdisjoint(lock._ids()) for lock in others):
+                    _held[id(self)] = self
+                    return
             time.sleep(_POLL_SECONDS)
             if time.monotonic() >= deadline:
                 raise ModelBusyError(
@@ -501,15 +506,6 @@ class exclusive:
             self.rollbacks.clear()
             with _guard:
                 _held.pop(id(self), None)
-
-    def _acquire(self) -> bool:
-        """Acquires the lock, or returns False where another thread has a conflicting one."""
-        with _guard:
-            for lock in list(_held.values()):
-                if lock._thread != self._thread and not self._ids().isdisjoint(lock._ids()):
-                    return False
-            _held[id(self)] = self
-            return True
 
     def _ids(self) -> set[int]:
         if self._shared_ids is None:
