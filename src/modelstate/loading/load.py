@@ -101,6 +101,8 @@ def plan(model: nn.Module, source: Source, **options: Unpack[PlanArguments]) -> 
     checkpoint = open_checkpoint(source, cache=checked.cache)
     with exclusive(model), Transaction(model) as transaction, gc_paused(), torch.random.fork_rng(devices=[]):
         planner, staging = prepare(transaction, checkpoint, checked, call_extra_state=False)
+        if checked.in_place is None:
+            stage_unleased(planner.executions, staging.files)
         staging.files.close()
         return planner.plan()
 
@@ -401,8 +403,6 @@ def prepare(
         if options.read_once:
             staging.shared = collective.shared_reads(planner.singles, agreement or agreement_of(transaction.root))
             planner.notes += collective.notes_on_shared(staging.shared)
-        if staged is None and not options.in_place:
-            stage_unleased(planner.executions, staging.files)
         return planner, staging
 
 

@@ -37,9 +37,6 @@ from modelstate.torch_compat.sharding import dtensor_like
 from modelstate.transaction.swap_tensors import become, give_memory, give_memory_to_all, point_to, refusals
 from modelstate.transaction.transaction import Transaction, Write
 
-_LEAST_LEASED_BYTES = 1 << 20
-"""Fewer bytes are staged: it takes no longer than to lease their files."""
-
 
 def limit_memory(staging: Staging, executions: Iterable[Execution]) -> None:
     """Chooses a read strategy, which keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
@@ -168,22 +165,6 @@ def _compute(staging: Staging, items: Sequence[Execution], memory: Memory) -> No
     read_here = partial(read_ranges, files=staging.files, threads=1)
     compute(targets, read_here, read_whole=staging.read, on_block=lambda: staging.progress(0))
     staging.progress(sum(item.transfers.nbytes for item in items))
-
-
-def stage_unleased(executions: Iterable[Execution], files: OpenFiles) -> None:
-    """Has values staged that are planned to be read at the commit, where it is known that their files cannot be leased.
-
-    Called for a load with `in_place=None`.
-    """
-    waiting = [item for item in executions if item.transfers.way is Way.INTO]
-    if sum(item.transfers.nbytes for item in waiting) < _LEAST_LEASED_BYTES:
-        reason = "they are small"
-    else:
-        extents = [extent for item in waiting for extent in item.transfers.extents]
-        reason = lease_files(extents, files)
-        files.release()
-    for item in waiting if reason else ():
-        item.stage_instead(reason)
 
 
 class Place(Write):
@@ -353,6 +334,14 @@ def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error
     )
 
 
+def stage_unleased(executions: Iterable[Execution], files: OpenFiles) -> None:
+    """Has values staged that are planned to be read at the commit, where their files cannot be leased now."""
+    waiting = _waiting(executions)
+    refusal = lease_files([extent for item in waiting for extent in item.transfers.extents], files)
+    for item in waiting if refusal else ():
+        item.stage_instead(refusal)
+
+
 def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[Callable[[], object]]:
     """Leases the files that are read at the commit, and returns functions that read from them.
 
@@ -370,9 +359,9 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[C
     if waiting:
         # Progress may be shown in a way that fails, so it comes before the commit.
         extents = [extent for item in waiting for extent in item.transfers.extents]
-        refusal = "the page cache has not all of it"
-        if bring_into_cache(extents, staging.files, lambda _: staging.progress(0)):
-            refusal = lease_files(extents, staging.files)
+        refusal = lease_files(extents, staging.files)
+        if not (refusal or bring_into_cache(extents, staging.files, lambda _: staging.progress(0))):
+            refusal = "the page cache has not all of it"
         if not refusal:
             staging.progress(sum(item.transfers.nbytes for item in waiting))
             staging.progress = lambda _: None
@@ -385,6 +374,7 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[C
                 from_maps = []
             rest = [item for item in waiting if item not in from_maps]
             return [*copies, *reads(staging, rest), staging.files.check_unchanged]
+        staging.files.release()
         for item in waiting:
             item.stage_instead(refusal)
         limit_memory(staging, executions)

@@ -89,6 +89,8 @@ from modelstate.transaction.transaction import Transaction, Write
 _CPU = torch.device("cpu")
 CHECK_EXTRA_STATE = "_modelstate_check_extra_state"
 """The method of modules that can check an extra state without setting it."""
+_LEAST_LEASED_BYTES = 1 << 20
+"""Fewer bytes are staged: it takes no longer than to lease their files."""
 
 
 class Planner:
@@ -170,7 +172,14 @@ class Planner:
         return signatures(self.slots_before)
 
     def settle(self) -> None:
-        """Ends the recording: from now on, values of rules are computed only for their slots."""
+        """Ends the recording: from now on, values of rules are computed only for their slots.
+
+        Few bytes in all are staged.
+        """
+        waiting = [item for item in self.executions if item.transfers.way is Way.INTO]
+        if self.options.in_place is None and sum(item.transfers.nbytes for item in waiting) < _LEAST_LEASED_BYTES:
+            for item in waiting:
+                item.stage_instead("they are small")
         if self._in_memory:
             self._check_overlaps()
         # How the parts of DTensors are read whose bytes do not adjoin in the file.
