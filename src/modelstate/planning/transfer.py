@@ -475,6 +475,7 @@ def _stream(blocks: Sequence[Transfers], strategy: ReadStrategy) -> int:
 
 # Values without facts of their own.
 
+_PLAIN_CLASSES = (nn.Parameter, torch.Tensor)
 _Group = tuple[Way, str, str, torch.device]
 """The way, its reason, the stored dtype where values pass through blocks, and the device after the load."""
 _Row = tuple[Slot, int, torch.dtype]
@@ -497,17 +498,17 @@ def plain_transfers(
     rows, columns, by_tensor = tensors.rows, tensors.columns, options.device_of_meta
     dtype_names, shapes, nbytes = columns.dtype_names, columns.shapes, columns.nbytes
     groups = defaultdict[_Group, list[_Row]](list)
-    groups_of = dict[tuple[str, torch.dtype, torch.device, torch.device | None], tuple[_Group, torch.dtype] | None]()
-    """By what slots have in common that go the same way."""
+    kinds = dict[tuple[str, torch.dtype, torch.device, torch.device | None], tuple[list[_Row], torch.dtype] | None]()
+    """The rows of their group, and the dtype after the load, by what slots have in common that go the same way."""
     with_memory: list[torch.Tensor] = []
     for slot in slots:
-        names, kind, param = slot
+        names, slot_kind, param = slot
         row, is_meta, known = rows.get(names[0]), param.is_meta, None
         if (
             row is not None
             and len(names) == 1
-            and kind != HIDDEN
-            and (type(param) is nn.Parameter or type(param) is torch.Tensor)
+            and slot_kind != HIDDEN
+            and type(param) in _PLAIN_CLASSES
             and param.layout is torch.strided
             and param.shape == tuple(shapes[row])
             and nbytes[row]
@@ -517,25 +518,27 @@ def plain_transfers(
         ):
             after = by_tensor(param) if is_meta and by_tensor is not None else None
             key = dtype_names[row], param.dtype, param.device, after
-            if key not in groups_of:
-                groups_of[key] = _group_of(dtype_names[row], param, options)
-            known = groups_of[key]
+            try:
+                known = kinds[key]
+            except KeyError:
+                group = _group_of(dtype_names[row], param, options)
+                known = kinds[key] = group and (groups[group[0]], group[1])
             if known is not None:
-                groups[known[0]].append((slot, row, known[1]))
+                known[0].append((slot, row, known[1]))
         if not is_meta and (known is not None or is_plain(param)):
             with_memory.append(param)
     maps: Maps | None = None
-    for of_maps in [group for group in groups if group[0] is Way.MAP]:
+    for mapped in [group for group in groups if group[0] is Way.MAP]:
         maps = maps_of_load()
-        groups[of_maps], unmapped = _split_by_map(groups[of_maps], columns, options.map, maps)
-        groups[Way.NEW, "was on meta: gets memory", *of_maps[2:]] = unmapped
+        groups[mapped], unmapped = _split_by_map(groups[mapped], columns, options.map, maps)
+        groups[Way.NEW, "was on meta: gets memory", *mapped[2:]] = unmapped
     shared = {id(tensor) for tensors in sharing(with_memory, with_memory) for tensor in tensors}
     found = list[Transfers]()
     for (way, why, in_blocks, device), of_group in groups.items():
         if of_group := [row for row in of_group if id(row[0].tensor) not in shared] if shared else of_group:
             of_slots, indices, dtypes = map(list, zip(*of_group, strict=True))
-            of_names, kinds, params = map(list, zip(*of_slots, strict=True))
-            before, values = ([name for (name,) in of_names], kinds, params), columns.selected(indices)
+            of_names, of_kinds, params = map(list, zip(*of_slots, strict=True))
+            before, values = ([name for (name,) in of_names], of_kinds, params), columns.selected(indices)
             sink, of_way = Sink.BLOCKS if in_blocks else Sink.MEMORY, maps if way is Way.MAP else None
             found.append(Transfers(*before, dtypes, device, way, why, values, sink, sum(values.nbytes), of_way))
     return found
