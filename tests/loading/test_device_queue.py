@@ -71,7 +71,7 @@ def test_every_value_gets_where_it_belongs(
     is_direct: bool, in_place: bool | None, path: Path, queued: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a copy of the block on the device, and straight from the buffer, as values of few tensors get there."""
-    monkeypatch.setattr(stage, "goes_straight", lambda _: is_direct)
+    monkeypatch.setattr(values, "goes_straight", lambda _: is_direct)
     expected, module = network(1, torch.float32).bfloat16(), network(2, torch.bfloat16)
     budget = 40_000_000 if is_direct else None
     with torch.inference_mode(is_direct):

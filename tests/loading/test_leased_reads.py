@@ -102,9 +102,13 @@ def test_the_values_are_read_into_the_memory_that_is_there(form: str, folder: Pa
 @pytest.mark.parametrize("name", ["cut", "overwritten"])
 def test_a_writer_waits_for_what_is_copied_from_a_map(name: str, dtype: torch.dtype, folder: Path) -> None:
     path, net, processes = saved(folder), module(1.0, dtype), list[subprocess.Popen[bytes]]()
+    with faulty_reads() as faults:
+        ms.load(net, path, dtype=dtype)
+    last = [request.number for request in faults.requests if request.call == "mmap"][-1]
+    net = module(1.0, dtype)
 
     def before(request: Request) -> None:
-        if request.call == "mmap":
+        if request.number == last:
             processes.append(writer(name, Path(request.path)))
             waits_for_the_lease(name, processes[0])
 

@@ -112,18 +112,18 @@ def reads(staging: Staging, executions: Iterable[Execution]) -> Iterator[Callabl
 def _final_memory(executions: Sequence[Execution]) -> Memory:
     """The final memory of values: the slots, or new memory, which small values share."""
     transfers = [item.transfers for item in executions]
-    on_cpu = [item for item in transfers if item.way is not Way.INTO and item.on_cpu]
-    fresh = iter(fresh_tensors([layout for item in on_cpu for layout in item.layouts()]))
+    layouts = [[] if item.way is Way.INTO else item.layouts() for item in transfers]
+    pairs = [*zip(transfers, layouts, strict=True)]
+    fresh = iter(fresh_tensors([layout for item, each in pairs if item.device.type == "cpu" for layout in each]))
     memory = list[list[torch.Tensor]]()
-    for item in transfers:
+    for item, each in pairs:
         if item.way is Way.INTO:
             memory.append(item.params)
-        elif item.on_cpu:
-            memory.append([next(fresh) for _ in item.params])
+        elif item.device.type == "cpu":
+            memory.append([next(fresh) for _ in each])
         else:
             with torch.inference_mode(False):
-                layouts = item.layouts()
-                memory.append([torch.empty(shape, dtype=dtype, device=item.device) for shape, _, dtype in layouts])
+                memory.append([torch.empty(shape, dtype=dtype, device=item.device) for shape, _, dtype in each])
     return memory
 
 
