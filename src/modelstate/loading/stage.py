@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -44,16 +45,11 @@ def limit_memory(staging: Staging, executions: Iterable[Execution]) -> None:
     budget, strategy = staging.options.max_memory_bytes, staging.strategy
     if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
         strategy = replace(strategy, threads=CONNECTIONS, remote=budget is not None)
-    staging.strategy, staging.peak_memory_bytes = strategy, peak_bytes(transfers, strategy)
-    if budget is None or staging.peak_memory_bytes <= budget:
-        return
-    for staging.strategy in strategy.smaller():
-        staging.peak_memory_bytes = peak_bytes(transfers, staging.strategy)
-        if staging.peak_memory_bytes <= budget:
+    for staging.strategy in (strategy, *(() if budget is None else strategy.smaller())):
+        staging.peak_memory_bytes = needed = peak_bytes(transfers, staging.strategy)
+        if budget is None or needed <= budget:
             return
-    needed, staged = staging.peak_memory_bytes, 0
-    if not staging.options.in_place:
-        staged = sum(item.staged_bytes for item in transfers)
+    staged = 0 if staging.options.in_place else sum(item.staged_bytes for item in transfers)
     could = staged > 0 and needed - staged <= budget
     raise MemoryBudgetError(
         "the load needs more memory beyond the final tensors than it was given; nothing has been changed",
@@ -366,13 +362,11 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[C
             staging.progress(sum(item.transfers.nbytes for item in waiting))
             staging.progress = lambda _: None
             staging.files.check_unchanged()
-            from_maps = [item for item in waiting if _is_copied_from_map(item.transfers)]
-            copies = list[Callable[[], object]]()
-            try:
-                copies += [_copy_from_maps(staging, from_maps)] if from_maps else []
-            except (OSError, ValueError):  # no room for a map
-                from_maps = []
-            rest = [item for item in waiting if item not in from_maps]
+            by_map = defaultdict[bool, list[Execution]](list)
+            for item in waiting:
+                by_map[_is_copied_from_map(item.transfers)].append(item)
+            copies = _copies_from_maps(staging, by_map[True])
+            rest = by_map[False] if copies else waiting
             return [*copies, *reads(staging, rest), staging.files.check_unchanged]
         staging.files.release()
         for item in waiting:
@@ -395,27 +389,22 @@ def _is_copied_from_map(transfers: Transfers) -> bool:
     return not any(can_overflow(transfers.stored_dtype, dtype) for dtype in casts_to)
 
 
-def _copy_from_maps(staging: Staging, executions: Sequence[Execution]) -> Callable[[], object]:
+def _copies_from_maps(staging: Staging, executions: Sequence[Execution]) -> list[Callable[[], object]]:
     """Returns a function that copies values out of maps of their files, which are leased and in the page cache.
 
-    Raises `OSError` or `ValueError` where a file cannot be mapped.
+    Returns none where the system has no room for a map.
     """
     columns, maps = [item.transfers.rows for item in executions], dict[str, mmap.mmap]()
-    for path in {path for each in columns for path in each.paths}:
-        file = staging.files[path]
-        assert isinstance(file, LocalFile)  # others are not leased
-        maps[path] = system.mmap(file.descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
-    values = [value for each in columns for value in views_of(maps, each)]
-    params = [param for item in executions for param in item.transfers.params]
-
-    def copy() -> None:
-        started = time.perf_counter()
-        copy_each(params, values)
-        seconds, total = time.perf_counter() - started, sum(item.transfers.nbytes for item in executions)
-        for item in executions:
-            item.seconds += seconds * item.transfers.nbytes / total
-
-    return copy
+    try:
+        for path in {path for each in columns for path in each.paths}:
+            file = staging.files[path]
+            assert isinstance(file, LocalFile)  # others are not leased
+            maps[path] = system.mmap(file.descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
+    except (OSError, ValueError):
+        return []
+    memory = [item.transfers.params for item in executions]
+    params, values = ([*chain.from_iterable(each)] for each in (memory, [views_of(maps, each) for each in columns]))
+    return [partial(_fill, lambda *_: copy_each(params, values), staging, executions, memory)] if params else []
 
 
 def commit_values(
