@@ -227,10 +227,13 @@ class StagedLoad:
         staging, executions = self.staging, self._executions
         if self._verification:
             self.verified_bytes = self._verification.run(lambda _: progress(0))
-        staging.progress = progress
-        with staging.files as files:
-            self._notes += stage(staging, executions)
-            files.check_unchanged()
+        before, staging.progress = staging.progress, progress
+        try:
+            with staging.files as files:
+                self._notes += stage(staging, executions)
+                files.check_unchanged()
+        finally:
+            staging.progress = before  # which refers to no task
         # Other threads use the tensors on other streams: the copies on the streams of this thread must have ended.
         for device in {final.device for item in executions for final in item.finals}:
             if device.type == "cuda":

@@ -45,9 +45,12 @@ def limit_memory(staging: Staging, executions: Iterable[Execution]) -> None:
     budget, strategy = staging.options.max_memory_bytes, staging.strategy
     if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
         strategy = replace(strategy, threads=CONNECTIONS, remote=budget is not None)
-    for staging.strategy in (strategy, *(() if budget is None else strategy.smaller())):
+    staging.strategy, staging.peak_memory_bytes = strategy, peak_bytes(transfers, strategy)
+    if budget is None:
+        return
+    for staging.strategy in (strategy, *strategy.smaller()):
         staging.peak_memory_bytes = needed = peak_bytes(transfers, staging.strategy)
-        if budget is None or needed <= budget:
+        if needed <= budget:
             return
     staged = 0 if staging.options.in_place else sum(item.staged_bytes for item in transfers)
     could = staged > 0 and needed - staged <= budget
