@@ -304,7 +304,7 @@ def swap_with_more_behind_a_wrapper(_: Path) -> Scenario:
 @scenario
 def suggestion_for_several_parts(_: Path) -> Scenario:
     source = {part: {name.replace(".", "_"): value for name, value in state().items()} for part in ("a", "b")}
-    return Scenario(partial(ms.suggest, net(), source))
+    return Scenario(partial(ms.suggest, net()), {"source": source})
 
 
 @scenario
