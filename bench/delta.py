@@ -19,7 +19,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,8 @@ from bench.demo import Material, build_bert, find_material
 from bench.measure import ROOT, Stage, Stages, alternate, call, run, temporary_folder
 from bench.pages import InPage, Row
 from modelstate.formats import delta as formats
+from modelstate.io.engine import for_each
+from modelstate.io.tensors import compute, read_tensor
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -131,8 +132,9 @@ def weigh(before: State, after: State) -> Weighed:
         if advanced is None:
             payload_bytes += new.nbytes
         else:
-            payload = advanced[0]
-            changed += formats.apply(payload, out, 0)
+            payload, changed_here = advanced
+            changed += changed_here
+            formats.apply(payload, out, 0)
             assert torch.equal(out.view(torch.int16), new.view(torch.int16).view(-1))
             payload_bytes += payload.nbytes
         elements += new.numel()
@@ -198,19 +200,27 @@ def apply(*, delta: bool, mb: int) -> None:
     advanced = [formats.advance(old.clone(), new, new.nbytes) for old, new in zip(before, after, strict=True)]
     payloads = [each[0] for each in advanced if each is not None]
 
-    def change(layer: int) -> None:
-        if delta:
-            formats.apply(payloads[layer], before[layer], 0)
-        else:
-            before[layer].copy_(after[layer])
+    def read_nothing(*_: object, **__: object) -> None:
+        """All is in memory."""
 
-    torch.set_num_threads(1)
-    with ThreadPoolExecutor(THREADS) as pool:
-        # The threads start, and get memory.
-        list(pool.map(lambda _: formats.apply(payloads[0], before[0].clone(), 0), range(THREADS)))
-        stages = Stages()
-        list(pool.map(change, range(len(before))))
-        stages.end(READY)
+    def patch(tensors: Sequence[torch.Tensor]) -> None:
+        targets = [
+            (formats.patched(tensor, payloads=[payload], directories=[formats.check(payload, len(tensor), 2)]), tensor)
+            for tensor, payload in zip(tensors, payloads, strict=False)
+        ]
+        compute(targets, read_nothing, read_whole=partial(read_tensor, read_all=read_nothing))
+
+    def copy(layer: int) -> None:
+        before[layer].copy_(after[layer])
+
+    patch([tensor.clone() for tensor in before[:THREADS]])  # what the first calls import does not count
+    for_each(range(THREADS), [lambda _: after[0].clone()] * THREADS, with_torch=True)
+    stages = Stages()
+    if delta:
+        patch(before)
+    else:
+        for_each(range(len(before)), [copy] * THREADS, with_torch=True)
+    stages.end(READY)
     assert all(map(torch.equal, before, after))
 
 

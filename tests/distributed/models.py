@@ -63,7 +63,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "empty": {"width": 3, "hidden": 2, "rows": 5},  # most ranks hold nothing of most tensors
     "tied": {"tied": True},
     "tied+tp": {"tied": True},
-    "wide": {"width": 10, "rows": 150_001},  # its blocks end within rows
+    "wide": {"width": 10, "rows": 300_001},  # its blocks end within rows
 }
 
 

@@ -17,7 +17,7 @@ from modelstate.errors import DamagedFileError
 from modelstate.formats.delta import BLOCK_ELEMENTS, advance, apply, check, patched, zstd
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import read_tensor
-from modelstate.spec import StoredTensor, block_elements
+from modelstate.spec import Blocks, StoredTensor, block_elements
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int16, torch.float16, torch.bfloat16),
@@ -78,9 +78,9 @@ def test_round_trip(dtype: torch.dtype, count: int, share: float, seed: int, dat
     assert same_bits(out, after[first:last])
 
 
-@pytest.mark.parametrize("positions", [[0], [254, 510, 999], [0, 255, 511, 512, 1023], [1023]], ids=str)
-def test_gaps_around_the_byte_that_goes_on(positions: list[int]) -> None:
-    before, after = torch.zeros(1024), torch.zeros(1024)
+@pytest.mark.parametrize("positions", [[0], [254, 510, 999], [4094, 8189, 8190], [4095, 8191], [19999]], ids=str)
+def test_changes_around_the_longest_step(positions: list[int]) -> None:
+    before, after = torch.zeros(20000), torch.zeros(20000)
     after[positions] = -0.0
     payload = encode(before, after)
     assert payload is not None
@@ -157,22 +157,24 @@ def test_a_chain_of_patches_is_read_as_one_tensor(long: tuple[torch.Tensor, ...]
                 part = stored.region([rows])
                 assert part is not None
                 assert same_bits(read(part), tensors[count][rows])
-    assert not block_elements((LONG,), 1) % BLOCK_ELEMENTS  # each block of a payload is decoded once
+            assert isinstance(stored.build, Blocks)
+            # Each block of a payload is decoded once.
+            assert not block_elements((LONG,), stored.build.unit) % BLOCK_ELEMENTS
 
 
-def payload_of(numel: int, plain: bytes, gap_bytes: int, frame: bytes | None = None) -> torch.Tensor:
+def payload_of(numel: int, plain: bytes, entries: int, frame: bytes | None = None) -> torch.Tensor:
     """The payload of a tensor of one block."""
     frame = zstd.compress(plain) if frame is None else frame
-    return torch.tensor([*struct.pack("<QII", numel, len(frame), gap_bytes), *frame], dtype=torch.uint8)
+    return torch.tensor([*struct.pack("<QII", numel, len(frame), entries), *frame], dtype=torch.uint8)
 
 
 def test_a_payload_from_its_description() -> None:
-    out = torch.tensor([1.0, -2.0, 0.0, 0.5] * 100)
+    out = torch.tensor([1.0, -2.0, 0.0, 0.5] * 1200)
     after = out.clone()
-    after.view(torch.int32)[[1, 301, 303]] += torch.tensor([3, -60, -(2**31)], dtype=torch.int32)
-    gaps, nibbles, codes, large = bytes([1, 255, 44, 1]), bytes([6 | 15 << 4, 15]), bytes([119, 255]), b"\xff" * 4
-    payload = payload_of(400, gaps + nibbles + codes + large, 4)
-    check(payload, 400, 4)
+    after.view(torch.int32)[[1, 301, 303, 4505]] += torch.tensor([3, -60, -(2**31), 7], dtype=torch.int32)
+    low, high = bytes([2, 44, 2, 255, 107]), bytes([0x30, 0x81, 0x80, 0x0F, 0x70])
+    payload = payload_of(4800, low + high + bytes([196, 128]) + struct.pack("<i", -(2**31)), 5)
+    check(payload, 4800, 4)
     apply(payload, out, 0)
     assert same_bits(out, after)
 
@@ -182,7 +184,7 @@ def check_and_apply(payload: torch.Tensor, out: torch.Tensor) -> None:
     apply(payload, out, 0)
 
 
-GOOD = bytes([3, 0x02])
+GOOD = bytes([4, 0x10])
 DAMAGED = {
     "cut within the directory": torch.zeros(12, dtype=torch.uint8),
     "of another tensor": payload_of(101, GOOD, 1),
@@ -193,14 +195,15 @@ DAMAGED = {
     "a frame that is cut": payload_of(100, b"", 1, zstd.compress(GOOD)[:-1]),
     "two frames": payload_of(100, b"", 1, zstd.compress(GOOD[:1]) + zstd.compress(GOOD[1:])),
     "a frame of 64 MB": payload_of(100, b"", 1, zstd.compress(bytes(64 << 20))),
-    "more gaps than bytes": payload_of(100, GOOD, 2**32 - 1),
-    "no gaps": payload_of(100, GOOD, 0),
-    "a gap that does not end": payload_of(1000, b"\xff", 1),
-    "a position behind the end": payload_of(100, bytes([100, 0x02]), 1),
-    "no codes": payload_of(100, GOOD[:1], 1),
-    "an escape without a code": payload_of(100, bytes([3, 15]), 1),
-    "an escape without a number": payload_of(100, bytes([3, 15, 255]), 1),
-    "a part of a number": payload_of(100, bytes([3, 15, 255, 0]), 1),
+    "more entries than elements": payload_of(100, GOOD, 2**32 - 1),
+    "more entries than bytes": payload_of(100, GOOD, 2),
+    "no entries": payload_of(100, GOOD, 0),
+    "a position behind the end": payload_of(100, bytes([101, 0x10]), 1),
+    "a position before the begin": payload_of(100, bytes([0, 0x10]), 1),
+    "positions behind the end": payload_of(100, bytes(512) + bytes([0x0F] * 512), 512),
+    "an escape without a code": payload_of(100, bytes([4, 0x80]), 1),
+    "an escape without a number": payload_of(100, bytes([4, 0x80, 128]), 1),
+    "a part of a number": payload_of(100, bytes([4, 0x80, 128, 0]), 1),
     "bytes behind the end": payload_of(100, GOOD + b"\0", 1),
 }
 

@@ -8,9 +8,9 @@ is a small integer. docs/delta_format.md has the format byte for byte.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from modelstate.errors import DamagedFileError
-from modelstate.spec import Allocate, Blocks, Combined, FillBlock, Stored, StoredTensor
+from modelstate.io.memory import empty_cpu
+from modelstate.spec import Allocate, Blocks, Combined, FillBlock, Stored
 from modelstate.torch_compat.plain import byte_tensor
 
 if sys.version_info >= (3, 14):
@@ -27,8 +28,9 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-BLOCK_ELEMENTS = 1 << 20
-"""The elements of a block: as many as a thread computes at once (`spec.block_elements`)."""
+BLOCK_ELEMENTS = 1 << 21
+"""The elements of a block, which a thread computes at once. The threads of Python wait for each other between calls of
+NumPy: with smaller blocks, two threads were measured to be no faster than one."""
 
 Bits: TypeAlias = "NDArray[np.signedinteger]"
 """The bits of elements, as integers of their size."""
@@ -36,18 +38,16 @@ _Bytes: TypeAlias = "NDArray[np.uint8]"
 
 _INTEGERS: dict[int, np.dtype[np.signedinteger]] = {size: np.dtype(f"<i{size}") for size in (1, 2, 4, 8)}
 """By the size of an element in bytes."""
-_LONG_GAP = 255
-"""A byte of a gap that adds 255, and after which the gap goes on."""
-_ESCAPE_4, _ESCAPE_8 = 15, 255
-"""The codes of 4 and of 8 bits that say: the code is in the next stream."""
-_DIFFERENCES = {
-    dtype: np.array([(code >> 1) ^ -(code & 1) for code in range(256)], dtype) for dtype in _INTEGERS.values()
-}
-"""The difference of each code, for each dtype."""
-_PAIRS = {dtype: of[[[byte & 15, byte >> 4] for byte in range(256)]] for dtype, of in _DIFFERENCES.items()}
-"""The differences of the two codes of 4 bits in each byte."""
-_CHANGES_AT_ONCE = BLOCK_ELEMENTS // 8
-"""Of several payloads, so many changes are collected before they are applied."""
+_LONGEST_STEP = (1 << 12) - 1
+"""From one entry to the next. Where changes are farther apart, entries without a change lie between them."""
+_ESCAPE_4, _ESCAPE_8 = -8, -128
+"""The differences of 4 and of 8 bits that say: the difference is in the next stream."""
+_SEARCHED_ELEMENTS = 1 << 19
+"""The elements in which changes are searched at once: they fit into the cache of a processor."""
+_CACHED_ELEMENTS = 1 << 19
+"""The elements to which those of several frames are added, part by part."""
+_ENTRIES_AT_ONCE = 1 << 18
+"""From so many entries on, those of several frames are added."""
 _NUMEL_BYTES, _ENTRY_BYTES = 8, 8
 """The directory is the number of elements, and an entry for each block."""
 _OPTIONS: dict[int, int] = {
@@ -79,18 +79,17 @@ def advance(copy: torch.Tensor, values: torch.Tensor, most_bytes: int) -> tuple[
     """
     if values.dtype.itemsize not in _INTEGERS:
         return None
-    (bits, old), (_, new) = _bits(copy), _bits(values)
+    old, new = _bits(copy).numpy(), _bits(values).numpy()
     directory, frames, changed, left = list[tuple[int, int]](), list[bytes](), 0, most_bytes - _NUMEL_BYTES
     for first in range(0, len(new), BLOCK_ELEMENTS):
-        block = slice(first, first + BLOCK_ELEMENTS)
-        found = _changes(old[block], new[block])
-        frame, gap_bytes = _frame(found) if len(found.positions) else (b"", 0)
+        found = _advanced(old[first : first + BLOCK_ELEMENTS], new[first : first + BLOCK_ELEMENTS])
+        frame, entries = _frame(found) if len(found.positions) else (b"", 0)
         frames.append(frame)
-        directory.append((len(frame), gap_bytes))
+        directory.append((len(frame), entries))
         left -= _ENTRY_BYTES + len(frame)
         if left < 0 and any(frames):
             return None
-        changed += _add(bits[block], [found])
+        changed += len(found.positions)
     return byte_tensor(b"".join([head(len(new), directory), *frames]) if changed else b""), changed
 
 
@@ -99,7 +98,7 @@ class Directory(msgspec.Struct, frozen=True, eq=False, weakref=True):
 
     numel: int
     blocks: NDArray[np.int64]
-    """For each block the bytes of its frame, and of its gaps."""
+    """For each block the bytes of its frame, and the number of its entries."""
     starts: NDArray[np.int64]
     """Where each frame begins in the payload, and at the end where the last one ends."""
 
@@ -110,41 +109,113 @@ class Directory(msgspec.Struct, frozen=True, eq=False, weakref=True):
         return int(self.starts[first // BLOCK_ELEMENTS]), int(self.starts[-(-last // BLOCK_ELEMENTS)])
 
 
-def apply(payload: torch.Tensor, out: torch.Tensor, first: int) -> int:
+def apply(payload: torch.Tensor, out: torch.Tensor, first: int) -> None:
     """Applies a payload to `out`: flat elements of a tensor, from the element with the index `first` on.
 
-    Only the blocks that have elements of `out` are decoded. Returns and raises as `apply_frames`.
+    Only the blocks that have elements of `out` are decoded. Raises as `Adder.add`.
     """
     directory = _directory(payload.numpy())
     begin, end = directory.frames(first, first + out.numel())
-    return apply_frames([directory], [payload[begin:end]], out, first)
+    Adder([directory], out.dtype, empty_cpu).add([payload[begin:end]], out, first)
 
 
-def apply_frames(
-    directories: Sequence[Directory], frames: Sequence[torch.Tensor], out: torch.Tensor, first: int
-) -> int:
-    """Applies payloads as `apply`. Of each one, `frames` are the bytes that `Directory.frames` names for `out`.
+class Adder:
+    """Adds the differences of payloads to elements of a tensor. Their order makes no difference.
 
-    The order of payloads makes no difference: their differences are added.
+    The entries of several frames are computed together, in few calls of NumPy and in the same memory.
 
-    Returns the number of changes. Raises `DamagedFileError` for a block that cannot be decoded; others may be changed.
+    Args:
+        directories: Those of the payloads.
+        dtype: The dtype of the elements.
+        allocate: Allocates memory for entries: `scratch_bytes` in all.
     """
-    bits, old = _bits(out)
-    last, changed, waiting = first + len(old), 0, list[Changes]()
-    for directory, of_directory in zip(directories, frames, strict=True):
-        data, begin = of_directory.numpy(), directory.frames(first, last)[0]
-        for block in range(first // BLOCK_ELEMENTS, -(-last // BLOCK_ELEMENTS)) if len(data) else ():
-            frame_bytes, gap_bytes = directory.blocks[block].tolist()
-            if frame_bytes:
-                start, at = block * BLOCK_ELEMENTS - first, int(directory.starts[block]) - begin
-                indices = range(start, min(start + BLOCK_ELEMENTS, directory.numel - first))
-                found = _decoded(data[at : at + frame_bytes], gap_bytes, indices, old.dtype)
-                inside = slice(*np.searchsorted(found.positions, (0, len(old))))
-                waiting.append(Changes(found.positions[inside], found.differences[inside]))
-                if sum(len(each.positions) for each in waiting) >= _CHANGES_AT_ONCE:
-                    changed += _add(bits, waiting)
-                    waiting.clear()
-    return changed + _add(bits, waiting)
+
+    def __init__(self, directories: Sequence[Directory], dtype: torch.dtype, allocate: Allocate) -> None:
+        self._directories, entries = directories, (_most_entries(directories),)
+        self._positions, self._steps = allocate(entries, torch.int64), allocate(entries, torch.int32).numpy()
+        self._differences = _bits(allocate(entries, dtype))
+        self._high = allocate(entries, torch.int8).numpy()
+
+    @staticmethod
+    def scratch_bytes(directories: Sequence[Directory], itemsize: int) -> int:
+        """Returns the memory that adding takes, with that of the frames that are decompressed and of their parts."""
+        return _most_entries(directories) * (27 + 4 * itemsize)
+
+    def add(self, frames: Sequence[torch.Tensor], out: torch.Tensor, first: int) -> None:
+        """Adds the differences to `out`: flat elements, from the element with the index `first` on.
+
+        Of each payload, `frames` are the bytes that `Directory.frames` names for `out`.
+
+        Raises `DamagedFileError` for a block that cannot be decoded; others may be changed.
+        """
+        bits, waiting, entries_waiting = _bits(out), list[_Frame](), 0
+        last = first + len(bits)
+        for directory, of_directory in zip(self._directories, frames, strict=True):
+            data, begin = of_directory.numpy(), directory.frames(first, last)[0]
+            for block in range(first // BLOCK_ELEMENTS, -(-last // BLOCK_ELEMENTS)) if len(data) else ():
+                frame_bytes, entries = directory.blocks[block].tolist()
+                if frame_bytes:
+                    start, at = block * BLOCK_ELEMENTS - first, int(directory.starts[block]) - begin
+                    indices = range(start, min(start + BLOCK_ELEMENTS, directory.numel - first))
+                    content = _content(data[at : at + frame_bytes], entries, bits.itemsize)
+                    waiting.append(_Frame(content, entries, indices))
+                    entries_waiting += entries
+                    if entries_waiting >= _ENTRIES_AT_ONCE:
+                        self._add(bits, waiting)
+                        waiting, entries_waiting = [], 0
+        if waiting:
+            self._add(bits, waiting)
+
+    def _add(self, bits: torch.Tensor, frames: Sequence[_Frame]) -> None:
+        contents, counts = [frame.content for frame in frames], np.array([frame.entries for frame in frames])
+        begins, lengths = np.array([(frame.indices.start, len(frame.indices)) for frame in frames]).T
+        ends = counts.cumsum()
+        starts, count = ends - counts, int(ends[-1])
+        positions, steps, high = self._positions.numpy()[:count], self._steps[:count], self._high[:count]
+        low = positions.view(np.int32)[:count]  # before there are positions
+        np.concatenate(_parts(contents, 0 * counts, counts), out=low)
+        np.concatenate(_parts(contents, counts, 2 * counts), out=high)
+        steps[:] = high
+        steps &= 15
+        steps <<= 8
+        steps += low
+        # The blocks of the frames are one after another, so that the positions are in ascending order.
+        firsts = np.arange(len(frames)) * BLOCK_ELEMENTS
+        spans = np.add.reduceat(steps, starts, dtype=np.int32)
+        steps[starts] += BLOCK_ELEMENTS - np.append(BLOCK_ELEMENTS + 1, spans[:-1])
+        steps.cumsum(out=positions)
+        differences = self._differences.numpy()[:count]
+        differences[:] = high
+        differences >>= 4
+        (escaped_4,) = np.less(high, (_ESCAPE_4 + 1) << 4, out=steps.view(np.bool_)[:count]).nonzero()
+        until_4 = escaped_4.searchsorted(ends)
+        ends_8 = 2 * counts + np.diff(until_4, prepend=0)
+        codes = np.concatenate(_parts(contents, 2 * counts, ends_8)).view(np.int8)
+        (escaped_8,) = (codes == _ESCAPE_8).nonzero()
+        sizes = ends_8 + np.diff(escaped_8.searchsorted(until_4), prepend=0) * bits.itemsize
+        is_complete = sizes == [len(content) for content in contents]
+        if not (is_complete & (positions[starts] >= firsts) & (positions[ends - 1] < firsts + lengths)).all():
+            raise _damaged("a block of other streams than its directory describes")
+        differences[escaped_4] = codes
+        differences[escaped_4[escaped_8]] = np.concatenate(_parts(contents, ends_8, sizes)).view(differences.dtype)
+        groups = [[slice(None)]]
+        if len({*begins.tolist()}) < len(frames):
+            # Several frames change a block: all of them change elements that are in the cache of the processor.
+            cuts = positions.searchsorted(firsts + np.arange(0, BLOCK_ELEMENTS + 1, _CACHED_ELEMENTS)[:, None])
+            groups = [[*map(slice, first, end)] for first, end in pairwise(cuts.tolist())]
+        positions &= BLOCK_ELEMENTS - 1
+        if begins.any():
+            positions += np.repeat(begins, counts)
+        for group in groups:
+            index, source = (np.concatenate([values[each] for each in group]) for values in (positions, differences))
+            if begins.min() < 0 or (begins + lengths).max() > len(bits):
+                is_inside = (index >= 0) & (index < len(bits))
+                index, source = index[is_inside], source[is_inside]
+            bits.scatter_add_(0, torch.from_numpy(index), torch.from_numpy(source))
+
+
+def _parts(contents: Sequence[_Bytes], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[_Bytes]:
+    return [content[start:end] for content, start, end in zip(contents, starts, ends, strict=True)]
 
 
 def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> Directory:
@@ -162,23 +233,27 @@ def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> 
         if is_too_short or int(data[:_NUMEL_BYTES].view("<u8")[0]) != numel:
             raise _damaged(f"{len(data)} bytes that are not for {numel} elements of {itemsize} bytes", where)
     directory = _directory(data)
+    if directory.blocks.max(initial=0, axis=0)[1] > BLOCK_ELEMENTS:
+        raise _damaged("a block of more entries than elements", where)
     if directory.starts[-1] != len(data):
         raise _damaged(f"{len(data)} bytes; its directory describes {directory.starts[-1]}", where)
     return directory
 
 
 def patched(
-    base: Stored, position: int = 0, *, payloads: Sequence[StoredTensor], directories: Sequence[Directory]
+    base: Stored, position: int = 0, *, payloads: Sequence[Stored], directories: Sequence[Directory]
 ) -> Combined:
     """Returns a tensor with the payloads from a position on applied to it in their order, when it is read."""
     payloads, directories = payloads[position:], directories[position:]
 
     def starting_at(origin: int) -> Blocks:
-        def begin(_: Sequence[torch.Tensor], __: Allocate) -> FillBlock:
+        def begin(_: Sequence[torch.Tensor], allocate: Allocate) -> FillBlock:
+            adder = Adder(directories, base.dtype, allocate)
+
             def fill(out: torch.Tensor, blocks: Sequence[torch.Tensor], first: int) -> None:
                 if blocks[0].data_ptr() != out.data_ptr():
                     out.copy_(blocks[0])
-                apply_frames(directories, blocks[1:], out, origin + first)
+                adder.add(blocks[1:], out, origin + first)
 
             return fill
 
@@ -186,41 +261,54 @@ def patched(
             return [directory.frames(origin + first, origin + last) for directory in directories]
 
         return Blocks(
-            begin, len(payloads), 1, scratch_bytes, pieces, piece_bytes, starting_at=lambda at: starting_at(origin + at)
+            *(begin, len(payloads), BLOCK_ELEMENTS, scratch_bytes, pieces, piece_bytes),
+            starting_at=lambda at: starting_at(origin + at),
         )
 
-    scratch_bytes = min(math.prod(base.shape), BLOCK_ELEMENTS) * (24 + 2 * base.dtype.itemsize)
+    scratch_bytes = Adder.scratch_bytes(directories, base.dtype.itemsize)
     # A region may have elements of two blocks in each block that is computed.
-    piece_bytes = sum(2 * int(max(directory.blocks[:, 0], default=0)) for directory in directories)
+    piece_bytes = sum(2 * int(directory.blocks[:, 0].max(initial=0)) for directory in directories)
     kind = f"patched {len(payloads)} times"
     return Combined(kind, base.dtype, tuple(base.shape), (base, *payloads), starting_at(0))
 
 
-def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor, Bits]:
-    """The bits of elements, as a tensor and as an array of the same memory."""
-    dtype = _INTEGERS[tensor.dtype.itemsize]
-    bits = tensor.detach().reshape(-1).view(getattr(torch, dtype.name))
-    return bits, bits.numpy()
+def _most_entries(directories: Sequence[Directory]) -> int:
+    """The most entries that are added at once."""
+    entries = [directory.blocks[:, 1] for directory in directories]
+    most = max((int(each.max(initial=0)) for each in entries), default=0)
+    return min(_ENTRIES_AT_ONCE + most, sum(int(each.sum()) for each in entries))
 
 
-def _add(bits: torch.Tensor, changes: Sequence[Changes]) -> int:
-    """Adds the differences. Returns their number."""
-    if not changes:
-        return 0
-    positions, differences = changes[0] if len(changes) == 1 else map(np.concatenate, zip(*changes, strict=True))
-    bits.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(differences))
-    return len(positions)
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(getattr(torch, _INTEGERS[tensor.dtype.itemsize].name))
 
 
-def _changes(old: Bits, new: Bits) -> Changes:
-    differences = new - old
-    # Words of 8 flags: few of them have a change, so the second search is in a small part of the flags.
-    is_changed = np.zeros((-(-len(new) // 8), 8), bool)
-    np.not_equal(differences, 0, out=is_changed.reshape(-1)[: len(new)])
-    (words,) = (is_changed.view(np.int64)[:, 0] != 0).nonzero()
-    (flags,) = is_changed.take(words, axis=0).reshape(-1).nonzero()
-    positions = words.take(flags >> 3) * 8 + (flags & 7)
-    return Changes(positions, differences.take(positions))
+def _advanced(old: Bits, new: Bits) -> Changes:
+    """Turns `old` into `new`. Returns what has changed."""
+    found, size = list[Changes](), 16 // old.itemsize
+    for first in range(0, len(old), _SEARCHED_ELEMENTS):
+        stop = min(first + _SEARCHED_ELEMENTS, len(old))
+        whole = slice(first, stop - (stop - first) % size)
+        # Words of 16 bytes: there are fewer of them than elements, and few of them have changed.
+        is_changed = (old[whole].view(np.int64) != new[whole].view(np.int64)).view(np.int16) != 0
+        (words,) = is_changed.nonzero()
+        old_words, new_words = old[whole].view(np.complex128), new[whole].view(np.complex128)
+        before, after = old_words.take(words), new_words.take(words)
+        old_words[words] = after
+        differences = after.view(old.dtype) - before.view(old.dtype)
+        (changed,) = (differences != 0).nonzero()
+        positions = words.take(changed // size)
+        positions *= size
+        positions += changed % size
+        positions += first
+        found.append(Changes(positions, differences.take(changed)))
+        if whole.stop < stop:
+            rest = slice(whole.stop, stop)
+            differences = new[rest] - old[rest]
+            old[rest] += differences
+            (changed,) = differences.nonzero()
+            found.append(Changes(changed + rest.start, differences.take(changed)))
+    return Changes(*map(np.concatenate, zip(*found, strict=True)))
 
 
 def head(numel: int, blocks: Iterable[Sequence[int]]) -> bytes:
@@ -229,27 +317,27 @@ def head(numel: int, blocks: Iterable[Sequence[int]]) -> bytes:
 
 
 def _frame(found: Changes) -> tuple[bytes, int]:
-    """The zstd frame of a block, and the number of bytes of its gaps."""
-    gaps = np.diff(found.positions, prepend=-1) - 1
-    long = np.flatnonzero(gaps >= _LONG_GAP)
-    more, gaps[long] = np.divmod(gaps[long], _LONG_GAP)
-    of_gaps = np.insert(gaps.astype(np.uint8), np.repeat(long, more), _LONG_GAP)
-    itemsize = found.differences.itemsize
-    codes = (found.differences << 1 ^ found.differences >> 8 * itemsize - 1).view(f"<u{itemsize}")
-    nibbles = np.zeros(len(codes) + len(codes) % 2, np.uint8)
-    nibbles[: len(codes)] = np.minimum(codes, _ESCAPE_4)
-    codes = codes[codes >= _ESCAPE_4]
-    streams = [
-        of_gaps,
-        nibbles[::2] | nibbles[1::2] << 4,
-        np.minimum(codes, _ESCAPE_8).astype(np.uint8),
-        codes[codes >= _ESCAPE_8],
-    ]
+    """The zstd frame of a block, and the number of its entries."""
+    differences, steps = found.differences, np.diff(found.positions, prepend=-1)
+    (long,) = (steps > _LONGEST_STEP).nonzero()
+    if len(long):
+        more, rest = np.divmod(steps[long] - 1, _LONGEST_STEP)
+        steps[long], long = rest + 1, np.repeat(long, more)
+        steps, differences = np.insert(steps, long, _LONGEST_STEP), np.insert(differences, long, 0)
+    steps, fits_4 = steps.astype(np.uint16), _fits(differences, _ESCAPE_4)
+    high = np.where(fits_4, differences, _ESCAPE_4).astype(np.uint8) << 4 | (steps >> 8).astype(np.uint8)
+    large = differences[~fits_4]
+    fits_8 = _fits(large, _ESCAPE_8)
+    streams = [steps.astype(np.uint8), high, np.where(fits_8, large, _ESCAPE_8).astype(np.int8), large[~fits_8]]
     compressor = zstd.ZstdCompressor(options=_OPTIONS)
     compressor.set_pledged_input_size(sum(stream.nbytes for stream in streams))
     # A zstd block for each stream, which gives it Huffman codes of its own.
     parts = [compressor.compress(stream.tobytes(), compressor.FLUSH_BLOCK) for stream in streams if len(stream)]
-    return b"".join([*parts, compressor.flush()]), len(of_gaps)
+    return b"".join([*parts, compressor.flush()]), len(steps)
+
+
+def _fits(differences: Bits, escape: int) -> NDArray[np.bool_]:
+    return (differences > escape) & (differences < -escape)
 
 
 def _directory(data: _Bytes) -> Directory:
@@ -261,31 +349,25 @@ def _directory(data: _Bytes) -> Directory:
     return Directory(numel, blocks, end + np.cumsum(np.append(0, blocks[:, 0])))
 
 
-def _decoded(frame: _Bytes, gap_bytes: int, indices: range, dtype: np.dtype[np.signedinteger]) -> Changes:
-    """The changes of a block, whose elements have these indices. Raises `DamagedFileError`."""
+class _Frame(NamedTuple):
+    """A frame that is decompressed."""
+
+    content: _Bytes
+    entries: int
+    indices: range
+    """The elements of the block."""
+
+
+def _content(frame: _Bytes, entries: int, itemsize: int) -> _Bytes:
+    """Decompresses a frame. Raises `DamagedFileError`."""
     decompressor = zstd.ZstdDecompressor()
     try:
-        plain = np.frombuffer(decompressor.decompress(frame.data, len(indices) * (3 + dtype.itemsize)), np.uint8)
+        content = decompressor.decompress(frame.data, entries * (3 + itemsize))
     except zstd.ZstdError as error:
         raise _damaged(str(error)) from error
-    gaps = plain[:gap_bytes]
-    is_end = gaps != _LONG_GAP
-    positions = (gaps + is_end).cumsum(dtype=np.int64)[is_end]
-    positions += indices.start - 1
-    end_4 = gap_bytes + (len(positions) + 1) // 2
-    differences = _PAIRS[dtype].take(plain[gap_bytes:end_4], axis=0).reshape(-1)[: len(positions)]
-    (escaped,) = (differences == _DIFFERENCES[dtype][_ESCAPE_4]).nonzero()
-    end_8 = end_4 + len(escaped)
-    codes = plain[end_4:end_8]
-    escaped_again = escaped[: len(codes)][codes == _ESCAPE_8]
-    end = end_8 + len(escaped_again) * dtype.itemsize
-    is_complete = decompressor.eof and not decompressor.unused_data and end == len(plain)
-    if not is_complete or not len(positions) or positions[-1] >= indices.stop:
+    if not decompressor.eof or decompressor.unused_data or not 0 < 2 * entries <= len(content):
         raise _damaged("a block of other streams than its directory describes")
-    differences[escaped] = _DIFFERENCES[dtype][codes]
-    large = plain[end_8:].view(f"<u{dtype.itemsize}")
-    differences[escaped_again] = (large >> 1 ^ -(large & 1)).view(dtype)
-    return Changes(positions, differences)
+    return np.frombuffer(content, np.uint8)
 
 
 def _damaged(found: str, where: str = "") -> DamagedFileError:
