@@ -72,7 +72,7 @@ def memory(kind: str) -> str:
     versions: list[weakref.ref[nn.Module]] = []
     for swap in range(1, SWAPS + 1):
         program.swap(module.weights(swap))
-        versions.append(weakref.ref(program._versions[-1].program.module))
+        versions.append(weakref.ref(program._versions[-1].module))
         program(x)
         if swap % 100 == 0:
             pages = int(Path("/proc/self/statm").read_text().split()[1])

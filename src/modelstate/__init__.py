@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from modelstate.objects.save import save as save
     from modelstate.planning.plan import LoadPlan as LoadPlan, LoadReport as LoadReport
     from modelstate.remote.cache import Cache as Cache
+    from modelstate.serve.canary import Canary as Canary
     from modelstate.serve.export import export as export
     from modelstate.serve.follow import follow as follow
     from modelstate.serve.live import Live as Live
-    from modelstate.serve.swap import Canary as Canary
     from modelstate.store.deadline import Deadline as Deadline
     from modelstate.store.delta import Delta as Delta
     from modelstate.store.resumable import resumable as resumable
@@ -96,7 +96,7 @@ else:
             "modelstate.serve.export": ("export",),
             "modelstate.serve.follow": ("follow",),
             "modelstate.serve.live": ("Live",),
-            "modelstate.serve.swap": ("Canary",),
+            "modelstate.serve.canary": ("Canary",),
             "modelstate.store.deadline": ("Deadline",),
             "modelstate.store.delta": ("Delta",),
             "modelstate.store.resumable": ("resumable",),

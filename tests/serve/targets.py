@@ -32,7 +32,7 @@ def target_of(kind: str, module: nn.Module, x: torch.Tensor, *, training: bool =
 
 def module_of(live: ms.Live) -> nn.Module:
     """The tensors of the version that serves."""
-    return live._versions[-1].program.module
+    return live._versions[-1].module
 
 
 def buffer_of(live: ms.Live, name: str) -> torch.Tensor:

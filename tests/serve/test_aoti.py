@@ -220,6 +220,6 @@ def test_each_call_is_checked_also_after_one_with_the_same_sizes(by_name: bool) 
         ):
             with pytest.raises(ProgramInputError):
                 live(*args, **named)
-        for wrong in (x.double(), x[:, :2], x.to("meta"), x.tolist(), x[0]):
+        for wrong in (x.double(), x[:, :2], x.to("meta"), x.tolist(), x[0], x.to_sparse()):
             with pytest.raises(ProgramInputError):
                 answer(x, wrong)

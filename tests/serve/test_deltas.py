@@ -19,13 +19,14 @@ BIG = "0.weight"
 
 
 class Trained(nn.Sequential):
-    """A tied weight that changes a little, a frozen layer, and statistics that change altogether."""
+    """A tied weight that changes a little, a frozen layer, an empty one, and statistics that change altogether."""
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
         first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
         super().__init__(first, second, nn.Linear(64, 64), nn.BatchNorm1d(64))
         second.weight = first.weight
+        self.without_elements = nn.Parameter(torch.empty(0))
         self[2].requires_grad_(False)
         self.eval()
 

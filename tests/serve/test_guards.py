@@ -76,3 +76,26 @@ def test_what_a_package_writes_to_is_not_copied() -> None:
         before = right.clone()
         assert torch.equal(live(right, y.T.contiguous().T), before * 2 + y[:4])
         assert torch.equal(right, before * 2)
+
+
+class Signed(nn.Module):
+    """Takes a number that decides which graph is exported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, x: torch.Tensor, is_negative: bool) -> torch.Tensor:
+        return x * -self.weight if is_negative else x * self.weight
+
+
+@pytest.mark.slow
+def test_a_tensor_in_place_of_a_number_is_named() -> None:
+    (x,) = rows(3)
+    live = ms.Live(package_of(Signed(), x, True))
+    for wrong in (torch.tensor(True), x, torch.eye(3).to_sparse()):
+        with pytest.raises(ProgramInputError, match="is_negative is of another kind"):
+            live(x, wrong)
+    with pytest.raises(ProgramInputError, match="other sizes or values"):
+        live(x, False)
+    assert torch.equal(live(x, True), -2 * x)

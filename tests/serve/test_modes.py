@@ -76,7 +76,7 @@ def check(live: ms.Live, k: float) -> None:
     """The version answers as the module with the weights k does, has plain tensors on the CPU, and gives gradients."""
     answer = live(X)
     assert torch.equal(answer, Net(k).eval()(X))
-    tensors = list(live._versions[-1].program.tensors)
+    tensors = list(live._versions[-1].tensors)
     assert not any(tensor.is_inference() for tensor in tensors)
     assert all(
         (type(tensor) in (torch.Tensor, nn.Parameter), tensor.device.type) == (True, "cpu") for tensor in tensors

@@ -57,7 +57,7 @@ def answer(live: ms.Live) -> list[float]:
 
 
 def devices(live: ms.Live) -> set[str]:
-    return {tensor.device.type for tensor in live._versions[-1].program.tensors}
+    return {tensor.device.type for tensor in live._versions[-1].tensors}
 
 
 def mlp(seed: int) -> nn.Module:

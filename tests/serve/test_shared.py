@@ -56,3 +56,15 @@ def test_an_exported_program_that_answers_with_a_weight_itself() -> None:
     live.swap({"p": torch.full((2, 4), 5.0)})
     assert given.unique().tolist() == [1.0]
     assert live(X)[1].unique().tolist() == [5.0]
+
+
+def test_an_answer_that_is_the_storage_of_a_weight_stays_too() -> None:
+    class Stored(Itself):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.p.untyped_storage()
+
+    live, given = ms.Live(Stored().eval()), []
+    for k in range(1, 6):
+        live.swap({"p": torch.full((2, 4), float(k))})
+        given.append(live(X))
+        assert [torch.empty(0).set_(one).unique().tolist() for one in given] == [[at] for at in range(1, k + 1)]

@@ -13,13 +13,8 @@ from typing import TYPE_CHECKING
 from modelstate.errors import OPEN_AGAIN, ReadFailedError, SourceTypeError
 from modelstate.forks import fork_safe_lock
 from modelstate.io import system
-from modelstate.io.engine import LocalFile, read_ranges
-from modelstate.io.files import (
-    FileFingerprint,
-    check_mapped,
-    open_regular,
-    read_failed,
-)
+from modelstate.io.engine import read_ranges
+from modelstate.io.files import FileFingerprint, check_mapped, open_regular, open_unchanged, read_failed
 from modelstate.io.lease import NAMELESS, hold
 from modelstate.io.linux import MAP_NORESERVE
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor, TensorColumns
@@ -259,7 +254,7 @@ class Maps:
         mapped = self._maps.get(path)
         if mapped is None:
             fingerprint = self._fingerprints.get(path)
-            descriptor = LocalFile(path, fingerprint).descriptor
+            descriptor, _ = open_unchanged(path, fingerprint)
             try:
                 mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
             except (OSError, ValueError) as error:

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from modelstate.errors import OPEN_AGAIN, ReadFailedError, SourceTypeError
+from modelstate.errors import OPEN_AGAIN, ReadFailedError
 from modelstate.io import lease, linux, system
-from modelstate.io.files import Descriptor, FileFingerprint, Opened, open_regular, read_failed
+from modelstate.io.files import Descriptor, FileFingerprint, Opened, open_unchanged, read_failed
 from modelstate.io.memory import DIRECT_ALIGN_BYTES, HUGE_PAGE_BYTES, Buffer, aligned, fresh_tensors
 from modelstate.process import parallel_for
 from modelstate.remote.location import CACHE_BLOCK_BYTES, CONNECTIONS
@@ -174,15 +174,8 @@ class LocalFile:
 
     def __init__(self, path: str, fingerprint: FileFingerprint | None, opened: Opened | None = None) -> None:
         self.path, self._fingerprint = path, fingerprint
-        try:
-            self.descriptor, status = opened or open_regular(path)
-        except (OSError, SourceTypeError) as error:
-            raise read_failed("the file can no longer be opened", path, error, "open the checkpoint again") from error
+        self.descriptor, status = open_unchanged(path, fingerprint, opened)
         self._has_name = status.st_nlink > 0
-        found = FileFingerprint.of(status)
-        if fingerprint is not None and found != fingerprint:
-            self.descriptor.close()
-            raise fingerprint.changed(path, found, "the file has changed since it was opened")
 
     def lease(self) -> str:
         """Takes a read lease. Returns an empty string, or the reason why there is none.

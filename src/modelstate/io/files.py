@@ -362,6 +362,24 @@ def check_mapped(path: str, expected: FileFingerprint, nbytes: int) -> None:
 
 
 Opened = tuple[Descriptor, os.stat_result]
+
+
+def open_unchanged(path: str, fingerprint: FileFingerprint | None, opened: Opened | None = None) -> Opened:
+    """Opens a file of this machine, unless it is open already.
+
+    Raises `ReadFailedError` where it does not match the fingerprint.
+    """
+    try:
+        descriptor, status = opened or open_regular(path)
+    except (OSError, SourceTypeError) as error:
+        raise read_failed("the file can no longer be opened", path, error, "open the checkpoint again") from error
+    found = FileFingerprint.of(status)
+    if fingerprint is not None and found != fingerprint:
+        descriptor.close()
+        raise fingerprint.changed(path, found, "the file has changed since it was opened")
+    return descriptor, status
+
+
 _kept = ThreadValue[dict[str, Opened] | None](None)
 _MOST_KEPT = 64
 """A process may usually have 1024 files open."""

@@ -35,7 +35,7 @@ from modelstate.io.engine import (
     read_threads,
     stream,
 )
-from modelstate.io.files import FileFingerprint
+from modelstate.io.files import FileFingerprint, open_unchanged
 from modelstate.process import run_detached
 from modelstate.spec import ByteRange
 
@@ -135,7 +135,7 @@ def _read_ahead(spans: Sequence[ByteRange], total: int, fingerprints: Mapping[st
     with suppress(OSError, ReadFailedError):  # the read itself reports what is wrong
         for path, first, nbytes in spans:
             end = first + min(nbytes, total)
-            with LocalFile(path, fingerprints.get(path)).descriptor as descriptor:
+            with open_unchanged(path, fingerprints.get(path))[0] as descriptor:
                 for start in range(first, end, _STEP_BYTES):
                     linux.will_need(descriptor, start, min(_STEP_BYTES, end - start))
             total -= end - first

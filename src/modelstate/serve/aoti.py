@@ -7,18 +7,18 @@ import operator
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from modelstate.errors import DamagedFileError, LiveTargetError, WeightsError, code_errors
+from modelstate.errors import DamagedFileError, ExportError, LiveTargetError, code_errors
 from modelstate.io import linux
 from modelstate.serve.meta_clone import runtime_state, state_module
 from modelstate.serve.program_file import Manifest, ProgramFile, ProgramInput, ProgramInputs
-from modelstate.serve.targets import Program, Target, input_error
-from modelstate.serve.weights import Weights
+from modelstate.serve.targets import Program, Target, Weights, input_error
 from modelstate.text_format import listed
 from modelstate.torch_compat.private import (
     aoti_embedded_constants,
@@ -72,7 +72,7 @@ class AotiTarget(Target):
         else:
             state = {name: value for name, value in values.items() if not name.startswith(_CONSTANTS)}
             self._hidden = {}
-            self.unexpected_error = self._fixed_error  # a manifest lists all weights
+            self.has_all_names = False
         self._fixed_values = {
             name: values[name] for name in runner.names if name not in state and name not in self._hidden
         }
@@ -82,7 +82,7 @@ class AotiTarget(Target):
         """Runners that no version uses, with their memory. A library cannot be unloaded completely."""
         self._next: _Runner | None = None
         """The runner whose memory the weights of the next version are read into."""
-        self._first = self._program(state)
+        self.first = self._program(state)
 
     def free(self, retired: Weights) -> Weights:
         memory = {name: tensor for name, tensor in self._next_runner().memory.items() if name not in self._hidden}
@@ -115,17 +115,6 @@ class AotiTarget(Target):
     def _load(self) -> _Runner:
         return _Runner(f"/dev/fd/{self._copy.fileno()}", self._model, self.name)
 
-    def _fixed_error(self, names: list[str]) -> WeightsError:
-        return WeightsError(
-            "the package has no such tensors: they were inlined when it was compiled, or are no part of it",
-            where=self.name,
-            expected="names that the library has",
-            found=listed(names, 8),
-            remedy="compile with modelstate.export(..., kind='aoti'), so that every weight can be swapped; or, for "
-            "tensors that are the same in every version: rules=[modelstate.rules.Ignore(name)]",
-            names=names,
-        )
-
 
 class _Runner:
     """A loaded library with memory for its constants, which the library uses and does not copy.
@@ -135,19 +124,11 @@ class _Runner:
     """
 
     def __init__(self, path: str, model: str, where: str) -> None:
-        try:
+        with _errors_of_torch(where):
             self.library = aoti_loader(path, model)
             self.names: tuple[str, ...] = tuple(self.library.get_constant_fqns())
             self.call_spec: tuple[str, str] = tuple(self.library.get_call_spec())
-        except RuntimeError as error:
-            raise LiveTargetError(
-                "the package cannot be loaded",
-                where=where,
-                found=str(error).splitlines()[0],
-                remedy="compile it for this machine and this version of torch",
-            ) from error
         self.memory: dict[str, torch.Tensor] = {}
-        self._is_loaded = False
         # Python code of the model may release the GIL while it runs. Another request that enters the library then
         # waits there while it holds the GIL.
         self.lock = threading.Lock()
@@ -158,16 +139,24 @@ class _Runner:
             if not self.memory:
                 allocated = {id(value): _like(value) for value in values.values()}
                 self.memory = {name: allocated[id(value)] for name, value in values.items()}
+                constants = {name: self.memory.get(name, fixed.get(name)) for name in self.names}
+                if constants:
+                    # Without a copy: the library uses this memory.
+                    self.library.load_constants(constants, False, True, True)
             pairs = {id(value): (self.memory[name], value.detach()) for name, value in values.items()}
             for memory, value in pairs.values():
                 if memory.data_ptr() != value.data_ptr():  # the weights have been read into this memory
                     memory.detach().copy_(value)
-            if self.names and not self._is_loaded:
-                constants = {name: self.memory.get(name, fixed.get(name)) for name in self.names}
-                # Without a copy: the library uses this memory.
-                self.library.load_constants(constants, False, True, True)
-                self._is_loaded = True
         return dict(self.memory)
+
+
+@contextmanager
+def _errors_of_torch(where: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        found, remedy = str(error).splitlines()[0], "compile it for this machine and this version of torch"
+        raise LiveTargetError("the package cannot be loaded", where=where, found=found, remedy=remedy) from error
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:
@@ -186,7 +175,7 @@ _FUNCTIONS: dict[str, object] = {
 
 
 def inputs_of(program: ExportedProgram, written: Sequence[str]) -> ProgramInputs:
-    """Describes the inputs of a program for its manifest. Raises `ValueError` for numbers.
+    """Describes the inputs of a program for its manifest. Raises `ExportError` for numbers.
 
     `written` has the names of inputs that the program writes to.
     """
@@ -195,7 +184,11 @@ def inputs_of(program: ExportedProgram, written: Sequence[str]) -> ProgramInputs
     for name in program.graph_signature.user_inputs:
         value = nodes[name].meta.get("val") if name in nodes else name
         if isinstance(value, torch.SymInt):
-            raise ValueError(str(name))
+            raise ExportError(
+                "AOTInductor does not take numbers that change from request to request",
+                found=name,
+                remedy="give them as tensors, or export with kind='exported'",
+            )
         if not isinstance(value, torch.Tensor):
             values.append(ProgramInput(str(name)))
             continue
@@ -216,7 +209,12 @@ class _Call:
         """The signature of the last tensors that were accepted as they are, without containers around them."""
         inputs = None if manifest is None else manifest.inputs
         self._values = None if inputs is None else inputs.values
-        self._failed, self._is_usual = _compiled_conditions(() if inputs is None else inputs.conditions)
+        conditions = () if inputs is None else inputs.conditions
+        self._conditions = [(text, compile(text.strip(), "<condition>", "eval")) for text in conditions]
+        usual = {"args", "size", "shape", "stride", "math", *_FUNCTIONS, *dir(math)}
+        self._is_usual = all(usual.issuperset(code.co_names) for _, code in self._conditions)
+        """Whether all conditions are about the sizes and strides of the inputs."""
+        self._functions = {**_FUNCTIONS, **({} if self._is_usual else condition_names())}
         with code_errors(
             DamagedFileError,
             "the description of the inputs in the file has classes that are not registered, or is damaged",
@@ -229,8 +227,8 @@ class _Call:
         """Returns the tensors of a call in the library's order. Raises `ProgramInputError`."""
         passed = [*args, *named.values()]
         kinds = [
-            (each.shape, each.stride(), each.dtype, each.device, each.layout)
-            if type(each) is torch.Tensor and not (each.is_neg() or each.is_conj())
+            (each.shape, each.stride(), each.dtype, each.device)
+            if type(each) is torch.Tensor and each.layout is torch.strided and not (each.is_neg() or each.is_conj())
             else None
             for each in passed
         ]
@@ -246,11 +244,11 @@ class _Call:
             raise input_error(self._where, "the arguments have another structure", self._in_spec, spec)
         if self._values is not None:  # else the package does not describe its inputs
             leaves = [self._checked(*pair) for pair in zip(self._values, leaves, strict=True)]
-            if (failed := self._failed(leaves)) is not None:
-                shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-                raise input_error(
-                    self._where, "the inputs have other sizes or values than the library is for", failed, shapes
-                )
+            for text, code in self._conditions:
+                if not eval(code, self._functions, {"args": leaves}):
+                    what = "the inputs have other sizes or values than the library is for"
+                    shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+                    raise input_error(self._where, what, text, shapes)
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self._is_usual and in_order and None not in signature and [*map(id, inputs)] == [*map(id, passed)]:
             self._accepted = signature
@@ -258,15 +256,15 @@ class _Call:
 
     def _checked(self, each: ProgramInput, leaf: object) -> object:
         """Checks an input. Returns a tensor in the order of strides of the export, which the library assumes."""
-        if not each.dtype:
-            return leaf
-        if not isinstance(leaf, torch.Tensor):
-            raise input_error(self._where, f"{each.name} is not a tensor", each.dtype, type(leaf).__name__)
-        found = str(leaf.dtype).removeprefix("torch."), str(leaf.device), leaf.dim()
-        if found != (each.dtype, each.device, len(each.order)):
-            expected = f"{each.dtype}, {each.device}, {len(each.order)} dimensions"
-            text = f"{found[0]}, {found[1]}, shape {list(leaf.shape)}"
-            raise input_error(self._where, f"{each.name} is another kind of tensor", expected, text)
+        if not isinstance(leaf, torch.Tensor) and not each.dtype:
+            return leaf  # its value is among the conditions
+        expected = f"{each.dtype}, {each.device}, {len(each.order)} dimensions" if each.dtype else "no tensor"
+        found = type(leaf).__name__
+        if isinstance(leaf, torch.Tensor):
+            found = f"{str(leaf.dtype).removeprefix('torch.')}, {leaf.device}, {leaf.dim()} dimensions"
+            found += "" if leaf.layout is torch.strided else f", {leaf.layout}"
+        if not isinstance(leaf, torch.Tensor) or found != expected:
+            raise input_error(self._where, f"{each.name} is of another kind", expected, found)
         if leaf.permute(each.order).is_contiguous() and not (leaf.is_neg() or leaf.is_conj()):
             return leaf
         if each.is_written:
@@ -280,45 +278,24 @@ class _Call:
         return leaf.permute(each.order).contiguous().resolve_conj().resolve_neg().permute(inverse)
 
 
-def _compiled_conditions(conditions: Sequence[str]) -> tuple[Callable[[list[object]], str | None], bool]:
-    """Returns a function that returns the first condition that the inputs of a call do not fulfil.
-
-    Also returns whether all conditions are about the sizes and strides of the inputs.
-    """
-    codes = [(text, compile(text.strip(), "<condition>", "eval")) for text in conditions]
-    usual = {"args", "size", "shape", "stride", "math", *_FUNCTIONS, *dir(math)}
-    is_usual = all(usual.issuperset(code.co_names) for _, code in codes)
-    functions = {**_FUNCTIONS, **({} if is_usual else condition_names())}
-
-    def first_failed(args: list[object]) -> str | None:
-        return next((text for text, code in codes if not eval(code, functions, {"args": args})), None)
-
-    return first_failed, is_usual
-
-
 def _values(file: ProgramFile, runner: _Runner) -> dict[str, torch.Tensor]:
     """Returns the value of each constant of the library. Raises `LiveTargetError` where the package lacks some."""
     values = file.weights()
     if values is None:
         with tempfile.TemporaryDirectory() as folder:
             values = aoti_embedded_constants(file.library(folder))
-    lacking = [name for name in runner.names if name not in values]
-    computed = [name for name in lacking if name.startswith(_COMPUTED)]
-    if computed:  # the library would not compute them again for another version
-        raise LiveTargetError(
-            "the package computes constants of its weights when it is first called, and keeps them",
-            where=file.path,
-            found=listed(computed, 8),
-            remedy="compile it without aot_inductor.use_runtime_constant_folding, or with "
-            "modelstate.export(module, args, path, kind='aoti')",
-        )
-    if lacking:
-        raise LiveTargetError(
+    if lacking := [name for name in runner.names if name not in values]:
+        what, found = (
             "the package has no weights, and a call of it would end the process",
-            where=file.path,
-            found=f"none for {listed(lacking, 8)}",
-            remedy="write it with modelstate.export(module, args, path, kind='aoti'), or with its constants",
+            f"none for {listed(lacking, 8)}",
         )
+        remedy = "write it with modelstate.export(module, args, path, kind='aoti'), or with its constants"
+        if computed := [name for name in lacking if name.startswith(_COMPUTED)]:
+            # The library would not compute them again for another version.
+            what = "the package computes constants of its weights when it is first called, and keeps them"
+            found, folding = listed(computed, 8), "aot_inductor.use_runtime_constant_folding"
+            remedy = f"compile it without {folding}, or with modelstate.export(module, args, path, kind='aoti')"
+        raise LiveTargetError(what, where=file.path, found=found, remedy=remedy)
     return values
 
 
@@ -344,21 +321,12 @@ def _state_of_manifest(
 
 def _check_machine(file: ProgramFile) -> None:
     """Raises `LiveTargetError` for a package for another device than the CPU, or for another CPU."""
-    try:
+    with _errors_of_torch(file.path):
         metadata = aoti_metadata(file.path, file.model)
-    except RuntimeError as error:
-        raise LiveTargetError(
-            "the package cannot be loaded", where=file.path, found=str(error).split("\n")[0]
-        ) from error
     device = metadata.get("AOTI_DEVICE_KEY", "cpu")
     if device != "cpu":
-        raise LiveTargetError(
-            "the package is for a device that is not served",
-            where=file.path,
-            expected="cpu",
-            found=device,
-            remedy="serve the exported program, or the compiled module",
-        )
+        what, remedy = "the package is for a device that is not served", "serve the exported program, or the module"
+        raise LiveTargetError(what, where=file.path, expected="cpu", found=device, remedy=remedy)
     needed = [flag for kind in metadata.get("AOTI_CPU_ISA", "").split() for flag in _INSTRUCTIONS.get(kind, ())]
     flags = linux.processor_flags()
     if flags and not flags.issuperset(needed):

@@ -6,8 +6,9 @@ import copy
 import os
 import warnings
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,21 +28,16 @@ from modelstate.errors import (
 from modelstate.formats.torch_zip import archive_file
 from modelstate.io.atomic import atomic_file, check_target
 from modelstate.serve.aoti import inputs_of
+from modelstate.serve.canary import compare, wide
 from modelstate.serve.live import target_factory
 from modelstate.serve.meta_clone import buffers_of, check_captured_references, meta_clone, runtime_state, state_module
-from modelstate.serve.program_file import NAME, Kind, Manifest, ProgramInputs, ProgramTensor
+from modelstate.serve.program_file import NAME, Kind, Manifest, ProgramTensor
 from modelstate.serve.state_names import NameMap
-from modelstate.serve.swap import compare, wide
 from modelstate.serve.targets import Target, check_mode
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import unwrapped
 from modelstate.torch_compat.private import aoti_compile, aoti_package, flatten, require_aoti, unflatten
 
-if TYPE_CHECKING:
-    from torch.export import ExportedProgram
-
-DynamicShapes = dict[str, Any] | tuple[Any, ...] | list[Any] | None
-"""The argument of this name of `torch.export.export`."""
 _OPTIONS: dict[str, object] = {
     # The compiler would turn small tensors, and results of uniform tensors, into numbers in the code.
     "always_keep_tensor_constants": True,
@@ -63,7 +59,7 @@ def export(
     *,
     kwargs: Mapping[str, object] | None = None,
     kind: Kind = "exported",
-    dynamic_shapes: DynamicShapes = None,
+    dynamic_shapes: dict[str, Any] | tuple[Any, ...] | list[Any] | None = None,
     strict: bool = False,
     options: Mapping[str, object] | None = None,
     overwrite: bool = False,
@@ -104,24 +100,34 @@ def export(
         >>> manifest = modelstate.export(model.eval(), (x,), "model.pt2")
         >>> live = modelstate.Live("model.pt2")
     """
+    import torch.export
+
     where = target_path(path)
     check_choice("kind", kind, ("exported", "aoti"))
     _check_arguments(model, args, where, kind, options)
-    if kind == "aoti":
-        require_aoti(ExportError, where, "export with kind='exported'")
     check_target(where, overwrite=overwrite)
     kwargs, model = dict(kwargs or {}), unwrapped(model)
+    name = type(model).__name__
     check_captured_references(model, meta_clone(model))
-    check_mode(model, training)
+    check_mode(model, training, name)
     if kind == "aoti":
+        require_aoti(ExportError, where, "export with kind='exported'")
         _check_on_cpu(model, (args, kwargs))
     try:
         names, reason = NameMap.of(model), ""
     except (NameMapError, ModelCodeError) as error:
         names, reason = None, f"{error.what}: {error.found}"
-    program = _exported(model, args, kwargs, dynamic_shapes, strict)
+    remedy = "see the cause above; the module itself can be served: modelstate.Live(module)"
+    with _errors_of_torch("torch.export cannot export the module", name, remedy):
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict)
     trial = _Trial(model, (args, kwargs), kind)  # before the compiler, which takes longer
-    files, inputs = (None, None) if kind == "exported" else _compiled(program, model, options or {})
+    files = inputs = None
+    if kind == "aoti":
+        remedy = "see the cause above; or export with kind='exported'"
+        with _errors_of_torch("AOTInductor cannot compile the module", name, remedy):
+            written = [*program.run_decompositions({}).graph_signature.user_inputs_to_mutate.values()]
+            inputs_of(program, written)  # before the compiler, which takes longer
+            files, inputs = aoti_compile(program, {**(options or {}), **_OPTIONS}), inputs_of(program, written)
     manifest = Manifest(kind, _tensors(model), names, reason, str(torch.__version__), inputs)
     with atomic_file(where, overwrite=overwrite) as output:
         with archive_file(output) as file, code_errors(ExportError, "torch cannot write the program", where=where):
@@ -162,51 +168,21 @@ def _check_on_cpu(module: nn.Module, inputs: object) -> None:
         )
 
 
-def _exported(
-    module: nn.Module, args: tuple[object, ...], named: dict[str, object], shapes: DynamicShapes, strict: bool
-) -> ExportedProgram:
-    import torch.export
-
+@contextmanager
+def _errors_of_torch(what: str, where: str, remedy: str) -> Iterator[None]:
+    """Turns the errors of a step of an export into an `ExportError`, and silences its warnings."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.export.export(module, args, named, dynamic_shapes=shapes, strict=strict)
+            yield
+    except ExportError:
+        raise
     except Exception as error:
-        raise ExportError(
-            "torch.export cannot export the module",
-            where=type(module).__name__,
-            found=_first_lines(error),
-            remedy="see the cause above; the module itself can be served: modelstate.Live(module)",
-        ) from error
-
-
-def _compiled(
-    program: ExportedProgram, module: nn.Module, options: Mapping[str, object]
-) -> tuple[list[object], ProgramInputs]:
-    """Compiles a program. Returns the files of the package, and the description of its inputs. Raises `ExportError`."""
-    where = type(module).__name__
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            written = [*program.run_decompositions({}).graph_signature.user_inputs_to_mutate.values()]
-            inputs_of(program, written)  # before the compiler, which takes longer
-            files = aoti_compile(program, {**options, **_OPTIONS})
-            return files, inputs_of(program, written)
-    except ValueError as error:
-        raise ExportError(
-            "AOTInductor does not take numbers that change from request to request",
-            where=where,
-            found=str(error),
-            remedy="give them as tensors, or export with kind='exported'",
-        ) from error
-    except Exception as error:
-        missing = "Cxx" in type(error).__name__ or "C++ compiler" in str(error)
-        raise ExportError(
-            "AOTInductor cannot compile the module",
-            where=where,
-            found=_first_lines(error),
-            remedy="install a C++ compiler (g++)" if missing else "see the cause above; or export with kind='exported'",
-        ) from error
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        cause = error.found if isinstance(error, ModelStateError) else " ".join(lines[:3])
+        if "Cxx" in type(error).__name__ or "C++ compiler" in str(error):
+            remedy = "install a C++ compiler (g++)"
+        raise ExportError(what, where=where, found=f"{type(error).__name__}: {cause}"[:600], remedy=remedy) from error
 
 
 def _tensors(module: nn.Module) -> tuple[ProgramTensor, ...]:
@@ -226,22 +202,12 @@ def _tensors(module: nn.Module) -> tuple[ProgramTensor, ...]:
     )
 
 
-def _first_lines(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    cause = error.found if isinstance(error, ModelStateError) else " ".join(lines[:3])
-    return f"{type(error).__name__}: {cause}"[:600]
-
-
 State = dict[str, torch.Tensor]
 _Answer = dict[str, object]
 """The outputs of a call with their structure, and the buffers after it."""
 
 _OFFSETS = (0.0, 1.0)
 """Distances by which values are moved away from zero, after scaling: a small change need not show in an answer."""
-_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
-"""The largest difference of an element, relative to the largest element."""
-_LOW_PRECISION_TOLERANCE = 2e-2
-"""The tolerance for shorter dtypes."""
 
 _REMEDIES = {
     "exported": "take the values from the tensors in forward(), also while it is exported",
@@ -293,23 +259,17 @@ class _Trial:
             difference = self._difference_with(target, dict(ChainMap(*changes)))
             if not difference:
                 continue
+            which = "changed" if changes else "the original"
+            what = f"the program does not answer as the module does, with {which} weights"
+            expected = "the same answer, within the tolerance of its dtype"
+            remedy = "export it with other options, or serve the module"
             each_alone = {next(iter(change)): self._difference_with(target, change) for change in changes}
             if wrong := {name: each for name, each in each_alone.items() if each}:
-                raise ExportError(
-                    "the program does not follow changes of its weights: they were compiled into it",
-                    where=self._where,
-                    expected="the answer of the module with the changed tensor",
-                    found=listed((f"{name}: {each}" for name, each in wrong.items()), 8, "; "),
-                    remedy=_REMEDIES[target.kind],
-                    names=list(wrong),
-                )
-            which = "changed" if changes else "the original"
+                what = "the program does not follow changes of its weights: they were compiled into it"
+                expected, remedy = "the answer of the module with the changed tensor", _REMEDIES[target.kind]
+                difference = listed((f"{name}: {each}" for name, each in wrong.items()), 8, "; ")
             raise ExportError(
-                f"the program does not answer as the module does, with {which} weights",
-                where=self._where,
-                expected="the same answer, within the tolerance of its dtype",
-                found=difference,
-                remedy="export it with other options, or serve the module",
+                what, where=self._where, expected=expected, found=difference, remedy=remedy, names=list(wrong)
             )
 
     def _difference_with(self, target: Target, changed: State) -> str:
@@ -375,7 +335,7 @@ def _difference(answer: _Answer, expected: _Answer) -> str:
         if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
             sizes = wide(value).abs()
             largest = float(sizes[sizes.isfinite()].max()) if bool(sizes.isfinite().any()) else 0.0
-            tolerance = max(largest, 1e-6) * _TOLERANCE.get(value.dtype, _LOW_PRECISION_TOLERANCE)
+            tolerance = max(largest, 1e-6) * torch.finfo(value.dtype).eps ** 0.6  # 1e-4 for float32
         try:
             compare(answer.get(name, value), value, atol=tolerance)
         except CanaryError as error:

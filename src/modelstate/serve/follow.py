@@ -11,9 +11,11 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
+
+from torch import nn
 
 from modelstate.arguments import check_keywords, checked_call, invalid_option, seconds_of
 from modelstate.background import AtExit, BackgroundTask
@@ -32,13 +34,14 @@ from modelstate.errors import (
 from modelstate.formats.layers import trust_known_patches
 from modelstate.process import Stopped, stopped_by
 from modelstate.remote.location import is_remote
+from modelstate.serve.canary import Canary, prepared
 from modelstate.serve.live import FOREIGN, Event, Live
-from modelstate.serve.swap import Canary, prepared
 from modelstate.store.directory import StepEntry, ages
 from modelstate.store.record import ALL, damaged, short
 from modelstate.store.retention import CheckpointInfo
 from modelstate.store.store import Store
 from modelstate.text_format import in_a_line
+from modelstate.transaction.transaction import exclusive, has_exclusively
 
 _T = TypeVar("_T")
 _MAX_EVENTS = 1000
@@ -182,8 +185,8 @@ class Following:
         """The number of tries of each failed checkpoint, by path and time; none follows after `_MAX_TRIES`."""
         self._reported: set[tuple[str, int | None]] = set()
         """Errors, by class and step, that have been reported since the last successful poll."""
-        self._pid, self._is_polling = os.getpid(), False
-        self._lock = threading.RLock()
+        self._polls = nn.Module()
+        """What a poll has exclusively."""
         self._task: BackgroundTask[None] | None = None
 
     def __repr__(self) -> str:
@@ -219,14 +222,11 @@ class Following:
             >>> [event.action for event in following.poll()]
             ['swapped']
         """
-        with self._locked():
-            if self._is_polling:
-                return ()  # a callback has called this
-            self._is_polling, self._events_of_poll = True, []
-            try:
-                self._try_candidates()
-            finally:
-                self._is_polling = False
+        if has_exclusively(self._polls):
+            return ()  # a callback has called this
+        with exclusive(self._polls, timeout_seconds=math.inf):
+            self._events_of_poll = []
+            self._try_candidates()
             return tuple(self._events_of_poll)
 
     def stop(self, timeout_seconds: float | None = None) -> bool:
@@ -283,19 +283,13 @@ class Following:
             >>> following = modelstate.follow(live, "runs/checkpoints", background=False)
             >>> following.start()
         """
-        with self._locked():
+        with exclusive(self._polls, timeout_seconds=math.inf):
             if self.is_running:
                 return
             self._task = BackgroundTask(
                 self._poll_until_cancelled, kind="follow", where=self._store.directory, at_exit=AtExit.CANCEL_LAST
             )
             self._task.start()
-
-    def _locked(self) -> threading.RLock:
-        """Returns the lock of polls, which is a new one in a forked child: it lacks the thread that may hold it."""
-        if self._pid != os.getpid():
-            self._pid, self._is_polling, self._lock = os.getpid(), False, threading.RLock()
-        return self._lock
 
     def _poll_until_cancelled(self, task: BackgroundTask[None]) -> None:
         try:
@@ -327,7 +321,10 @@ class Following:
             self._reported.clear()
 
     def _candidates(self) -> list[_Candidate] | None:
-        """The checkpoints that `select` prefers to the present one, best first; None if the store is not readable."""
+        """Returns the checkpoints that `select` prefers to the present one, best first; None for an unreadable store.
+
+        Damaged checkpoints are among them, since opening them gives the reason.
+        """
         directory = self._store.directory
         try:
             infos = self._store.infos()
@@ -340,11 +337,18 @@ class Following:
         except Exception as error:
             self._wait_for(error, None, directory)
             return None
+        metric, sign = self._selection
+        if metric is None:
+            ages_of = ages({info.step: info.serial if info.intact else None for info in infos})
+            candidates = [_Candidate(ages_of[info.step], info) for info in infos]
+        else:  # as in `Keep`, one without the metric, or with NaN, is left out; of equal ones the earlier is better
+            values = [(info.metrics.get(metric, math.nan), info) for info in infos]
+            candidates = [_Candidate((sign * value, -info.step), info) for value, info in values if value == value]
         taken = self._taken
         return [
             candidate
-            for candidate in _ranked(infos, *self._selection)
-            if self._refused.get(_key(candidate), 0) < _MAX_TRIES
+            for candidate in sorted(candidates, key=lambda candidate: candidate.rank, reverse=True)
+            if self._refused.get((candidate.info.path, candidate.info.time), 0) < _MAX_TRIES
             # Ranks of different stores cannot be compared.
             and (taken is None or candidate.info.store not in ("", taken.info.store) or candidate.rank > taken.rank)
         ]
@@ -355,7 +359,7 @@ class Following:
 
         def attempt(entry: StepEntry) -> Checkpoint:
             # A `Live` verifies what it reads. Other targets get the path of files that have been verified.
-            with trust_known_patches() if is_live else nullcontext():
+            with trust_known_patches():
                 return entry.open_object(self._object, index.cache, verify=True, share=slice(0) if is_live else ALL)
 
         try:
@@ -370,28 +374,24 @@ class Following:
             return self._failed(candidate, failure, time.perf_counter() - started)
         self._taken = candidate
         seconds, version = time.perf_counter() - started, getattr(report, "version", None)
-        event = self._add(
-            Event("swapped", version if type(version) is int else None, info.path, time.time(), seconds, "", info.step)
-        )
+        version = version if type(version) is int else None
+        event = self._add(Event("swapped", version, info.path, time.time(), seconds, step=info.step))
         self._call(self._on_swap, event)
         return "taken"
 
     def _failed(self, candidate: _Candidate, error: Exception, seconds: float) -> Outcome:
-        info, key = candidate.info, _key(candidate)
+        info, key = candidate.info, (candidate.info.path, candidate.info.time)
         if self._store.index.backend.is_gone(info.path):
             return "again"  # the checkpoint was deleted or replaced, so it is not bad
-        if isinstance(error, _ALWAYS_RETRIED):
-            self._wait_for(error, info.step, info.path)
-            return "later"
-        tries = self._refused[key] = self._refused.get(key, 0) + 1
         # Another try may succeed after a failure of a disk or a network, or without memory.
-        cause = error.__cause__
+        cause, is_at_fault = error.__cause__, not isinstance(error, _ALWAYS_RETRIED)
         is_io_error = isinstance(cause, OSError) and not isinstance(cause, ModelStateError | FileNotFoundError)
         may_be_temporary = is_io_error or isinstance(error, _SOMETIMES_RETRIED)
-        if tries < _MAX_TRIES and may_be_temporary:
+        tries = self._refused.get(key, 0) + is_at_fault
+        self._refused[key] = tries if may_be_temporary or not is_at_fault else _MAX_TRIES
+        if self._refused[key] < _MAX_TRIES:
             self._wait_for(error, info.step, info.path)
             return "later"
-        self._refused[key] = _MAX_TRIES
         skipped = SkippedCheckpointError(
             "a checkpoint is skipped",
             where=info.path,
@@ -434,29 +434,11 @@ class Following:
             _warn(f"a callback raised {_text(failure)}")
 
 
-def _key(candidate: _Candidate) -> tuple[str, float]:
-    return candidate.info.path, candidate.info.time
-
-
 class _Candidate(NamedTuple):
     """A checkpoint that could be swapped in. The one with the higher rank is preferred."""
 
     rank: tuple[float, float]
     info: CheckpointInfo
-
-
-def _ranked(infos: Sequence[CheckpointInfo], metric: str | None, sign: int) -> list[_Candidate]:
-    """Returns candidates, best first. Damaged checkpoints are included, since opening them gives the reason.
-
-    As in `Keep`, a checkpoint without the metric, or with NaN, is left out; of equal ones the earlier is better.
-    """
-    if metric is None:
-        ages_of = ages({info.step: info.serial if info.intact else None for info in infos})
-        candidates = [_Candidate(ages_of[info.step], info) for info in infos]
-    else:
-        values = [(info.metrics.get(metric, math.nan), info) for info in infos]
-        candidates = [_Candidate((sign * value, -info.step), info) for value, info in values if not math.isnan(value)]
-    return sorted(candidates, key=lambda candidate: candidate.rank, reverse=True)
 
 
 def _selection(select: object) -> tuple[str | None, int]:

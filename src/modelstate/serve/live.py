@@ -12,19 +12,17 @@ import itertools
 import math
 import os
 import sys
-import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from msgspec.structs import replace
 from torch import nn
 
-from modelstate.arguments import check_choice, check_integer, checked_call, seconds_of
+from modelstate.arguments import check_choice, check_integer, checked_call, invalid_option, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source
 from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
@@ -32,30 +30,17 @@ from modelstate.io.files import local_path
 from modelstate.loading.load import OF_TORCH
 from modelstate.planning.options import LoadOptions, SelectionArguments, checked_options
 from modelstate.process import gc_paused
+from modelstate.serve.canary import Calls, Canary, prepared, run_canary
 from modelstate.serve.state_names import NameMap
-from modelstate.serve.swap import (
-    Buffers,
-    Calls,
-    Canary,
-    SwapOptions,
-    SwapReport,
-    carry_over,
-    modified_buffers,
-    on_gpu,
-    prepared,
-    run_canary,
-    settle,
-    stage,
-)
-from modelstate.serve.targets import ExportedTarget, ModuleTarget, Program, Target, check_graph_mode
-from modelstate.serve.weights import Weights
+from modelstate.serve.swap import SwapReport, carry_over, modified_buffers, on_gpu, settle, stage
+from modelstate.serve.targets import ExportedTarget, ModuleTarget, Program, Target, Weights
 from modelstate.text_format import listed
 from modelstate.torch_compat.private import default_modes, payload_of, require_aoti
+from modelstate.transaction.transaction import exclusive, has_exclusively
 
 _HISTORY = 1000
 _MOST_RETIRED = 2
 """The number of retired versions in memory from which a cyclic garbage collection looks for them."""
-AnyCanary = Canary | Callable[[Calls], object]
 
 
 class Event(NamedTuple):
@@ -83,17 +68,6 @@ class Answer(NamedTuple):
 
     value: Any
     version: int
-
-
-class _Served:
-    """A version that serves, has served or will serve. The id 0 is that of a target with weights on meta."""
-
-    __slots__ = ("call", "id", "program", "source", "time")
-
-    def __init__(self, number: int, program: Program, source: str) -> None:
-        self.id, self.program, self.source = number, program, source
-        self.call = program.call if number else _serve_nothing
-        self.time = time.time()
 
 
 _Retired = tuple["weakref.ref[nn.Module]", list[torch.Tensor]]
@@ -124,12 +98,12 @@ class Version:
         ...     second = v.generate(first)
     """
 
-    __slots__ = ("_checkpoint", "_served", "id", "source", "step", "time")
+    __slots__ = ("_checkpoint", "_program", "id", "source", "step", "time")
 
-    def __init__(self, served: _Served) -> None:
-        self._served: _Served | None = served
-        self.id, self.source, self.time = served.id, served.source, served.time
-        self._checkpoint = served.program.weights.checkpoint
+    def __init__(self, program: Program) -> None:
+        self._program: Program | None = program
+        self.id, self.source, self.time = program.id, program.source, program.time
+        self._checkpoint = program.weights.checkpoint
         self.step = None if self._checkpoint is None else self._checkpoint.step
 
     @property
@@ -141,13 +115,13 @@ class Version:
         return f"<Version {self.id} of {self.source!r}>"
 
     def __enter__(self) -> Version:
-        served = self._in_use()
-        if not served.id:
-            served.call()
+        program = self._in_use()
+        if not program.id:
+            program.call()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._served = None
+        self._program = None
 
     def __call__(self, *args: object, **named: object) -> Any:
         """Answers a request with this version. Raises `VersionGoneError` after the block."""
@@ -161,78 +135,27 @@ class Version:
         """
         if name.startswith("_"):  # protocols such as copying look for these
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        program = self._in_use().program
+        program = self._in_use()
         if hasattr(nn.Module, name):
-            raise AttributeError(
-                f"requests cannot call {name!r}: methods of nn.Module change the module; call the version for forward()"
-            )
+            remedy = "call the version for forward()"
+            raise AttributeError(f"requests cannot call {name!r}: methods of nn.Module change the module; {remedy}")
         if not program.has_methods:
-            raise AttributeError(
-                f"no method {name!r}: an exported or compiled program has only its call; serve the module to have them"
-            )
+            remedy = "serve the module to have them"
+            raise AttributeError(f"no method {name!r}: an exported or compiled program has only its call; {remedy}")
         method = getattr(program.module, name)
         if not callable(method):
             kind = type(method).__name__
             raise AttributeError(f"{type(program.module).__name__}.{name} is not a method, it is of type {kind}")
         return method  # type: ignore[no-any-return]
 
-    def _in_use(self) -> _Served:
-        if self._served is None:
+    def _in_use(self) -> Program:
+        if self._program is None:
             raise VersionGoneError(
                 "the block of this version has ended",
                 where=f"version {self.id}",
                 remedy="call within the block of `with live.version() as v:`",
             )
-        return self._served
-
-
-class _Turn:
-    """A thread's place in a queue of swaps."""
-
-    __slots__ = ("__weakref__", "process", "thread")
-
-    def __init__(self) -> None:
-        self.process, self.thread = os.getpid(), threading.get_ident()
-
-
-class _TurnQueue:
-    """Serializes swaps. A turn ends with its block, with its frame, and in the child of a fork."""
-
-    def __init__(self) -> None:
-        self._turns: list[weakref.ref[_Turn]] = []
-
-    @contextmanager
-    def turn(self, timeout_seconds: float | None) -> Iterator[None]:
-        """A context in which no other thread has a turn. Raises `SwapBusyError`, and `OptionError` for a bad time."""
-        seconds = math.inf
-        if timeout_seconds is not None:
-            seconds = seconds_of("timeout_seconds", timeout_seconds, most=1e8, accepts_none=True)
-        self.check_not_nested()
-        turn, until = _Turn(), time.monotonic() + seconds
-        reference = weakref.ref(turn)
-        self._turns.append(reference)
-        try:
-            while self._present()[0] is not turn:
-                if time.monotonic() >= until:
-                    raise SwapBusyError(
-                        "another swap did not end in time", remedy="give more time with timeout_seconds="
-                    )
-                time.sleep(0.001)
-            yield
-        finally:
-            self._turns.remove(reference)
-
-    def check_not_nested(self) -> None:
-        """Raises `SwapBusyError` where this thread already has, or waits for, a turn."""
-        if threading.get_ident() in [turn.thread for turn in self._present()]:
-            raise SwapBusyError(
-                "a swap was called from within a swap, by its canary or by code of the model",
-                remedy="call it when that one has ended",
-            )
-
-    def _present(self) -> list[_Turn]:
-        turns = [turn for reference in self._turns.copy() if (turn := reference()) is not None]
-        return [turn for turn in turns if turn.process == os.getpid()]
+        return self._program
 
 
 def target_factory(target: object, names: NameMap | nn.Module | None, training: bool) -> Target:
@@ -241,14 +164,11 @@ def target_factory(target: object, names: NameMap | nn.Module | None, training: 
         case str() | os.PathLike():
             return _target_of_file(local_path(os.fspath(target)), names, training)
         case nn.Module():
-            if names is not None:
-                raise OptionError("names= is only for exported programs", found="a module, which has its own names")
             return ModuleTarget(target, training)
     # There is no program where torch.export has not been imported.
     program_class = getattr(sys.modules.get("torch.export"), "ExportedProgram", None)
     if program_class is not None and isinstance(target, program_class):
-        check_graph_mode(target, training, "ExportedProgram")
-        return ExportedTarget(target, names)
+        return ExportedTarget(target, names, training)
     raise LiveTargetError(
         "this object cannot be served",
         expected="a module, a compiled module, an ExportedProgram, or the path of a .pt2",
@@ -263,16 +183,12 @@ def _target_of_file(path: str, names: NameMap | nn.Module | None, training: bool
     with ProgramFile(path) as file:
         if file.kind == "aoti":
             require_aoti(LiveTargetError, path, "serve the module, or an exported program")
-            if names is not None:
-                raise OptionError("names= is only for exported programs", found="a package, which has its own names")
             from modelstate.serve.aoti import AotiTarget
 
             return AotiTarget(file)
         if names is None and file.manifest is not None:
             names = file.manifest.names
-        program = file.program()
-    check_graph_mode(program, training, path)
-    return ExportedTarget(program, names, path)
+        return ExportedTarget(file.program(), names, training, path)
 
 
 _AS_SERVED = "leave it out: each weight goes to the device of the one that it replaces"
@@ -332,7 +248,11 @@ class Live:
         check_integer("keep_versions", keep_versions, least=0)
         with gc_paused(), default_modes():
             self._target = target_factory(target, names, training)
-            program = self._target.take_first()
+            if names is not None and not isinstance(self._target, ExportedTarget):
+                found = f"the kind {self._target.kind!r}, which has its own names"
+                raise OptionError("names= is only for exported programs", found=found)
+            program = self._target.first
+            del self._target.first  # no other reference keeps its memory
         fixed = listed(self._target.fixed, 8)
         stale = "not in the state, so not changed; stale where the values were computed from weights"
         self._notes = (f"{stale}: {fixed}",) if fixed else ()
@@ -340,12 +260,15 @@ class Live:
         self._retired: list[_Retired] = []
         self._free = Weights()
         """Those of the version that was retired last, whose memory the next one may use."""
-        self._swaps, self._flips = _TurnQueue(), _TurnQueue()
-        """A swap has a turn of the first from its start to its end, and of the second while it flips."""
+        self._swaps, self._flips = nn.Module(), nn.Module()
+        """What a swap has exclusively: the first from its start to its end, the second while it flips."""
         has_values = not any(part.is_meta for tensor in program.tensors for part in payload_of(tensor))
         source = "the target as it was given" if has_values else "none: the weights of the target are on meta"
+        program.id, program.source = int(has_values), source
+        if not has_values:
+            program.call = _serve_nothing
         self._ids = itertools.count(1 + has_values)
-        self._versions: tuple[_Served, ...] = (_Served(int(has_values), program, source),)
+        self._versions: tuple[Program, ...] = (program,)
         """The kept versions, the oldest first, and the one that serves. A flip replaces the tuple in one step."""
         self._events: deque[Event] = deque(maxlen=_HISTORY)
         self._log("started", source, 0.0)
@@ -381,8 +304,8 @@ class Live:
         Examples:
             >>> value, version = live.answer(x)
         """
-        served = self._versions[-1]
-        return Answer(served.call(*args, **named), served.id)
+        program = self._versions[-1]
+        return Answer(program.call(*args, **named), program.id)
 
     def version(self) -> Version:
         """Returns the current version. As a context it holds that version for several calls.
@@ -434,8 +357,8 @@ class Live:
         self,
         source: Source,
         *,
-        canary: AnyCanary | None = None,
-        buffers: Buffers = "carry",
+        canary: Canary | Callable[[Calls], object] | None = None,
+        buffers: Literal["carry", "reset"] = "carry",
         timeout_seconds: float | None = 60.0,
         exact: bool = True,
         check_finite: bool = False,
@@ -480,37 +403,30 @@ class Live:
         """
         check_choice("buffers", buffers, ("carry", "reset"))
         if canary is not None and not callable(canary) and not isinstance(canary, Canary):
-            raise OptionError(
-                "canary= must be a Canary or a function",
-                expected="a Canary, or a function",
-                found=type(canary).__name__,
-            )
+            raise invalid_option("canary", "tries nothing", canary, expected="a Canary, or a function")
         loading = checked_options(**selection, verify=verify, progress=False)
-        report = self._swap(source, SwapOptions(loading, exact, check_finite, canary, buffers), timeout_seconds)
-        with self._flips.turn(None):
-            self._free_retired()
-        return report
-
-    def _swap(self, source: Source, options: SwapOptions, timeout_seconds: float | None) -> SwapReport:
-        began, served, notes, canary = time.perf_counter(), None, list[str](), options.canary
+        began, notes = time.perf_counter(), list[str]()
+        program: Program | None = None
         try:
-            with self._swaps.turn(timeout_seconds):
+            self._check_not_nested()
+            with self._exclusively(self._swaps, timeout_seconds):
                 old = self._versions[-1]
-                carries = options.buffers == "carry" and bool(old.id)
+                carries = buffers == "carry" and bool(old.id)
                 with gc_paused(), default_modes():
-                    program, report = stage(self._target, source, options, old.program, self._free)
+                    program, report = stage(
+                        self._target, source, loading, old, self._free, exact=exact, check_finite=check_finite
+                    )
                 staged = time.perf_counter()
                 if canary is not None:
-                    if isinstance(canary, Canary):
-                        if old.id:
-                            canary = prepared(canary, self)
-                        elif canary.needs_reference:
-                            notes.append("nothing served before, so the canary had no answer to compare with")
+                    if isinstance(canary, Canary) and old.id:
+                        canary = prepared(canary, self)
+                    elif isinstance(canary, Canary) and canary.needs_reference:
+                        notes.append("nothing served before, so the canary had no answer to compare with")
                     with default_modes():
-                        modified = modified_buffers(old.program.module, old.program.weights.buffers) if carries else {}
+                        modified = modified_buffers(old) if carries else {}
                     run_canary(canary, program, modified)
                 tried = time.perf_counter()
-                with gc_paused(), default_modes(), self._flips.turn(None):
+                with gc_paused(), default_modes(), self._exclusively(self._flips, None):
                     if self._versions[-1] is not old:
                         raise SwapBusyError(
                             "the serving version was rolled back during this swap; nothing has been changed",
@@ -519,24 +435,23 @@ class Live:
                             remedy="swap again, if the new weights are still wanted",
                         )
                     # Buffers that are carried over count as modified in the next swap, too.
-                    modified = modified_buffers(old.program.module, old.program.weights.buffers) if carries else {}
-                    carried = carry_over(modified, program.module)
-                    served = _Served(next(self._ids), program, report.source)
+                    carried = carry_over(modified_buffers(old) if carries else {}, program.module)
+                    program.id, program.source = next(self._ids), report.source
                     first_kept = max(len(self._versions) - self._keep_versions, 0) if old.id else 1
                     for each in self._versions[:first_kept]:
                         self._retire(each)
-                    self._versions = (*self._versions[first_kept:], served)
+                    self._versions = (*self._versions[first_kept:], program)
                     self._log("swapped", report.source, time.perf_counter() - began)
                 flipped = time.perf_counter()
         except BaseException as error:
-            if served is None or served is not self._versions[-1]:
+            if program is None or program is not self._versions[-1]:
                 where = source.source if isinstance(source, Checkpoint) else source
                 name = str(where) if isinstance(where, str | os.PathLike) else type(where).__name__
                 self._log("refused", name, time.perf_counter() - began, f"{type(error).__name__}: {error}")
             raise
-        return replace(
+        report = replace(
             report,
-            version=served.id,
+            version=program.id,
             previous=old.id,
             staged_seconds=staged - began,
             canary_seconds=tried - staged,
@@ -545,6 +460,10 @@ class Live:
             carried=carried,
             notes=(*report.notes, *notes, *self._notes),
         )
+        del old, program
+        with self._exclusively(self._flips, None):
+            self._free_retired()
+        return report
 
     def rollback(self, *, timeout_seconds: float | None = 60.0) -> int:
         """Makes the previous version serve again, by one flip, and frees the version that served.
@@ -568,9 +487,9 @@ class Live:
             >>> live.rollback()
             1
         """
-        self._swaps.check_not_nested()
+        self._check_not_nested()
         began = time.perf_counter()
-        with default_modes(), self._flips.turn(timeout_seconds):
+        with default_modes(), self._exclusively(self._flips, timeout_seconds):
             *kept, dropped = self._versions
             if not kept:
                 raise VersionGoneError(
@@ -588,9 +507,25 @@ class Live:
 
     # How.
 
-    def _retire(self, served: _Served) -> None:
-        self._retired.append((weakref.ref(served.program.module), on_gpu(served.program.tensors)))
-        self._free = served.program.weights
+    def _exclusively(self, lock: nn.Module, timeout_seconds: float | None) -> exclusive:
+        """Returns a context of one thread at a time. Raises `OptionError` for a bad time."""
+        seconds = math.inf
+        if timeout_seconds is not None:
+            seconds = seconds_of("timeout_seconds", timeout_seconds, most=1e8, accepts_none=True)
+        busy = SwapBusyError("another swap did not end in time", remedy="give more time with timeout_seconds=")
+        return exclusive(lock, timeout_seconds=seconds, busy=busy)
+
+    def _check_not_nested(self) -> None:
+        """Raises `SwapBusyError` where this thread swaps."""
+        if has_exclusively(self._swaps):
+            raise SwapBusyError(
+                "a swap was called from within a swap, by its canary or by code of the model",
+                remedy="call it when that one has ended",
+            )
+
+    def _retire(self, program: Program) -> None:
+        self._retired.append((weakref.ref(program.module), on_gpu(program.tensors)))
+        self._free = program.weights
 
     def _free_retired(self) -> None:
         """Frees the GPU memory of versions that no request uses, and finds versions that a reference cycle keeps.

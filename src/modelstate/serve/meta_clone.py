@@ -14,7 +14,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,8 @@ from modelstate.torch_compat.modules import (
     modules_of,
     non_persistent_buffers,
     own_buffers,
-    own_modules,
     own_parameters,
+    submodule_at,
     tensors_of,
     unwrapped,
 )
@@ -57,12 +57,10 @@ def meta_clone(module: nn.Module, memory: Mapping[int, torch.Tensor] = MappingPr
     are not persistent: no checkpoint has their values.
 
     Raises:
-        LiveTargetError: The module cannot be copied, or its tensors overlap without being tied, which a copy would not
-            preserve.
+        LiveTargetError: The module cannot be copied.
     """
     modules = modules_of(module)
     tensors = {id(tensor): tensor for tensor in tensors_of(modules)}  # `memo` has their ids, so they must stay alive
-    _check_overlaps(module, tensors.values())
     memo: dict[int, object] = {}
     in_state = set(map(id, runtime_state(module).values()))
     for key, tensor in tensors.items():
@@ -87,52 +85,31 @@ def meta_clone(module: nn.Module, memory: Mapping[int, torch.Tensor] = MappingPr
         where=type(module).__name__,
         remedy="define __deepcopy__ on the class in the message above, or remove the attribute from the module",
     ):
-        return _deep_copy(module, modules, memo)
+        # Most attributes of a module are empty tables of hooks: `deepcopy` takes longer than the copy of one.
+        attributes = [value for submodule in modules for value in vars(submodule).values()]
+        memo.update({id(table): type(table)() for table in attributes if type(table) in _TABLES and not table})
+        if not all(map(_has_usual_copies, {type(submodule) for submodule in modules})):
+            return copy.deepcopy(module, memo)
+        # The submodules exist before their attributes are copied, so the depth of the nesting does not matter.
+        clones = [type(submodule).__new__(type(submodule)) for submodule in modules]
+        memo.update(zip(map(id, modules), clones, strict=True))
+        for submodule, clone in zip(reversed(modules), reversed(clones), strict=True):
+            attributes_of_clone = {name: copy.deepcopy(value, memo) for name, value in vars(submodule).items()}
+            clone.__setstate__(attributes_of_clone)  # type: ignore[no-untyped-call]
+        return clones[0]
 
 
-def _deep_copy(root: nn.Module, modules: Sequence[nn.Module], memo: dict[int, object]) -> nn.Module:
-    """Returns `copy.deepcopy(root, memo)`, in half the time where no class says how its modules are copied.
-
-    Most attributes of a module are numbers and empty tables of hooks: a call of `deepcopy` takes longer than the copy
-    of one. The submodules exist before their attributes are copied, so the depth of the nesting does not matter.
-    """
-    if not all(map(_has_usual_copies, {type(module) for module in modules})):
-        return copy.deepcopy(root, memo)
-    clones = [type(module).__new__(type(module)) for module in modules]
-    memo.update(zip(map(id, modules), clones, strict=True))
-    memo[id(None)] = None  # of a parameter without a value
-    for module, clone in zip(reversed(modules), reversed(clones), strict=True):
-        attributes = vars(module).copy()
-        for name, value in vars(module).items():
-            kind = type(value)
-            if kind in _SIMPLE:
-                continue
-            if kind in _TABLES and not value:
-                attributes[name] = memo.setdefault(id(value), kind())
-            elif kind is dict and name in _OWN_TABLES and memo.keys() >= set(map(id, value.values())):
-                attributes[name] = memo.setdefault(id(value), {key: memo[id(item)] for key, item in value.items()})
-            else:
-                attributes[name] = copy.deepcopy(value, memo)
-        clone.__setstate__(attributes)  # type: ignore[no-untyped-call]
-    return clones[0]
-
-
-_SIMPLE = frozenset([bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size])
-"""Classes of values that refer to nothing and cannot be changed."""
 _TABLES = frozenset([dict, OrderedDict, set])
 """The classes of a module's tables of hooks, and of its set of non-persistent buffers."""
-_OWN_TABLES = frozenset(["_parameters", "_buffers", "_modules"])
-"""The attributes with a module's own tensors and submodules, by name."""
 _COPYING = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__getattr__")
-"""The methods of `nn.Module` by which `deepcopy` copies a module, with the one that could answer for others."""
 _CUSTOM_COPYING = ("__deepcopy__", "__getnewargs__", "__getnewargs_ex__")
+"""The methods by which `deepcopy` copies a module, with the one that could answer for others."""
 
 
 def _has_usual_copies(cls: type[nn.Module]) -> bool:
     """Whether `deepcopy` makes an empty module of this class, and gives copies of the attributes to it."""
-    is_usual = all(getattr(cls, name) is getattr(nn.Module, name) for name in _COPYING)
-    is_custom = any(hasattr(cls, name) for name in _CUSTOM_COPYING) or cls in copyreg.dispatch_table
-    return is_usual and not is_custom and not slots_of_class(cls)
+    is_usual = all(getattr(cls, each, None) is getattr(nn.Module, each, None) for each in _COPYING + _CUSTOM_COPYING)
+    return is_usual and cls not in copyreg.dispatch_table and not slots_of_class(cls)
 
 
 def state_module(state: Mapping[str, torch.Tensor], *, meta: bool = True, hidden: Container[str] = ()) -> nn.Module:
@@ -146,13 +123,7 @@ def state_module(state: Mapping[str, torch.Tensor], *, meta: bool = True, hidden
     root, registered = nn.Module(), dict[int, torch.Tensor]()
     for name, tensor in state.items():
         *path, last = name.split(".")
-        owner = root
-        for part in path:
-            # Not `add_module`, which rejects names of attributes of `nn.Module`, such as `forward`.
-            child = own_modules(owner).get(part)
-            if child is None:
-                child = own_modules(owner)[part] = nn.Module()
-            owner = child
+        owner = submodule_at(root, path)
         value = registered.setdefault(id(tensor), _on_meta(tensor) if meta and is_plain(tensor) else tensor)
         if isinstance(value, nn.Parameter):
             own_parameters(owner)[last] = value
@@ -196,8 +167,7 @@ def runtime_state(
     if source is not None:
         model = meta_clone(model)
         load(model, source, rules=rules, map=False)
-    parameters: dict[str, torch.Tensor | None] = {}
-    buffers: dict[str, torch.Tensor | None] = {}
+    parameters, buffers = dict[str, torch.Tensor | None](), dict[str, torch.Tensor | None]()
     for prefix, module, own, others in module_tables(model):
         parameters.update((prefix + name, parameter) for name, parameter in own.items())
         hidden = non_persistent_buffers(module) if others else ()
@@ -205,14 +175,10 @@ def runtime_state(
     return {name: tensor for name, tensor in (parameters | buffers).items() if tensor is not None}
 
 
-def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns all buffers by name. A tied one has an entry for each of its names."""
-    return {
-        f"{prefix}{name}": buffer
-        for prefix, _, _, buffers in module_tables(module)
-        for name, buffer in buffers.items()
-        if buffer is not None
-    }
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Returns all buffers by name, also those that are None. A tied one has an entry for each of its names."""
+    tables = module_tables(module)
+    return {f"{prefix}{name}": buffer for prefix, _, _, buffers in tables for name, buffer in buffers.items()}
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -229,19 +195,6 @@ def _with_memory(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     if is_plain(tensor):  # the attributes of a wrapper subclass are its payload
         clone.__dict__.update(tensor.__dict__)
     return clone
-
-
-def _check_overlaps(module: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
-    plain = [tensor for tensor in tensors if not tensor.is_meta and is_plain(tensor)]
-    for group in sharing(plain, plain) if plain else ():
-        overlapping = {id(tensor) for tensor in group}
-        first, second, *_ = (slot for slot in slots_of(module).tensors if id(slot.tensor) in overlapping)
-        raise LiveTargetError(
-            "tensors of the module overlap without being tied, and a copy would not preserve that",
-            where=type(module).__name__,
-            found=f"{first.name} and {second.name}",
-            remedy="give each tensor its own memory, or register one tensor under both names",
-        )
 
 
 _CALLED = frozenset(
@@ -266,8 +219,17 @@ Reference = tuple[str, object]
 def check_captured_references(module: nn.Module, clone: nn.Module) -> tuple[str, ...]:
     """Returns the paths of the tensors and arrays of a module that are outside of its state.
 
-    Raises `LiveTargetError` where a copy of the module would serve weights of the module itself, or have no values.
+    Raises `LiveTargetError` where a copy of the module would serve weights of the module itself, or have no values, or
+    not preserve that tensors overlap.
     """
+    slots = [slot for slot in slots_of(module).tensors if is_plain(slot.tensor) and not slot.tensor.is_meta]
+    for first, second, *_ in sharing(slots, [slot.tensor for slot in slots]) if slots else ():
+        raise LiveTargetError(
+            "tensors of the module overlap without being tied, and a copy would not preserve that",
+            where=type(module).__name__,
+            found=f"{first.name} and {second.name}",
+            remedy="give each tensor its own memory, or register one tensor under both names",
+        )
     original = {id(part): f"module {path!r}" if path else "the module" for path, part in module.named_modules()}
     original |= {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     # Without other buffers: a deep copy keeps views of those.
@@ -373,8 +335,7 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Reference]:
     if isinstance(module, nn.RNNBase):
         set_by_hooks.add("_flat_weights")  # a copy makes the list again, and so does a call with other weights
     for name, value in list(vars(module).items()):
-        is_empty = type(value) in _TABLES and not value
-        if is_empty or type(value) in _SIMPLE or name in _UNUSED or name in set_by_hooks:
+        if name in _UNUSED or name in set_by_hooks:
             continue
         if name in ("_modules", "_parameters", "_buffers"):
             yield from ((f"{path}.{key}" if path else key, item) for key, item in list(value.items()))

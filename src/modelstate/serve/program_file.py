@@ -9,23 +9,15 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import tempfile
 import zipfile
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import IO, TYPE_CHECKING, Annotated, Literal, Self
+from typing import IO, TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import torch
 
-from modelstate.errors import (
-    ChecksumError,
-    DamagedFileError,
-    LiveTargetError,
-    NewerManifestError,
-    code_errors,
-)
+from modelstate.errors import ChecksumError, DamagedFileError, LiveTargetError, NewerManifestError, code_errors
 from modelstate.formats.manifest import check_size
 from modelstate.io.files import SourceFile
 from modelstate.serve.state_names import NameMap
@@ -176,7 +168,7 @@ _REMEDY = "give a .pt2 that modelstate.export, torch.export.save or AOTInductor 
 _LIBRARIES = "data/aotinductor/"
 
 
-class ProgramFile:
+class ProgramFile(zipfile.ZipFile):
     """A `.pt2`, opened once: its kind and its manifest. It is a context that closes the file.
 
     All bytes are compared with their CRCs, since torch does not do so: damaged weights give other answers, and damaged
@@ -198,48 +190,37 @@ class ProgramFile:
         self.kind: Kind = "exported"
         self.model = "model"
         """The name of the model in a package."""
-        with SourceFile(path):  # raises the errors of `modelstate.open`
-            self._file = open(path, "rb")  # noqa: SIM115
-        try:
-            with self._readable():
-                self._read_directory()
-        except BaseException:
-            self._file.close()
-            raise
+        with SourceFile(path) as file:  # raises the errors of `modelstate.open`
+            head, end = file.head, file.read(max(file.nbytes - 22, 0), min(file.nbytes, 22), "the archive's end")
+        if not head.startswith(b"PK"):
+            raise _no_program(path)
+        with self._readable():
+            try:
+                # `zipfile` would find the end of an archive within a file that is cut off.
+                if not end.startswith(b"PK\5\6"):
+                    raise zipfile.BadZipFile("the end of the archive is missing")
+                super().__init__(path)
+                damaged = self.testzip()
+            except zipfile.BadZipFile as error:
+                raise DamagedFileError(
+                    "the archive is damaged", where=path, found=error, remedy="get another copy of the file"
+                ) from error
+            if damaged is not None:
+                raise ChecksumError(
+                    "parts of the program differ from their checksums",
+                    where=path,
+                    found=damaged,
+                    remedy="get another copy of the file, or export it again",
+                )
+            self._read_names()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._file.close()
-
-    def _read_directory(self) -> None:
-        if self._file.read(2) != b"PK":
-            raise _no_program(self.path)
-        try:
-            # `zipfile` would find the end of an archive within a file that is cut off.
-            self._file.seek(-22, os.SEEK_END)
-            if self._file.read(4) != b"PK\5\6":
-                raise zipfile.BadZipFile("the end of the archive is missing")
-            self._archive = zipfile.ZipFile(self._file)
-            damaged = self._archive.testzip()
-        except zipfile.BadZipFile as error:
-            raise DamagedFileError(
-                "the archive is damaged", where=self.path, found=error, remedy="get another copy of the file"
-            ) from error
-        if damaged is not None:
-            raise ChecksumError(
-                "parts of the program differ from their checksums",
-                where=self.path,
-                found=damaged,
-                remedy="get another copy of the file, or export it again",
-            )
-        names = self._archive.namelist()
+    def _read_names(self) -> None:
+        names = self.namelist()
         folder = names[0].split("/")[0] + "/" if names else ""
         self._root = folder if all(name.startswith(folder) for name in names) else ""
         records = {name.removeprefix(self._root) for name in names}
         if f"extra/{NAME}" in records:
-            self.manifest = Manifest.from_json(self._archive.read(f"{self._root}extra/{NAME}").decode(), self.path)
+            self.manifest = Manifest.from_json(self.read(f"{self._root}extra/{NAME}").decode(), self.path)
         models = {name.removeprefix(_LIBRARIES).split("/")[0] for name in records if name.startswith(_LIBRARIES)}
         if len(models) > 1:
             raise _unsupported(self.path, f"several models: {', '.join(sorted(models))}")
@@ -257,8 +238,9 @@ class ProgramFile:
         import torch.export
 
         with self._readable():
-            self._file.seek(0)
-            return torch.export.load(self._file)
+            assert self.fp is not None
+            self.fp.seek(0)
+            return torch.export.load(self.fp)
 
     def weights(self) -> dict[str, torch.Tensor] | None:
         """Returns the constants of a package by the library's names; None where the library itself contains them.
@@ -266,15 +248,15 @@ class ProgramFile:
         Constants that are tied are one tensor. Raises `LiveTargetError`.
         """
         config = f"{self._root}{_LIBRARIES}{self.model}/weights_config.json"
-        if config not in self._archive.namelist():
+        if config not in self.namelist():
             return None
         tensors: dict[tuple[object, ...], torch.Tensor] = {}
         state: dict[str, torch.Tensor] = {}
         with self._readable():
-            for name, (file, shape, stride, offset) in json.loads(self._archive.read(config)).items():
+            for name, (file, shape, stride, offset) in json.loads(self.read(config)).items():
                 key = (file, tuple(shape), tuple(stride), offset)
                 if key not in tensors:
-                    data = io.BytesIO(self._archive.read(f"{self._root}data/weights/{file}"))
+                    data = io.BytesIO(self.read(f"{self._root}data/weights/{file}"))
                     whole: torch.Tensor = torch.load(data, weights_only=True)
                     # A clone has a storage of its own, since the view may be a part of a larger one.
                     tensors[key] = torch.as_strided(whole.detach(), shape, stride, offset).clone()
@@ -285,22 +267,19 @@ class ProgramFile:
         """Copies the compiled model, without separate weights, to a package that has no path."""
         copied = tempfile.TemporaryFile()  # noqa: SIM115
         with zipfile.ZipFile(copied, "w") as package:
-            for name in self._archive.namelist():
+            for name in self.namelist():
                 if name.startswith(f"{self._root}{_LIBRARIES}"):
-                    package.writestr(name, self._archive.read(name))
+                    package.writestr(name, self.read(name))
         copied.flush()
         return copied
 
     def library(self, folder: str) -> str:
         """Unpacks the library of a package into a folder, and returns its path. Raises `LiveTargetError`."""
         prefix = f"{self._root}{_LIBRARIES}{self.model}/"
-        libraries = [name for name in self._archive.namelist() if name.startswith(prefix) and name.endswith(".so")]
+        libraries = [name for name in self.namelist() if name.startswith(prefix) and name.endswith(".so")]
         if len(libraries) != 1:
             raise _unsupported(self.path, f"{len(libraries)} libraries")
-        path = os.path.join(folder, "model.so")
-        with open(path, "wb") as file:
-            file.write(self._archive.read(libraries[0]))
-        return path
+        return self.extract(libraries[0], folder)
 
 
 def _no_program(path: str) -> LiveTargetError:

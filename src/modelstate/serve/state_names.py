@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from modelstate.errors import NameMapError, code_errors
-from modelstate.problems import Problem, ProblemKind
 from modelstate.rules.rule import Entry, RuleContext
 from modelstate.serve.meta_clone import runtime_state
 from modelstate.text_format import listed
@@ -173,20 +172,18 @@ class NameMap(msgspec.Struct, frozen=True, tag_field="format", tag="modelstate-n
         Examples:
             >>> live.swap("checkpoint.pt", rules=[names])
         """
-        renamed: dict[str, Entry] = {}
+        context.mark_used()
+        first = dict[str, Entry]()
         for name, entry in context.entries.items():
+            runtime = self.runtime.get(name, name)
             if name in self.extra:
                 context.fail(name, "the program has the extra state that it was exported with, and takes no other")
-                continue
-            runtime = self.runtime.get(name, name)
-            if runtime != name:
-                entry = entry._replace(rules=(*entry.rules, repr(self)), names=(*entry.names, name))
-            first = renamed.setdefault(runtime, entry)
-            if first is not entry and not context.equal(first, entry):
-                context.problems.append(
-                    Problem(ProblemKind.NAME_CLASH, runtime, others=(*first.sources, *entry.sources))
-                )
-        context.replace(renamed)
+            elif first.setdefault(runtime, entry) is not entry and context.equal(first[runtime], entry):
+                continue  # the same tensor under both kinds of names
+            elif runtime == name:
+                context.keep(name, entry)
+            else:
+                context.make(runtime, entry.content, [(name, entry)])
 
 
 def view_key(tensor: torch.Tensor) -> object:

@@ -1,65 +1,57 @@
-"""A swap up to its flip: loads a source into a new program, checks the weights, tries it, carries buffers over."""
+"""Loads a source into a new version, checks its weights, and carries the buffers over that requests have changed.
+
+Weights that are in a checkpoint as they are needed are mapped or read into free memory, without a plan. Everything else
+is a load.
+
+Of weights that were read from a checkpoint as they are, the digests are those of the checkpoint. A patch names the
+digest of the tensor that it is for. So which patches lead from a weight in memory to a step is known without reading
+the weight. They are applied to the memory of a version that no request uses, or to a copy of a weight that serves.
+
+A request may have written to a weight, and no count of torch has all writes (`.data`, collectives, fused optimizers).
+So weights that have caught up are hashed, and all is read from the files where one is not as the step says.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeVar, cast
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import torch
 from msgspec.structs import replace
 from torch import nn
 
-from modelstate.arguments import invalid_option
 from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.mapped import Maps
 from modelstate.checkpoint.open import Source, open_source
-from modelstate.errors import CanaryError, OptionError, PlacementError, PlanError, Remedy, WeightsError
+from modelstate.errors import PlacementError, Remedy, WeightsError
+from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.layers import trust_known_patches
+from modelstate.io.engine import OpenFiles, Request, read_ranges
+from modelstate.io.memory import fresh_tensors
+from modelstate.io.tensors import compute
 from modelstate.loading.load import load_then
 from modelstate.planning.matching import select_part, wrapper_rule
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.planner import Planner
-from modelstate.planning.transfer import Transfers
 from modelstate.problems import Problem, ProblemKind, Remedies, allowing, casting, extended, plan_error
 from modelstate.rules.expression import is_dequantized
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renaming, way_back
 from modelstate.serve.meta_clone import buffers_of, meta_clone, runtime_state
-from modelstate.serve.targets import Program, Target
-from modelstate.serve.weights import BufferDigests, Weights, buffer_digest, read_weights
-from modelstate.text_format import listed, short_repr, size
+from modelstate.serve.targets import Program, Target, Weights, buffer_digest, fits
+from modelstate.spec import ByteRange, Combined, Stored, StoredTensor, bytes_key, is_run
+from modelstate.text_format import listed, size
 from modelstate.torch_compat.dtypes import nonfinite, short
-from modelstate.torch_compat.modules import (
-    module_tables,
-    modules_of,
-    needs_protocol,
-    non_persistent_buffers,
-    own_buffers,
-    tensors_of,
-    without_state_dict_hooks,
-)
+from modelstate.torch_compat.modules import module_tables, needs_protocol, own_buffers, without_state_dict_hooks
 from modelstate.torch_compat.plain import is_plain, remedies_for
-from modelstate.torch_compat.private import default_modes, drop_frozen_code, flatten, payload_of, unflatten
-from modelstate.transaction.swap_tensors import become
+from modelstate.torch_compat.private import drop_frozen_code, payload_of
 from modelstate.transaction.transaction import Transaction
-
-Buffers = Literal["carry", "reset"]
-_T = TypeVar("_T")
-Calls = Callable[..., Any]
-
-
-class SwapOptions(msgspec.Struct, frozen=True):
-    """The options of `Live.swap`."""
-
-    loading: LoadOptions
-    exact: bool
-    check_finite: bool
-    canary: Canary | Callable[[Calls], object] | None
-    buffers: Buffers
 
 
 class SwapReport(msgspec.Struct, frozen=True):
@@ -111,14 +103,22 @@ class SwapReport(msgspec.Struct, frozen=True):
 
 
 def stage(
-    target: Target, source: Source, options: SwapOptions, serving: Program, retired: Weights
+    target: Target,
+    source: Source,
+    options: LoadOptions,
+    serving: Program,
+    retired: Weights,
+    *,
+    exact: bool,
+    check_finite: bool,
 ) -> tuple[Program, SwapReport]:
     """Loads a source into a new program.
 
     The weights are maps of the file where that is safe, and have memory of their own elsewhere. Those of a step with
     patches are weights in memory that have caught up, where that is possible. `serving` is the program that serves:
     weights that the checkpoint may lack are copied from it. `retired` has the weights of the version that was retired
-    last, whose memory is used again where no request or answer refers to it.
+    last, whose memory is used again where no request or answer refers to it. `exact` and `check_finite` are those of
+    `Live.swap`.
 
     Returns the program, and a report without versions and times.
 
@@ -126,31 +126,36 @@ def stage(
     `modelstate.open` and `modelstate.load` raise.
     """
     with trust_known_patches():
-        checkpoint, selection = open_source(source), options.loading
-    part, given_rules = select_part(checkpoint, selection, lambda: target.names)
-    rules = given_rules
-    names = set(map(renaming(rules), part) if rules else part)
+        checkpoint = open_source(source)
+    part, given_rules = select_part(checkpoint, options, lambda: target.names)
+    names, own_rules = set(map(renaming(given_rules), part) if given_rules else part), tuple[Rule, ...]()
     if not names <= target.names and (wrappers := wrapper_rule(names, target.names)) is not None:
-        rules = (*rules, wrappers)
-        names = set(map(renaming(rules), part))
-    template, own_rules, without_hooks = target.read_plan(names)
+        names, own_rules = set(map(renaming((wrappers,)), names)), (wrappers,)
+    template, rules, without_hooks = target.read_plan(names)
+    own_rules = (*own_rules, *rules)
     read, of_checkpoint = None, dict[str, str]()  # by runtime names: the names in the checkpoint
     modules = {prefix: module for prefix, module, *_ in module_tables(template)}
     is_on_cpu = {tensor.device.type for tensor in serving.tensors} <= {"cpu", "meta"}
-    has_options = given_rules or selection.allow_missing or selection.allow_unexpected
+    has_options = given_rules or options.allow_missing or options.allow_unexpected
     if is_on_cpu and not (has_options or part.flat.values or needs_protocol(modules, names, part.versions)):
-        of_checkpoint = dict(zip(map(renaming((*rules, *own_rules)), part), part, strict=True))
+        of_checkpoint = dict(zip(map(renaming(own_rules), part) if own_rules else part, part, strict=True))
         of_memory = runtime_state(template), target.free(retired), serving.weights
-        read = read_weights(part, of_checkpoint, *of_memory, may_map=target.maps_files, verify=selection.verify)
+        read = read_weights(part, of_checkpoint, *of_memory, may_map=target.maps_files, verify=options.verify)
     if read is not None:
         filled, notes = meta_clone(template, read.tensors), (*read.notes, *drop_frozen_code())
     else:
-        of_checkpoint, own_rules = {}, (*rules[len(given_rules) :], *own_rules)
-        final = replace(selection, key=None, rules=(*given_rules, *own_rules))
-        with _swap_errors(target, options, given_rules, own_rules, part.source, serving):
-            filled, notes = _load(part, template, serving, names, final, exact=options.exact, hooks=not without_hooks)
+        of_checkpoint = {}
+        slots = runtime_state(template)
+        kept = {  # what the checkpoint lacks stays as it serves
+            id(slots[name]): tensor.detach().clone()
+            for name, tensor in (runtime_state(serving.module) if options.allow_missing else {}).items()
+            if name not in names or any(fnmatchcase(name, pattern) for pattern in options.allow_missing)
+        }
+        filled = meta_clone(template, kept)
+        with nullcontext() if not without_hooks else without_state_dict_hooks(filled):
+            notes = _load(part, filled, target, serving, options, given_rules, own_rules, exact=exact)
     state = runtime_state(filled)
-    if options.check_finite:
+    if check_finite:
         _check_finite(state, runtime_state(serving.module), part.source)
     program = target.program(filled)
     settle(program.tensors)  # requests on any stream find what has been copied
@@ -169,68 +174,195 @@ def stage(
     return program, report
 
 
+class WeightsRead(NamedTuple):
+    """The result of `read_weights`."""
+
+    tensors: dict[int, torch.Tensor]
+    """By the ids of their slots."""
+    maps: set[int]
+    """The addresses of those that are maps of a file."""
+    caught_up: bool
+    """Whether weights in memory have caught up."""
+    notes: Sequence[str]
+    """Remarks about files that cannot be mapped."""
+
+
+def read_weights(
+    checkpoint: Checkpoint,
+    names: Mapping[str, str],
+    slots: Mapping[str, torch.Tensor],
+    free: Weights,
+    serving: Weights,
+    *,
+    may_map: bool,
+    verify: bool,
+) -> WeightsRead | None:
+    """Reads the weights of a version as they are in a checkpoint, as far as they cannot catch up in memory.
+
+    Returns None where it does not have exactly the values for these slots, or a weight in memory is not what was read
+    into it: a load says what is wrong, casts, or reads all.
+
+    Args:
+        checkpoint: The checkpoint.
+        names: The name in the checkpoint for each runtime name.
+        slots: The tensors on meta for which weights are needed, by their runtime names.
+        free: Weights whose memory nothing uses. It is written to: afterwards their values are not known.
+        serving: The weights that serve, which stay as they are.
+        may_map: Whether weights may be maps of the files.
+        verify: Whether values only count that are compared with their digests.
+
+    Raises `ReadFailedError`, `ChecksumError` with `verify`, and `DamagedFileError` for a patch that cannot be applied.
+    """
+    sources = dict[int, tuple[str, Stored]]()
+    for name, slot in slots.items():
+        stored = checkpoint.stored(names[name]) if name in names else None
+        if stored is None or not (slot.is_meta and fits(slot, stored)):  # TorchScript has memory
+            return None
+        first_name, first = sources.setdefault(id(slot), (name, stored))
+        if bytes_key(first, first_name) != bytes_key(stored, name):
+            return None
+    places = {stored.storage if is_run(stored) else id(stored) for _, stored in sources.values()}
+    if len(names) > len(slots) or len(places) < len(sources):  # weights that are not tied would share a map
+        return None
+    contents, memory, targets = checkpoint.contents, free.memory, list[tuple[Stored, torch.Tensor]]()
+    maps = Maps(checkpoint.fingerprints, checkpoint.format)
+    found, mapped, to_verify = dict[int, torch.Tensor](), set[int](), set[ByteRange]()
+    caught_up = dict[int, str]()  # the digests that the weights must have then
+    for slot_id, (name, stored) in sources.items():
+        value, patched = stored, contents.patched.get(stored) if isinstance(stored, Combined) else None
+        digests = checkpoint.digests_of(stored) if contents.patched else ()
+        for weights in (free,) if patched is None else (free, serving) if digests else ():
+            digest = weights.digest(name)
+            if digest in digests:
+                value, caught_up[slot_id] = weights.tensors[name], digests[-1]
+                if patched is None or (weights is free and digest == digests[-1]):
+                    found[slot_id] = value
+                else:
+                    value = patched.later(value, digests.index(digest))
+                break
+        # Payloads are verified in any case: see `trust_known_patches`.
+        parts = [*value.parts[0 if verify else 1 :]] if isinstance(value, Combined) else [value] if verify else []
+        to_verify.update(part.storage for part in parts if isinstance(part, StoredTensor))
+        if isinstance(value, StoredTensor) and (not value.nbytes or (may_map and maps.can_map(value.extent, None))):
+            found[slot_id] = maps.tensor(value)
+            mapped.add(found[slot_id].data_ptr())
+        elif slot_id not in found:
+            new = memory.get(name)
+            new = fresh_tensors([(torch.Size(value.shape), None, value.dtype)])[0] if new is None else new
+            targets.append((value, new))
+            found[slot_id] = new
+    if verify or to_verify:
+        check = checkpoint.verification()
+        replace(check, names_of={place: of for place, of in check.names_of.items() if place in to_verify}).run()
+    free.names.clear()
+    if targets:
+        with OpenFiles(checkpoint.fingerprints) as files, torch.no_grad():
+            read = partial(read_ranges, files=files)
+            read([Request(value.extent, out.data_ptr()) for value, out in targets if isinstance(value, StoredTensor)])
+            if computed := [(value, out) for value, out in targets if isinstance(value, Combined)]:
+                compute(computed, partial(read, threads=1), read_whole=maps.read)
+            for value, out in targets:
+                if isinstance(value, torch.Tensor):
+                    out.copy_(value)
+            files.check_unchanged()
+    maps.check_unchanged()
+    if caught_up and write_blocks(None, 0, [found[slot_id] for slot_id in caught_up]) != [*caught_up.values()]:
+        return None  # a request has written to a weight
+    mapped |= free.maps & {tensor.data_ptr() for tensor in found.values()}
+    return WeightsRead(found, mapped, bool(caught_up), maps.notes)
+
+
 def _load(
     part: Checkpoint,
-    template: nn.Module,
+    module: nn.Module,
+    target: Target,
     serving: Program,
-    names: Set[str],
     options: LoadOptions,
+    rules: tuple[Rule, ...],
+    own_rules: tuple[Rule, ...],
     *,
     exact: bool,
-    hooks: bool,
-) -> tuple[nn.Module, tuple[str, ...]]:
-    """Loads into a copy of a module without memory, as `modelstate.load` does. Returns it with the notes of the load.
+) -> tuple[str, ...]:
+    """Loads into the module of a new version, as `modelstate.load` does. Returns the notes of the load.
 
-    `names` are those of the checkpoint by which the program may lack weights; `hooks` is whether the state-dict hooks
-    of the module are called. Raises `PlanError`, `WeightsError`, and what `modelstate.load` raises.
+    `rules` are those of the caller, and `own_rules` those that the swap applies after them. Raises `PlanError` with the
+    remedies of a swap, `WeightsError`, and what `modelstate.load` raises.
     """
-    kept = dict[int, torch.Tensor]()
-    if options.allow_missing:  # what the checkpoint lacks stays as it serves
-        slots = runtime_state(template)
-        for name, tensor in runtime_state(serving.module).items():
-            if name not in names or any(fnmatchcase(name, pattern) for pattern in options.allow_missing):
-                kept[id(slots[name])] = tensor.detach().clone()
-    skeleton = meta_clone(template, kept)
-    kinds = {name: _kind_of(tensor) for name, tensor in runtime_state(skeleton).items()}
+    kinds = {name: _kind_of(tensor) for name, tensor in runtime_state(module).items()}
     kept_extra: list[str] = []
 
     def check(planner: Planner) -> None:
         if options.allow_missing:
             extra = [name for name in planner.slots.extra if name not in planner.extra_states]
             kept_extra.extend(name.rpartition(".")[0] for name in extra)
-        if planner.problems:
-            raise planner.error()
-        if exact:
-            _check_casts([item.transfers for item in planner.executions], part.source)
+        back = renaming(way_back(own_rules))
+        problems = [replace(problem, name_for_rules=back(problem.name)) for problem in planner.problems]
+        of_kinds = {problem.kind for problem in problems}
+        given = {name: f"*{name}" for name in ("rules", "allow_missing", "allow_unexpected") if getattr(options, name)}
+        casts = [
+            (name, f"{short(stored)} to {short(dtype)}")
+            for item in (execution.transfers for execution in planner.executions)
+            if item.own is None or not is_dequantized(item.own.stored)
+            for name, stored, dtype in item.casts()
+        ]
+        remedy = "give weights with the dtype of the program, or swap with exact=False, which converts without loss"
+        if of_kinds == {ProblemKind.WRONG_DTYPE}:
+            casts = [(problem.name, f"{problem.found} to {problem.expected}") for problem in problems]
+            remedy = extended(_cast_remedy(problems)[0].text, given)
+        if exact and casts and of_kinds <= {ProblemKind.WRONG_DTYPE}:
+            what, expected = "weights have another dtype than the program", "the dtype of the program"
+            raise _error(what, casts, part.source, expected, remedy)
+        if of_kinds == {ProblemKind.UNEXPECTED} and not target.has_all_names:
+            names = [problem.name for problem in problems]
+            raise WeightsError(
+                "the package has no such tensors: they were inlined when it was compiled, or are no part of it",
+                where=target.name,
+                found=listed(names, 8),
+                remedy="compile with modelstate.export(..., kind='aoti'), so that every weight can be swapped; or, for "
+                "tensors that are the same in every version: rules=[modelstate.rules.Ignore(name)]",
+                names=names,
+            )
+        if problems:
+            has_values = not any(tensor.is_meta for tensor in serving.tensors)
+            remedies = _REMEDIES if has_values else {**_REMEDIES, ProblemKind.MISSING: _COMPLETE}
+            cause = planner.error().__cause__
+            raise plan_error(target.name, part.source, problems, remedies, given=given) from cause
 
-    # Patches may have been checked for another checkpoint: see `trust_known_patches`.
-    verify = options.verify or bool(part.contents.patched)
-    final = replace(options, verify=verify, device_of_meta=_devices_as_in(serving.module, skeleton))
-    with nullcontext() if hooks else without_state_dict_hooks(skeleton), Transaction(skeleton) as transaction:
-        report = load_then(transaction, part, final, check=check)
+    final = replace(
+        options,
+        key=None,
+        rules=(*rules, *own_rules),
+        verify=options.verify or bool(part.contents.patched),  # see `trust_known_patches`
+        device_of_meta=_devices_as_in(serving, module),
+    )
+    try:
+        with Transaction(module) as transaction:
+            report = load_then(transaction, part, final, check=check)
+    except PlacementError as error:
+        error.remedy = "give weights of the class that the program has, as the state dict of such a module"
+        raise
     for path in kept_extra:
         extra_state = serving.module.get_submodule(path).get_extra_state()
-        skeleton.get_submodule(path).set_extra_state(copy.deepcopy(extra_state))
-    _check_kinds(runtime_state(skeleton), kinds, part.source)
-    return skeleton, report.notes
+        module.get_submodule(path).set_extra_state(copy.deepcopy(extra_state))
+    _check_kinds(runtime_state(module), kinds, part.source)
+    return report.notes
 
 
-def _devices_as_in(serving: nn.Module, skeleton: nn.Module) -> Callable[[torch.Tensor], torch.device] | None:
-    """Returns the devices of a skeleton's tensors: those that serve under the same names. None where all are the CPU.
+def _devices_as_in(serving: Program, module: nn.Module) -> Callable[[torch.Tensor], torch.device] | None:
+    """Returns the devices of a module's tensors: those that serve under the same names. None where all are the CPU.
 
     A tensor that does not serve, as one on meta or a buffer that requests have removed, gets the device of the first
     one that does.
     """
-    with_values = [tensor.device for tensor in tensors_of(modules_of(serving)) if not tensor.is_meta]
-    first = next(iter(with_values), torch.device("cpu"))
+    with_values = [tensor.device for tensor in serving.tensors if not tensor.is_meta]
     if all(device.type == "cpu" for device in with_values):
         return None
-    devices = {name: tensor.device for name, tensor in runtime_state(serving).items() if not tensor.is_meta}
-    by_id = {id(tensor): devices.get(name, first) for name, tensor in runtime_state(skeleton).items()}
-    return lambda tensor: by_id.get(id(tensor), first)
+    devices = {name: tensor.device for name, tensor in runtime_state(serving.module).items() if not tensor.is_meta}
+    by_id = {id(tensor): devices.get(name, with_values[0]) for name, tensor in runtime_state(module).items()}
+    return lambda tensor: by_id.get(id(tensor), with_values[0])
 
 
-# Errors with the remedies of a swap.
+# Remedies of a swap, in place of those with options that it does not have.
 
 
 def _cast_remedy(problems: Sequence[Problem]) -> list[Remedy]:
@@ -251,68 +383,9 @@ _REMEDIES: Remedies = {
     ProblemKind.WRONG_DTYPE: _cast_remedy,
     ProblemKind.UNINITIALISED: _COMPLETE,
 }
-"""In place of remedies with options that a swap does not have."""
-
-
-@contextmanager
-def _swap_errors(
-    target: Target,
-    options: SwapOptions,
-    rules: tuple[Rule, ...],
-    own_rules: tuple[Rule, ...],
-    where: str,
-    serving: Program,
-) -> Iterator[None]:
-    """Replaces a plan's error by one with the remedies of a swap, or by the target's own error.
-
-    `own_rules` are those that the swap applies after the rules of the caller.
-    """
-    try:
-        yield
-    except PlanError as error:
-        back = renaming(way_back(own_rules))
-        problems = [replace(problem, name_for_rules=back(problem.name)) for problem in error.problems]
-        arguments = {
-            "rules": rules,
-            "allow_missing": options.loading.allow_missing,
-            "allow_unexpected": options.loading.allow_unexpected,
-        }
-        patterns = {name: f"*{name}" for name, value in arguments.items() if value}
-        casts = [problem for problem in problems if problem.kind is ProblemKind.WRONG_DTYPE]
-        if options.exact and casts and len(casts) == len(problems):
-            differences = [
-                (each.name, f"{each.found}, which would have to be cast to {each.expected}") for each in casts
-            ]
-            raise _dtype_error(differences, where, extended(_cast_remedy(casts)[0].text, patterns)) from error
-        unexpected = [problem.name for problem in error.problems if problem.kind is ProblemKind.UNEXPECTED]
-        if len(unexpected) == len(error.problems) and target.unexpected_error is not None:
-            raise target.unexpected_error(unexpected) from error
-        has_values = not any(tensor.is_meta for tensor in serving.tensors)
-        remedies = _REMEDIES if has_values else {**_REMEDIES, ProblemKind.MISSING: _COMPLETE}
-        raise plan_error(target.name, where, problems, remedies, given=patterns) from error.__cause__
-    except PlacementError as error:
-        error.remedy = "give weights of the class that the program has, as the state dict of such a module"
-        raise
 
 
 # Checks of the weights.
-
-
-def _dtype_error(differences: list[tuple[str, str]], where: str, remedy: str) -> WeightsError:
-    return _error("weights have another dtype than the program", differences, where, "the dtype of the program", remedy)
-
-
-def _check_casts(transfers: Iterable[Transfers], where: str) -> None:
-    """Raises `WeightsError` where a load casts a weight."""
-    cast = [
-        (name, f"{short(stored)} to {short(dtype)}")
-        for item in transfers
-        if item.own is None or not is_dequantized(item.own.stored)
-        for name, stored, dtype in item.casts()
-    ]
-    if cast:
-        remedy = "give weights with the dtype of the program, or swap with exact=False, which converts without loss"
-        raise _dtype_error(cast, where, remedy)
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[torch.layout, type] | None:
@@ -364,13 +437,13 @@ def _error(what: str, differences: list[tuple[str, str]], where: str, expected: 
 # Buffers that requests change: which ones have changed, carrying them into a new version, and restoring them.
 
 
-def on_gpu(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def on_gpu(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
     """Returns the tensors that are on GPUs."""
     is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return [tensor for tensor in tensors if tensor.is_cuda] if is_used else []
+    return [tensor for tensor in tensors if tensor is not None and tensor.is_cuda] if is_used else []
 
 
-def settle(tensors: list[torch.Tensor]) -> None:
+def settle(tensors: Iterable[torch.Tensor | None]) -> None:
     """Waits for all work that is queued on the GPUs of these tensors, on any stream.
 
     A request on a GPU ends when its work is queued, and requests may use streams of their own.
@@ -379,17 +452,11 @@ def settle(tensors: list[torch.Tensor]) -> None:
         torch.cuda.synchronize(device)
 
 
-def modified_buffers(module: nn.Module, since: BufferDigests) -> dict[str, torch.Tensor | None]:
+def modified_buffers(program: Program) -> dict[str, torch.Tensor | None]:
     """Returns the buffers that requests have changed, and None for buffers that they have set to None."""
-    present = buffers_of(module)
-    settle([*present.values()])
-    modified: dict[str, torch.Tensor | None] = {
-        name: buffer for name, buffer in present.items() if since.get(name) != buffer_digest(buffer)
-    }
-    for prefix, _, _, buffers in module_tables(module):
-        names = [f"{prefix}{last}" for last, buffer in buffers.items() if buffer is None]
-        modified.update({name: None for name in names if name in since})
-    return modified
+    present, since = buffers_of(program.module), program.weights.buffers
+    settle(present.values())
+    return {name: buffer for name, buffer in present.items() if since.get(name) != buffer_digest(buffer)}
 
 
 def carry_over(buffers: Mapping[str, torch.Tensor | None], module: nn.Module) -> tuple[str, ...]:
@@ -416,31 +483,8 @@ def carry_over(buffers: Mapping[str, torch.Tensor | None], module: nn.Module) ->
         if replacement is not buffer:  # requests replace the buffer, such as a cache that grows
             path, _, last = name.rpartition(".")
             own_buffers(module.get_submodule(path))[last] = replacement
-    settle([*present.values()])
+    settle(present.values())
     return tuple(buffers)
-
-
-def buffer_restorer(module: nn.Module) -> Callable[[], None]:
-    """Returns a function that restores the present buffers: their values, and the set of buffers of each submodule."""
-    tables = [(own_buffers(part), non_persistent_buffers(part)) for part in module.modules()]
-    before = [(dict(table.items()), {*names}) for table, names in tables]
-    saved = [(buffer, buffer.detach().clone()) for buffer in buffers_of(module).values()]
-
-    def restore() -> None:
-        for buffer, value in saved:
-            if _fits(buffer, value):
-                _overwrite(buffer, value)
-            else:  # it was resized
-                become(buffer, value)
-        for (table, names), (buffers, names_before) in zip(tables, before, strict=True):
-            # TorchScript does not allow writing its table, so an equal one is left alone.
-            if [(name, id(value)) for name, value in table.items()] != [(name, id(buffers[name])) for name in buffers]:
-                table.clear()
-                table.update(buffers)
-            names.clear()
-            names.update(names_before)
-
-    return restore
 
 
 def _fits(tensor: torch.Tensor, value: torch.Tensor) -> bool:
@@ -452,185 +496,3 @@ def _overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Copies into a tensor, which a request in inference mode may have created."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.detach().copy_(value)
-
-
-# Canaries: requests and checks that try a new version before it serves.
-
-
-class Canary(msgspec.Struct, frozen=True):
-    """A request that a new version has to answer correctly before it serves.
-
-    The new version must not raise. Its answer must have the structure, shapes and dtypes of a reference, and no NaN
-    where the reference has none. The reference is `expected`, or the answer of the version that serves to the same
-    inputs. Values other than tensors must be of the reference's type. With a tolerance, numbers and tensors must be
-    close to the reference, and text must be equal; other objects are compared by class only.
-
-    Args:
-        args: Positional inputs of the request.
-        kwargs: Inputs by keyword.
-        check: Called with the new answer. It refuses the answer by returning False or raising. False includes numpy's,
-            and a tensor or an array of dtype bool that is not all true; None, 0 and every other value accept.
-        expected: The reference; None asks the version that serves, which must be stateless for that. Where nothing
-            serves yet, the answer may be any without NaN.
-        atol: The largest absolute difference of an element, in addition to `rtol`. Without both tolerances, any
-            difference is allowed.
-        rtol: The largest difference of an element, relative to the reference.
-
-    Raises:
-        OptionError: an argument is invalid.
-
-    Examples:
-        >>> live.swap("step-2000.safetensors", canary=modelstate.Canary((x,), atol=0.1))
-    """
-
-    args: tuple[object, ...] = ()
-    kwargs: Mapping[str, object] = msgspec.field(default_factory=dict)
-    check: Callable[..., object] | None = None
-    expected: object = None
-    atol: float | None = None
-    rtol: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("atol", "rtol"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and value >= 0):
-                raise invalid_option(name, "must be a tolerance", value, expected="a number from 0, or None")
-        if not isinstance(self.args, tuple | list) or not isinstance(self.kwargs, Mapping):
-            raise OptionError(
-                "args= and kwargs= must be the inputs of a call",
-                expected="a tuple, and a dict of names",
-                found=f"{type(self.args).__name__}, {type(self.kwargs).__name__}",
-            )
-        if self.check is not None and not callable(self.check):
-            raise OptionError("check= must be callable", found=type(self.check).__name__)
-
-    def _try_out(self, new: Calls) -> None:
-        """Calls the new version, and compares its answer with the reference. Raises `CanaryError`."""
-        answer = self._answer_of(new, "the new version")
-        if self.expected is not None:
-            compare(answer, self.expected, atol=self.atol, rtol=self.rtol)
-        elif self.needs_reference:
-            for leaf in flatten(answer)[0]:
-                if isinstance(value := _as_tensor(leaf), torch.Tensor):
-                    _check_nan(wide(value))
-        if self.check is not None:
-            run_check(self.check, answer)
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the version that serves has to give the reference. Without one, only NaN is refused."""
-        return self.expected is None and (self.check is None or self.atol is not None or self.rtol is not None)
-
-    def _answer_of(self, program: Calls, who: str) -> object:
-        try:
-            return program(*self.args, **self.kwargs)
-        except Exception as error:
-            raise _raised(f"{who} raised on the canary's inputs", error) from error
-
-
-def prepared(canary: Canary, serving: Calls) -> Canary:
-    """Returns a canary with a reference, which the version that serves gives where none is set.
-
-    Raises `CanaryError` where the version that serves raises on the inputs.
-    """
-    if not canary.needs_reference:
-        return canary
-    leaves, spec = flatten(canary._answer_of(serving, "the version that serves"))
-    # Copies: the next call may use the memory of an answer again, as the graphs of "reduce-overhead" do.
-    kept = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return replace(canary, expected=unflatten(kept, spec))
-
-
-def run_canary(
-    canary: Canary | Callable[[Calls], object], new: Program, buffers: Mapping[str, torch.Tensor | None]
-) -> None:
-    """Tries a program that no request calls, with the buffers that it will take over, and restores its own afterwards.
-
-    Raises `CanaryError`.
-    """
-    with default_modes():
-        restore = buffer_restorer(new.module)
-    try:
-        with default_modes():
-            carry_over(buffers, new.module)
-        if isinstance(canary, Canary):
-            canary._try_out(new)
-        else:
-            run_check(canary, new)
-    finally:
-        with default_modes():
-            restore()
-
-
-def run_check(check: Callable[[_T], object], value: _T) -> None:
-    """Runs a check of the user. Raises `CanaryError` where it returns False or raises."""
-    try:
-        result = check(value)
-        if str(getattr(result, "dtype", "")) in ("bool", "torch.bool"):
-            refuses = not bool(cast(torch.Tensor, result).all())
-        else:
-            refuses = result is False
-    except Exception as error:
-        raise _raised("the canary's check raised", error) from error
-    if refuses:
-        raise CanaryError("the canary's check refused the new version", found="False")
-
-
-def compare(answer: object, reference: object, *, atol: float | None, rtol: float | None = None) -> None:
-    """Compares an answer with a reference as `Canary` describes it. Raises `CanaryError`."""
-    (leaves, spec), (reference_leaves, reference_spec) = flatten(answer), flatten(reference)
-    if spec != reference_spec:
-        raise CanaryError("the answer has another structure", expected=reference_spec, found=spec)
-    is_bounded = atol is not None or rtol is not None
-    for leaf, reference_leaf in zip(leaves, reference_leaves, strict=True):
-        value, expected = _as_tensor(leaf), _as_tensor(reference_leaf)
-        are_tensors = isinstance(leaf, torch.Tensor), isinstance(reference_leaf, torch.Tensor)
-        if _kind(value) != _kind(expected) or are_tensors[0] is not are_tensors[1]:
-            raise CanaryError("the answer has another type", expected=_kind(reference_leaf), found=_kind(leaf))
-        if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
-            value, expected = wide(value), wide(expected).to(value.device)
-            if not bool(torch.isnan(expected).any()):
-                _check_nan(value)
-            if is_bounded and not torch.allclose(value, expected, rtol=rtol or 0.0, atol=atol or 0.0, equal_nan=True):
-                most = float((value - expected).abs().max())
-                expected_text = f"atol={atol}, rtol={rtol}"
-                raise CanaryError("the answer differs too much", expected=expected_text, found=f"up to {most:g}")
-        elif is_bounded and isinstance(value, str | bytes) and value != expected:
-            raise CanaryError("the answer is another text", expected=repr(expected), found=short_repr(value))
-
-
-def _raised(what: str, error: Exception) -> CanaryError:
-    return CanaryError(what, found=f"{type(error).__name__}: {error}")
-
-
-def _check_nan(value: torch.Tensor) -> None:
-    """Raises `CanaryError` where a tensor has NaN."""
-    if bool(torch.isnan(value).any()):
-        found = f"{int(torch.isnan(value).sum())} of {value.numel()}"
-        raise CanaryError("the answer has NaN", expected="none", found=found)
-
-
-def _as_tensor(value: object) -> object:
-    """Converts numbers and numpy arrays to tensors, so that they are compared in the same way."""
-    if isinstance(value, bool | int | float | complex) or type(value).__module__ == "numpy":
-        try:
-            exact = {float: torch.float64, complex: torch.complex128}.get(type(value))
-            return torch.as_tensor(value, dtype=exact)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            return value  # such as an array of strings, or a number beyond 64 bits
-    return value
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        layout = "" if value.layout is torch.strided else f", {value.layout}"
-        return f"a tensor, {list(value.shape)}, {value.dtype}{layout}"
-    return type(value).__qualname__
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Converts a tensor to a dense one in the widest dtype of its kind."""
-    tensor = tensor.detach()
-    tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

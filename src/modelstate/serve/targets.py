@@ -6,29 +6,26 @@ A `Target` makes the programs, one for each version; requests call a `Program`. 
 from __future__ import annotations
 
 import copy
+import time
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
+import xxhash
 from msgspec.structs import replace
 from torch import nn
 from torch.fx import GraphModule
 
+from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import LiveTargetError, ProgramInputError
-from modelstate.problems import REAL
 from modelstate.process import cached_attribute
 from modelstate.rules.rule import Rule
-from modelstate.serve.meta_clone import (
-    buffers_of,
-    check_captured_references,
-    meta_clone,
-    runtime_state,
-    state_module,
-)
+from modelstate.serve.meta_clone import buffers_of, check_captured_references, meta_clone, runtime_state, state_module
 from modelstate.serve.state_names import NameMap, view_key
-from modelstate.serve.weights import Weights, buffer_digests
+from modelstate.spec import Combined, Stored, StoredTensor
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import (
     compiled_like,
@@ -39,12 +36,62 @@ from modelstate.torch_compat.modules import (
     own_parameters,
     unwrapped,
 )
-from modelstate.torch_compat.plain import is_fake, is_sharded
+from modelstate.torch_compat.plain import has_its_memory, in_a_row, is_plain, is_sharded
 from modelstate.torch_compat.private import arguments_of_node, check_inputs_by, storage_owners
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import Node
+
+
+def buffer_digest(buffer: torch.Tensor | None) -> object:
+    """Returns a digest of the values. The number of writes does not suffice: batch norm writes past it."""
+    if buffer is None:
+        return None
+    if not is_plain(buffer) or buffer.is_meta or buffer.is_quantized:
+        return id(buffer)
+    return buffer.shape, xxhash.xxh3_128_digest(in_a_row(buffer).view(torch.uint8).numpy().data)
+
+
+class Weights(msgspec.Struct, eq=False):
+    """The weights of a version that are plain tensors of the CPU, by their runtime names."""
+
+    tensors: Mapping[str, torch.Tensor] = {}
+    """They share the memory of the version."""
+    maps: Set[int] = frozenset()
+    """The addresses of those that are maps of a file, into which nothing is read."""
+    buffers: Mapping[str, object] = {}
+    """A digest of the values of each buffer, as it was when the version was made."""
+    checkpoint: Checkpoint | None = None
+    """The files that they were read from."""
+    names: dict[str, str] = {}
+    """The names there of weights that were read as they are. Empty once other values are read into the memory."""
+
+    @property
+    def memory(self) -> dict[str, torch.Tensor]:
+        """The memory that values can be read into."""
+        return {name: tensor for name, tensor in self.tensors.items() if tensor.data_ptr() not in self.maps}
+
+    def digest(self, name: str) -> str:
+        """Returns the digest of what was read into a weight; empty where it is not known, or a buffer has changed."""
+        tensor, saved = self.tensors.get(name), self.names.get(name)
+        if tensor is None or saved is None or self.checkpoint is None:
+            return ""
+        stored = self.checkpoint.stored(saved)
+        is_unchanged = name not in self.buffers or self.buffers[name] == buffer_digest(tensor)
+        return "".join(self.checkpoint.digests_of(stored)[-1:]) if is_unchanged and fits(tensor, stored) else ""
+
+
+def fits(tensor: torch.Tensor, stored: Stored) -> bool:
+    """Whether a tensor has the elements of a stored one in their order, or could have them."""
+    if isinstance(stored, torch.Tensor):
+        is_whole = is_plain(stored) and not stored.is_meta and has_its_memory(stored)
+    elif isinstance(stored, Combined):
+        is_whole = stored.is_read_in_blocks
+    else:
+        is_whole = isinstance(stored, StoredTensor) and stored.is_contiguous
+    kind = stored.dtype, torch.Size(stored.shape)
+    return is_whole and is_plain(tensor) and tensor.is_contiguous() and (tensor.dtype, tensor.shape) == kind
 
 
 class Program:
@@ -56,11 +103,13 @@ class Program:
         has_methods: Whether requests may call methods of the module.
     """
 
-    __slots__ = ("__weakref__", "call", "has_methods", "module", "weights")
+    __slots__ = ("__weakref__", "call", "has_methods", "id", "module", "source", "time", "weights")
 
     def __init__(self, module: nn.Module, call: Callable[..., object], *, has_methods: bool = False) -> None:
         self.module, self.call, self.has_methods = module, call, has_methods
-        self.weights = Weights(buffers=buffer_digests(module))
+        self.id, self.source, self.time = 0, "", time.time()
+        """The id is 0 until it serves, and that of a target with weights on meta."""
+        self.weights = Weights(buffers={name: buffer_digest(buffer) for name, buffer in buffers_of(module).items()})
         """What a later version may use: of the target as it was given, no tensor."""
 
     def __call__(self, *args: object, **named: object) -> object:
@@ -89,18 +138,13 @@ class Target(ABC):
     """Tensors outside of the state, as far as they are known. Only loading code of a module changes them in a swap."""
     maps_files: bool = True
     """Whether the weights of a version may be maps of a file."""
-    unexpected_error: Callable[[list[str]], Exception] | None = None
-    """Makes a more precise error than the plan's for names that the target does not have; None for the plan's own."""
-    _first: Program | None
+    has_all_names: bool = True
+    """Whether the names are known of all weights, also of those that a compiler has made constants of."""
+    first: Program
+    """Version 1, the target in its own memory, until it is taken."""
 
     def __init__(self, name: str, skeleton: nn.Module, names: NameMap | nn.Module | None) -> None:
         self.name, self.skeleton, self._names = name, skeleton, names
-
-    def take_first(self) -> Program:
-        """Returns version 1, the target in its own memory, once, so that no other reference keeps that memory."""
-        first, self._first = self._first, None
-        assert first is not None
-        return first
 
     @cached_attribute
     def names(self) -> Set[str]:
@@ -123,35 +167,27 @@ class Target(ABC):
         if not isinstance(self._names, nn.Module):
             return self.skeleton, () if self._names is None else (self._names,), False
         saved, runtime = self.names, self.runtime_names
+        are_runtime = not (runtime - saved).isdisjoint(names) and (saved - runtime).isdisjoint(names)
         if self._names is self.skeleton:
-            are_runtime = not (runtime - saved).isdisjoint(names) and (saved - runtime).isdisjoint(names)
             return self.skeleton, (), are_runtime
         # The module's loading code is for the names that it saves. The program's own names do not need it.
-        are_runtime = set(names) <= runtime and not set(names) <= saved
         return self.skeleton if are_runtime else self._names, (), False
 
     def free(self, retired: Weights) -> Weights:
         """Returns those of the weights that were retired last whose memory nothing uses."""
-        kinds = {name: _kind(tensor) for name, tensor in runtime_state(self.skeleton).items() if tensor.is_meta}
-        return replace(
-            retired,
-            tensors={
-                name: tensor
-                for name, tensor in retired.tensors.items()
-                # Not an answer, also not in another process, nor in use by a request.
-                if storage_owners(tensor) == 1
-                and not tensor.untyped_storage().is_shared()
-                and kinds.get(name) == _kind(tensor)
-            },
-        )
+        slots = {name: slot for name, slot in runtime_state(self.skeleton).items() if slot.is_meta}
+        free = {
+            name: tensor
+            for name, tensor in retired.tensors.items()
+            # Not an answer, also not in another process, nor in use by a request.
+            if storage_owners(tensor) == 1 and not tensor.untyped_storage().is_shared()
+            if name in slots and fits(slots[name], tensor) and tensor.is_contiguous()
+        }
+        return replace(retired, tensors=free)
 
     @abstractmethod
     def program(self, filled: nn.Module) -> Program:
         """Returns a new version with the weights of a filled skeleton. It shares no tensor that a request may write."""
-
-
-def _kind(tensor: torch.Tensor) -> object:
-    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 class ModuleTarget(Target):
@@ -169,61 +205,47 @@ class ModuleTarget(Target):
         original = module if compiled is None else compiled
         self.kind = "eager" if compiled is None else "compiled"
         name = type(original).__name__
-        _check_servable(original, name)
+        for path, what, remedy in _obstacles(original):
+            raise LiveTargetError(what, where=f"{name}.{path}" if path else name, remedy=remedy)
         skeleton = meta_clone(original)
         self.fixed = check_captured_references(original, skeleton)
-        check_mode(original, training)  # last, since `eval()` alone corrects it
+        check_mode(original, training, name)  # last, since `eval()` alone corrects it
         super().__init__(name, skeleton, skeleton)
         # A compilation of the skeleton: one of the module itself would keep the memory of version 1 alive.
         self._compiled = None if compiled is None else compiled_like(module, skeleton)
-        self._first = Program(original, module, has_methods=True)
+        self.first = Program(original, module, has_methods=True)
 
     def program(self, filled: nn.Module) -> Program:
         call = filled if self._compiled is None else compiled_like(self._compiled, filled)
         return Program(filled, call, has_methods=True)
 
 
-def _check_servable(module: nn.Module, name: str) -> None:
-    """Raises `LiveTargetError` where a second version is not possible, or would not answer with its own weights."""
+def _obstacles(module: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """Yields why a second version is not possible, or would not answer with its own weights.
+
+    Each is the path of a module or a tensor, what is wrong there, and the remedy.
+    """
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_sharded(tensor):
-            raise LiveTargetError(
-                "a module with DTensors (of FSDP2 or tensor parallelism) cannot be served in versions",
-                where=f"{name}.{path}",
-                found="a DTensor: this process may hold only a shard",
-                remedy="serve the module as it is before fully_shard or distribute_tensor, with a whole checkpoint",
-            )
-        if is_fake(tensor):
-            raise LiveTargetError(
-                "a module with fake tensors cannot be served", where=f"{name}.{path}", found="a FakeTensor", remedy=REAL
-            )
+            what = "a module with DTensors (of FSDP2 or tensor parallelism) cannot be served in versions"
+            remedy = "serve the module as it is before fully_shard or distribute_tensor, with a whole checkpoint"
+            yield path, what, remedy
     if isinstance(module, torch.jit.ScriptModule) and not hasattr(module, "training"):
-        raise LiveTargetError(
-            "a frozen TorchScript module has its weights as constants in its code",
-            where=name,
-            remedy="serve the module as it is before torch.jit.freeze or torch.jit.optimize_for_inference",
-        )
+        what = "a frozen TorchScript module has its weights as constants in its code"
+        yield "", what, "serve the module as it is before torch.jit.freeze or torch.jit.optimize_for_inference"
     for path, part in module.named_modules():
-        where = f"{name}.{path}" if path else name
         hook = getattr(part, "_hf_hook", None)
         if has_compiled_call(part) or compiled_module(part) is not None:
-            raise LiveTargetError(
-                "a part of the module is compiled in place, and a copy of it would not be",
-                where=where,
-                remedy="compile the whole: Live(torch.compile(module))",
-            )
+            what = "a part of the module is compiled in place, and a copy of it would not be"
+            yield path, what, "compile the whole: Live(torch.compile(module))"
         if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
-            raise LiveTargetError(
-                "the weights are offloaded: hooks of accelerate put those of the first version into every version",
-                where=where,
-                remedy="accelerate.hooks.remove_hook_from_module(module, recurse=True), which brings the weights back",
-            )
+            what = "the weights are offloaded: hooks of accelerate put those of the first version into every version"
+            remedy = "accelerate.hooks.remove_hook_from_module(module, recurse=True), which brings the weights back"
+            yield path, what, remedy
         if getattr(part, "merged_adapters", None):
-            raise LiveTargetError(
-                "an adapter is merged into its weights, so the layer would ignore the adapter of a checkpoint",
-                where=where,
-                remedy="module.unmerge_adapter(), to swap adapters; module = module.merge_and_unload(), to have none",
-            )
+            what = "an adapter is merged into its weights, so the layer would ignore the adapter of a checkpoint"
+            call = "module.unmerge_adapter(), to swap adapters"
+            yield path, what, f"{call}; module = module.merge_and_unload(), to have none"
 
 
 class ExportedTarget(Target):
@@ -235,21 +257,30 @@ class ExportedTarget(Target):
     Args:
         program: The exported program.
         names: A map from the names of eager checkpoints, or the module that was exported.
+        training: Whether the program may have operators in training mode.
         name: The target's name in reports and errors.
 
     Raises:
-        LiveTargetError: the program has no values, or `names` is of another module.
+        LiveTargetError: the program has no values, or is in training mode, or `names` is of another module.
     """
 
     kind = "exported"
 
     def __init__(
-        self, program: ExportedProgram, names: NameMap | nn.Module | None, name: str = "ExportedProgram"
+        self, program: ExportedProgram, names: NameMap | nn.Module | None, training: bool, name: str = "ExportedProgram"
     ) -> None:
+        check_mode(program, training, name)
         # A program that was saved and loaded has two tensor objects with one storage for a tied tensor.
         first: dict[object, torch.Tensor] = {}
         state = {name: first.setdefault(view_key(tensor), tensor) for name, tensor in program.state_dict.items()}
-        check_names(state, names, name)
+        of_names = names.eager if isinstance(names, NameMap) else state if names is None else runtime_state(names)
+        if differing := sorted(of_names.keys() ^ state.keys()):
+            raise LiveTargetError(
+                "names= belongs to another module than the program",
+                where=name,
+                expected="the module that was exported, or NameMap.of(module)",
+                found=f"names that only one of them has: {listed(differing, 8)}",
+            )
         lifted = {spec.target: spec.kind.name for spec in program.graph_signature.input_specs}
         self.fixed = tuple(key for key in program.constants if lifted.get(key, "BUFFER") != "BUFFER")
         # On meta: a reference to the tensors would keep the memory of version 1 alive.
@@ -267,7 +298,7 @@ class ExportedTarget(Target):
                 found=f"on meta: {listed(on_meta, 8)}",
                 remedy="give the module values before the export: modelstate.load(model, source)",
             )
-        self._first = _program(module, {**state, **hidden})
+        self.first = _program(module, {**state, **hidden})
         # Copies: requests may change the buffers of version 1.
         self._hidden = copy.deepcopy(hidden)
         self._module = _with_tensors(module, {**runtime_state(self.skeleton), **self._hidden})
@@ -279,24 +310,22 @@ class ExportedTarget(Target):
         return _program(self._module, {**runtime_state(filled), **copy.deepcopy(self._hidden)})
 
 
-def _program(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Program:
+def _program(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> Program:
     version = _with_tensors(module, tensors)
     return Program(version, version)
 
 
-def _with_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> nn.Module:
+def _with_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor | None], prefix: str = "") -> nn.Module:
     """Returns a shallow copy of a module tree with other parameters and buffers, by name."""
     copied = object.__new__(type(module))
     vars(copied).update(vars(module))
-    tables: dict[str, object] = {
-        "_parameters": {key: tensors.get(prefix + key, value) for key, value in own_parameters(module).items()},
-        "_buffers": {key: tensors.get(prefix + key, value) for key, value in own_buffers(module).items()},
-        "_modules": {
-            key: None if part is None else _with_tensors(part, tensors, f"{prefix}{key}.")
-            for key, part in own_modules(module).items()
-        },
+    for table in ("_parameters", "_buffers"):
+        own = vars(module)[table]
+        vars(copied)[table] = {key: tensors.get(prefix + key, value) for key, value in own.items()}
+    vars(copied)["_modules"] = {
+        key: None if part is None else _with_tensors(part, tensors, f"{prefix}{key}.")
+        for key, part in own_modules(module).items()
     }
-    vars(copied).update(tables)
     return copied
 
 
@@ -306,57 +335,31 @@ def input_error(where: str, what: str, expected: object, found: object) -> Progr
     return ProgramInputError(what, where=where, expected=expected, found=found, remedy=remedy)
 
 
-def check_names(state: Collection[str], names: NameMap | nn.Module | None, where: str) -> None:
-    """Raises `LiveTargetError` where `names` belongs to another module than the one that was exported."""
-    if names is None:
-        return
-    expected = runtime_state(names) if isinstance(names, nn.Module) else names.eager
-    if set(expected) != set(state):
-        differing = sorted(set(expected) ^ set(state))
-        raise LiveTargetError(
-            "names= belongs to another module than the program",
-            where=where,
-            expected="the module that was exported, or NameMap.of(module)",
-            found=f"names that only one of them has: {listed(differing, 8)}",
-        )
-
-
 # The mode of a target.
 
 
-def check_mode(module: nn.Module, training: object) -> None:
-    """Raises `LiveTargetError` where a submodule is in training mode and its code reads the mode."""
-    if training:
-        return
-    parts = [
-        f"{path or 'the module itself'}, a {type(part).__name__}"
-        for path, part in module.named_modules()
-        if part.training and _reads_mode(part)
-    ]
-    if parts:
+def check_mode(target: nn.Module | ExportedProgram, training: bool, where: str) -> None:
+    """Raises `LiveTargetError` for training mode, where the code of a submodule reads it, or an operator has it."""
+    if isinstance(target, nn.Module):
         # The module of an exported program has this mode always, and an `eval` that raises.
-        is_exported = isinstance(module, GraphModule) and "eval" in vars(module)
+        is_exported = isinstance(target, GraphModule) and "eval" in vars(target)
         remedy = "serve the ExportedProgram itself" if is_exported else "call module.eval() first"
-        raise _mode_error(type(module).__name__, parts, f"{remedy}; training=True takes the module as it is")
-
-
-def check_graph_mode(program: ExportedProgram, training: object, where: str) -> None:
-    """Raises `LiveTargetError` for an exported program with operators in training mode."""
-    if training:
-        return
-    parts = [node.name for node in program.graph.nodes if node.op == "call_function" and _trains(node)]
-    if parts:
-        raise _mode_error(where, parts, "export module.eval(); training=True takes the program as it is")
-
-
-def _mode_error(where: str, parts: list[str], remedy: str) -> LiveTargetError:
-    return LiveTargetError(
-        "the target is in training mode, and a part of it computes something else then",
-        where=where,
-        expected="eval mode",
-        found=f"training mode in {listed(parts, 4)}",
-        remedy=remedy,
-    )
+        parts = [
+            f"{path or 'the module itself'}, a {type(part).__name__}"
+            for path, part in target.named_modules()
+            if part.training and _reads_mode(part)
+        ]
+    else:
+        remedy = "export module.eval()"
+        parts = [node.name for node in target.graph.nodes if node.op == "call_function" and _trains(node)]
+    if parts and not training:
+        raise LiveTargetError(
+            "the target is in training mode, and a part of it computes something else then",
+            where=where,
+            expected="eval mode",
+            found=f"training mode in {listed(parts, 4)}",
+            remedy=f"{remedy}; training=True takes it as it is",
+        )
 
 
 def _reads_mode(module: nn.Module) -> bool:

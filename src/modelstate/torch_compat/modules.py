@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -513,9 +513,14 @@ class ModuleContainer(nn.Module):
         super().__init__()
         for path, module in modules.items():
             *parents, key = path.split(".")
-            container: nn.Module | None = self
-            for name in parents:
-                assert container is not None
-                container = own_modules(container).setdefault(name, ModuleContainer({}))
-            assert container is not None
-            own_modules(container)[key] = module
+            own_modules(submodule_at(self, parents, partial(ModuleContainer, {})))[key] = module
+
+
+def submodule_at(root: nn.Module, path: Iterable[str], create: Callable[[], nn.Module] = nn.Module) -> nn.Module:
+    """Returns the submodule at a path of any names, also those of methods. Modules are created where there are none."""
+    for name in path:
+        submodule = own_modules(root).get(name)
+        if submodule is None:
+            submodule = own_modules(root)[name] = create()
+        root = submodule
+    return root

@@ -133,8 +133,13 @@ def slots_of_class(cls: type) -> list[str]:
 
 def storage_owners(tensor: torch.Tensor) -> int:
     """How many tensors and storages have the memory of a tensor; 1 where it has it alone, 0 where it has none."""
-    storage = storage_of(tensor) if storage_id(tensor) else None
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 if storage is not None else 0
+    if not storage_id(tensor):
+        return 0
+    alone = torch.empty(0, device="cpu")
+    storage, of_alone = storage_of(tensor), storage_of(alone)
+    # Python has one object for a storage, however many references there are to it.
+    references = sys.getrefcount(storage) - sys.getrefcount(of_alone)
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + references
 
 
 def address_range(tensor: torch.Tensor) -> tuple[int, int]:

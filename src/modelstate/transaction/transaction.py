@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from modelstate.errors import ModelBusyError, RollbackError
+from modelstate.errors import ModelBusyError, ModelStateError, RollbackError
 from modelstate.forks import at_fork, fork_safe_lock
 from modelstate.process import deferred_signals
 from modelstate.text_format import listed
@@ -125,9 +125,7 @@ class Transaction:
     def __enter__(self) -> Self:
         # Python handles signals at the start of a function, so an interrupt can end `__exit__` before its first
         # statement. Then the end of the lock rolls back.
-        thread = threading.get_ident()
-        with _guard:
-            self._lock = next((lock for lock in reversed([*_held.values()]) if lock._thread == thread), None)
+        self._lock = next(reversed(_locks_of_thread()), None)
         if self._lock is not None:
             self._lock.rollbacks.append(self.rollback)
         return self
@@ -464,21 +462,23 @@ class exclusive:
 
     Its end rolls back the transactions within it that an interrupt has kept from ending.
 
-    Raises `ModelBusyError` when the wait exceeds ten minutes.
+    Raises `busy`, by default a `ModelBusyError`, when the wait exceeds the time.
     """
 
-    __slots__ = ("__weakref__", "_models", "_shared_ids", "_thread", "rollbacks")
+    __slots__ = ("__weakref__", "_busy", "_models", "_shared_ids", "_thread", "_timeout_seconds", "rollbacks")
 
-    def __init__(self, *models: nn.Module) -> None:
-        self._thread = threading.get_ident()
-        self._models = models
+    def __init__(
+        self, *models: nn.Module, timeout_seconds: float | None = None, busy: ModelStateError | None = None
+    ) -> None:
+        self._thread, self._models, self._busy = threading.get_ident(), models, busy
+        self._timeout_seconds = _TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
         self._shared_ids: set[int] | None = None
         """The ids of modules, tensors and storages; computed only when two threads change models at once."""
         self.rollbacks: list[Callable[[], None]] = []
         """The rollbacks of the transactions within it that have not ended."""
 
     def __enter__(self) -> None:
-        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        deadline = time.monotonic() + self._timeout_seconds
         while True:
             with _guard:
                 others = [lock for lock in _held.values() if lock._thread != self._thread]
@@ -487,11 +487,11 @@ class exclusive:
                     return
             time.sleep(_POLL_SECONDS)
             if time.monotonic() >= deadline:
-                raise ModelBusyError(
+                raise self._busy or ModelBusyError(
                     "another thread is changing the module, or one that shares tensors with it; nothing has been "
                     "changed",
                     where=", ".join(type(model).__name__ for model in self._models),
-                    found=f"it has been for {_TIMEOUT_SECONDS:.0f} seconds",
+                    found=f"it has been for {self._timeout_seconds:.0f} seconds",
                     remedy="load, convert and restore a module in one thread, and not in a hook that waits for another "
                     "thread",
                 )
@@ -517,6 +517,18 @@ class exclusive:
                         break
             self._shared_ids = ids
         return self._shared_ids
+
+
+def has_exclusively(model: nn.Module) -> bool:
+    """Whether this thread has the lock of a model."""
+    return any(model in lock._models for lock in _locks_of_thread())
+
+
+def _locks_of_thread() -> list[exclusive]:
+    """Returns the locks that this thread has, in the order in which it has acquired them."""
+    thread = threading.get_ident()
+    with _guard:
+        return [lock for lock in _held.values() if lock._thread == thread]
 
 
 def _ids_of(model: nn.Module) -> set[int]:
