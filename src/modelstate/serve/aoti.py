@@ -7,8 +7,8 @@ import operator
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -124,7 +124,7 @@ class _Runner:
     """
 
     def __init__(self, path: str, model: str, where: str) -> None:
-        with _errors_of_torch(where):
+        with _loading(where):
             self.library = aoti_loader(path, model)
             self.names: tuple[str, ...] = tuple(self.library.get_constant_fqns())
             self.call_spec: tuple[str, str] = tuple(self.library.get_call_spec())
@@ -150,13 +150,9 @@ class _Runner:
         return dict(self.memory)
 
 
-@contextmanager
-def _errors_of_torch(where: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        found, remedy = str(error).splitlines()[0], "compile it for this machine and this version of torch"
-        raise LiveTargetError("the package cannot be loaded", where=where, found=found, remedy=remedy) from error
+def _loading(where: str) -> AbstractContextManager[None]:
+    remedy = "compile it for this machine and this version of torch"
+    return code_errors(LiveTargetError, "the package cannot be loaded", where=where, remedy=remedy)
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:
@@ -181,8 +177,11 @@ def inputs_of(program: ExportedProgram, written: Sequence[str]) -> ProgramInputs
     """
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     values: list[ProgramInput] = []
-    for name in program.graph_signature.user_inputs:
-        value = nodes[name].meta.get("val") if name in nodes else name
+    for spec in program.graph_signature.input_specs:
+        if spec.kind.name != "USER_INPUT":
+            continue
+        name = spec.arg.name
+        value = nodes[name].meta.get("val") if name in nodes else None
         if isinstance(value, torch.SymInt):
             raise ExportError(
                 "AOTInductor does not take numbers that change from request to request",
@@ -190,13 +189,13 @@ def inputs_of(program: ExportedProgram, written: Sequence[str]) -> ProgramInputs
                 remedy="give them as tensors, or export with kind='exported'",
             )
         if not isinstance(value, torch.Tensor):
-            values.append(ProgramInput(str(name)))
+            values.append(ProgramInput(name))
             continue
         strides, order = value.stride(), list(range(value.dim()))
         if not value.is_contiguous() and all(isinstance(step, int) for step in strides):
             order.sort(key=strides.__getitem__, reverse=True)
         dtype = str(value.dtype).removeprefix("torch.")
-        values.append(ProgramInput(str(name), dtype, str(value.device), tuple(order), name in written))
+        values.append(ProgramInput(name, dtype, str(value.device), tuple(order), name in written))
     return ProgramInputs(tuple(values), tuple(input_conditions(program, compiled=True)))
 
 
@@ -321,7 +320,7 @@ def _state_of_manifest(
 
 def _check_machine(file: ProgramFile) -> None:
     """Raises `LiveTargetError` for a package for another device than the CPU, or for another CPU."""
-    with _errors_of_torch(file.path):
+    with _loading(file.path):
         metadata = aoti_metadata(file.path, file.model)
     device = metadata.get("AOTI_DEVICE_KEY", "cpu")
     if device != "cpu":

@@ -47,9 +47,6 @@ class NameMap(msgspec.Struct, frozen=True, tag_field="format", tag="modelstate-n
         if not {*self.runtime.values()} <= self.eager.keys() or not {*self.eager.values()} <= self.runtime.keys():
             raise ValueError("names without a counterpart")
 
-    def __hash__(self) -> int:
-        return hash((*self.runtime.items(), *self.eager.items(), *self.extra))
-
     def __repr__(self) -> str:
         renamed = sum(name != runtime for name, runtime in self.runtime.items())
         return f"<NameMap of {len(self.eager)} names, {renamed} renamed>"
