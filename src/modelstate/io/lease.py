@@ -35,9 +35,7 @@ import signal
 import struct
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 
 from modelstate.forks import at_fork, fork_safe_lock
@@ -67,17 +65,14 @@ the descriptor that made the memory as open for writing."""
 class Lease:
     """A read lease on the file of one map. Released when the map is freed, or its memory has been replaced."""
 
-    __slots__ = ("_releases", "address", "descriptor", "for_child", "mapped", "nbytes", "path")
+    __slots__ = ("address", "descriptor", "for_child", "mapped", "nbytes", "path")
 
     def __init__(self, path: str, descriptor: Descriptor, mapped: mmap.mmap) -> None:
         self.path, self.descriptor, self.nbytes = path, descriptor, len(mapped)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         self.for_child: Descriptor | None = None
         """While the process is being forked: the descriptor that holds the child's lease."""
-        # Called at any point of any thread, perhaps of the one that holds the lock, the last one first: an interrupt,
-        # which ends a Python function of a weak reference, does not keep the lease from getting into `_dropped`.
-        self._releases = weakref.ref(mapped, _release_dropped)
-        self.mapped = weakref.ref(mapped, _dropped.append)
+        self.mapped = weakref.ref(mapped, _release)
 
 
 def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
@@ -93,7 +88,7 @@ def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
     """
     if not _CAN_REPLACE:
         return "this system has no file leases"
-    with _registry():
+    with _lock:
         if len(_leases) >= os.sysconf("SC_OPEN_MAX") // 4:
             return "a quarter of the file descriptors that this process may have (ulimit -n) hold leases already"
         if not _start_watcher():
@@ -164,41 +159,26 @@ def _set_owner(descriptor: int, thread: int) -> None:
     fcntl.fcntl(descriptor, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, thread))
 
 
-# The registry, which `_lock` guards.
+# The registry. `_lock` guards what is added to it; any thread may take a lease out of it, in one step.
 
 _leases: dict[weakref.ref[mmap.mmap], Lease] = {}
 """By their maps."""
-_dropped: deque[weakref.ref[mmap.mmap]] = deque()
-"""Maps that have been freed, whose leases the next thread releases that holds the lock."""
 _lock = fork_safe_lock()
 _watcher = 0
 """The kernel's number of the watcher thread; 0 until it runs."""
 _watcher_started = False
 
 
-@contextmanager
-def _registry() -> Iterator[None]:
-    with _lock:
-        yield
-    _release_dropped()
-
-
-def _release_dropped(_: object = None) -> None:
-    # A thread that finds the lock taken leaves its lease to the holder, which looks here after it unlocks. At the end
-    # of the interpreter, `_dropped` is None.
-    while _dropped and _lock.acquire(blocking=False):
-        try:
-            while _dropped:
-                _release(_dropped.popleft())
-        finally:
-            _lock.release()
-
-
 def _release(mapped: weakref.ref[mmap.mmap]) -> None:
-    lease = _leases.pop(mapped, None)
-    if lease is not None:
-        release(lease.descriptor)
-        lease.descriptor.close()
+    """Releases the lease of a map. Called when the map is freed, at any point of any thread.
+
+    The descriptor is closed with its last reference, which the watcher may have. Where an interrupt ends the call, the
+    watcher releases the lease when a writer waits for it.
+    """
+    if _leases:  # None at the end of the interpreter
+        lease = _leases.pop(mapped, None)
+        if lease is not None:
+            release(lease.descriptor)
 
 
 def release(descriptor: Descriptor) -> None:
@@ -222,25 +202,35 @@ def _start_watcher() -> bool:
 
 
 def _watch() -> None:
-    global _watcher
     # The kernel sends SIGIO where it cannot queue the signal that was asked for.
     signals = {_SIGNAL, signal.SIGIO}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    with _registry():
-        _watcher = _thread.get_native_id()
-        for lease in _leases.values():
-            _set_owner(lease.descriptor, _watcher)
+    _own_signals()
     while True:
         try:
-            with _registry():
-                until = 0.0
-                for lease in [*_leases.values()]:
-                    if fcntl.fcntl(lease.descriptor, fcntl.F_GETLEASE) == fcntl.F_UNLCK:
-                        until = until or time.monotonic() + safe_seconds()
-                        _answer(lease, until)
+            _answer_all()
         except Exception:
             _log.exception("a lease on a mapped file could not be answered for")
         signal.sigwaitinfo(signals)
+
+
+def _own_signals() -> None:
+    """Has the kernel send the signals of all leases to this thread, the watcher."""
+    global _watcher
+    with _lock:
+        _watcher = _thread.get_native_id()
+        for lease in [*_leases.values()]:
+            _set_owner(lease.descriptor, _watcher)
+
+
+def _answer_all() -> None:
+    """Answers all writers that wait. The caller keeps no reference to a lease, whose file is closed with the last."""
+    until = 0.0
+    with _lock:
+        for lease in [*_leases.values()]:
+            if fcntl.fcntl(lease.descriptor, fcntl.F_GETLEASE) == fcntl.F_UNLCK:
+                until = until or time.monotonic() + safe_seconds()
+                _answer(lease, until)
 
 
 def _answer(lease: Lease, until: float) -> None:
