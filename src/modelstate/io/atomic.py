@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from modelstate.errors import LockedError, ModelStateError, TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.io import linux, system
 from modelstate.io.files import Descriptor, mode_of
-from modelstate.io.lock import DIRECTORY_REMEDIES, NO_LOCKS, descriptors_to_close
+from modelstate.io.lock import DIRECTORY_REMEDIES, NO_LOCKS, descriptors_to_close, unlock
 from modelstate.text_format import printable
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
@@ -332,19 +332,14 @@ def locked_directory(directory: str, timeout_seconds: float) -> Iterator[None]:
     Raises `LockedError` where the lock is not free in time: any process that can read the directory can hold
     it.
     """
-    descriptor = Descriptor(system.open_to_write(directory or ".", os.O_RDONLY))
+    opened = [Descriptor(system.open_to_write(directory or ".", os.O_RDONLY))]
     try:
-        descriptors_to_close.add(descriptor)
+        descriptors_to_close.update(opened)
         with _ignored(_NO_LOCKS):
-            _lock(descriptor, directory or ".", timeout_seconds)
+            _lock(opened[0], directory or ".", timeout_seconds)
         yield
     finally:
-        if descriptor in descriptors_to_close:  # a forked child has closed its copy already
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            descriptors_to_close.discard(descriptor)
-            with suppress(OSError):  # no data depends on it
-                descriptor.close(system.close)
+        unlock(opened)
 
 
 def _lock(descriptor: int, directory: str, timeout_seconds: float) -> None:

@@ -224,12 +224,12 @@ def mode_of(path: str) -> int:
 class Descriptor(int):
     """The descriptor of an open file. The file is closed with this object: at the latest when nothing refers to it."""
 
-    _is_open = True
+    is_open = True
 
     def close(self, call: Callable[[int], object] = os.close) -> None:
         """Closes the file with a call, which may be `system.close`. Another call of the method does nothing."""
-        if self._is_open:
-            self._is_open = False
+        if self.is_open:
+            self.is_open = False
             call(self)
 
     def __enter__(self) -> Descriptor:
@@ -239,7 +239,7 @@ class Descriptor(int):
         self.close()
 
     def __del__(self) -> None:
-        if self._is_open:  # in one call: an interrupt is lost here, and must not keep the file open
+        if self.is_open:  # in one call: an interrupt is lost here, and must not keep the file open
             os.close(self)
 
 
@@ -388,16 +388,14 @@ _MOST_KEPT = 64
 @contextmanager
 def kept_open() -> Iterator[dict[str, Opened]]:
     """Within the block, a `SourceFile` of this thread leaves its file open; yields these files by their paths."""
-    opened, before = dict[str, Opened](), _kept.value
+    opened = dict[str, Opened]()
     try:
-        _kept.value = opened
-        yield opened
+        with _kept.replaced(opened):
+            yield opened
     except BaseException:  # whose traceback may live on
         while opened:
             opened.popitem()[1][0].close()
         raise
-    finally:
-        _kept.value = before
 
 
 HEAD_BYTES = 4096

@@ -73,12 +73,11 @@ class WriterLock:
         self.directory = os.fspath(directory)
         self._opened = list[Descriptor]()
         """The descriptors of the directory, whose inode no other one gets while it is open, and of the lock file."""
-        self._pid = 0
 
     @property
     def held(self) -> bool:
         """Whether this object holds the lock. The copy in a forked child does not."""
-        return bool(self._opened) and self._pid == os.getpid()
+        return bool(self._opened) and self._opened[0].is_open
 
     def acquire(self) -> None:
         """Acquires the lock without waiting.
@@ -98,18 +97,17 @@ class WriterLock:
                 self._lock(opened[1])
                 if is_at(opened[1], self._path):
                     break
-                _close([opened.pop()])  # the file was removed or replaced between the two calls
+                unlock([opened.pop()])  # the file was removed or replaced between the two calls
             else:
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
             with suppress(OSError):  # a full disk: only the text of an error depends on it
                 os.ftruncate(opened[1], 0)
                 os.pwrite(opened[1], f"{json.dumps(holder)}\n".encode(), 0)
-            self._pid = os.getpid()
-            weakref.finalize(self, _release, opened, self._pid).atexit = False  # the end of the process releases it
+            weakref.finalize(self, _release, opened).atexit = False  # the end of the process releases it
             self._opened = opened
         except BaseException as error:
-            _close(opened)
+            unlock(opened)
             if isinstance(error, OSError) and not isinstance(error, ModelStateError):
                 raise self._no_access(error) from error
             raise
@@ -133,7 +131,7 @@ class WriterLock:
 
     def release(self) -> None:
         """Releases the lock. Does nothing where this object does not hold it."""
-        _release(self._opened, self._pid)
+        _release(self._opened)
 
     def confirm(self) -> None:
         """Checks that this object still holds the lock of the directory at its path.
@@ -191,22 +189,24 @@ def _open(path: str, flags: int, directory: int | None = None) -> Descriptor:
     return descriptor
 
 
-def _release(opened: list[Descriptor], pid: int) -> None:
+def _release(opened: list[Descriptor]) -> None:
     """Unlocks and closes what a lock has opened. Another call does nothing, nor does one in a forked child."""
-    if opened and os.getpid() == pid:
+    if opened and opened[0].is_open:
         with suppress(OSError):  # a disk that fails
             os.ftruncate(opened[1], 0)
-        with suppress(OSError):
-            fcntl.flock(opened[1], fcntl.LOCK_UN)
-        _close(opened)
+    unlock(opened)
 
 
-def _close(opened: list[Descriptor]) -> None:
+def unlock(opened: list[Descriptor]) -> None:
+    """Unlocks and closes descriptors that a forked child closes, and takes them out of the list."""
     while opened:
         descriptor = opened.pop()
-        descriptors_to_close.discard(descriptor)
-        with suppress(OSError):
-            descriptor.close()
+        if descriptor.is_open:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            descriptors_to_close.discard(descriptor)
+            with suppress(OSError):  # no data depends on it
+                descriptor.close()
 
 
 def check_directory(directory: str, before: os.stat_result) -> None:
