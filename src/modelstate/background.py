@@ -149,8 +149,8 @@ class BackgroundTask(Generic[_Result]):
 
     @property
     def has_unreported_error(self) -> bool:
-        """Whether the task has failed, and its error was neither raised by `result` nor printed."""
-        return self.error is not None and not self._is_reported
+        """Whether the task has failed, was not cancelled, and its error was neither raised by `result` nor printed."""
+        return self.error is not None and not self._is_reported and not self.is_cancelled
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Waits until the task has ended, for at most so many seconds. Returns whether it has.

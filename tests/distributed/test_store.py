@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import modelstate as ms
 from modelstate.store import PendingSave
 from tests.distributed import models
-from tests.distributed.ranks import Ranks, error_of
+from tests.distributed.ranks import Ranks, die, error_of, survivors
 from tests.faults import failing
 
 pytestmark = pytest.mark.slow
@@ -455,6 +456,19 @@ def after_an_error_in_the_background(folder: Path, call: str) -> tuple[str, str,
 def test_an_error_in_the_background_is_raised_once_on_all_ranks(ranks: Ranks, tmp_path: Path, call: str) -> None:
     expected = ("WriteFailedError", "", (1, 4))
     assert ranks.values(after_an_error_in_the_background, tmp_path, call, timeout=100) == [expected] * 4
+
+
+def killed_at_the_start_of_a_thread(folder: Path) -> list[str]:
+    """The errors of a save in the background, before whose start a rank dies, and of the end of the store."""
+    store = ms.Store(folder / "store", timeout_seconds=5)
+    with mock.patch.object(PendingSave, "start", die) if dist.get_rank() == 1 else nullcontext():
+        errors = [error_of(lambda: store.save(1, sharded_objects("fsdp", seed=1), background=True))[0]]
+    return [*errors, error_of(store.close)[0]]
+
+
+def test_the_error_of_a_lost_rank_is_raised_once(ranks: Ranks, tmp_path: Path) -> None:
+    found = survivors(ranks.run(killed_at_the_start_of_a_thread, tmp_path, timeout=60))
+    assert found == [["RankLostError", ""]] * 3
 
 
 def save_to_two_stores(folder: Path) -> list[tuple[int, ...]]:

@@ -365,9 +365,11 @@ class Store(Shown):
         if pending is None:
             return
         try:
-            if not pending.done or pending.has_unreported_error:
+            if not pending.wait(timeout_seconds):
+                raise pending.timeout_error(timeout_seconds)
+            if pending.has_unreported_error:
                 with suppress(BackgroundCancelledError):
-                    pending.result(timeout_seconds)
+                    pending.result()
         finally:
             if pending.done and self._pending is pending:
                 self._pending = None
