@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -44,9 +43,7 @@ _ESCAPE_4, _ESCAPE_8 = -8, -128
 """The differences of 4 and of 8 bits that say: the difference is in the next stream."""
 _SEARCHED_ELEMENTS = 1 << 19
 """The elements in which changes are searched at once: they fit into the cache of a processor."""
-_CACHED_ELEMENTS = 1 << 19
-"""The elements to which those of several frames are added, part by part."""
-_ENTRIES_AT_ONCE = 1 << 18
+_ENTRIES_AT_ONCE = 1 << 17
 """From so many entries on, those of several frames are added."""
 _NUMEL_BYTES, _ENTRY_BYTES = 8, 8
 """The directory is the number of elements, and an entry for each block."""
@@ -138,8 +135,8 @@ class Adder:
 
     @staticmethod
     def scratch_bytes(directories: Sequence[Directory], itemsize: int) -> int:
-        """Returns the memory that adding takes, with that of the frames that are decompressed and of their parts."""
-        return _most_entries(directories) * (27 + 4 * itemsize)
+        """Returns the memory that adding takes, with that of frames that are decompressed."""
+        return _most_entries(directories) * (19 + 3 * itemsize)
 
     def add(self, frames: Sequence[torch.Tensor], out: torch.Tensor, first: int) -> None:
         """Adds the differences to `out`: flat elements, from the element with the index `first` on.
@@ -168,7 +165,7 @@ class Adder:
 
     def _add(self, bits: torch.Tensor, frames: Sequence[_Frame]) -> None:
         contents, counts = [frame.content for frame in frames], np.array([frame.entries for frame in frames])
-        begins, lengths = np.array([(frame.indices.start, len(frame.indices)) for frame in frames]).T
+        begins, stops = np.array([(frame.indices.start, frame.indices.stop) for frame in frames]).T
         ends = counts.cumsum()
         starts, count = ends - counts, int(ends[-1])
         positions, steps, high = self._positions.numpy()[:count], self._steps[:count], self._high[:count]
@@ -179,10 +176,9 @@ class Adder:
         steps &= 15
         steps <<= 8
         steps += low
-        # The blocks of the frames are one after another, so that the positions are in ascending order.
-        firsts = np.arange(len(frames)) * BLOCK_ELEMENTS
+        # The first step in a block is from the last position in the block before.
         spans = np.add.reduceat(steps, starts, dtype=np.int32)
-        steps[starts] += BLOCK_ELEMENTS - np.append(BLOCK_ELEMENTS + 1, spans[:-1])
+        steps[starts] += begins - 1 - np.append(0, (begins - 1 + spans)[:-1])
         steps.cumsum(out=positions)
         differences = self._differences.numpy()[:count]
         differences[:] = high
@@ -194,24 +190,15 @@ class Adder:
         (escaped_8,) = (codes == _ESCAPE_8).nonzero()
         sizes = ends_8 + np.diff(escaped_8.searchsorted(until_4), prepend=0) * bits.itemsize
         is_complete = sizes == [len(content) for content in contents]
-        if not (is_complete & (positions[starts] >= firsts) & (positions[ends - 1] < firsts + lengths)).all():
+        if not (is_complete & (positions[starts] >= begins) & (positions[ends - 1] < stops)).all():
             raise _damaged("a block of other streams than its directory describes")
         differences[escaped_4] = codes
         differences[escaped_4[escaped_8]] = np.concatenate(_parts(contents, ends_8, sizes)).view(differences.dtype)
-        groups = [[slice(None)]]
-        if len({*begins.tolist()}) < len(frames):
-            # Several frames change a block: all of them change elements that are in the cache of the processor.
-            cuts = positions.searchsorted(firsts + np.arange(0, BLOCK_ELEMENTS + 1, _CACHED_ELEMENTS)[:, None])
-            groups = [[*map(slice, first, end)] for first, end in pairwise(cuts.tolist())]
-        positions &= BLOCK_ELEMENTS - 1
-        if begins.any():
-            positions += np.repeat(begins, counts)
-        for group in groups:
-            index, source = (np.concatenate([values[each] for each in group]) for values in (positions, differences))
-            if begins.min() < 0 or (begins + lengths).max() > len(bits):
-                is_inside = (index >= 0) & (index < len(bits))
-                index, source = index[is_inside], source[is_inside]
-            bits.scatter_add_(0, torch.from_numpy(index), torch.from_numpy(source))
+        index, source = self._positions[:count], self._differences[:count]
+        if begins.min() < 0 or stops.max() > len(bits):
+            is_inside = (index >= 0) & (index < len(bits))
+            index, source = index[is_inside], source[is_inside]
+        bits.scatter_add_(0, index, source)
 
 
 def _parts(contents: Sequence[_Bytes], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[_Bytes]:
