@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bench.models import KINDS, Sizes, minilm_folder, on_meta, values, write_config
-from modelstate.io.linux import cached_share
+from modelstate.io.linux import resident
 
 
 class StaysCached(Exception):
@@ -109,10 +109,10 @@ def chill(paths: Iterable[Path]) -> None:
         try:
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            share = cached_share(descriptor, 0, path.stat().st_size)
+            pages = resident(descriptor, 0, path.stat().st_size)
         finally:
             os.close(descriptor)
-        if share is None or share > 0.01:
+        if pages is None or pages.count(1) > len(pages) / 100:
             raise StaysCached("the kernel does not take files out of the page cache here, or does not report it")
 
 

@@ -63,6 +63,7 @@ def cached_share(path: Path) -> float | None:
     """The part of a file that is in the page cache; None where the kernel does not say."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return linux.cached_share(descriptor, 0, path.stat().st_size)
+        pages = linux.resident(descriptor, 0, path.stat().st_size)
+        return None if pages is None else pages.count(1) / len(pages)
     finally:
         os.close(descriptor)

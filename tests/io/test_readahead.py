@@ -22,7 +22,7 @@ def cold(tmp_path: Path) -> Path:
     path = tmp_path / "cold.safetensors"
     save_file({f"{i}.weight": torch.full((1024, 2048), float(i)) for i in range(8)}, path)
     if cached_share(path) is None:
-        pytest.skip("this kernel does not say what is in its page cache (cachestat)")
+        pytest.skip("this kernel does not say what is in its page cache")
     evict(path)
     if cached_share(path):
         pytest.skip("this file system keeps everything in memory")

@@ -22,8 +22,6 @@ O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 """The flag of `open` for reading and writing past the page cache; 0 where there is none."""
 MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if IS_LINUX else 0)
 """Without this flag Linux counts a writable map as memory, and refuses a file that is larger than the free memory."""
-_CACHESTAT = 451
-"""The number of the system call, which is the same on all processors since Linux 6.5."""
 
 
 class Advice(IntEnum):
@@ -38,14 +36,6 @@ class Advice(IntEnum):
     """Since Linux 5.14."""
     COLLAPSE = 25
     """Since Linux 6.1."""
-
-
-class _Range(ctypes.Structure):
-    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
-
-
-class _Pages(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent"))
 
 
 def processor_flags() -> frozenset[str]:
@@ -88,21 +78,11 @@ def drop_cached(descriptor: int) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def cached_share(descriptor: int, start: int, nbytes: int) -> float | None:
-    """The share of a range of a file that is in the page cache, from 0 to 1; None where the kernel does not say."""
-    page = mmap.PAGESIZE
-    first, end = start // page, -(-(start + nbytes) // page)
-    request, pages = _Range(first * page, (end - first) * page), _Pages()
-    if _syscall is None or _syscall(_CACHESTAT, descriptor, ctypes.byref(request), ctypes.byref(pages), 0):
-        return None
-    return float(min(pages.cached / max(end - first, 1), 1.0))
-
-
 def resident(descriptor: int, start: int, nbytes: int) -> bytes | None:
     """A byte for each page of a range of a file: 1 where the page cache has it, read without an error, else 0.
 
-    `cachestat` also counts pages whose read has failed, or is not over. Returns None where the kernel does not say. For
-    a file that the user neither owns nor may write to, all pages seem to be there.
+    Unlike `cachestat` it does not count pages whose read has failed, or is not over. Returns None where the kernel does
+    not say. For a file that the user neither owns nor may write to, all pages seem to be there.
     """
     if _mincore is None:
         return None
@@ -163,4 +143,3 @@ _madvise = function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _mincore = function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _malloc_trim = function("malloc_trim", ctypes.c_size_t)
 _fstatfs = function("fstatfs", ctypes.c_int, ctypes.c_void_p)
-_syscall = function("syscall")

@@ -21,20 +21,14 @@ ends the process (SIGBUS). `in_place=False` excludes both.
 from __future__ import annotations
 
 import mmap
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux
-from modelstate.io.engine import (
-    LocalFile,
-    OpenFiles,
-    block_buffers,
-    in_blocks,
-    read_threads,
-    stream,
-)
+from modelstate.io.engine import LocalFile, OpenFiles, block_buffers, in_blocks, read_threads, stream
 from modelstate.io.files import FileFingerprint, open_unchanged
 from modelstate.process import run_detached
 from modelstate.spec import ByteRange
@@ -46,7 +40,7 @@ _LEAST_BYTES_DIRECT = 64 << 20
 _JOINED_BYTES = 1 << 20
 _STEP_BYTES = 128 << 10
 """The length of one read-ahead request. The kernel silently cuts a larger one to the read-ahead of its block device."""
-_LOOKS, _SAMPLE_BYTES = 16, 256 << 10
+_LOOKS, _SAMPLE_BYTES = 8, 64 << 10
 _LEAST_SECONDS = 5.0
 """With a shorter break time there are no leases."""
 _BYTES_PER_SECOND = 2e9
@@ -123,12 +117,10 @@ def is_cold(span: ByteRange, files: OpenFiles) -> bool:
     if not isinstance(file, LocalFile):
         return False
     step = max(span.nbytes // _LOOKS, _SAMPLE_BYTES)
-    shares = [
-        linux.cached_share(file.descriptor, at, min(_SAMPLE_BYTES, span.start + span.nbytes - at))
-        for at in range(span.start, span.start + span.nbytes, step)
-    ]
-    known = [share for share in shares if share is not None]
-    return bool(known) and sum(known) < len(known) / 2
+    end = span.start + span.nbytes
+    looks = (linux.resident(file.descriptor, at, min(_SAMPLE_BYTES, end - at)) for at in range(span.start, end, step))
+    pages = b"".join(filter(None, looks))
+    return 2 * pages.count(1) < len(pages)
 
 
 def _read_ahead(spans: Sequence[ByteRange], total: int, fingerprints: Mapping[str, FileFingerprint]) -> None:
@@ -152,17 +144,14 @@ def lease_files(extents: Sequence[ByteRange], files: OpenFiles) -> str:
     nbytes = sum(extent.nbytes for extent in extents)
     if lease.safe_seconds() < max(_LEAST_SECONDS, 2 * nbytes / _BYTES_PER_SECOND):
         return "the kernel lets a writer wait for a shorter time than the read may take"
-    are_leased = False
-    try:
+    with ExitStack() as leased:
+        leased.callback(files.release)
         for path in dict.fromkeys(extent.path for extent in extents):
             file = files[path]
             refusal = file.lease() if isinstance(file, LocalFile) else "it is not a file of this machine"
             if refusal:
                 return refusal
-        are_leased = True
-    finally:
-        if not are_leased:
-            files.release()
+        leased.pop_all()
     return ""
 
 
@@ -189,7 +178,6 @@ def bring_into_cache(
             return False
         for start in range(first, first + nbytes, _LOOK_BYTES):
             end = min(start + _LOOK_BYTES, first + nbytes)
-            # `cachestat` is faster, and also counts pages whose read is not over or has failed.
             pages = linux.resident(file.descriptor, start, end - start)
             if pages is None:
                 return False
@@ -206,10 +194,8 @@ def bring_into_cache(
 
 def _absent(pages: bytes, path: str, start: int, end: int) -> Iterator[ByteRange]:
     """The parts of a range that have pages which are 0; the first page has the byte `start`."""
-    origin, at = start // mmap.PAGESIZE * mmap.PAGESIZE, pages.find(b"\0")
-    while at >= 0:
-        present = pages.find(b"\1", at)
-        first = max(origin + at * mmap.PAGESIZE, start)
-        until = end if present < 0 else min(origin + present * mmap.PAGESIZE, end)
+    origin = start // mmap.PAGESIZE * mmap.PAGESIZE
+    for absent in re.finditer(rb"\0+", pages):
+        first = max(origin + absent.start() * mmap.PAGESIZE, start)
+        until = min(origin + absent.end() * mmap.PAGESIZE, end)
         yield ByteRange(path, first, until - first)
-        at = pages.find(b"\0", present) if present >= 0 else -1
