@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 from collections.abc import Sequence
 from itertools import islice
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from modelstate.errors import MemoryBudgetError
 from modelstate.io import linux
-from modelstate.spec import contiguous_stride, span
+from modelstate.spec import span
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +33,7 @@ def aligned(nbytes: int) -> int:
 
 
 def empty_cpu(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A new contiguous CPU tensor of zeros. The memory of a large one is returned to the system when it is freed.
+    """A new contiguous CPU tensor. The memory of a large one is returned to the system when it is freed.
 
     `malloc` keeps memory that is freed between other allocations, so a loop over large tensors could end up with all of
     them in the memory of the process.
@@ -43,11 +42,7 @@ def empty_cpu(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """
     import torch
 
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _LARGE_BYTES:
-        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
-    storage = torch.frombuffer(new_mapping(nbytes), dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), contiguous_stride(shape))
+    return fresh_tensors([(torch.Size(shape), None, dtype)])[0]
 
 
 def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
