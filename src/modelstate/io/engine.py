@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -33,6 +33,8 @@ from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
 
 if TYPE_CHECKING:
     import torch
+
+    from modelstate.remote.file import RemoteFile
 
 BATCH_BYTES = 4 << 20
 """The most that one call reads: large enough to amortise the call, small enough to share the work out evenly, and for
@@ -140,24 +142,8 @@ class ReadStrategy(msgspec.Struct, frozen=True):
 # Files that are read by range.
 
 
-class RangeFile(Protocol):
-    """What the engine needs of an open file: `LocalFile` or `RemoteFile`."""
-
-    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Reads from `offset` on into the buffers, one after the other, and returns the number of bytes, 0 at the end.
-
-        Raises `ReadFailedError`.
-        """
-
-    def check_unchanged(self) -> None:
-        """Raises `ReadFailedError` where the file has changed since it was opened."""
-
-    def close(self) -> None:
-        """Releases the file."""
-
-
 class LocalFile:
-    """A file of this machine.
+    """A file of this machine. A `RemoteFile` has the same methods.
 
     Raises `ReadFailedError` where the file does not match the fingerprint.
 
@@ -204,7 +190,10 @@ class LocalFile:
             lease.release(self.descriptor)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """As `RangeFile.read_into`. What the page cache does not return at once of a leased file is read again."""
+        """Reads from `offset` on into the buffers, one after the other, and returns the number of bytes, 0 at the end.
+
+        What the page cache does not return at once of a leased file is read again. Raises `ReadFailedError`.
+        """
         with suppress(OSError):  # which the usual call has again
             if self._leased_at is not None:
                 count = system.preadv_cached(self.descriptor, buffers, offset)
@@ -247,7 +236,10 @@ class LocalFile:
         return max(at - (offset - start), 0)
 
     def check_unchanged(self) -> None:
-        """As `RangeFile.check_unchanged`. A leased file has not changed before a writer has waited for too long."""
+        """Raises `ReadFailedError` where the file has changed since it was opened.
+
+        A leased file has not changed before a writer has waited for too long.
+        """
         if self._leased_at is None:
             self._compare()
             return
@@ -267,6 +259,9 @@ class LocalFile:
         if self._direct is not None:
             self._direct.close()
         self.descriptor.close()
+
+
+RangeFile: TypeAlias = "LocalFile | RemoteFile"
 
 
 class OpenFiles:
