@@ -310,39 +310,29 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             UnsupportedTensorError: A tensor is of a kind that is not supported, or a container holds itself.
             ReadFailedError: A file cannot be read, or has changed since it was opened.
         """
+        from modelstate.io.tensors import runs
+
         node = subtree(self.contents.tree, ".".join(filter(None, (self.key, path))), self.source, self._decoded)
         check_flag("map", map, accepts_none=True)
         self._check_read(node, path)
-        names = (name for name in self if not path or f"{name}.".startswith(f"{path}."))
-        known = self._read_at_once(names, may_map=map is not False)
+        of_part = (self.stored(name) for name in self if not path or f"{name}.".startswith(f"{path}."))
+        # All that is not mapped is read at once.
+        unmapped = {
+            bytes_key(stored, ""): stored
+            for stored in of_part
+            if is_run(stored) and (map is False or not self._maps.is_mappable(stored.extent.path))
+        }
+        values = runs([*unmapped.values()], partial(read_ranges, files=self.fingerprints))
+        known: dict[object, torch.Tensor] = dict(zip(unmapped, values, strict=True))
+        can_map = partial(self._maps.can_map, option=map)
 
         def read(stored: Stored) -> torch.Tensor:
             key = bytes_key(stored, f"{len(known)}")
             if key not in known:
-                known[key] = self.read(stored) if map is False else self._maps.tensor_for_user(stored, map)
+                known[key] = self.read(stored) if map is False else self._maps.tensor(stored, can_map)
             return known[key]
 
         return rebuild(node, read)
-
-    def _read_at_once(self, names: Iterable[str], may_map: bool) -> dict[object, torch.Tensor]:
-        """Reads the contiguous tensors in parallel; with `may_map`, only those of files that cannot be mapped.
-
-        Returns them by the key of their bytes.
-        """
-        import torch
-
-        known: dict[object, torch.Tensor] = {}
-        requests = []
-        for name in names:
-            stored = self.stored(name)
-            if is_run(stored) and (not may_map or not self._maps.is_mappable(stored.extent.path)):
-                key = bytes_key(stored, name)
-                if key not in known:
-                    with torch.inference_mode(False):  # otherwise the tensor could never be trained
-                        known[key] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-                    requests.append(Request(stored.extent, known[key].data_ptr()))
-        read_ranges(requests, files=self.fingerprints)
-        return known
 
     @property
     def containers(self) -> tuple[str, ...]:
@@ -427,7 +417,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
 
         check_flag("map", map, accepts_none=True)
         stored = self[name].stored
-        tensor = self._maps.tensor_for_user(stored, map)
+        tensor = self._maps.tensor(stored, partial(self._maps.can_map, option=map))
         if isinstance(stored, torch.Tensor):
             return tensor
         differentiable = stored.requires_grad and (tensor.is_floating_point() or tensor.is_complex())

@@ -6,7 +6,7 @@ import errno
 import mmap
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -40,101 +40,75 @@ class Maps:
 
     def __init__(self, fingerprints: Mapping[str, FileFingerprint], format: str) -> None:
         self._fingerprints, self._is_safetensors = fingerprints, format == "safetensors"
-        self._maps: dict[str, mmap.mmap] = {}
-        self._views: dict[tuple[ByteRange, int], tuple[torch.Tensor, int]] = {}
-        self._read: weakref.WeakValueDictionary[tuple[ByteRange, int], torch.UntypedStorage] = (
+        self._maps: dict[str, mmap.mmap | None] = {}
+        """None for a file that cannot be mapped."""
+        self._storages: weakref.WeakValueDictionary[tuple[ByteRange, int, bool], torch.UntypedStorage] = (
             weakref.WeakValueDictionary()
         )
+        """The memory of tensors that are alive: by the bytes in it, their runs, and whether it is a map."""
         self._can_map: dict[tuple[str, bool | None], bool] = {}
-        self._mappable: dict[str, bool] = {}
         self._notes: dict[str, list[str]] = {}
 
-    def tensor(self, stored: Stored) -> torch.Tensor:
+    def tensor(self, stored: Stored, can_map: Callable[[ByteRange], bool] | None = None) -> torch.Tensor:
         """The tensor as a view of its file; a tensor that is in memory already as a detached alias.
 
-        Bytes are copied only where the file stores numbers at an address that is not a multiple of their size. Raises
-        `ReadFailedError` where the file cannot be mapped, or has changed.
+        Tensors of the same bytes share memory while one of them is alive. Bytes are copied where the file stores
+        numbers at an address that is not a multiple of their size, and read where the file cannot be mapped.
+
+        Args:
+            stored: The tensor.
+            can_map: Whether bytes may be mapped, such as `can_map` with an option; by default wherever they can be.
+
+        Raises `ReadFailedError` where the file cannot be read, or has changed.
         """
         import torch
 
         if torch.is_inference_mode_enabled():
             # A tensor that is created in inference mode cannot be trained later.
             with torch.inference_mode(False):
-                return self.tensor(stored)
+                return self.tensor(stored, can_map)
         if isinstance(stored, StoredComposite):
-            return stored.build([self.tensor(part) for part in stored.parts])
+            return stored.build([self.tensor(part, can_map) for part in stored.parts])
         if isinstance(stored, Combined):
             return self.read(stored)  # computed tensors have no place in a file
         if not isinstance(stored, StoredTensor):
             return stored.detach()
         if stored.nbytes == 0:
             return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
-        if not self.is_mappable(stored.extent.path):
-            return self.read(stored)
-        region, dtype = stored.extent, stored.dtype
-        key = region, dtype.itemsize
-        view, address = self._views.get(key, _NO_VIEW)
-        # The code that received the first tensor may have changed its storage.
-        if view is None or view.data_ptr() != address or view.untyped_storage().nbytes() != region.nbytes:
-            # Its storage is no larger than these bytes, even if the stored storage is.
-            path, start, nbytes = region
-            file = self._map(path)
-            if start % dtype.itemsize == 0:
-                view = torch.frombuffer(file, dtype=dtype, count=nbytes // dtype.itemsize, offset=start)
-            else:  # torch's vectorised code may assume that a number lies at a multiple of its size
-                raw = torch.frombuffer(file, dtype=torch.uint8, count=nbytes, offset=start)
-                view = torch.empty(0, dtype=dtype, device="cpu").set_(raw.clone().untyped_storage())
-            self._views[key] = view, view.data_ptr()
-            if stored.is_contiguous:
-                # Reshaped in place: no other object is created, and torch parses single numbers faster than a tuple.
-                shape = stored.shape
-                return view if len(shape) == 1 else view.resize_(*shape) if shape else view.resize_(shape)
-        empty = torch.empty(0, dtype=dtype, device="cpu")
-        return empty.set_(view.untyped_storage(), 0, stored.shape, stored.stride)
+        region, stride = stored.extent, stored.stride
+        mapped = self._map(region.path) if can_map is None or can_map(region) else None
+        if mapped is not None:
+            # torch's vectorised code may assume that a number lies at a multiple of its size.
+            is_copied = int(region.start % stored.dtype.itemsize > 0)
+            key, nbytes = (region, is_copied, True), region.nbytes
+        else:
+            runs = stored.runs()
+            key, nbytes, stride = (region, runs.run_bytes, False), runs.nbytes, runs.stride
+        storage = self._in_use(key, nbytes)
+        if storage is None:
+            if mapped is None:
+                new = self.read(stored)
+            else:
+                # The storage is no larger than these bytes, even if the stored storage is.
+                new = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=region.start)
+                new = new.clone() if is_copied else new
+            with _lock:
+                storage = self._in_use(key, nbytes)  # another thread may have read them meanwhile
+                if storage is None:
+                    storage = self._storages[key] = new.untyped_storage()
+        return torch.empty(0, dtype=stored.dtype, device="cpu").set_(storage, 0, stored.shape, stride)
+
+    def _in_use(self, key: tuple[ByteRange, int, bool], nbytes: int) -> torch.UntypedStorage | None:
+        """The memory of a tensor that is alive, unless the code that got the tensor has changed its size."""
+        storage = self._storages.get(key)
+        return storage if storage is not None and storage.nbytes() == nbytes else None
 
     def tensors(self, columns: TensorColumns) -> list[torch.Tensor]:
         """Contiguous tensors as views of their files. They have bytes, at multiples of their size, and share none.
 
         Raises `ReadFailedError` where a file cannot be mapped, or has changed.
         """
-        return views_of({path: self._map(path) for path in {*columns.paths}}, columns)
-
-    def tensor_for_user(self, stored: Stored, option: bool | None) -> torch.Tensor:
-        """The tensor as a view of its file where `can_map` allows that, else in memory of its own.
-
-        In both cases tensors of the same bytes share memory while one of them is alive. Raises `ReadFailedError`.
-        """
-        import torch
-
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self.tensor_for_user(stored, option)
-        if isinstance(stored, StoredTensor) and stored.nbytes:
-            is_mapped = option is not False and self.can_map(stored.extent, option)
-            return self.tensor(stored) if is_mapped else self._in_memory(stored)
-        if isinstance(stored, StoredComposite):
-            return stored.build([self.tensor_for_user(part, option) for part in stored.parts])
-        return self.tensor(stored)
-
-    def _in_memory(self, stored: StoredTensor) -> torch.Tensor:
-        runs = stored.runs()
-        storage = self._in_use(stored)
-        if storage is None:
-            tensor = self.read(stored)
-            with _lock:
-                storage = self._in_use(stored)  # another thread may have read them meanwhile
-                if storage is None:
-                    self._read[runs.extent, runs.run_bytes] = tensor.untyped_storage()
-                    return tensor
-        import torch
-
-        return torch.empty(0, dtype=stored.dtype, device="cpu").set_(storage, 0, stored.shape, runs.stride)
-
-    def _in_use(self, stored: StoredTensor) -> torch.UntypedStorage | None:
-        """The memory of a tensor that is alive, into which these bytes have been read."""
-        runs = stored.runs()
-        storage = self._read.get((runs.extent, runs.run_bytes))
-        return storage if storage is not None and storage.nbytes() == runs.nbytes else None
+        return views_of({path: mapped for path in {*columns.paths} if (mapped := self._map(path))}, columns)
 
     def read(self, stored: Stored) -> torch.Tensor:
         """Reads the values into memory of their own, without a map. See `read_tensor`."""
@@ -149,31 +123,15 @@ class Maps:
         """
         for path, mapped in self._maps.items():
             fingerprint = self._fingerprints.get(path)
-            if fingerprint is not None:
+            if mapped is not None and fingerprint is not None:
                 check_mapped(path, fingerprint, mapped.size())
-
-    def is_remote(self, path: str) -> bool:
-        """Whether a file of the checkpoint is outside this machine, so that it cannot be mapped."""
-        known = self._fingerprints.get(path)
-        return known is not None and known.is_remote
 
     def is_mappable(self, path: str) -> bool:
         """Whether a file of the checkpoint can be mapped: it is on this machine, and its file system has maps.
 
         Raises `ReadFailedError` where mapping it fails for another reason.
         """
-        known = self._mappable.get(path)
-        if known is None:
-            known = not self.is_remote(path)
-            try:
-                if known:
-                    self._map(path)
-            except ReadFailedError as error:
-                if getattr(error.__cause__, "errno", None) not in _NO_MAPS:
-                    raise
-                known = False
-            self._mappable[path] = known
-        return known
+        return self._map(path) is not None
 
     def can_map(self, extent: ByteRange, option: bool | None) -> bool:
         """Whether tensors that are kept may be mapped from this file, which is then protected while its map lives.
@@ -183,25 +141,25 @@ class Maps:
 
         Args:
             extent: The bytes of a tensor. The file is mapped, unless there are none.
-            option: The option `map`: with None a file may be mapped only where nothing can go wrong, with True always.
+            option: The option `map`: with None a file may be mapped only where nothing can go wrong, with True always,
+                with False never.
         """
         path = extent.path
-        if self.is_remote(path):
-            if option:
-                self.note("read into memory: only files of this machine are mapped", path)
-            return False
+        if option is False or not extent.nbytes:
+            return option is not False
         known = self._can_map.get((path, option))
         if known is None:
-            if extent.nbytes and not self.is_mappable(path):
+            mapped = self._map(path)
+            known = mapped is not None and self._protect(path, mapped, option)
+            if mapped is None and not self._is_remote(path):
                 self.note("read into memory, not mapped: its file system has no maps, or the system refuses them", path)
-                return False
-            if path not in self._maps:
-                return True  # only tensors without bytes were requested
-            known = self._can_map[path, option] = self._protect(path, option)
+            elif mapped is None and option:
+                self.note("read into memory: only files of this machine are mapped", path)
+            self._can_map[path, option] = known
         return known
 
-    def _protect(self, path: str, option: bool | None) -> bool:
-        mapped, fingerprint = self._maps[path], self._fingerprints.get(path)
+    def _protect(self, path: str, mapped: mmap.mmap, option: bool | None) -> bool:
+        fingerprint = self._fingerprints.get(path)
         try:
             descriptor, status = open_regular(path)
         except (FileNotFoundError, NotADirectoryError, SourceTypeError):
@@ -249,28 +207,33 @@ class Maps:
             for what, names in self._notes.items()
         ]
 
-    def _map(self, path: str) -> mmap.mmap:
-        """The map of a file, which is as long as when it was opened. Raises `ReadFailedError`."""
-        mapped = self._maps.get(path)
-        if mapped is None:
-            fingerprint = self._fingerprints.get(path)
-            descriptor, _ = open_unchanged(path, fingerprint)
+    def _is_remote(self, path: str) -> bool:
+        known = self._fingerprints.get(path)
+        return known is not None and known.is_remote
+
+    def _map(self, path: str) -> mmap.mmap | None:
+        """The map of a file, which is as long as when it was opened; None where there are no maps of it.
+
+        Raises `ReadFailedError`.
+        """
+        if path in self._maps or self._is_remote(path):
+            return self._maps.get(path)
+        fingerprint, mapped = self._fingerprints.get(path), None
+        with open_unchanged(path, fingerprint)[0] as descriptor:
             try:
                 mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
             except (OSError, ValueError) as error:
-                raise read_failed("the file cannot be mapped", path, error) from error
-            finally:
-                descriptor.close()
-            if fingerprint is not None and len(mapped) < fingerprint.nbytes:
-                raise ReadFailedError(
-                    "the file has become shorter since it was opened",
-                    where=path,
-                    expected=f"{fingerprint.nbytes} bytes",
-                    found=f"{len(mapped)} bytes",
-                    remedy=OPEN_AGAIN,
-                )
-            mapped = self._maps.setdefault(path, mapped)  # another thread may have mapped it meanwhile
-        return mapped
+                if getattr(error, "errno", None) not in _NO_MAPS:
+                    raise read_failed("the file cannot be mapped", path, error) from error
+        if mapped is not None and fingerprint is not None and len(mapped) < fingerprint.nbytes:
+            raise ReadFailedError(
+                "the file has become shorter since it was opened",
+                where=path,
+                expected=f"{fingerprint.nbytes} bytes",
+                found=f"{len(mapped)} bytes",
+                remedy=OPEN_AGAIN,
+            )
+        return self._maps.setdefault(path, mapped)  # another thread may have mapped it meanwhile
 
 
 def views_of(maps: Mapping[str, mmap.mmap], columns: TensorColumns) -> list[torch.Tensor]:
@@ -294,4 +257,3 @@ _NO_MAPS = (errno.ENODEV, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM
 """The errors of a file system that has no maps, and of a system that does not permit them."""
 _WRITABLE = 0o222
 """A file without these bits can be written to only by changing its mode, or as root."""
-_NO_VIEW: tuple[torch.Tensor | None, int] = (None, 0)

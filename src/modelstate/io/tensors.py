@@ -75,12 +75,11 @@ def elements(stored: StoredTensor, start: int, count: int, read_all: ReadAll) ->
 
 
 def runs(tensors: Sequence[StoredTensor], read_all: ReadAll) -> list[torch.Tensor]:
-    """Reads the elements of contiguous tensors with one call of `read_all`.
+    """Reads contiguous tensors into memory of their own, with one call of `read_all`.
 
     Raises what `read_all` raises.
     """
-    sizes = [torch.Size((stored.nbytes // stored.dtype.itemsize,)) for stored in tensors]
-    values = fresh_tensors([(shape, None, stored.dtype) for shape, stored in zip(sizes, tensors, strict=True)])
+    values = fresh_tensors([(torch.Size(stored.shape), None, stored.dtype) for stored in tensors])
     read_all([Request(stored.extent, value.data_ptr()) for stored, value in zip(tensors, values, strict=True)])
     return values
 
