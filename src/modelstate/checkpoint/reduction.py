@@ -4,8 +4,9 @@ An item is one tensor, or several of one shape that are compared: its operands. 
 operands of an item at once, on several threads, and passes them on in chunks that stay in the cache of the processor.
 So each byte is read once, and the memory does not depend on the sizes of the tensors.
 
-Operands whose elements lie in their order in a file, or in memory of this process, are streamed. All other operands
-(strided views, sharded tensors, tensors that rules compute) are read region by region.
+Operands are cut into regions of rows. Those whose elements lie in their order in a file are read together with their
+neighbours in the file, and those in memory of this process are not copied. The regions of all other operands (strided
+views, sharded tensors, tensors that rules compute) are larger, and are read one by one.
 
 Invariants:
 
@@ -67,19 +68,17 @@ class Region(NamedTuple):
     nbytes: int
     """The memory that reading it takes."""
     read: Callable[[], torch.Tensor]
+    extent: ByteRange | None = None
+    """The bytes of a file, where the elements lie in them in their order."""
 
 
 class Operand(msgspec.Struct, frozen=True, eq=False):
-    """A tensor whose elements are read in pieces."""
+    """A tensor whose elements are read in regions."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     region: Callable[[Sequence[slice]], Region]
     """Returns a region, which is selected by a slice for each dimension."""
-    extent: ByteRange | None = None
-    """The bytes of a file, where the elements lie in them in their order."""
-    memory: torch.Tensor | None = None
-    """The elements in their order, where they are in memory of the CPU: a tensor of one dimension."""
 
 
 def operand_of(stored: Stored, read: Callable[[Stored], torch.Tensor]) -> Operand:
@@ -93,17 +92,13 @@ def operand_of(stored: Stored, read: Callable[[Stored], torch.Tensor]) -> Operan
     def region(slices: Sequence[slice]) -> Region:
         if isinstance(stored, torch.Tensor):
             view = stored.detach()[tuple(slices)]
-            return Region(view.numel() * view.itemsize, lambda: _values_in_memory(view))
+            return Region(0 if is_plain_memory(view) else view.numel() * view.itemsize, partial(_in_memory, view))
         part = stored.region(slices)
-        if part is not None:
-            return Region(own_bytes(part), lambda: read(part))
-        return Region(own_bytes(stored), lambda: read(stored)[tuple(slices)])
+        if part is None:
+            return Region(own_bytes(stored), lambda: read(stored)[tuple(slices)])
+        return Region(own_bytes(part), partial(read, part), part.extent if is_run(part) else None)
 
-    extent = stored.extent if is_run(stored) else None
-    memory = None
-    if isinstance(stored, torch.Tensor) and is_plain_memory(stored):
-        memory = stored.detach().as_strided((stored.numel(),), (1,))
-    return Operand(stored.dtype, tuple(stored.shape), region, extent, memory)
+    return Operand(stored.dtype, tuple(stored.shape), region)
 
 
 def reader_of(checkpoint: Checkpoint) -> Callable[[Stored], torch.Tensor]:
@@ -186,7 +181,7 @@ def read_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in QUANTIZED else dtype
 
 
-def _values_in_memory(tensor: torch.Tensor) -> torch.Tensor:
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         values = tensor.resolve_conj().resolve_neg()
         return (values.dequantize() if values.is_quantized else values).cpu()
@@ -194,11 +189,19 @@ def _values_in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 class _Piece(NamedTuple):
     item: int
-    first: int
-    """The first element."""
     elements: int
-    regions: tuple[Region, ...] = ()
-    """The regions of the operands, where these are read by region."""
+    regions: tuple[Region, ...]
+    """The same region of each operand."""
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that reading it takes."""
+        return sum(region.nbytes for region in self.regions)
+
+    @property
+    def extents(self) -> list[ByteRange]:
+        """What is read from files together with what is beside it."""
+        return [region.extent for region in self.regions if region.extent is not None]
 
 
 Fold = Callable[[int, tuple[torch.Tensor, ...]], None]
@@ -230,24 +233,20 @@ def reduce(
         ReadFailedError: A file cannot be read, or has changed.
     """
     jobs = _jobs(items)
-    extents = [operand.extent for operands in items for operand in operands if operand.extent is not None]
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def work(buffer: torch.Tensor, job: list[_Piece]) -> None:
         requests, flat, used = list[Request](), list[list[torch.Tensor]](), 0
         for piece in job:
-            flat.append([region.read().reshape(-1) for region in piece.regions])
-            for operand in () if piece.regions else items[piece.item]:
-                if operand.memory is not None:
-                    flat[-1].append(operand.memory[piece.first : piece.first + piece.elements])
-                elif operand.extent is not None:
-                    path, start, _ = operand.extent
-                    itemsize = operand.dtype.itemsize
-                    source = ByteRange(path, start + piece.first * itemsize, piece.elements * itemsize)
-                    part = buffer[used : used + source.nbytes]
-                    used += aligned(source.nbytes)
-                    requests.append(Request(source, part.data_ptr()))
+            flat.append([])
+            for operand, region in zip(items[piece.item], piece.regions, strict=True):
+                if region.extent is None:
+                    flat[-1].append(region.read().reshape(-1))
+                else:
+                    part = buffer[used : used + region.nbytes]
+                    used += aligned(region.nbytes)
+                    requests.append(Request(region.extent, part.data_ptr()))
                     flat[-1].append(part.view(operand.dtype))
         for batch in coalesce(requests, batch_bytes=_BLOCK_BYTES, gap_bytes=GAP_BYTES):
             read_batch(opened[batch.path], batch)
@@ -261,52 +260,47 @@ def reduce(
     buffers = [empty_cpu((_BLOCK_BYTES,), torch.uint8) for _ in range(min(read_threads(), len(jobs)))]
     total_bytes = sum(math.prod(operand.shape) * operand.dtype.itemsize for operands in items for operand in operands)
     with progress_bar(progress, total_bytes, what) as advance, OpenFiles(fingerprints) as opened:
-        read_ahead(extents, opened)
+        read_ahead([extent for job in jobs for piece in job for extent in piece.extents], opened)
         for_each(jobs, [partial(work, buffer) for buffer in buffers], on_done, with_torch=True)
         opened.check_unchanged()
     return total_bytes
 
 
 def _jobs(items: Sequence[tuple[Operand, ...]]) -> list[list[_Piece]]:
-    """Divides the items among jobs, in the order of the files. The streamed operands of a job fit into a buffer."""
+    """Divides the items among jobs, in the order of the files. What a job reads together fits into a buffer."""
+    pieces = (piece for index, operands in enumerate(items) for piece in _pieces(index, operands))
     jobs: list[list[_Piece]] = []
     used = _BLOCK_BYTES
-
-    def place(index: int) -> tuple[str, int]:
-        extents = [operand.extent for operand in items[index] if operand.extent is not None]
-        return (extents[0].path, extents[0].start) if extents else ("", 0)
-
-    for index in sorted(range(len(items)), key=place):
-        operands, numel = items[index], math.prod(items[index][0].shape)
-        if not all(operand.extent is not None or operand.memory is not None for operand in operands):
-            jobs += [[piece] for piece in _region_pieces(index, operands)] if numel else []
-            used = _BLOCK_BYTES
-            continue
-        # Each operand begins at an aligned address, which takes at most 64 bytes more.
-        slack, each = len(operands) * aligned(1), sum(operand.dtype.itemsize for operand in operands)
-        step = (_BLOCK_BYTES - slack) // each
-        for first in range(0, numel, step):
-            count = min(step, numel - first)
-            if used + slack + count * each > _BLOCK_BYTES:
-                jobs.append([])
-                used = 0
-            jobs[-1].append(_Piece(index, first, count))
-            used += slack + count * each
+    for piece in sorted(pieces, key=lambda piece: piece.extents[:1]):
+        nbytes = sum(aligned(piece.elements * operand.dtype.itemsize) for operand in items[piece.item])
+        if used + nbytes > _BLOCK_BYTES:
+            jobs.append([])
+            used = 0
+        jobs[-1].append(piece)
+        used += nbytes
     return jobs
 
 
-def _region_pieces(index: int, operands: Sequence[Operand]) -> list[_Piece]:
-    """Returns a piece for each region of an item: for the whole, where regions read much more than that together."""
-    shape, each = operands[0].shape, sum(operand.dtype.itemsize for operand in operands)
-    pieces, whole = (
-        [
-            _Piece(index, 0, math.prod(map(len, box)), tuple(operand.region(slices_of(box)) for operand in operands))
-            for box in _boxes(shape, most_elements)
-        ]
-        for most_elements in (_REGION_BYTES // each, math.prod(shape))
-    )
-    costs = [sum(region.nbytes for piece in cut for region in piece.regions) for cut in (pieces, whole)]
-    return pieces if costs[0] <= 2 * costs[1] else whole
+def _pieces(index: int, operands: Sequence[Operand]) -> list[_Piece]:
+    """Cuts an item into pieces; leaves it whole where regions would read much more than the whole."""
+    shape = operands[0].shape
+    if not math.prod(shape):
+        return []
+
+    def piece(box: Box) -> _Piece:
+        return _Piece(index, math.prod(map(len, box)), tuple(operand.region(slices_of(box)) for operand in operands))
+
+    whole = piece(box_of(shape, ()))
+    is_streamed = all(region.extent is not None or not region.nbytes for region in whole.regions)
+    # Each operand begins at an aligned address.
+    most_bytes = (_BLOCK_BYTES if is_streamed else _REGION_BYTES) - len(operands) * aligned(1)
+    pieces = [*map(piece, _boxes(shape, most_bytes // sum(operand.dtype.itemsize for operand in operands)))]
+    if is_streamed:
+        return pieces
+    if sum(each.nbytes for each in pieces) > 2 * whole.nbytes:
+        pieces = [whole]
+    # Larger than the buffer for what is read together.
+    return [each._replace(regions=tuple(region._replace(extent=None) for region in each.regions)) for each in pieces]
 
 
 def _boxes(shape: tuple[int, ...], most_elements: int) -> Iterator[Box]:
@@ -356,18 +350,3 @@ def scratch(slot: str, count: int, dtype: torch.dtype) -> torch.Tensor:
     if key not in memory or len(memory[key]) < count:
         memory[key] = torch.empty(count, dtype=dtype, device="cpu")
     return memory[key][:count]
-
-
-def _is_convertible(dtype: torch.dtype) -> bool:
-    try:
-        values = torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype)
-        values.to(torch.complex64 if dtype.is_complex else torch.float32)
-    except (RuntimeError, NotImplementedError, TypeError):
-        return False
-    return "torch.q" not in str(dtype)
-
-
-CONVERTIBLE = frozenset(
-    dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and _is_convertible(dtype)
-)
-"""The dtypes whose values torch can convert to float32, or to complex64."""

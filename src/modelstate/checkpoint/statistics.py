@@ -20,7 +20,6 @@ import torch
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import is_selected, nothing_selected, patterns_of
 from modelstate.checkpoint.reduction import (
-    CONVERTIBLE,
     check_readable,
     exact_sum,
     if_finite,
@@ -35,7 +34,7 @@ from modelstate.checkpoint.reduction import (
 from modelstate.html.page import Page, Shown
 from modelstate.spec import Stored, bytes_key
 from modelstate.text_format import columns, count, folded, folded_label, printable, seconds, size
-from modelstate.torch_compat.dtypes import short
+from modelstate.torch_compat.dtypes import is_numeric, short
 
 _TINY = 1e-20
 """A smaller sum of squared deviations is computed in float64."""
@@ -183,7 +182,7 @@ def statistics_of(checkpoint: Checkpoint, *, only: Iterable[str], progress: bool
     }
     for (name, label), key in keys.items():
         stored = parts[name][label]
-        if kind_of(stored) == "strided" and read_dtype(stored.dtype) in CONVERTIBLE:
+        if kind_of(stored) == "strided" and is_numeric(read_dtype(stored.dtype)):
             plain.setdefault(key, stored)
     accumulators = [_Accumulator(read_dtype(stored.dtype)) for stored in plain.values()]
 

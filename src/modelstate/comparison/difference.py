@@ -15,8 +15,8 @@ import math
 import msgspec
 import torch
 
-from modelstate.checkpoint.reduction import CONVERTIBLE, exact_sum, if_finite, scratch
-from modelstate.torch_compat.dtypes import cast_between
+from modelstate.checkpoint.reduction import exact_sum, if_finite, scratch
+from modelstate.torch_compat.dtypes import cast_between, is_numeric
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TINY, _SMALL = 1e-20, 1e-15
@@ -50,7 +50,7 @@ def is_comparable(a: torch.dtype, b: torch.dtype) -> bool:
 
 def _arithmetic(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
     """Returns the dtype in which values are subtracted; None for booleans and packed values."""
-    if torch.bool in (a, b) or a not in CONVERTIBLE or b not in CONVERTIBLE:
+    if torch.bool in (a, b) or not (is_numeric(a) and is_numeric(b)):
         return None
     if a.is_complex:
         return torch.complex128 if torch.complex128 in (a, b) else torch.complex64

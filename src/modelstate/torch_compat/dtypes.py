@@ -68,6 +68,11 @@ def _kind(dtype: torch.dtype) -> str:
     return "integer"
 
 
+def is_numeric(dtype: torch.dtype) -> bool:
+    """Whether torch converts the values of a dtype to float32, or to complex64."""
+    return _kind(dtype) != "other" and dtype not in _WITHOUT_LIMITS
+
+
 _OTHER_NAMES = {
     "bf16": torch.bfloat16,
     **dict.fromkeys(("fp16", "f16"), torch.float16),
