@@ -105,6 +105,7 @@ NO_PICKLE = "leave it out: no code of a pickle is ever run here"
         "mmap": "leave it out: no tensor is read yet. checkpoint.tensor(name, map=True) maps the file",
     },
 )
+@gc_paused()
 def open(
     source: Source | Sequence[Source],
     *,
@@ -156,19 +157,6 @@ def open(
         >>> checkpoint["layer.weight"]
         TensorSpec(name='layer.weight', shape=(2, 3), dtype=torch.float32)
     """
-    with gc_paused():
-        return open_source(source, key, allow, skip_forbidden, combine, cache)
-
-
-def open_source(
-    source: Source | Sequence[Source],
-    key: str | None = None,
-    allow: Sequence[object] = (),
-    skip_forbidden: bool = False,
-    combine: Combination | CombineFunction | None = None,
-    cache: Cache | None = None,
-) -> Checkpoint:
-    """As `open`, for callers that have checked their call and paused the garbage collector."""
     if cache is not None:
         from modelstate.remote.cache import check_cache
 
@@ -176,7 +164,8 @@ def open_source(
     if isinstance(source, list | tuple):
         from modelstate.checkpoint.combine import combine as combined
 
-        return combined([open_source(entry, key, allow, skip_forbidden, cache=cache) for entry in source], combine)
+        of_source = partial(open, key=key, allow=allow, skip_forbidden=skip_forbidden, cache=cache)
+        return combined([of_source(entry) for entry in source], combine)
     if combine is not None:
         raise OptionError("combine= needs a list of sources", expected="a list of sources", found=type(source).__name__)
     if isinstance(source, Checkpoint):

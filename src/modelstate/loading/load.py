@@ -18,7 +18,7 @@ from torch import nn
 
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.open import NO_PICKLE, Source, open as open_checkpoint, open_source
+from modelstate.checkpoint.open import NO_PICKLE, Source, open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import OptionError
 from modelstate.io.engine import OpenFiles
@@ -384,10 +384,7 @@ def prepare(
             reshard(transaction.root)
         view = ModelSchemaView(transaction.root, slots_of(transaction.root))
         if not isinstance(source, LoadPlan):
-            # A load with a transform has not paused the garbage collector.
-            with nullcontext() if options.transform is None else gc_paused():
-                checkpoint = open_source(source)
-            matched = match(checkpoint, options, view)
+            matched = match(open_checkpoint(source), options, view)
         else:
             matched = source.binding.matched
         files = OpenFiles(matched.part.fingerprints, opened)

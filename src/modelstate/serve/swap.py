@@ -28,7 +28,7 @@ from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.mapped import Maps
-from modelstate.checkpoint.open import Source, open_source
+from modelstate.checkpoint.open import Source, open as open_checkpoint
 from modelstate.errors import PlacementError, Remedy, WeightsError
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.layers import trust_known_patches
@@ -126,7 +126,7 @@ def stage(
     `modelstate.open` and `modelstate.load` raise.
     """
     with trust_known_patches():
-        checkpoint = open_source(source)
+        checkpoint = open_checkpoint(source)
     part, given_rules = select_part(checkpoint, options, lambda: target.names)
     names, own_rules = set(map(renaming(given_rules), part) if given_rules else part), tuple[Rule, ...]()
     if not names <= target.names and (wrappers := wrapper_rule(names, target.names)) is not None:
