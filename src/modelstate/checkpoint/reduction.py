@@ -268,7 +268,8 @@ def reduce(
 
 def _jobs(items: Sequence[tuple[Operand, ...]]) -> list[list[_Piece]]:
     """Divides the items among jobs, in the order of the files. What a job reads together fits into a buffer."""
-    pieces = (piece for index, operands in enumerate(items) for piece in _pieces(index, operands))
+    with_elements = ((index, operands) for index, operands in enumerate(items) if math.prod(operands[0].shape))
+    pieces = (piece for index, operands in with_elements for piece in _pieces(index, operands))
     jobs: list[list[_Piece]] = []
     used = _BLOCK_BYTES
     for piece in sorted(pieces, key=lambda piece: piece.extents[:1]):
@@ -283,24 +284,24 @@ def _jobs(items: Sequence[tuple[Operand, ...]]) -> list[list[_Piece]]:
 
 def _pieces(index: int, operands: Sequence[Operand]) -> list[_Piece]:
     """Cuts an item into pieces; leaves it whole where regions would read much more than the whole."""
-    shape = operands[0].shape
-    if not math.prod(shape):
-        return []
-
-    def piece(box: Box) -> _Piece:
-        return _Piece(index, math.prod(map(len, box)), tuple(operand.region(slices_of(box)) for operand in operands))
-
-    whole = piece(box_of(shape, ()))
-    is_streamed = all(region.extent is not None or not region.nbytes for region in whole.regions)
+    shape, elements = operands[0].shape, math.prod(operands[0].shape)
+    pieces = [_Piece(index, elements, tuple(operand.region(()) for operand in operands))]
+    nbytes = pieces[0].nbytes
+    is_streamed = all(region.extent is not None or not region.nbytes for region in pieces[0].regions)
     # Each operand begins at an aligned address.
     most_bytes = (_BLOCK_BYTES if is_streamed else _REGION_BYTES) - len(operands) * aligned(1)
-    pieces = [*map(piece, _boxes(shape, most_bytes // sum(operand.dtype.itemsize for operand in operands)))]
+    most_elements = most_bytes // sum(operand.dtype.itemsize for operand in operands)
+    if elements > most_elements:
+        whole, pieces = pieces, []
+        for box in _boxes(shape, most_elements):
+            regions = tuple(operand.region(slices_of(box)) for operand in operands)
+            pieces.append(_Piece(index, math.prod(map(len, box)), regions))
+        if sum(piece.nbytes for piece in pieces) > 2 * nbytes:
+            pieces = whole
     if is_streamed:
         return pieces
-    if sum(each.nbytes for each in pieces) > 2 * whole.nbytes:
-        pieces = [whole]
     # Larger than the buffer for what is read together.
-    return [each._replace(regions=tuple(region._replace(extent=None) for region in each.regions)) for each in pieces]
+    return [piece._replace(regions=tuple(each._replace(extent=None) for each in piece.regions)) for piece in pieces]
 
 
 def _boxes(shape: tuple[int, ...], most_elements: int) -> Iterator[Box]:
