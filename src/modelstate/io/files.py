@@ -174,14 +174,10 @@ def _is_misspelling(given: str, name: str) -> bool:
         return one == other != ""
     if re.findall(r"\d+", one) != re.findall(r"\d+", other):
         return False
-    longer, shorter = sorted((one, other), key=len, reverse=True)
-    differing = [at for at, (left, right) in enumerate(zip(longer, shorter, strict=False)) if left != right]
-    if len(longer) == len(shorter):
-        at = differing[0]
-        return differing == [at, at + 1] and longer[at : at + 2] == shorter[at : at + 2][::-1]
-    at = differing[0] if differing else len(shorter)
-    is_inside = 0 < at < len(shorter) or longer[at] in (longer[at - 1], longer[at + 1 : at + 2])
-    return is_inside and longer[:at] + longer[at + 1 :] == shorter
+    shorter, longer = sorted((one, other), key=len)
+    if len(shorter) < len(longer):
+        return shorter in {longer[:at] + longer[at + 1 :] for at in range(1, len(longer) - 1)}
+    return other in {one[:at] + one[at + 1] + one[at] + one[at + 2 :] for at in range(len(one) - 1)}
 
 
 def no_access(path: str, error: Exception) -> SourceAccessError:

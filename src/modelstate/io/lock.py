@@ -71,6 +71,7 @@ class WriterLock:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.fspath(directory)
+        self._path = os.path.join(self.directory, LOCK_FILE)
         self._opened = list[Descriptor]()
         """The descriptors of the directory, whose inode no other one gets while it is open, and of the lock file."""
 
@@ -156,10 +157,6 @@ class WriterLock:
             raise
         except OSError as error:
             raise self._no_access(error) from error
-
-    @property
-    def _path(self) -> str:
-        return os.path.join(self.directory, LOCK_FILE)
 
     def _locked(self, found: str) -> LockedError:
         other = "close the other Store of this process (close(), or `with`)"
