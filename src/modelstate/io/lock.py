@@ -22,6 +22,7 @@ from datetime import datetime
 
 from modelstate.errors import LockedError, ModelStateError, StoreMovedError, WriteFailedError
 from modelstate.forks import at_fork
+from modelstate.io import system
 from modelstate.io.files import Descriptor
 from modelstate.text_format import printable
 
@@ -203,7 +204,7 @@ def unlock(opened: list[Descriptor]) -> None:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             descriptors_to_close.discard(descriptor)
             with suppress(OSError):  # no data depends on it
-                descriptor.close()
+                descriptor.close(system.close)
 
 
 def check_directory(directory: str, before: os.stat_result) -> None:
