@@ -1,7 +1,5 @@
 """Phases that all ranks end, or that raise on every rank, on four processes."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -24,7 +22,7 @@ from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.distributed.connections import Digest
 from modelstate.problems import Problem, ProblemKind, plan_error
 from tests.distributed import models
-from tests.distributed.ranks import Outcome, Ranks
+from tests.distributed.ranks import Outcome, Ranks, die
 
 pytestmark = pytest.mark.slow
 
@@ -153,7 +151,7 @@ def killed_after_the_commit() -> list[str]:
         with ranks.phase("planning"):
             pass
         if dist.get_rank() == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         reported = sorted(ranks.exchanged([dist.get_rank()]))
     time.sleep(1.0 * (dist.get_rank() == 3))
     begun = agreement_of((), dist.group.WORLD, 60)
@@ -173,10 +171,6 @@ def test_a_rank_that_is_killed_between_two_calls(ranks: Ranks) -> None:
 
 def lost_before_the_first_vote(connecting: bool) -> list[str]:
     """Rank 2 dies before the ranks meet, or when they have met. Returns the error, and what the others do then."""
-
-    def die(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     if dist.get_rank() == 2 and not connecting:
         die()
     dying = mock.patch.object(connections_module, "gloo_group", die) if dist.get_rank() == 2 else nullcontext()

@@ -158,5 +158,6 @@ def test_a_rank_is_killed_at_each_call(ranks: Ranks, tmp_path: Path, kind: str, 
                 assert values == [step if is_done else OTHER], (number, error)
             else:
                 assert store.latest() in (step + 1, step + is_done), (number, error)
+                assert "nothing has been changed" not in error or store.latest() == step, (number, error)
     ranks.values(use, tmp_path, kind, rank, 0)
     assert not litter(tmp_path)

@@ -1,7 +1,5 @@
 """Loads into sharded models: the local shard of every rank is the slice of the load into the whole model."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +18,7 @@ from modelstate import errors
 from modelstate.distributed.agreement import Agreement
 from modelstate.torch_compat import sharding
 from tests.distributed import models
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, die
 
 pytestmark = pytest.mark.slow
 
@@ -132,7 +130,7 @@ def loses_a_reader(path: str) -> tuple[str, bool]:
 
         def dies(self: Agreement, tensor: torch.Tensor | None, *arguments: Any) -> None:
             if tensor is not None:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             broadcast(self, tensor, *arguments)
 
         Agreement.broadcast = dies  # type: ignore[method-assign]

@@ -75,8 +75,18 @@ def litter(directory: Path) -> list[str]:
 
 def flip(path: Path, byte: int = -1, bit: int = 0) -> None:
     """Another bit in a file of its own, as a disk does it: no time changes."""
-    status, data = path.stat(), bytearray(path.read_bytes())
+    data = bytearray(path.read_bytes())
     data[byte] ^= 1 << bit
+    _replace(path, data)
+
+
+def cut(path: Path) -> None:
+    """A file of its own without the last byte, at the same time."""
+    _replace(path, path.read_bytes()[:-1])
+
+
+def _replace(path: Path, data: bytes | bytearray) -> None:
+    status = path.stat()
     path.unlink()
     path.write_bytes(data)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))

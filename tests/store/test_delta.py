@@ -20,7 +20,7 @@ from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, sealed
 from modelstate.formats.sharded import LAYERS
 from modelstate.rules.expression import region, values_of
 from tests.faults import failing, faulty_writes
-from tests.store.common import contents, flip, litter
+from tests.store.common import contents, cut, flip, litter
 
 
 class Model(nn.Module):
@@ -349,12 +349,6 @@ def test_a_step_that_is_removed_after_it_was_opened(tmp_path: Path) -> None:
     assert same(target.state_dict(), before)
     ms.load(target, opened[1])
     assert same(target.state_dict(), state)
-
-
-def cut(path: Path) -> None:
-    data = path.read_bytes()
-    path.unlink()
-    path.write_bytes(data[:-1])
 
 
 @pytest.mark.parametrize("harm", [flip, Path.unlink, cut])

@@ -1,6 +1,5 @@
 """A single bit that is another one, anywhere in a stored checkpoint, is found, and never comes back into a model."""
 
-import os
 import random
 from pathlib import Path
 
@@ -8,20 +7,10 @@ import pytest
 
 import modelstate as ms
 from modelstate import errors
+from tests.store.common import flip
 from tests.store.killed import DELTA, Job
 
 FLIPS = 60
-
-
-def flipped(path: Path, place: int, bit: int) -> None:
-    """In place, as a disk does it."""
-    status = path.stat()
-    with open(path, "r+b") as file:
-        file.seek(place)
-        (value,) = file.read(1)
-        file.seek(place)
-        file.write(bytes([value ^ (1 << bit)]))
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 @pytest.mark.slow
@@ -40,7 +29,7 @@ def test_every_flip_is_found(tmp_path: Path, delta: ms.Delta | None) -> None:
         sizes = [1 if number % 2 else path.stat().st_size for path in files]
         (path,) = chance.choices(files, sizes)
         place, bit = chance.randrange(path.stat().st_size), chance.randrange(8)
-        flipped(path, place, bit)
+        flip(path, place, bit)
         where = f"{path.name}, byte {place}, bit {bit}"
         # Another one each time: a store remembers what it has found.
         assert ms.Store(tmp_path).verify()[1], where
@@ -49,7 +38,7 @@ def test_every_flip_is_found(tmp_path: Path, delta: ms.Delta | None) -> None:
         with pytest.raises((errors.StoreError, errors.NewerManifestError)):
             ms.Store(tmp_path).restore(target.objects(None), step=1)
         assert target.digest() == before, where
-        flipped(path, place, bit)
+        flip(path, place, bit)
         found[path] += 1
     assert min(found.values())
     assert set(ms.Store(tmp_path).verify().values()) == {""}

@@ -10,7 +10,7 @@ from torch import nn
 
 import modelstate as ms
 from tests.faults import failing
-from tests.store.common import flip, litter
+from tests.store.common import cut, flip, litter
 
 
 class Adapted(nn.Module):
@@ -96,14 +96,6 @@ def test_the_same_bytes_under_other_names_or_shapes_are_not_taken(tmp_path: Path
 
 def touched(path: Path) -> None:
     os.utime(path)
-
-
-def cut(path: Path) -> None:
-    status = path.stat()
-    data = path.read_bytes()
-    path.unlink()
-    path.write_bytes(data[:-4])
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def replaced_by_a_link(path: Path) -> None:
