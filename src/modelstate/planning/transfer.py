@@ -514,7 +514,6 @@ def plain_transfers(
             and nbytes[row]
             and param.is_contiguous()
             and not (param.is_conj() or param.is_neg() or param.is_inference())
-            and (is_meta or has_its_memory(param))
         ):
             after = by_tensor(param) if is_meta and by_tensor is not None else None
             key = dtype_names[row], param.dtype, param.device, after
@@ -523,6 +522,10 @@ def plain_transfers(
             except KeyError:
                 group = _group_of(dtype_names[row], param, options)
                 known = kinds[key] = group and (groups[group[0]], group[1])
+            # The memory may have been freed, as `has_its_memory` says of any tensor.
+            end_bytes = 0 if is_meta or known is None else param.storage_offset() * param.itemsize + param.nbytes
+            if end_bytes and param.untyped_storage().nbytes() < end_bytes:
+                known = None
             if known is not None:
                 known[0].append((slot, row, known[1]))
         if not is_meta and (known is not None or is_plain(param)):
