@@ -35,8 +35,6 @@ from modelstate.torch_compat.private import (
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-_CONSTANTS = ("_tensor_constant", "lifted_tensor_", "_frozen_param")
-"""Prefixes by which AOTInductor names constants that are neither parameters nor buffers, or that it has changed."""
 _INSTRUCTIONS = {
     "AVX2": ("avx2", "fma"),
     "AVX512": ("avx512f", "avx512dq", "avx512vl", "avx512bw", "fma"),
@@ -44,8 +42,6 @@ _INSTRUCTIONS = {
     "AMX_TILE": ("amx_tile",),
 }
 """What a processor needs for the kinds of vector instructions that AOTInductor has compiled for, as Linux names it."""
-_COMPUTED = "_FOLDED_CONST_"
-"""The prefix of constants that the library computes from others: runtime constant folding."""
 
 
 class AotiTarget(Target):
@@ -70,7 +66,9 @@ class AotiTarget(Target):
         if manifest is not None:
             state, self._hidden = _state_of_manifest(manifest, values)
         else:
-            state = {name: value for name, value in values.items() if not name.startswith(_CONSTANTS)}
+            # Constants that are neither parameters nor buffers, or that AOTInductor has changed.
+            constants = "_tensor_constant", "lifted_tensor_", "_frozen_param"
+            state = {name: value for name, value in values.items() if not name.startswith(constants)}
             self._hidden = {}
             self.has_all_names = False
         self._fixed_values = {
@@ -289,8 +287,8 @@ def _values(file: ProgramFile, runner: _Runner) -> dict[str, torch.Tensor]:
             f"none for {listed(lacking, 8)}",
         )
         remedy = "write it with modelstate.export(module, args, path, kind='aoti'), or with its constants"
-        if computed := [name for name in lacking if name.startswith(_COMPUTED)]:
-            # The library would not compute them again for another version.
+        if computed := [name for name in lacking if name.startswith("_FOLDED_CONST_")]:
+            # By runtime constant folding. The library would not compute them again for another version.
             what = "the package computes constants of its weights when it is first called, and keeps them"
             found, folding = listed(computed, 8), "aot_inductor.use_runtime_constant_folding"
             remedy = f"compile it without {folding}, or with modelstate.export(module, args, path, kind='aoti')"

@@ -202,12 +202,8 @@ def _tensors(module: nn.Module) -> tuple[ProgramTensor, ...]:
     )
 
 
-State = dict[str, torch.Tensor]
 _Answer = dict[str, object]
 """The outputs of a call with their structure, and the buffers after it."""
-
-_OFFSETS = (0.0, 1.0)
-"""Distances by which values are moved away from zero, after scaling: a small change need not show in an answer."""
 
 _REMEDIES = {
     "exported": "take the values from the tensors in forward(), also while it is exported",
@@ -250,7 +246,9 @@ class _Trial:
         groups: defaultdict[int, list[str]] = defaultdict(list)
         for name, tensor in self._state.items():
             groups[id(tensor)].append(name)
-        for offset in (None, *_OFFSETS):
+        # None for the original weights; else how far values are moved away from zero, after scaling: a small change
+        # need not show in an answer.
+        for offset in (None, 0.0, 1.0):
             changes = [
                 dict.fromkeys(names, _perturbed(self._state[names[0]], offset, seed))
                 for seed, names in enumerate(groups.values())
@@ -272,7 +270,7 @@ class _Trial:
                 what, where=self._where, expected=expected, found=difference, remedy=remedy, names=list(wrong)
             )
 
-    def _difference_with(self, target: Target, changed: State) -> str:
+    def _difference_with(self, target: Target, changed: dict[str, torch.Tensor]) -> str:
         """Describes how the answers differ with other weights. Empty where the module cannot be called with them."""
         state = self._state | changed
         try:
@@ -285,7 +283,7 @@ class _Trial:
             answer = self._answer(program, program.module)
         return _difference(answer, expected)
 
-    def _of_module(self, state: State, seed: int = 0) -> _Answer:
+    def _of_module(self, state: dict[str, torch.Tensor], seed: int = 0) -> _Answer:
         """Returns the answer of the module with these weights. Raises what the module raises."""
         copies = copy.deepcopy(state)
         module = meta_clone(self._module, {id(tensor): copies[name] for name, tensor in self._state.items()})

@@ -44,9 +44,7 @@ from modelstate.text_format import in_a_line
 from modelstate.transaction.transaction import exclusive, has_exclusively
 
 _T = TypeVar("_T")
-_MAX_EVENTS = 1000
 _MAX_TRIES = 3
-_MAX_TEXT = 2000
 
 _ALWAYS_RETRIED = (SwapBusyError, ConnectionError, TimeoutError)
 """Errors that are independent of the checkpoint."""
@@ -178,7 +176,7 @@ class Following:
         self._target, self._store, self._selection, self._object = target, store, selection, object
         self._poll_seconds, self._options = poll_seconds, options
         self._on_error, self._on_swap = on_error, on_swap
-        self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
+        self._events: deque[Event] = deque(maxlen=1000)
         self._events_of_poll: list[Event] = []
         self._taken: _Candidate | None = None
         self._refused: dict[tuple[str, float], int] = {}
@@ -395,7 +393,7 @@ class Following:
         skipped = SkippedCheckpointError(
             "a checkpoint is skipped",
             where=info.path,
-            found=f"{type(error).__name__}: {in_a_line(str(error))}"[:_MAX_TEXT],
+            found=f"{type(error).__name__}: {in_a_line(str(error))}"[:2000],
             remedy="nothing, if a newer checkpoint is swapped in; this one is not tried again",
             step=info.step,
         )

@@ -38,29 +38,29 @@ from modelstate.text_format import listed
 from modelstate.torch_compat.private import default_modes, payload_of, require_aoti
 from modelstate.transaction.transaction import exclusive, has_exclusively
 
-_HISTORY = 1000
-_MOST_RETIRED = 2
-"""The number of retired versions in memory from which a cyclic garbage collection looks for them."""
-
 
 class Event(NamedTuple):
-    """A row of `Live.history()` or of `Following.events`."""
+    """A row of `Live.history()` or of `Following.events`.
+
+    Attributes:
+        action: Of a `Live`: "started", "swapped", "rolled back" or "refused". Of a `Following`: "swapped";
+            "skipped", a bad checkpoint; "waiting", an error after which it is tried again; "ended", by an error;
+            "callback", which raised.
+        version: The id of the version that served afterwards; None in a `Following` that has swapped nothing in.
+        source: The path of the checkpoint, or of the store.
+        time: Seconds since 1970.
+        seconds: The time for a swap, with that for verifying the checkpoint.
+        error: The class and text of the error; empty without an error.
+        step: The step of a checkpoint that is followed.
+    """
 
     action: str
-    """Of a `Live`: "started", "swapped", "rolled back" or "refused". Of a `Following`: "swapped"; "skipped", a bad
-    checkpoint; "waiting", an error after which it is tried again; "ended", by an error; "callback", which raised."""
     version: int | None
-    """The id of the version that served afterwards; None in a `Following` that has swapped nothing in."""
     source: str
-    """The path of the checkpoint, or of the store."""
     time: float
-    """Seconds since 1970."""
     seconds: float
-    """The time for a swap, with that for verifying the checkpoint."""
     error: str = ""
-    """The class and text of the error; empty without an error."""
     step: int | None = None
-    """The step of a checkpoint that is followed."""
 
 
 class Answer(NamedTuple):
@@ -68,10 +68,6 @@ class Answer(NamedTuple):
 
     value: Any
     version: int
-
-
-_Retired = tuple["weakref.ref[nn.Module]", list[torch.Tensor]]
-"""The module of a version that neither serves nor is kept, and its tensors on GPUs."""
 
 
 def _serve_nothing(*_: object, **__: object) -> object:
@@ -257,7 +253,8 @@ class Live:
         stale = "not in the state, so not changed; stale where the values were computed from weights"
         self._notes = (f"{stale}: {fixed}",) if fixed else ()
         self._keep_versions = keep_versions
-        self._retired: list[_Retired] = []
+        # The modules of versions that neither serve nor are kept, and their tensors on GPUs.
+        self._retired: list[tuple[weakref.ref[nn.Module], list[torch.Tensor]]] = []
         self._free = Weights()
         """Those of the version that was retired last, whose memory the next one may use."""
         self._swaps, self._flips = nn.Module(), nn.Module()
@@ -270,7 +267,7 @@ class Live:
         self._ids = itertools.count(1 + has_values)
         self._versions: tuple[Program, ...] = (program,)
         """The kept versions, the oldest first, and the one that serves. A flip replaces the tuple in one step."""
-        self._events: deque[Event] = deque(maxlen=_HISTORY)
+        self._events: deque[Event] = deque(maxlen=1000)
         self._log("started", source, 0.0)
 
     def __repr__(self) -> str:
@@ -533,7 +530,7 @@ class Live:
         torch uses freed GPU memory again in the order of the stream that it was allocated on. Without the wait, a later
         version could overwrite weights that a request on another stream has yet to read.
         """
-        if len([1 for module, _ in self._retired if module() is not None]) > _MOST_RETIRED:
+        if sum(module() is not None for module, _ in self._retired) > 2:
             gc.collect()
         ended = [tensors for module, tensors in self._retired if module() is None]
         self._retired = [each for each in self._retired if each[0]() is not None]

@@ -212,8 +212,6 @@ _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _CALLABLES = (types.FunctionType, functools.partial, *_METHODS)
 _PARTS = ("__self__", "__func__", "func", "args", "keywords", "__defaults__", "__kwdefaults__")
 """What a method, a partial or a function calls, and what it calls that with."""
-Reference = tuple[str, object]
-"""The path of an object, and the object."""
 
 
 def check_captured_references(module: nn.Module, clone: nn.Module) -> tuple[str, ...]:
@@ -280,7 +278,7 @@ def _addresses(value: torch.Tensor | npt.NDArray[np.generic]) -> set[int]:
     return {storage_of(part).data_ptr() for part in parts} - {0}
 
 
-def _reachable(root: nn.Module, ends: Container[int]) -> Iterator[Reference]:
+def _reachable(root: nn.Module, ends: Container[int]) -> Iterator[tuple[str, object]]:
     """Yields each module, tensor and array that is reachable from a module, with its path.
 
     The search does not continue from objects whose ids are in `ends`.
@@ -288,7 +286,7 @@ def _reachable(root: nn.Module, ends: Container[int]) -> Iterator[Reference]:
     registered = {id(module): path for path, module in root.named_modules()}
     seen: set[int] = set()
     kept: list[object] = []  # keeps the ids in `seen` valid
-    waiting = deque[Reference](root.named_modules())  # breadth first, for the shortest paths
+    waiting = deque[tuple[str, object]](root.named_modules())  # breadth first, for the shortest paths
     while waiting:
         path, value = waiting.popleft()
         if id(value) in seen or type(value) in weakref.ProxyTypes:
@@ -302,7 +300,7 @@ def _reachable(root: nn.Module, ends: Container[int]) -> Iterator[Reference]:
         waiting.extend(_referents(registered.get(id(value), path), value))
 
 
-def _referents(path: str, value: object) -> Iterator[Reference]:
+def _referents(path: str, value: object) -> Iterator[tuple[str, object]]:
     """Yields what a module, a function, a method, a container or an object of the user refers to, with its path."""
     if isinstance(value, nn.Module):
         yield from _of_module(path, value)
@@ -329,7 +327,7 @@ def _referents(path: str, value: object) -> Iterator[Reference]:
             yield from _attributes(path, value)
 
 
-def _of_module(path: str, module: nn.Module) -> Iterator[Reference]:
+def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, object]]:
     """The attributes of a module, without those that a hook sets before each call, such as that of `spectral_norm`."""
     set_by_hooks = computed_attributes(module)
     if isinstance(module, nn.RNNBase):
@@ -343,7 +341,7 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Reference]:
             yield f"{path}.{name}" if path else name, value
 
 
-def _of_code(path: str, value: types.FunctionType) -> Iterator[Reference]:
+def _of_code(path: str, value: types.FunctionType) -> Iterator[tuple[str, object]]:
     """The closure of a function, and the modules, tensors and callables among its globals."""
     for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
         try:
@@ -363,7 +361,7 @@ def _names(code: types.CodeType) -> set[str]:
     return names.union(*(_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
 
 
-def _attributes(path: str, value: object) -> Iterator[Reference]:
+def _attributes(path: str, value: object) -> Iterator[tuple[str, object]]:
     """The instance attributes, without `__wrapped__`: it documents what a function wraps, and is not called."""
     try:
         own = object.__getattribute__(value, "__dict__")

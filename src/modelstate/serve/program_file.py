@@ -39,18 +39,21 @@ _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
 
 class ProgramTensor(msgspec.Struct, frozen=True):
-    """A tensor of a program, as the manifest describes it."""
+    """A tensor of a program, as the manifest describes it.
+
+    Attributes:
+        name: The path in the module tree that runs.
+        stride: In elements.
+        role: "hidden" is a buffer that is not in the state dict.
+        alias: The first name of the tensor; it differs from `name` where the tensor is tied.
+    """
 
     name: _Text
-    """The path in the module tree that runs."""
     shape: tuple[_Size, ...]
     dtype: _Text
     stride: tuple[_Size, ...]
-    """In elements."""
     role: Literal["parameter", "buffer", "hidden"]
-    """ "hidden" is a buffer that is not in the state dict."""
     alias: _Text
-    """The first name of the tensor; it differs from `name` where the tensor is tied."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -65,27 +68,41 @@ class ProgramTensor(msgspec.Struct, frozen=True):
 
 
 class ProgramInput(msgspec.Struct, frozen=True):
-    """An input of a package. The defaults are those of an input that is not a tensor."""
+    """An input of a package. The defaults are those of an input that is not a tensor.
+
+    Attributes:
+        order: The dimensions, from the one with the largest stride to the one with the smallest.
+        is_written: Whether the program writes to it.
+    """
 
     name: str
     dtype: str = ""
     device: str = ""
     order: tuple[int, ...] = ()
-    """The dimensions, from the one with the largest stride to the one with the smallest."""
     is_written: bool = False
-    """Whether the program writes to it."""
 
 
 class ProgramInputs(msgspec.Struct, frozen=True):
-    """What a package takes."""
+    """What a package takes.
+
+    Attributes:
+        conditions: Python of `args`, the inputs of a call in one list.
+    """
 
     values: tuple[ProgramInput, ...]
     conditions: tuple[str, ...]
-    """Python of `args`, the inputs of a call in one list."""
 
 
 class Manifest(msgspec.Struct, frozen=True, tag_field="format", tag="modelstate-program"):
     """The description of a program that `modelstate.export` writes and returns. Each weight in it can be swapped.
+
+    Attributes:
+        names: A map from the names of the module's `state_dict()`; None where no map can express the module's
+            hooks.
+        names_reason: The reason why there is no map; empty where there is one.
+        inputs: The description of a package's inputs; None for an exported program, which contains it.
+        version: The version of the JSON.
+        modelstate: The version of modelstate that wrote it.
 
     Examples:
         >>> manifest = modelstate.export(model.eval(), (x,), "model.pt2")
@@ -96,16 +113,11 @@ class Manifest(msgspec.Struct, frozen=True, tag_field="format", tag="modelstate-
     kind: Kind
     tensors: tuple[ProgramTensor, ...]
     names: NameMap | None
-    """A map from the names of the module's `state_dict()`; None where no map can express the module's hooks."""
     names_reason: str
-    """The reason why there is no map; empty where there is one."""
     torch_version: str = msgspec.field(name="torch")
     inputs: ProgramInputs | None = None
-    """The description of a package's inputs; None for an exported program, which contains it."""
     version: int = _VERSION
-    """The version of the JSON."""
     modelstate: str = __version__
-    """The version of modelstate that wrote it."""
 
     def __str__(self) -> str:
         weights = {tensor.alias: tensor for tensor in self.tensors if tensor.role != "hidden"}

@@ -57,6 +57,17 @@ from modelstate.transaction.transaction import Transaction
 class SwapReport(msgspec.Struct, frozen=True):
     """The result of `Live.swap`. Printing it shows the versions, sizes and times.
 
+    Attributes:
+        tensors: The number of weights that were filled; a tied weight counts once.
+        bytes: The size of these weights.
+        caught_up: Whether weights in memory have caught up with a step, by the patches that they lacked.
+        version: The id of the version that serves now.
+        previous: The id of the version before.
+        staged_seconds: Time to open, read and check the weights.
+        flip_seconds: Time to carry buffers over and to make the version the current one.
+        seconds: Time of the whole swap.
+        carried: Buffers that requests had changed, and that were taken over from the version before.
+
     Examples:
         >>> report = live.swap("step-2000.safetensors")
         >>> report.version, report.previous
@@ -66,29 +77,16 @@ class SwapReport(msgspec.Struct, frozen=True):
     target: str
     source: str
     tensors: int
-    """The number of weights that were filled; a tied weight counts once."""
     bytes: int
-    """The size of these weights."""
     caught_up: bool = False
-    """Whether weights in memory have caught up with a step, by the patches that they lacked."""
     version: int = 0
-    """The id of the version that serves now."""
     previous: int = 0
-    """The id of the version before."""
     staged_seconds: float = 0.0
-    """Time to open, read and check the weights."""
     canary_seconds: float = 0.0
     flip_seconds: float = 0.0
-    """Time to carry buffers over and to make the version the current one."""
     seconds: float = 0.0
-    """Time of the whole swap."""
     carried: tuple[str, ...] = ()
-    """Buffers that requests had changed, and that were taken over from the version before."""
     notes: tuple[str, ...] = ()
-
-    def __repr__(self) -> str:
-        served, tensors, *_ = str(self).splitlines()
-        return f"<{type(self).__name__}: {served}, {tensors.strip()}>"
 
     def __str__(self) -> str:
         lines = [
@@ -175,16 +173,19 @@ def stage(
 
 
 class WeightsRead(NamedTuple):
-    """The result of `read_weights`."""
+    """The result of `read_weights`.
+
+    Attributes:
+        tensors: By the ids of their slots.
+        maps: The addresses of those that are maps of a file.
+        caught_up: Whether weights in memory have caught up.
+        notes: Remarks about files that cannot be mapped.
+    """
 
     tensors: dict[int, torch.Tensor]
-    """By the ids of their slots."""
     maps: set[int]
-    """The addresses of those that are maps of a file."""
     caught_up: bool
-    """Whether weights in memory have caught up."""
     notes: Sequence[str]
-    """Remarks about files that cannot be mapped."""
 
 
 def read_weights(

@@ -54,18 +54,22 @@ def buffer_digest(buffer: torch.Tensor | None) -> object:
 
 
 class Weights(msgspec.Struct, eq=False):
-    """The weights of a version that are plain tensors of the CPU, by their runtime names."""
+    """The weights of a version that are plain tensors of the CPU, by their runtime names.
+
+    Attributes:
+        tensors: They share the memory of the version.
+        maps: The addresses of those that are maps of a file, into which nothing is read.
+        buffers: A digest of the values of each buffer, as it was when the version was made.
+        checkpoint: The files that they were read from.
+        names: The names there of weights that were read as they are. Empty once other values are read into the
+            memory.
+    """
 
     tensors: Mapping[str, torch.Tensor] = {}
-    """They share the memory of the version."""
     maps: Set[int] = frozenset()
-    """The addresses of those that are maps of a file, into which nothing is read."""
     buffers: Mapping[str, object] = {}
-    """A digest of the values of each buffer, as it was when the version was made."""
     checkpoint: Checkpoint | None = None
-    """The files that they were read from."""
     names: dict[str, str] = {}
-    """The names there of weights that were read as they are. Empty once other values are read into the memory."""
 
     @property
     def memory(self) -> dict[str, torch.Tensor]:
@@ -130,18 +134,22 @@ class Target(ABC):
         skeleton: A module without memory that has the weights and buffers of a version under their runtime names.
         names: Which other names checkpoints may have: those of a map, or those that a module without memory saves. Its
             loading code then reads the checkpoint. For a module that is served this is the skeleton itself.
+
+    Attributes:
+        kind: "eager", "compiled", "exported" or "aoti".
+        fixed: Tensors outside of the state, as far as they are known. Only loading code of a module changes them in
+            a swap.
+        maps_files: Whether the weights of a version may be maps of a file.
+        has_all_names: Whether the names are known of all weights, also of those that a compiler has made constants
+            of.
+        first: Version 1, the target in its own memory, until it is taken.
     """
 
     kind: str
-    """ "eager", "compiled", "exported" or "aoti"."""
     fixed: tuple[str, ...] = ()
-    """Tensors outside of the state, as far as they are known. Only loading code of a module changes them in a swap."""
     maps_files: bool = True
-    """Whether the weights of a version may be maps of a file."""
     has_all_names: bool = True
-    """Whether the names are known of all weights, also of those that a compiler has made constants of."""
     first: Program
-    """Version 1, the target in its own memory, until it is taken."""
 
     def __init__(self, name: str, skeleton: nn.Module, names: NameMap | nn.Module | None) -> None:
         self.name, self.skeleton, self._names = name, skeleton, names
