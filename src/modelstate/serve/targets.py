@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import LiveTargetError, ProgramInputError
+from modelstate.problems import REAL
 from modelstate.process import cached_attribute
 from modelstate.rules.rule import Rule
 from modelstate.serve.meta_clone import buffers_of, check_captured_references, meta_clone, runtime_state, state_module
@@ -36,7 +37,7 @@ from modelstate.torch_compat.modules import (
     own_parameters,
     unwrapped,
 )
-from modelstate.torch_compat.plain import has_its_memory, in_a_row, is_plain, is_sharded
+from modelstate.torch_compat.plain import has_its_memory, in_a_row, is_fake, is_plain, is_sharded, why_not_plain
 from modelstate.torch_compat.private import arguments_of_node, check_inputs_by, storage_owners
 
 if TYPE_CHECKING:
@@ -234,10 +235,9 @@ def _obstacles(module: nn.Module) -> Iterator[tuple[str, str, str]]:
     Each is the path of a module or a tensor, what is wrong there, and the remedy.
     """
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_sharded(tensor):
-            what = "a module with DTensors (of FSDP2 or tensor parallelism) cannot be served in versions"
-            remedy = "serve the module as it is before fully_shard or distribute_tensor, with a whole checkpoint"
-            yield path, what, remedy
+        if is_fake(tensor) or is_sharded(tensor):
+            remedy = REAL if is_fake(tensor) else "serve the module as it is before fully_shard or distribute_tensor"
+            yield path, f"the module cannot be served in versions: it has {why_not_plain(tensor)}", remedy
     if isinstance(module, torch.jit.ScriptModule) and not hasattr(module, "training"):
         what = "a frozen TorchScript module has its weights as constants in its code"
         yield "", what, "serve the module as it is before torch.jit.freeze or torch.jit.optimize_for_inference"
