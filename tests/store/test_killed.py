@@ -13,7 +13,7 @@ from tests.faults import faulty_reads, faulty_writes, killed_at
 from tests.programs import run_program
 from tests.store.common import contents, litter
 from tests.store.killed import DELTA, Job, publish, said, start, train
-from tests.sweeps import sample, spread
+from tests.sweeps import spread
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +95,7 @@ def kill_at_every_call(directory: Path) -> None:
     with faulty_writes() as writes:
         publish_next()
     newest = 4
-    for request in sample(writes.requests, lambda request: request.call):
+    for request in spread(writes.requests, 16):
         job.train()
         assert killed_at(request.number, publish_next), request
         found = check(directory, newest)
