@@ -279,7 +279,7 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_parent() -> None:
-    for lease in _leases.values():
+    for lease in [*_leases.values()]:
         lease.for_child = None
 
 
