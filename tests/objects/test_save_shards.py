@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import modelstate as ms
 from modelstate.errors import ChecksumError, TargetExistsError, UnsavableError
-from modelstate.formats import safetensors, sharded
+from modelstate.formats import manifest, safetensors
 from tests.faults import faulty_writes
 from tests.objects.saves import NAME, contents, save, version_at
 
@@ -60,7 +60,7 @@ def test_more_than_a_header_or_an_index_holds(tmp_path: Path, monkeypatch: pytes
     ms.save(state, tmp_path / NAME, shard_size_bytes=80)
     assert all(torch.equal(ms.open(tmp_path / NAME).tensor(f"part.w{n}"), torch.tensor([n * 1.0])) for n in range(60))
     before = contents(tmp_path)
-    monkeypatch.setattr(sharded, "MAX_INDEX_BYTES", 6000)
+    monkeypatch.setattr(manifest, "MAX_INDEX_BYTES", 6000)
     for size in (None, 80):
         with pytest.raises(UnsavableError, match="in files of their own"):
             ms.save(state, tmp_path / NAME, shard_size_bytes=size)

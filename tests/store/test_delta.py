@@ -16,8 +16,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, sealed
-from modelstate.formats.sharded import LAYERS
+from modelstate.formats.manifest import KEY, LAYERS, OPEN_SEAL, SEAL, sealed
 from modelstate.rules.expression import region, values_of
 from tests.faults import failing, faulty_writes
 from tests.store.common import contents, cut, flip, litter

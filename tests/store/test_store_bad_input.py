@@ -15,7 +15,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.formats import manifest, sharded
+from modelstate.formats import manifest
 from modelstate.formats.manifest import OPEN_SEAL, sealed
 from modelstate.io import lock
 from tests.commands import run_command
@@ -172,8 +172,7 @@ def test_a_value_that_nobody_would_read_again(tmp_path: Path) -> None:
 def test_more_digests_than_a_reader_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, limit: str
 ) -> None:
-    module, name = (manifest, "MAX_BYTES") if limit == "manifest" else (sharded, "MAX_INDEX_BYTES")
-    monkeypatch.setattr(module, name, 2000)
+    monkeypatch.setattr(manifest, "MAX_BYTES" if limit == "manifest" else "MAX_INDEX_BYTES", 2000)
     objects = {"model": nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(60)])}
     store = ms.Store(tmp_path)
     with pytest.raises(errors.UnsavableError, match="as several objects"):

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 from collections import ChainMap, Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -69,6 +69,13 @@ MAX_PARTS = 4_000_000
 """The limit of lists, objects, commas and colons: each becomes an object in memory as soon as the text is parsed."""
 MAX_PATH_CHARACTERS = 128_000_000
 """The limit of the paths of all values of a tree together: one long key is in the path of every value below it."""
+MAX_INDEX_BYTES = 150_000_000
+MAX_NAMES = 1_000_000
+"""The limit of the names in an index."""
+WEIGHT_MAP = "weight_map"
+"""The key of an index that has the file of each tensor."""
+LAYERS = "modelstate_layers"
+"""The key of the metadata of an index that has the names of the layers in their order, as JSON."""
 _MAX_DEPTH = 100
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -470,6 +477,23 @@ def sealed(data: bytes) -> bytes:
     placeholder = OPEN_SEAL.encode()
     assert placeholder in data
     return data.replace(placeholder, f"{ALGORITHM}:{digest(data)}".encode(), 1)
+
+
+def index_of(files: Mapping[str, Iterable[str]], total_bytes: int, manifest: str, layered: bool = False) -> bytes:
+    """The text of an index: the file of each tensor, and the manifest. Raises `ValueError` where none would read it.
+
+    With `layered`, the files are layers in their order, whose headers say what is in which file.
+    """
+    metadata = {SEAL: OPEN_SEAL, "total_size": str(total_bytes), KEY: manifest}
+    weight_map = {name: file for file, names in files.items() for name in names}
+    if layered:
+        metadata[LAYERS], weight_map = json.dumps([*files]), {}
+    text = json.dumps({"metadata": metadata, WEIGHT_MAP: weight_map}, ensure_ascii=False, indent=1)
+    data = text.encode() + b"\n"
+    if len(data) > MAX_INDEX_BYTES or len(weight_map) > MAX_NAMES:
+        limits = f"at most {MAX_INDEX_BYTES:,} bytes for {MAX_NAMES:,} tensors are read"
+        raise ValueError(f"an index of {len(data):,} bytes for {len(weight_map):,} tensors; {limits}")
+    return sealed(data)
 
 
 def check_seal(data: bytes, seal: str, where: str) -> None:

@@ -21,7 +21,7 @@ import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -34,7 +34,17 @@ from modelstate.errors import (
     SourceNotFoundError,
 )
 from modelstate.formats import manifest
-from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, JsonError, check_seal, digest, parse_json, sealed
+from modelstate.formats.manifest import (
+    LAYERS,
+    MAX_INDEX_BYTES,
+    MAX_NAMES,
+    SEAL,
+    WEIGHT_MAP,
+    JsonError,
+    check_seal,
+    digest,
+    parse_json,
+)
 from modelstate.formats.safetensors import strings_of
 from modelstate.formats.tree import Contents, Patched
 from modelstate.io.files import FileFingerprint, SourceFile
@@ -47,14 +57,9 @@ if TYPE_CHECKING:
 
     from modelstate.formats.block_writer import LazyTensor
 
-MAX_INDEX_BYTES = 150_000_000
-MAX_NAMES = 1_000_000
 MAX_SHARDS = 100_000
 """The most files that one index may name: a hundred times the number of the largest models."""
-WEIGHT_MAP = "weight_map"
 INDEX_SUFFIX = ".index.json"
-LAYERS = "modelstate_layers"
-"""The key of the metadata of an index that has the names of the layers in their order, as JSON."""
 _PLAIN_NAME = r"(?a)\w[\w.-]*"
 _MOST_METADATA = 100
 _MOST_PARTS = MAX_NAMES + manifest.MAX_PARTS
@@ -369,23 +374,6 @@ def own_shards(path: str) -> re.Pattern[str]:
     """Returns the pattern of the names that `shard_names` gives to the shards of any save to a path."""
     stem = os.path.basename(path).removesuffix(SUFFIX)
     return re.compile(re.escape(stem) + r"-[0-9a-f]{12}-\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
-
-
-def index_of(files: Mapping[str, Iterable[str]], total_bytes: int, manifest: str, layered: bool = False) -> bytes:
-    """The text of an index: the file of each tensor, and the manifest. Raises `ValueError` where none would read it.
-
-    With `layered`, the files are layers in their order, whose headers say what is in which file.
-    """
-    metadata = {SEAL: OPEN_SEAL, "total_size": str(total_bytes), KEY: manifest}
-    weight_map = {name: file for file, names in files.items() for name in names}
-    if layered:
-        metadata[LAYERS], weight_map = json.dumps([*files]), {}
-    text = json.dumps({"metadata": metadata, WEIGHT_MAP: weight_map}, ensure_ascii=False, indent=1)
-    data = text.encode() + b"\n"
-    if len(data) > MAX_INDEX_BYTES or len(weight_map) > MAX_NAMES:
-        limits = f"at most {MAX_INDEX_BYTES:,} bytes for {MAX_NAMES:,} tensors are read"
-        raise ValueError(f"an index of {len(data):,} bytes for {len(weight_map):,} tensors; {limits}")
-    return sealed(data)
 
 
 def old_files(path: str, but: Collection[str] = ()) -> list[str]:

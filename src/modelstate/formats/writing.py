@@ -17,15 +17,13 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from typing import TYPE_CHECKING
 
 from modelstate.errors import TargetExistsError, UnsavableError, WriteFailedError
-from modelstate.formats.manifest import KEY, check_size
+from modelstate.formats.manifest import KEY, WEIGHT_MAP, check_size, index_of
 from modelstate.formats.safetensors import FileLayout, Written, blank_digests, layout, write, write_in_order
 from modelstate.formats.sharded import (
     INDEX_SUFFIX,
     SHARD_METADATA,
-    WEIGHT_MAP,
     Kind,
     in_shards,
-    index_of,
     old_files,
     own_shards,
     shard_names,

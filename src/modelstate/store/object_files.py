@@ -18,10 +18,10 @@ import torch
 from modelstate.errors import ModelStateError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor
 from modelstate.formats.layers import PatchLayer, chains, patch_layer
-from modelstate.formats.manifest import KEY, MAX_PARTS, check_size
+from modelstate.formats.manifest import KEY, LAYERS, MAX_PARTS, check_size, index_of
 from modelstate.formats.safetensors import METADATA_NAME, FileLayout, dtype_and_shape, layout
 from modelstate.formats.serialize import SerializedState
-from modelstate.formats.sharded import INDEX_SUFFIX, LAYERS, SHARD_METADATA, SUFFIX, in_shards, index_of
+from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards
 from modelstate.io.engine import for_each
 from modelstate.objects.parts import Kind
 from modelstate.store.backend import NewDirectory

@@ -23,9 +23,8 @@ from modelstate.errors import (
     SourceAccessError,
     UnknownClassError,
 )
-from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, digest, sealed
+from modelstate.formats.manifest import MAX_INDEX_BYTES, OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.formats.safetensors import MAX_HEADER_BYTES
-from modelstate.formats.sharded import MAX_INDEX_BYTES
 from modelstate.io.files import SourceFile, read_whole
 from modelstate.objects.parts import Kind
 from modelstate.version import __version__
