@@ -364,8 +364,9 @@ def test_a_damaged_layer(tmp_path: Path, layer: int, harm: Callable[[Path], obje
     reader, target = ms.Store(tmp_path), Model()
     before = target.copy()
     assert "damaged" in reader.verify()[2]
-    with pytest.raises(errors.DamagedCheckpointError, match="restore another step, such as 1: "):
-        ms.Store(tmp_path).restore({"model": target}, 2)
+    for _ in range(2):
+        with pytest.raises(errors.DamagedCheckpointError, match="restore another step, such as 1: "):
+            reader.restore({"model": target}, 2)
     assert same(target.state_dict(), before)
     if layer and harm is flip:  # also without `verify`: a patch must not fail in the middle of a commit
         with pytest.raises(errors.DamagedCheckpointError, match="patch"):

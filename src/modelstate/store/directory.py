@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import warnings
 from collections import Counter
@@ -440,9 +441,8 @@ class StepIndex:
                     with suppress(ModelStateError):
                         others = [entry.place.step for entry in self.by_age() if entry.is_whole]
                         if isinstance(problem, DamagedCheckpointError) and others[-1:] not in ([], [step]):
-                            problem.remedy = problem.remedy.replace(
-                                "another step", f"another step, such as {others[-1]}"
-                            )
+                            named = f"another step, such as {others[-1]}"
+                            problem.remedy = re.sub("another step(?!,)", named, problem.remedy)  # unless it has one
                     raise problem
                 raise StepNotFoundError(
                     "no checkpoint of the store can be used" if skipped else "there is no checkpoint in the store",
