@@ -70,7 +70,7 @@ def _load(kind: str, path: Path, meta: bool, read_once: bool = False) -> tuple[i
     models.SHARD[kind](net)
     with faulty_reads() as seen:  # which also keeps a load from filling memory through userfaultfd, uncounted
         before = _read_so_far()
-        report = ms.load(net, path, read_once=read_once, in_place=False)  # no call counts what comes out of a map
+        report = ms.load(net, path, read_once=read_once)
         by_kernel = _read_so_far() - before
     calls = [request for request in seen.requests if request.call in ("pread", "preadv", "preadv_cached")]
     by_calls, read_to = 0, dict.fromkeys((request.path for request in calls), 0)

@@ -12,7 +12,9 @@ make a read fail comes before the first byte is written:
    for writing already, there is no lease.
 3. Each file is compared with its fingerprint. From here on its bytes are those of the checkpoint.
 
-Then torch copies the values out of a map, casts included; what has to be looked at, or goes to another device, is read.
+Then the bytes are read from the page cache; values that are only cast come out of a map, by torch's own copies. Reads
+of other values were measured to be faster than copies out of a map, and a disk that fails is an error there.
+
 What remains: the kernel evicts a page after the first step, and the disk does not return it again; or a writer waits,
 and the process is stopped for longer than the break time. Some values are then old or damaged, or, of a map, the kernel
 ends the process (SIGBUS). `in_place=False` excludes both.
@@ -61,7 +63,7 @@ def read_ahead(ranges: Iterable[ByteRange], files: OpenFiles) -> int:
     ranges are cached already, where the kernel does not say whether they are, and where they are too small to matter.
     """
     cold = _cold(ranges, files)
-    total = min(sum(span.nbytes for span in cold), most_to_read())
+    total = min(sum(span.nbytes for span in cold), most_to_read()) if cold else 0
     if total:
         run_detached(partial(_read_ahead, cold, total, files.fingerprints))
     return total

@@ -367,7 +367,7 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[C
             staging.files.check_unchanged()
             by_map = defaultdict[bool, list[Execution]](list)
             for item in waiting:
-                by_map[_is_copied_from_map(item.transfers)].append(item)
+                by_map[_is_cast_from_map(item.transfers)].append(item)
             copies = _copies_from_maps(staging, by_map[True])
             rest = by_map[False] if copies else waiting
             return [*copies, *reads(staging, rest), staging.files.check_unchanged]
@@ -380,16 +380,13 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[C
     return []
 
 
-def _is_copied_from_map(transfers: Transfers) -> bool:
-    """Whether torch may copy the values out of a map: each is a range of a file, and nothing has to look at a cast."""
-    columns = transfers.columns
-    if columns is None or not transfers.on_cpu or not transfers.nbytes:
+def _is_cast_from_map(transfers: Transfers) -> bool:
+    """Whether torch may cast the values out of a map: nothing has to look at them, and it is faster than in blocks."""
+    columns, stored = transfers.columns, transfers.stored_dtype
+    if transfers.sink is not Sink.BLOCKS or columns is None or not transfers.on_cpu or not transfers.nbytes:
         return False
-    sizes = {name: getattr(torch, name).itemsize for name in {*columns.dtype_names}}
-    if any(start % sizes[name] for name, start in zip(columns.dtype_names, columns.starts, strict=True)):
-        return False
-    casts_to = {*transfers.dtypes} if transfers.sink is Sink.BLOCKS else set[torch.dtype]()
-    return not any(can_overflow(transfers.stored_dtype, dtype) for dtype in casts_to)
+    are_aligned = all(start % stored.itemsize == 0 for start in columns.starts)
+    return are_aligned and not any(can_overflow(stored, dtype) for dtype in {*transfers.dtypes})
 
 
 def _copies_from_maps(staging: Staging, executions: Sequence[Execution]) -> list[Callable[[], object]]:

@@ -42,6 +42,7 @@ _FITS_IN_PART = (
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """The attributes that each module has: the tensors in them are slots."""
+_MAY_HOLD_TENSORS = (torch.Tensor, dict, list, tuple)
 
 
 def record(planner: Planner) -> None:
@@ -129,19 +130,18 @@ def _check_meta(planner: Planner, on_meta: Sequence[Slot]) -> None:
     scripted = {prefix for prefix, module in modules.items() if isinstance(module, torch.jit.ScriptModule)}
     names = [slot.name for slot in on_meta if scripted and slot.name[: slot.name.rfind(".") + 1] in scripted]
     planner.problems += [Problem(ProblemKind.SCRIPTED_ON_META, name) for name in names]
-    attributes = [
-        prefix + name
-        for prefix, module in modules.items()
-        for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE
-        for tensor in (
-            value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        )
-        if isinstance(tensor, torch.Tensor) and tensor.is_meta and id(tensor) not in known
-    ]
+    attributes = list[str]()
+    for prefix, module in modules.items():
+        own = vars(module)
+        for name in own.keys() - _OF_EVERY_MODULE:
+            value = own[name]
+            if isinstance(value, _MAY_HOLD_TENSORS):
+                held = value.values() if isinstance(value, dict) else [value] if torch.is_tensor(value) else value
+                tensors = (each for each in held if isinstance(each, torch.Tensor))
+                attributes += [prefix + name for tensor in tensors if tensor.is_meta and id(tensor) not in known]
     if attributes:
         what = "attributes are tensors on meta, which no load fills: assign them, or register them as buffers"
-        planner.notes.append(f"{len(attributes)} {what}: {listed(attributes, 4)}")
+        planner.notes.append(f"{len(attributes)} {what}: {listed(sorted(attributes), 4)}")
 
 
 def _check_quantized(planner: Planner) -> None:
