@@ -1,4 +1,4 @@
-"""Copies the tensors of a state to CPU memory at once; and allocates pinned memory.
+"""Copies the tensors of a state to CPU memory at once, with several threads; and allocates pinned memory.
 
 Training may go on after the copy. A CUDA device copies from and to pinned memory by itself, at full speed.
 `torch.empty(pin_memory=True)` lets the driver allocate small pages and pin each of them, and rounds the size up to a
@@ -11,8 +11,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import weakref
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -20,10 +20,13 @@ import torch
 
 from modelstate.io import linux
 from modelstate.io.engine import for_each, read_threads
-from modelstate.io.memory import aligned, empty_cpu
+from modelstate.io.memory import HUGE_PAGE_BYTES, aligned, empty_cpu
 from modelstate.process import deferred_signals
 from modelstate.spec import contiguous_stride
 from modelstate.torch_compat.private import copy_each
+
+_BLOCK_BYTES = 4 << 20
+_PAIRS_AT_ONCE = 16
 
 
 class StagingBuffer:
@@ -37,27 +40,14 @@ class StagingBuffer:
         """The size of the buffer now."""
         return 0 if self._buffer is None else self._buffer.numel()
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def copies(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Returns contiguous copies of plain tensors. The copies before are overwritten.
 
         Raises torch's error where there is not enough memory.
         """
-        tensors = [tensor.detach() for tensor in tensors]
+        tensors = list(tensors)
         copies = self._allocate(tensors)
-        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-
-        def wait() -> None:
-            for device in devices:
-                torch.cuda.synchronize(device)
-
-        wait()  # for what has been queued on all streams: the copies are on one of them
-        try:
-            if tensors:
-                copy_each(copies, tensors, non_blocking=True)
-        finally:
-            wait()  # after an error too: the copies use memory that may be released then
+        copy_all(tensors, copies)
         return copies
 
     def _allocate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -72,12 +62,46 @@ class StagingBuffer:
             buffer = empty_cpu((max(end, 1),), torch.uint8) if device is None else pinned_memory(end, device)
             self._buffer = buffer
         storage = buffer.untyped_storage()
-        return [
-            torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-                storage, start // tensor.itemsize, tuple(tensor.shape), contiguous_stride(tensor.shape)
-            )
-            for tensor, start in zip(tensors, starts, strict=True)
-        ]
+        with torch.inference_mode(False):
+            return [
+                torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+                    storage, start // tensor.itemsize, tuple(tensor.shape), contiguous_stride(tensor.shape)
+                )
+                for tensor, start in zip(tensors, starts, strict=True)
+            ]
+
+
+def copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+    """Copies tensors with several threads. Each thread takes pieces of at most a few megabytes."""
+    pairs = [pair for tensor, copy in zip(tensors, copies, strict=True) for pair in _pieces(tensor, copy)]
+    jobs = [pairs[at : at + _PAIRS_AT_ONCE] for at in range(0, len(pairs), _PAIRS_AT_ONCE)]
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def copy_job(job: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        sources, targets = zip(*job, strict=True)
+        copy_each(targets, sources, non_blocking=True)
+
+    def wait() -> None:
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    wait()  # for what has been queued on all streams: the copies are on one of them
+    try:
+        for_each(jobs, [copy_job] * min(read_threads(), len(jobs)), with_torch=True)
+    finally:
+        wait()  # after an error too: the copies use memory that may be released then
+
+
+def _pieces(tensor: torch.Tensor, copy: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    nbytes = tensor.nbytes
+    if nbytes <= _BLOCK_BYTES or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        return [(tensor.detach(), copy)]
+    step = _BLOCK_BYTES // tensor.itemsize
+    with torch.inference_mode(False):
+        source, target = tensor.detach().view(-1), copy.view(-1)
+    return [(source[at : at + step], target[at : at + step]) for at in range(0, tensor.numel(), step)]
 
 
 # Pinned memory.
@@ -95,20 +119,34 @@ def pinned_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 
     Raises `RuntimeError` where the system, or a limit on pinned memory, does not allow for it.
     """
-    memory = _registered(nbytes, device) if nbytes else None
-    if memory is None:
+    mapping = _registered(nbytes + HUGE_PAGE_BYTES, device) if nbytes else None
+    if mapping is None:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=_offset(mapping))
 
 
-def _registered(nbytes: int, device: torch.device) -> ctypes.Array[ctypes.c_char] | None:
-    """Returns memory that is registered with the driver until nothing refers to it any more, or the process ends."""
+class _Mapping(mmap.mmap):
+    """Memory that is registered with the driver until nothing refers to it any more, or the process ends."""
+
+    unregister: Callable[[], object] | None = None
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.unregister is not None and not is_finalizing():
+            self.unregister()
+
+
+def _offset(mapping: mmap.mmap) -> int:
+    """Where the first huge page begins."""
+    return -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % HUGE_PAGE_BYTES
+
+
+def _registered(size: int, device: torch.device) -> _Mapping | None:
     try:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:
         return None
-    memory = (ctypes.c_char * nbytes).from_buffer(mapping)
-    first = ctypes.addressof(memory)
+    offset = _offset(mapping)
+    first, nbytes = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + offset, size - HUGE_PAGE_BYTES
     # The device goes on with the pages that it has pinned: a write after a fork must not copy them to others.
     for advice in (linux.Advice.HUGEPAGE, linux.Advice.WIPEONFORK):
         linux.madvise(first, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, advice)
@@ -131,6 +169,5 @@ def _registered(nbytes: int, device: torch.device) -> ctypes.Array[ctypes.c_char
             with suppress(RuntimeError):  # the next call of torch would raise the error
                 torch.zeros(1, device=device)
             return None
-        # Called before the memory is unmapped; a weak reference to the map itself is cleared only afterwards.
-        weakref.finalize(memory, unregister).atexit = False
-    return memory
+        mapping.unregister = unregister
+    return mapping
