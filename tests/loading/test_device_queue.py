@@ -47,7 +47,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(values, "pinned_memory", lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(values, "_QUEUED_DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(stage, "_is_copied_from_map", lambda _: False)  # as for the values of a device
+    monkeypatch.setattr(stage, "_is_cast_from_map", lambda _: False)  # as for the values of a device
     monkeypatch.setattr(values.CudaQueue, "run", noted)
     return used
 

@@ -84,8 +84,8 @@ def resident(descriptor: int, start: int, nbytes: int) -> bytes | None:
     Unlike `cachestat` it does not count pages whose read has failed, or is not over. Returns None where the kernel does
     not say. For a file that the user neither owns nor may write to, all pages seem to be there.
     """
-    if _mincore is None:
-        return None
+    if _mincore is None or not nbytes:
+        return None if nbytes else b""
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     nbytes += start - first
     try:
