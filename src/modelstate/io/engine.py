@@ -206,12 +206,15 @@ class LocalFile:
         except OSError as error:
             raise read_failed("reading failed", f"{self.path}, byte {offset}", error) from error
 
-    def skip_page_cache(self) -> bool:
-        """Lets large reads go past the page cache. Returns whether the file system may have this."""
+    def skip_page_cache(self, windows: list[Buffer]) -> bool:
+        """Lets large reads go past the page cache. Returns whether the file system may have this.
+
+        `windows` are the buffers for it, which files share: a thread that finds none allocates one.
+        """
         if linux.O_DIRECT and self._direct is None:
             with suppress(OSError):
                 opened = system.open(f"/proc/self/fd/{int(self.descriptor)}", os.O_RDONLY | linux.O_DIRECT)
-                self._direct, self._windows = Descriptor(opened), list[Buffer]()
+                self._direct, self._windows = Descriptor(opened), windows
         return self._direct is not None
 
     def _read_window(self, direct: Descriptor, buffers: Sequence[memoryview], offset: int) -> int:
@@ -221,7 +224,7 @@ class LocalFile:
             return 0
         try:
             window = self._windows.pop()
-        except IndexError:  # the first read of a thread
+        except IndexError:
             window = Buffer(HUGE_PAGE_BYTES)
         pages = -(-(offset + wanted - start) // DIRECT_ALIGN_BYTES)
         end = system.preadv(direct, [window.view[: pages * DIRECT_ALIGN_BYTES]], start)

@@ -32,6 +32,7 @@ from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux
 from modelstate.io.engine import LocalFile, OpenFiles, block_buffers, in_blocks, read_threads, stream
 from modelstate.io.files import FileFingerprint, open_unchanged
+from modelstate.io.memory import Buffer
 from modelstate.process import run_detached
 from modelstate.spec import ByteRange
 
@@ -72,12 +73,12 @@ def read_ahead(ranges: Iterable[ByteRange], files: OpenFiles) -> int:
 def skip_page_cache(ranges: Iterable[ByteRange], files: OpenFiles) -> int:
     """Lets reads go past the page cache where it has little of the ranges: it would take longer than the disk.
 
-    Returns the number of bytes of these ranges.
+    Returns the number of bytes of these ranges. Each thread that reads them takes `HUGE_PAGE_BYTES` of memory.
     """
-    total = 0
+    total, windows = 0, list[Buffer]()
     for path, _, nbytes in _cold(ranges, files):
         file = files[path]
-        if nbytes >= _LEAST_BYTES_DIRECT and isinstance(file, LocalFile) and file.skip_page_cache():
+        if nbytes >= _LEAST_BYTES_DIRECT and isinstance(file, LocalFile) and file.skip_page_cache(windows):
             total += nbytes
     return total
 

@@ -23,7 +23,7 @@ from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
 from modelstate.io import system
 from modelstate.io.engine import LocalFile, OpenFiles, read_ranges
 from modelstate.io.linux import MAP_NORESERVE
-from modelstate.io.memory import fresh_tensors
+from modelstate.io.memory import HUGE_PAGE_BYTES, fresh_tensors
 from modelstate.io.page_cache import LEAST_BYTES_AHEAD, bring_into_cache, lease_files, read_ahead, skip_page_cache
 from modelstate.io.tensors import compute
 from modelstate.loading.values import Memory, Staging, read_whole, stage_one, streamed_read
@@ -77,6 +77,7 @@ def stage(staging: Staging, executions: Iterable[Execution]) -> list[str]:
         is_alone = not (dist.is_available() and dist.is_initialized())
         if options.in_place and options.max_memory_bytes is None and is_alone:
             nbytes, how = skip_page_cache(extents, staging.files), "past it"
+            staging.peak_memory_bytes += staging.strategy.threads * HUGE_PAGE_BYTES if nbytes else 0
         if not nbytes:
             nbytes, how = read_ahead(extents, staging.files), "ahead"
     for item in waiting:

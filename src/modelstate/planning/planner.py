@@ -214,9 +214,8 @@ class Planner:
             return ()
         transfers = plain_transfers(self.slots.tensors, tensors, options, lambda: self.incoming.maps)
         self.executions += map(Execution, transfers)
-        has_shared_bytes = len({*tensors.rows.values()}) < len(
-            tensors.rows
-        )  # other names of the same bytes are not mapped
+        # Other names of the same bytes are not mapped.
+        has_shared_bytes = len({*tensors.rows.values()}) < len(tensors.rows)
         for item in transfers:
             self.used.update(item.names)
             self.filled.update(dict.fromkeys(map(id, item.params)))

@@ -121,7 +121,7 @@ class Kind(msgspec.Struct, eq=False, dict=True):
     leaves: dict[Ranks, Named]
     """The tensors by the ranks of these numbers."""
     parts: Sequence[Kind] = ()
-    """The kinds that this one is joined of, which then is in no file: query, key and value."""
+    """Of a join, which is in no file, the kinds that it consists of: query, key and value."""
     concept: str = ""
     """What a tensor that consists of these parts is named: "qkv"."""
 
@@ -289,7 +289,7 @@ class Matches(msgspec.Struct):
             self.links[at] = Kind(side.names[source.first.name], source.varied, source.text, leaves), target
 
     def link(self, source: Kind, target: Kind) -> None:
-        """Records that two kinds match, of which one may be joined of others."""
+        """Records that two kinds match. One of them may be a join, whose `parts` are the kinds that it consists of."""
         parts = source.parts or target.parts
         sizes = tuple(part.first.shape[0] for part in parts)
         is_matrix = len(source.first.shape) == 2
@@ -347,7 +347,7 @@ def match(sources: Sequence[Leaf], targets: Sequence[Leaf], ties: Mapping[str, S
 
 
 def _match_names(matches: Matches) -> None:
-    """Matches kinds that are clearly each other's best match, those that are joined of others first."""
+    """Matches kinds that are clearly each other's best match, joins first."""
     for varying in matches.passes:
         for here, there in ((iter, _joined), (_joined, iter), (iter, iter)):
             is_changing = True
