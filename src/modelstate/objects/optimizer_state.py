@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -31,14 +30,11 @@ from modelstate.objects.optimizer_values import (
     Group,
     OptimizerPlan,
     ParamState,
-    Path,
-    Recorded,
     Values,
     expected_state,
     group_options,
     hidden_attributes,
     in_memory_orders,
-    into_recorded_memory,
     is_number,
     is_saved_whole,
     is_torchs,
@@ -48,7 +44,6 @@ from modelstate.objects.optimizer_values import (
     place,
     placed_options,
     placed_state,
-    recorded_by_graphs,
     same_state,
     trial_state,
     value_problems,
@@ -232,10 +227,10 @@ def load_optimizer_state(
                 )
         with ExitStack() as held, Transaction(model) as transaction:
             with agreement.phase("reading", decides=True):
-                recorded = planned.load(transaction)
+                planned.load(transaction)
                 # A rank that is interrupted behind the vote would be the only one that keeps its old state.
                 held.enter_context(deferred_signals())
-            transaction.commit(partial(into_recorded_memory, recorded))
+            transaction.commit()
 
 
 def check_keep_options(patterns: Iterable[str], options: Sequence[str]) -> None:
@@ -352,7 +347,7 @@ def _load(
     other: Mapping[str, object],
     options: Iterable[tuple[dict[str, Any], Mapping[str, object]]],
     transaction: Transaction,
-) -> list[Recorded]:
+) -> None:
     """Gives an optimizer copies of a saved state, as `OptimizerPlan.load` does.
 
     Args:
@@ -381,19 +376,12 @@ def _load(
             values.update(old)
 
     transaction.register_undo(put_back)
-    recorded: list[Recorded] = []
     with deferred_signals(), without_modes():
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                new = new_state.get(param, {})
-                recorded += recorded_by_graphs(optimizer.state.pop(param, {}), new, new)
         optimizer.state.clear()
         optimizer.state.update(new_state)
         cast(dict[str, object], optimizer.state).update(new_other)
         for group, of_group in new_options:
-            recorded += recorded_by_graphs(group, of_group, group)
             group.update(of_group)
-    return recorded
 
 
 class _SavedState:
@@ -634,25 +622,12 @@ def _check_values(
     """Raises for values that a restore could not bring back."""
     places = {_address(param) for param in names} - {0}
     problems: list[str] = []
-    views: dict[tuple[object, ...], tuple[int, int, Path]] = {}
-    """The memory of each tensor that has some: where it begins and ends."""
     for path, leaf in [*leaf_paths(dict(state)), *leaf_paths({_OTHER: dict(other)})]:
         why = why_not_restored(leaf)
-        if isinstance(leaf, torch.Tensor):
-            if leaf in names or _address(leaf) in places:
-                why = "shares the memory of a parameter, which a restore would not share"
-            if (begin := _address(leaf)) and leaf.numel():
-                extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
-                key = begin, leaf.shape, leaf.stride(), leaf.dtype
-                views.setdefault(key, (begin, begin + extent * leaf.itemsize, path))
+        if isinstance(leaf, torch.Tensor) and (leaf in names or _address(leaf) in places):
+            why = "shares the memory of a parameter, which a restore would not share"
         if why:
             problems.append(f"{path[0]}: {place(path[1:])} {why}")
-    ordered = sorted(views.values(), key=lambda view: (view[0], -view[1]))
-    problems += [
-        f"{path[0]}: {place(path[1:])} shares memory with {place(before)}, which a restore would not share"
-        for (_, end, before), (begin, _, path) in pairwise(ordered)
-        if begin < end
-    ]
     if problems:
         raise OptimizerStateError(
             "the optimizer keeps values that could not be restored",
