@@ -53,7 +53,7 @@ from modelstate.torch_compat.private import (
     storage_owners,
     use_count,
 )
-from modelstate.transaction.references import Holders, holders_of, lost_references
+from modelstate.transaction.references import Holder, Holders, described, holders_of, lost_references
 from modelstate.transaction.slots import BUFFER, PARAMETER, Slot, sharing, slots_of
 from modelstate.transaction.swap_tensors import point_to
 from modelstate.transaction.transaction import Transaction
@@ -372,15 +372,15 @@ class Conversion:
         waiting = [(change.slot, change) for change in changes if not change.done and change.placement is not GRADIENT]
         rows: list[tuple[Slot, Change | None]] = [*waiting, *((slot, None) for slot in cast)]
         holders = self._holders_of([slot.tensor for slot, _ in rows])
-        refused: list[tuple[Slot, list[str]]] = []
+        refused: list[tuple[Slot, list[Holder]]] = []
         for slot, change in rows if holders else ():
             held = holders.get(id(slot.tensor))
             if held is None:
                 continue
             is_data = change is None or change.placement is DATA
-            texts = held.of_the_graph() if is_data else held.all()
-            if texts and not (is_data and change is not None and change.keeps_values):
-                refused.append((slot, texts))
+            in_the_way = held.of_the_graph() if is_data else held.all()
+            if in_the_way and not (is_data and change is not None and change.keeps_values):
+                refused.append((slot, in_the_way))
             elif held.views:
                 self.notes.append(f"{slot.name}: views of it that were taken before keep the old memory")
         if not refused:
@@ -390,7 +390,7 @@ class Conversion:
             f"{tensors} held by something that would keep the old values; nothing has been changed",
             where=listed((slot.name for slot, _ in refused), 4),
             expected="tensors that only Python refers to",
-            found="; ".join(dict.fromkeys(text for _, texts in refused[:4] for text in texts)),
+            found=described(holder for _, of_slot in refused[:4] for holder in of_slot),
             remedy=holders[id(refused[0][0].tensor)].remedy,
         )
 

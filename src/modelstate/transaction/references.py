@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -125,12 +124,10 @@ def lost_references(before: Slots, module: nn.Module) -> tuple[str, ...]:
 
 
 _OWN_PACKAGE = __name__.partition(".")[0]
-_MAX_DEPTH = 4
 _CONTAINERS = (list, tuple, set, dict, deque, OrderedDict)
 _UNSEEN = "something in torch's core that Python cannot list"
-_SEARCH_SECONDS = 0.2
-"""The most processor time of the search for the names of holders, for one error. Each step passes over all objects of
-the process, which are millions where large libraries are imported."""
+Holder = tuple[str, object]
+"""What holds a tensor, as text, and the object whose place in Python is to follow it; None where there is none."""
 
 
 class Holders(msgspec.Struct):
@@ -150,23 +147,19 @@ class Holders(msgspec.Struct):
     """Whether the tensor has an AccumulateGrad node."""
     unknown: bool = False
     """Whether torch counts an owner that has not been found."""
-    search_until: float = 0.0
-    """When the search for the names of holders ends, as `time.thread_time` counts."""
 
-    def of_the_graph(self) -> list[str]:
+    def of_the_graph(self) -> list[Holder]:
         """Returns the holders that a change of memory, dtype or device of the tensor would invalidate."""
-        texts = [
-            f"an autograd graph that still waits for backward: its result is {where_held(root, self.search_until)}"
-            for root in self.waiting[:3]
-        ]
-        texts += [f"{type(module).__name__}'s reducer" for module in self.reducers]
-        texts += [f"its AccumulateGrad node, {where_held(node, self.search_until)}" for node in self.nodes[:3]]
-        return texts + ([_UNSEEN] if self.unknown and self.has_node else [])
+        graph = "an autograd graph that still waits for backward: its result is "
+        holders: list[Holder] = [(graph, root) for root in self.waiting[:3]]
+        holders += [(f"{type(module).__name__}'s reducer", None) for module in self.reducers]
+        holders += [("its AccumulateGrad node, ", node) for node in self.nodes[:3]]
+        return holders + ([(_UNSEEN, None)] if self.unknown and self.has_node else [])
 
-    def all(self) -> list[str]:
+    def all(self) -> list[Holder]:
         """Returns all holders that prevent a swap of the tensor."""
-        texts = self.of_the_graph() + [f"a view, {where_held(view, self.search_until)}" for view in self.views[:3]]
-        return texts + ([_UNSEEN] if self.unknown and not self.has_node else [])
+        holders = self.of_the_graph() + [("a view, ", view) for view in self.views[:3]]
+        return holders + ([(_UNSEEN, None)] if self.unknown and not self.has_node else [])
 
     @property
     def remedy(self) -> str:
@@ -180,6 +173,12 @@ class Holders(msgspec.Struct):
         if self.views:
             return "drop the view first, and take it again afterwards"
         return "find the extension or the graph that has taken it, and do this before that"
+
+
+def described(holders: Iterable[Holder]) -> str:
+    """Returns holders as text, each once, with where Python refers to them: a search of the process for each."""
+    different = {(text, id(held)): held for text, held in holders}
+    return "; ".join(text + ("" if held is None else where_held(held)) for (text, _), held in different.items())
 
 
 def objects_of(wanted: Callable[[type], bool]) -> list[Any]:
@@ -235,9 +234,7 @@ def holders_of(tensors: Iterable[torch.Tensor], replaced: Collection[int] = ()) 
             is_referred_to = bool(referrers) or bool(_name_in_frames(node))
         if is_referred_to:
             holders.nodes.append(node)
-    search_until = time.thread_time() + _SEARCH_SECONDS
     for holders in found.values():
-        holders.search_until = search_until
         explained = holders.spent or holders.waiting or holders.reducers or holders.nodes
         holders.unknown = not (explained or (holders.views and not holders.has_node))
     return found
@@ -333,36 +330,41 @@ def _saved_names(cls: object) -> list[str]:
     return [name for name in dir(cls) if name.startswith("_saved_")]
 
 
-def where_held(wanted: object, until: float) -> str:
+def where_held(wanted: object) -> str:
     """Returns where Python refers to an object: "held by `loss` in frame `train`".
 
-    The search ends at a time of `time.thread_time`. What is not found by then is said to be unknown.
+    It looks at variables, and at the containers and attributes that refer to the object, not further.
     """
-    if found := _place(wanted, 0, {id(wanted)}, until):
-        return found
-    if time.thread_time() < until:
-        return f"a {type(wanted).__name__} that no variable of Python leads to"
-    return f"a {type(wanted).__name__}, held at an unknown place: the search ended after {_SEARCH_SECONDS} s"
-
-
-def _place(wanted: object, depth: int, seen: set[int], until: float) -> str:
-    name = _name_in_frames(wanted)
-    if name or depth >= _MAX_DEPTH or time.thread_time() >= until:
-        return name
-    referrers = [value for value in gc.get_referrers(wanted) if id(value) not in seen and not _is_internal(value)]
-    seen.update(map(id, referrers))
-    for referrer in referrers:
-        text = _through(referrer, wanted, depth, seen, until)
-        if text:
-            return text
-    return ""
+    if name := _name_in_frames(wanted):
+        return f"held by {name}"
+    for referrer in gc.get_referrers(wanted):
+        if _is_internal(referrer):
+            continue
+        if isinstance(referrer, _CONTAINERS) or type(referrer).__name__ == "cell":
+            if name := _name_in_frames(referrer):
+                return f"held by {type(referrer).__name__} {name}"
+            if type(referrer) is not dict:
+                continue
+        owners = gc.get_referrers(referrer) if type(referrer) is dict else [referrer]
+        for owner in owners:
+            attributes = getattr(owner, "__dict__", None)
+            if not isinstance(attributes, dict):
+                attributes = {name: getattr(owner, name, None) for name in slots_of_class(type(owner))}
+            name = next((name for name, value in attributes.items() if value is wanted), "")
+            if name and isinstance(owner, ModuleType):
+                return f"held by `{name}` of module `{owner.__name__}`"
+            if name and not _is_internal(owner):
+                held = _name_in_frames(owner)
+                return f"attribute `{name}` of a {type(owner).__name__}" + (f" held by {held}" if held else "")
+    return f"a {type(wanted).__name__}, and no variable of Python leads to it"
 
 
 def _name_in_frames(wanted: object) -> str:
+    """Returns the variable that refers to an object, with its frame; empty where there is none."""
     for frame in _frames():
         for name, value in variables_of(frame):
             if value is wanted:
-                return f"held by `{name}` in frame `{frame.f_code.co_name}`"
+                return f"`{name}` in frame `{frame.f_code.co_name}`"
     return ""
 
 
@@ -389,29 +391,6 @@ def _referred_to(nodes: list[object]) -> list[bool]:
     expected, *counts = [sys.getrefcount(node) for of in (alone, nodes) for node in of]
     del result
     return [count > expected for count in counts]
-
-
-def _through(referrer: object, wanted: object, depth: int, seen: set[int], until: float) -> str:
-    """Returns where a referrer of an object is held; empty where no name leads to it."""
-    if type(referrer) is dict and time.thread_time() < until:
-        owners = [value for value in gc.get_referrers(referrer) if getattr(value, "__dict__", None) is referrer]
-        if owners:
-            return "" if _is_internal(owners[0]) else _attribute(owners[0], wanted, depth, seen, until)
-    if isinstance(referrer, _CONTAINERS) or type(referrer).__name__ == "cell":
-        within = _place(referrer, depth + 1, seen, until)
-        return within.replace("held by `", f"held by {type(referrer).__name__} `", 1) if within else ""
-    return _attribute(referrer, wanted, depth, seen, until)
-
-
-def _attribute(owner: object, wanted: object, depth: int, seen: set[int], until: float) -> str:
-    attributes = getattr(owner, "__dict__", None)
-    if not isinstance(attributes, dict):
-        attributes = {name: getattr(owner, name, None) for name in slots_of_class(type(owner))}
-    name = next((name for name, value in attributes.items() if value is wanted), "")
-    if isinstance(owner, ModuleType):
-        return f"held by `{name}` of module `{owner.__name__}`"
-    within = _place(owner, depth + 1, seen, until)
-    return f"attribute `{name}` of a {type(owner).__name__}" + (f" {within}" if within else "") if name else ""
 
 
 def _is_internal(value: object) -> bool:

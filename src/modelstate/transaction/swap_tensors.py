@@ -20,7 +20,7 @@ from modelstate.torch_compat.private import (
     without_modes,
 )
 from modelstate.transaction.object_snapshot import set_grad
-from modelstate.transaction.references import holders_of
+from modelstate.transaction.references import described, holders_of
 
 Undo = Callable[[], object]
 _UNSET = object()
@@ -261,7 +261,7 @@ def refusals(tensors: Mapping[str, torch.Tensor]) -> list[PlacementError]:
             "something else holds the tensor, and would keep using the old one; nothing has been changed",
             where=name,
             expected="a tensor that only Python refers to",
-            found="; ".join(holders.all()),
+            found=described(holders.all()),
             remedy=holders.remedy,
         )
         for name, tensor in tensors.items()
