@@ -132,8 +132,8 @@ def weigh(before: State, after: State) -> Weighed:
         if advanced is None:
             payload_bytes += new.nbytes
         else:
-            payload, changed_here = advanced
-            changed += changed_here
+            payload = advanced.payload(new.numel())
+            changed += advanced.changed
             formats.apply(payload, out, 0)
             assert torch.equal(out.view(torch.int16), new.view(torch.int16).view(-1))
             payload_bytes += payload.nbytes
@@ -198,7 +198,7 @@ def apply(*, delta: bool, mb: int) -> None:
     model.change()
     after = [parameter.detach().view(-1) for parameter in model.layers]
     advanced = [formats.advance(old.clone(), new, new.nbytes) for old, new in zip(before, after, strict=True)]
-    payloads = [each[0] for each in advanced if each is not None]
+    payloads = [each.payload(TENSOR_ELEMENTS) for each in advanced if each is not None]
 
     def read_nothing(*_: object, **__: object) -> None:
         """All is in memory."""

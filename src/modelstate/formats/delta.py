@@ -64,30 +64,44 @@ class Changes(NamedTuple):
     """The bits after minus the bits before, modulo 2 to the number of bits."""
 
 
-def advance(copy: torch.Tensor, values: torch.Tensor, most_bytes: int) -> tuple[torch.Tensor, int] | None:
+class Difference(NamedTuple):
+    """What turns a tensor into another one."""
+
+    frames: list[bytes]
+    """For each block its frame; empty where nothing changed."""
+    blocks: list[tuple[int, int]]
+    """`Directory.blocks` of the payload."""
+    changed: int
+    """The number of elements."""
+
+    def payload(self, numel: int) -> torch.Tensor:
+        """Returns the payload for a tensor of `numel` elements; without bytes where nothing changed."""
+        return byte_tensor(b"".join([head(numel, self.blocks), *self.frames]) if self.changed else b"")
+
+
+def advance(copy: torch.Tensor, values: torch.Tensor, most_bytes: int) -> Difference | None:
     """Turns `copy` into `values`: contiguous tensors of the CPU, of one dtype and shape.
 
-    The payload and the copy get the same changes, even where `values` are being changed meanwhile.
+    The difference and the copy get the same changes, even where `values` are being changed meanwhile.
 
     Returns:
-        The payload that does this, which has no bytes where nothing changed, and the number of elements that changed.
-        None where the payload would have more than `most_bytes`, or an element has more than 8 bytes. The copy may
-        have some of the changes then.
+        What does this. None where the payload would have more than `most_bytes`, or an element has more than 8 bytes.
+        The copy may have some of the changes then.
     """
     if values.dtype.itemsize not in _INTEGERS:
         return None
     old, new = _bits(copy).numpy(), _bits(values).numpy()
-    directory, frames, changed, left = list[tuple[int, int]](), list[bytes](), 0, most_bytes - _NUMEL_BYTES
+    frames, blocks, changed, left = list[bytes](), list[tuple[int, int]](), 0, most_bytes - _NUMEL_BYTES
     for first in range(0, len(new), BLOCK_ELEMENTS):
         found = _advanced(old[first : first + BLOCK_ELEMENTS], new[first : first + BLOCK_ELEMENTS])
         frame, entries = _frame(found) if len(found.positions) else (b"", 0)
         frames.append(frame)
-        directory.append((len(frame), entries))
-        left -= _ENTRY_BYTES + len(frame)
-        if left < 0 and any(frames):
-            return None
+        blocks.append((len(frame), entries))
         changed += len(found.positions)
-    return byte_tensor(b"".join([head(len(new), directory), *frames]) if changed else b""), changed
+        left -= _ENTRY_BYTES + len(frame)
+        if left < 0 and changed:
+            return None
+    return Difference(frames, blocks, changed)
 
 
 class Directory(msgspec.Struct, frozen=True, eq=False, weakref=True):

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import groupby
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
@@ -41,6 +41,9 @@ from modelstate.store.object_files import Key, WrittenModule
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.plain import byte_tensor, in_a_row
 
+if TYPE_CHECKING:
+    from modelstate.formats.delta import Difference
+
 LastModule = tuple[dict[str, str], str, bool]
 """A module in the last checkpoint: the digests of the tensors that have the same dtypes and shapes there; its index,
 relative to the directory of the store, or nothing; and whether its tensors may be patched."""
@@ -48,7 +51,7 @@ LinkedModule = tuple[int, int, list[str]]
 """The step, the number of the save, and the tensors of a module whose files the new checkpoint has of the last one."""
 _Tensor = torch.Tensor | LazyTensor
 _Frames = list[tuple[int, int]] | None
-"""`Directory.blocks` of the payload of a block; None where it was not compared, or has changed too much."""
+"""`Directory.blocks` of a payload; None where it was not compared, or has changed too much."""
 _Report = tuple[str, int, _Frames]
 """What a rank says of a block: the digest, the number of changed elements, and the frames."""
 COMPARING, CHOOSING, EXCHANGING = "comparing with the last checkpoint", "choosing the files", "exchanging changes"
@@ -149,9 +152,8 @@ class _OwnBlock(msgspec.Struct):
     """Its values as they were saved last, if they are kept."""
     digest: str
     """That of the copy; empty where it is not known."""
-    changed: int = 0
-    frames: _Frames = None
-    payload: torch.Tensor | None = None
+    difference: Difference | None = None
+    """What has been written into the copy; None where it was not compared, or has changed too much."""
 
 
 class ModuleDeltas:
@@ -209,15 +211,17 @@ class ModuleDeltas:
         with agreement.phase(COMPARING), agreement.barrier():
             own = self._own(path, [block for block in blocks if block.rank == agreement.rank], kept, patchable)
             self._encode(own, exchanged(blocks, writer, agreement.rank), os.path.join(self._index.directory, index))
-        frames: dict[str, list[torch.Tensor]] = {}
+        frames: dict[str, list[bytes]] = {}
+        found: list[_Report] = []
         for (name, elements), of in own.items():
             if of.copy is not None:
                 self._digests.setdefault((path, name), {})[elements] = of.digest
-            if of.payload is not None:
-                frames.setdefault(name, []).append(of.payload)
-        texts = agreement.texts(
-            COMPARING, msgspec.json.encode([(of.digest, of.changed, of.frames) for of in own.values()]).decode()
-        )
+            if of.difference is not None:
+                frames.setdefault(name, []).extend(of.difference.frames)
+                found.append((of.digest, of.difference.changed, of.difference.blocks))
+            else:
+                found.append((of.digest, 0, None))
+        texts = agreement.texts(COMPARING, msgspec.json.encode(found).decode())
         decode = msgspec.json.Decoder(list[_Report]).decode
         reports = {rank: iter(decode(text)) for rank, text in zip(ranks, texts, strict=True)}
         changes = {name: _Change() for name in tensors}
@@ -237,10 +241,10 @@ class ModuleDeltas:
                 local = self._copies.get((path, name), torch.empty(0, dtype=tensor.dtype, device="cpu"))
                 tensors[name] = block_tensor(local, tuple(tensor.shape), change.ranges, writer)
             if name in linked and payload_bytes.get(name):
-                start = byte_tensor(heads[name])
-                parts = [start if agreement.is_first else start[:0], *frames.get(name, ())]
-                ranges = [(ranks[0], len(start)), *change.frame_ranges]
-                payloads[name] = block_tensor(torch.cat(parts), (payload_bytes[name],), ranges, writer)
+                start = heads[name] if agreement.is_first else b""
+                local = byte_tensor(b"".join([start, *frames.get(name, ())]))
+                ranges = [(ranks[0], len(heads[name])), *change.frame_ranges]
+                payloads[name] = block_tensor(local, (payload_bytes[name],), ranges, writer)
                 patches[name] = Patch(change.changed, last[name], change.digest)
         if writer is not None:
             digests = _exchange(payloads, agreement, writer)
@@ -284,7 +288,7 @@ class ModuleDeltas:
         index: str,
     ) -> None:
         """Compares blocks with their values, and keeps these. `index` is the module in the last checkpoint."""
-        from modelstate.formats.delta import BLOCK_ELEMENTS, advance, check
+        from modelstate.formats.delta import advance
 
         last: Checkpoint | None = None
         if any(of.copy is not None and of.last not in ("", of.digest) for of in own.values()):
@@ -295,7 +299,7 @@ class ModuleDeltas:
         @torch.no_grad()
         def encode_block(item: tuple[TensorBlock, _Tensor]) -> None:
             block, elements = item
-            of, advanced = own[block.name, block.elements], None
+            of = own[block.name, block.elements]
             values = in_a_row(elements if isinstance(elements, torch.Tensor) else elements.make(0, elements.numel()))
             copy = values if of.copy is None else of.copy
             if of.copy is not None and of.last:
@@ -304,13 +308,8 @@ class ModuleDeltas:
                         copy.view(torch.uint8).copy_(_read(last, block).view(torch.uint8))
                         (of.digest,) = write_blocks(None, 0, [copy])
                 if of.digest == of.last:
-                    advanced = advance(copy, values, block.tensor.nbytes // 2)
-            if advanced is not None:
-                payload, of.changed = advanced
-                directory = check(payload, len(copy), copy.itemsize)
-                of.frames = directory.blocks.tolist() or [(0, 0)] * -(-len(copy) // BLOCK_ELEMENTS)
-                of.payload = payload[int(directory.starts[0]) :]
-            elif copy is not values:
+                    of.difference = advance(copy, values, block.tensor.nbytes // 2)
+            if of.difference is None and copy is not values:
                 copy.view(torch.uint8).copy_(values.view(torch.uint8))
             # The digest is computed while the block is in the cache of the processor.
             (of.digest,) = write_blocks(None, 0, [copy])
@@ -336,7 +335,7 @@ def _exchange(payloads: dict[str, _Tensor], agreement: Agreement, writer: Collec
         digests[block.name] += next(of_ranks[block.rank])
         ranges.setdefault(block.name, []).append((block.rank, len(block.elements)))
     for name, parts in own.items():
-        local = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
+        local = byte_tensor(b"".join(part.numpy().data for part in parts))
         payloads[name] = block_tensor(local, payloads[name].shape, ranges[name], writer)
     return digests
 
