@@ -66,15 +66,13 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("in_place", [None, False, True])
-@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize("has_budget", [False, True])
 def test_every_value_gets_where_it_belongs(
-    is_direct: bool, in_place: bool | None, path: Path, queued: list[object], monkeypatch: pytest.MonkeyPatch
+    has_budget: bool, in_place: bool | None, path: Path, queued: list[object]
 ) -> None:
-    """By a copy of the block on the device, and straight from the buffer, as values of few tensors get there."""
-    monkeypatch.setattr(values, "goes_straight", lambda _: is_direct)
     expected, module = network(1, torch.float32).bfloat16(), network(2, torch.bfloat16)
-    budget = 40_000_000 if is_direct else None
-    with torch.inference_mode(is_direct):
+    budget = 40_000_000 if has_budget else None
+    with torch.inference_mode(has_budget):
         ms.load(module, path, dtype=torch.bfloat16, in_place=in_place, max_memory_bytes=budget)
     assert queued
     for (name, value), wanted in zip(module.state_dict().items(), expected.state_dict().values(), strict=True):

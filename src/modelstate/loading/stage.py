@@ -232,14 +232,8 @@ class Place(Write):
                 transaction.register_undo(point_to(param, final, _converted_grad(param, final)))
         (slot_tensor,) = transfer.slot_tensors
         if execution.freezes and slot_tensor.requires_grad:
-            grad = slot_tensor.grad
-
-            def undo() -> None:
-                slot_tensor.requires_grad_()
-                slot_tensor.grad = grad
-
             if transaction is not None:
-                transaction.register_undo(undo)
+                transaction.save_metadata(slot_tensor)
             slot_tensor.grad = None
             slot_tensor.requires_grad_(False)
 

@@ -6,7 +6,6 @@ load are read, and with which memory.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from bisect import bisect_left, bisect_right
@@ -46,15 +45,7 @@ from modelstate.planning.transforms import BY_TRANSFORM, BlockFunction, Transfor
 from modelstate.process import ONE_VARIABLE, cached_attribute, reference_count
 from modelstate.rules.expression import Derived, values_of
 from modelstate.spec import ByteRange, Stored, StoredComposite, StoredTensor, contiguous_stride
-from modelstate.torch_compat.dtypes import (
-    UNCHECKED,
-    Overflows,
-    can_overflow,
-    extremes,
-    is_range_within,
-    nonfinite,
-    short,
-)
+from modelstate.torch_compat.dtypes import UNCHECKED, Overflows, nonfinite, short
 from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.torch_compat.private import copy_each, payload_of, storage_id, storage_owners
 from modelstate.transaction.slots import Addresses, slots_of
@@ -64,8 +55,6 @@ Memory = Sequence[list[torch.Tensor]]
 """The tensors that values are read into: for each execution one for each row."""
 _QUEUED_DEVICES = ("cuda",)
 """The types of devices to which copies are queued."""
-_MOST_DIRECT = 4
-"""So many parts of a block are copied to a device one by one."""
 
 
 class Staging(msgspec.Struct, eq=False, dict=True):
@@ -315,21 +304,15 @@ def _values(pieces: Sequence[Piece], buffer: torch.Tensor) -> list[torch.Tensor]
 
 def copy_pieces(pieces: Sequence[Piece], buffer: torch.Tensor, overflows: Overflows) -> None:
     """Copies and casts what is in a buffer to where it belongs."""
-    sources, targets = _values(pieces, buffer), [piece.target for piece in pieces]
-    copy_each(targets, sources)
-    _count_overflows(pieces, sources, targets, overflows)
+    copy_each([piece.target for piece in pieces], _values(pieces, buffer))
+    _count_overflows(pieces, buffer, overflows)
 
 
-def _count_overflows(
-    pieces: Sequence[Piece],
-    sources: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor | torch.dtype],
-    overflows: Overflows,
-) -> None:
+def _count_overflows(pieces: Sequence[Piece], buffer: torch.Tensor, overflows: Overflows) -> None:
     """Counts the values that a cast has made infinite. They are in place: a load does not fail for a count."""
-    for piece, source, target in zip(pieces, sources, targets, strict=True):
+    for piece, source in zip(pieces, _values(pieces, buffer), strict=True):
         try:
-            overflows.check(piece.name, source, target)
+            overflows.check(piece.name, source, piece.target)
         except (MemoryError, RuntimeError):
             overflows.add({(UNCHECKED, piece.name): source.numel()})
 
@@ -337,17 +320,17 @@ def _count_overflows(
 class CudaQueue:
     """Copies blocks to a CUDA device, where the values are cast and put where they belong, on a stream of its own.
 
-    A block gets to the device in one copy where it has parts of many tensors: there, a small copy takes far less time
-    than one from the host. Threads queue their blocks one after the other. If they did so at the same time, they would
-    wait for Python's lock between all calls of CUDA, for longer than the copies take. For the same reason, what can be
-    done before is done before: a thread that queues a block keeps all others waiting.
+    A block gets to the device in one copy: there, a small copy takes far less time than one from the host. Threads
+    queue their blocks one after the other. If they did so at the same time, they would wait for Python's lock between
+    all calls of CUDA, for longer than the copies take. For the same reason, what can be done before is done before: a
+    thread that queues a block keeps all others waiting.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         """Allocates memory for blocks of this size on the device, so that no read allocates any."""
         callers, self._lock = torch.cuda.current_stream(device), threading.Lock()
         self._own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(callers):
+        with torch.cuda.stream(callers), torch.inference_mode(False):
             self._there = torch.empty(nbytes, dtype=torch.uint8, device=device)
         # The caller's work that is queued may use this memory, and that of the targets.
         self._own.wait_stream(callers)
@@ -362,50 +345,19 @@ class CudaQueue:
         Returns a function that waits until the device has done that, and then counts the values that a cast has made
         infinite: until then, nothing must overwrite the buffer.
         """
-        is_direct = goes_straight(pieces)
-        here, there = (buffer, buffer) if is_direct else (buffer[:nbytes], self._there[:nbytes])
-        sources, targets = _values(pieces, there), [piece.target for piece in pieces]
-        narrow = [
-            (piece, source)
-            for piece, source in zip(pieces, sources, strict=True)
-            if can_overflow(piece.dtype, piece.target.dtype)
-        ]
+        here, there = buffer[:nbytes], self._there[:nbytes]
+        targets, sources = [piece.target for piece in pieces], _values(pieces, there)
         with self._lock, torch.cuda.stream(self._own):
-            if not is_direct:
-                there.copy_(here, non_blocking=True)
+            there.copy_(here, non_blocking=True)
             copy_each(targets, sources, non_blocking=True)
-            limits = _queued_limits([source for _, source in narrow])
             event = self._own.record_event()
 
         def wait() -> None:
             event.synchronize()
-            if not narrow:
-                return
             with torch.cuda.stream(self._own):
-                known = limits.tolist()
-            suspects = [
-                piece
-                for (piece, _), (least, greatest) in zip(narrow, known, strict=True)
-                if not is_range_within(least, greatest, piece.target.dtype)
-            ]
-            dtypes = [piece.target.dtype for piece in suspects]
-            _count_overflows(suspects, _values(suspects, buffer), dtypes, overflows)
+                _count_overflows(pieces, buffer, overflows)
 
         return wait
-
-
-def _queued_limits(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The least and the greatest of each value; NaN where they cannot be known without looking at each element."""
-    found = [extremes(value) for value in values]
-    if values and None not in found:
-        with suppress(torch.OutOfMemoryError):
-            return torch.stack([limit for pair in found if pair for limit in pair]).view(-1, 2)
-    return torch.full((len(values), 2), math.nan, device="cpu")
-
-
-def goes_straight(pieces: Sequence[Piece]) -> bool:
-    """Whether the values of a block are copied from the buffer to where they belong, and not by the block."""
-    return len(pieces) <= _MOST_DIRECT and all(piece.target.dtype is piece.dtype for piece in pieces)
 
 
 @torch.inference_mode(False)  # tensors of that mode could not be written to outside of it

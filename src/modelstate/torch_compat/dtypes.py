@@ -245,30 +245,19 @@ def has_finite_sum(tensor: torch.Tensor) -> bool:
         return False
 
 
-def extremes(source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The least and the greatest value, both NaN where one is; None where torch cannot compare them.
+def _is_within(source: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether all values are seen to lie within the limits of a dtype. False where torch cannot compare them.
 
-    Also None where a CUDA device has no memory left for the computation, which is only queued.
+    Also False where a CUDA device has no memory left for the computation.
     """
-    if source.itemsize == 1 or source.is_complex():
-        return None
+    if source.itemsize == 1 or source.is_complex() or dtype is torch.float8_e8m0fnu:
+        return False
     try:
         least, greatest = torch.aminmax(source)
     except torch.OutOfMemoryError:
-        return None
-    return least, greatest
-
-
-def is_range_within(least: float, greatest: float, dtype: torch.dtype) -> bool:
-    """Whether the values between two lie within the limits of a dtype; False for NaN."""
+        return False
     limit = torch.finfo(dtype).max
-    return dtype is not torch.float8_e8m0fnu and -limit <= least and greatest <= limit
-
-
-def _is_within(source: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether all values are seen to lie within the limits of a dtype."""
-    found = extremes(source)
-    return found is not None and is_range_within(float(found[0]), float(found[1]), dtype)
+    return -limit <= float(least) and float(greatest) <= limit  # both are NaN where a value is
 
 
 def _losses(source: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
