@@ -488,8 +488,8 @@ def index_of(files: Mapping[str, Iterable[str]], total_bytes: int, manifest: str
     weight_map = {name: file for file, names in files.items() for name in names}
     if layered:
         metadata[LAYERS], weight_map = json.dumps([*files]), {}
-    text = json.dumps({"metadata": metadata, WEIGHT_MAP: weight_map}, ensure_ascii=False, indent=1)
-    data = text.encode() + b"\n"
+    # With an indentation, the encoder of the standard library takes four times as long.
+    data = msgspec.json.format(msgspec.json.encode({"metadata": metadata, WEIGHT_MAP: weight_map}), indent=1) + b"\n"
     if len(data) > MAX_INDEX_BYTES or len(weight_map) > MAX_NAMES:
         limits = f"at most {MAX_INDEX_BYTES:,} bytes for {MAX_NAMES:,} tensors are read"
         raise ValueError(f"an index of {len(data):,} bytes for {len(weight_map):,} tensors; {limits}")
