@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import is_
 
 import msgspec
 import torch
@@ -24,12 +23,12 @@ from modelstate.conversion.tensors import (
     nbytes_of,
     parts_of,
     placement_of,
+    step,
     step_of,
     swappable,
 )
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
 from modelstate.planning.plan import Step
-from modelstate.planning.transfer import Way
 from modelstate.process import ONE_VARIABLE, ThreadValue, cached_attribute, deferred_signals, reference_count
 from modelstate.spec import span
 from modelstate.text_format import listed
@@ -77,7 +76,7 @@ class Conversion:
         self.transaction = transaction
         self.changes: list[Change] = []
         self._steps: list[Step] = []
-        """A step for each of the changes, where the target is reported."""
+        """A step for each of the changes."""
         self.notes: list[str] = []
         self.overflows = Overflows() if target.cause else None
         """Counts values that become infinite or NaN."""
@@ -89,7 +88,6 @@ class Conversion:
         """Whether a module has an `_apply` of its own."""
         self._may_replace = self.runs_own_apply or target.is_user_function
         """Whether code that is not of this library runs, which may replace tensors of the module."""
-        self._objects = _registered(self.modules) if self._may_replace else []
         self.peak_bytes = 0
         """The most memory that the conversion takes at any time, on top of the module's own."""
         self._max_memory_bytes = max_memory_bytes
@@ -289,8 +287,7 @@ class Conversion:
         self.changes.append(change)
         self.transaction.add(change)
         if placement is not GRADIENT:
-            if self.target.is_reported:
-                self._steps.append(step_of(change))
+            self._steps.append(step_of(change))
             self._check_overflow(change)
             self.spend(nbytes_of(value))
         self.spend(0 if grad is None else nbytes_of(grad))
@@ -452,15 +449,13 @@ class Conversion:
 
     def references_lost(self) -> tuple[str, ...]:
         """Returns the names of what is no longer the same object, and of what no longer shares memory."""
-        now = _registered(modules_of(self.root)) if self._may_replace else []
-        same = len(now) == len(self._objects) and all(map(is_, now, self._objects))
         changed = {id(tensor) for tensor in self.finals()} if self._unshared else set()
         unshared = tuple(
             f"{' and '.join(slot.name for slot in group)} no longer share memory"
             for group in self._unshared
             if any(id(slot.tensor) in changed for slot in group)
         )
-        return unshared + (() if same else lost_references(self.slots, self.root))
+        return unshared + (lost_references(self.slots, self.root) if self._may_replace else ())
 
 
 def _covers(tensor: torch.Tensor, start: int, end: int) -> bool:
@@ -468,12 +463,6 @@ def _covers(tensor: torch.Tensor, start: int, end: int) -> bool:
     storage = storage_of(tensor)
     begin = storage.data_ptr()
     return begin <= start and end <= begin + storage.nbytes() and not (start - begin) % tensor.itemsize
-
-
-def _registered(modules: Iterable[nn.Module]) -> list[torch.Tensor | None]:
-    return [
-        tensor for module in modules for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
-    ]
 
 
 # The casts of plain CPU tensors, which are made at the commit.
@@ -574,27 +563,13 @@ class _Casts:
 
     def steps(self) -> Callable[[], list[Step]]:
         """Returns a function that makes the step of each tensor. The function holds no tensor."""
+        cpu = torch.device("cpu")
         facts = [
-            (names, kind, tensor.shape, batch.dtype, batch.new.dtype)
+            (names, kind, DATA, tuple(tensor.shape), batch.new.dtype, batch.dtype, cpu, tensor.nbytes)
             for batch in self._batches
             for names, kind, tensor in batch.slots
         ]
-        return lambda: [
-            Step(
-                names[0],
-                kind,
-                source="",
-                way=Way.NEW,
-                why=DATA,
-                shape=tuple(shape),
-                dtype=new,
-                stored_dtype=old,
-                device=torch.device("cpu"),
-                nbytes=shape.numel() * old.itemsize,
-                ties=names[1:],
-            )
-            for names, kind, shape, old, new in facts
-        ]
+        return lambda: [step(*of_slot) for of_slot in facts]
 
 
 def _is_certain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

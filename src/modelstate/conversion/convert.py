@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -258,8 +257,6 @@ replaced_apply = _overrides.used
 
 class _TorchFunction(Target):
     """The target of a conversion by `Module.to` and its like: the function that they pass to `_apply`."""
-
-    is_reported: ClassVar[bool] = False
 
     def __init__(self, fn: Apply) -> None:
         self._fn = fn

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from types import FunctionType, ModuleType
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from modelstate.errors import PlacementError, TransformError, code_errors
 from modelstate.planning.plan import Step
@@ -36,8 +34,6 @@ class Target:
     is_user_function: ClassVar[bool] = False
     """Whether a user's function makes the tensors, which may return anything. Other targets can convert the memory that
     several tensors share at once."""
-    is_reported: ClassVar[bool] = True
-    """Whether a report describes the changes."""
 
     @property
     def description(self) -> str:
@@ -278,9 +274,21 @@ def step_of(change: Change) -> Step:
     """Returns the description of a change that has not been made yet. It holds no tensor."""
     tensor, value, (names, kind, _) = change.target, change.value, change.slot
     shape = () if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tuple(tensor.shape)
-    nbytes = nbytes_of(tensor)
-    way = Way.NEW, change.placement
-    return Step(names[0], kind, "", *way, shape, value.dtype, tensor.dtype, value.device, nbytes, names[1:])
+    return step(names, kind, change.placement, shape, value.dtype, tensor.dtype, value.device, nbytes_of(tensor))
+
+
+def step(
+    names: tuple[str, ...],
+    kind: str,
+    placement: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    old: torch.dtype,
+    device: torch.device,
+    nbytes: int,
+) -> Step:
+    """Returns the description of a change of a slot: what the tensor becomes, and its dtype and bytes before."""
+    return Step(names[0], kind, "", Way.NEW, placement, shape, dtype, old, device, nbytes, names[1:])
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
@@ -319,27 +327,9 @@ def swappable(name: str, tensor: torch.Tensor, value: torch.Tensor, shared: bool
 
 
 def _holds(value: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be reached from the attributes of a value, through containers and plain objects."""
-    pending: list[object] = [value]
-    seen: dict[int, object] = {}
-    while pending:
-        item = pending.pop()
-        if id(item) in seen or isinstance(item, _LEAVES):
-            continue
-        if item is tensor:
-            return True
-        seen[id(item)] = item
-        if isinstance(item, dict):
-            pending += item.values()
-        elif isinstance(item, list | tuple | set | frozenset):
-            pending += item
-        else:
-            pending += getattr(item, "__dict__", {}).values()
-            pending += [getattr(item, name, None) for name in slots_of_class(type(item))]
-    return False
-
-
-_LEAVES = (str, bytes, int, float, type(None), type, torch.dtype, torch.device, FunctionType, ModuleType, nn.Module)
+    """Whether an attribute of a value is a tensor."""
+    slots = [getattr(value, name, None) for name in slots_of_class(type(value))]
+    return any(item is tensor for item in (*vars(value).values(), *slots))
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:

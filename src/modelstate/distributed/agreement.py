@@ -20,7 +20,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import RLock
 from typing import Any, TypeVar
 from weakref import ref
@@ -45,7 +45,6 @@ from modelstate.distributed.connections import (
     number_of,
     ranks_text,
     report_of,
-    without_frames,
 )
 from modelstate.errors import (
     DistributedError,
@@ -342,18 +341,6 @@ class Agreement:
             names=differing,
         )
 
-    def exchanged(self, numbers: Sequence[int]) -> dict[int, list[int]]:
-        """Returns the numbers of each rank, as many as this rank has; those of this rank alone where one is lost."""
-        connections = self._connections
-        own = json.dumps([*numbers]).encode()
-        longest = 21 * len(numbers) + 2  # of numbers with 64 bits, as JSON
-        if connections is not None:
-            # After an error the connections stay as they are, so that the next vote fails, too.
-            with suppress(Exception):
-                gathered = connections.gathered(own, longest, self.timeout_seconds)
-                return {rank: json.loads(text) for rank, text in zip(self.ranks, gathered, strict=True)}
-        return {self.rank: [*numbers]}
-
     def connect(self, ranks: tuple[int, ...]) -> None:
         """Connects ranks in a phase before a broadcast, so that the death of one shows at once in it.
 
@@ -439,9 +426,9 @@ class Agreement:
             except ModelStateError:  # of `_compare`
                 raise
             except Exception as cause:
-                error_of_torch = without_frames(cause)
                 phase = self._phase or _Phase(name, NOTHING_CHANGED, False)
-                raise self._lost(phase, error_of_torch) from error_of_torch
+                # The frames of the error refer to the group, which could not be closed.
+                raise self._lost(phase, cause.with_traceback(None)) from cause
 
     def abandon(self, error: BaseException) -> None:
         """Closes the connections for an error, which the other ranks raise, too: they wait for this one no longer.
@@ -470,7 +457,7 @@ class Agreement:
                 raise ConnectionError("the connections were lost before the end of the phase")
             reports, _ = self._reports(connections, phase, error, own)
         except Exception as cause:
-            lost = without_frames(cause)
+            lost = cause.with_traceback(None)
         except BaseException:
             self._leave(phase)
             raise

@@ -208,15 +208,6 @@ class Connections:
         return found.decode()
 
 
-def without_frames(error: Exception) -> Exception:
-    """Returns an error with the same text. The frames of the original refer to the group, which could not be closed."""
-    if isinstance(error, AbandonedError):
-        return AbandonedError(str(error), error.reason)
-    if isinstance(error, TimeoutError):
-        return TimeoutError(str(error))
-    return RuntimeError(f"{type(error).__name__}: {error}")
-
-
 _Made = dict[tuple[tuple[int, ...], str], Connections]
 _made: WeakKeyDictionary[object, _Made] = WeakKeyDictionary()
 """The connections of each default process group, by their ranks and channel. They hold the group's store, so they end

@@ -369,14 +369,8 @@ class _Lease:
             stop = threading.Event()
             self._beat = weakref.finalize(self, stop.set)
             arguments = (intent, text, stop, LEASE_SECONDS / 4)
-            if not try_start(threading.Thread(target=_renew, args=arguments, name="modelstate lease", daemon=True)):
-                self.release()
-                raise WriteFailedError(
-                    "no thread can be started to renew the lock of the store",
-                    where=self._bucket.at("").url,
-                    found="the system starts no more threads for this process",
-                    remedy="raise the limit (`ulimit -u`, or pids.max of the container)",
-                )
+            # A lease that is not renewed expires: another writer may take it over, and the commit of this one raises.
+            try_start(threading.Thread(target=_renew, args=arguments, name="modelstate lease", daemon=True))
             return
         raise self._locked(None)
 

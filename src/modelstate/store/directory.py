@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import warnings
 from collections import Counter
@@ -437,13 +436,7 @@ class StepIndex:
                 return result, {number: str(problem) for number, problem in skipped.items()}
             else:
                 if step != "latest":
-                    problem = skipped[step]
-                    with suppress(ModelStateError):
-                        others = [entry.place.step for entry in self.by_age() if entry.is_whole]
-                        if isinstance(problem, DamagedCheckpointError) and others[-1:] not in ([], [step]):
-                            named = f"another step, such as {others[-1]}"
-                            problem.remedy = re.sub("another step(?!,)", named, problem.remedy)  # unless it has one
-                    raise problem
+                    raise skipped[step]
                 raise StepNotFoundError(
                     "no checkpoint of the store can be used" if skipped else "there is no checkpoint in the store",
                     where=self.directory,
