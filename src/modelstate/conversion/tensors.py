@@ -89,21 +89,20 @@ class CastAndMove(Target):
         dtype, device = self._dtype_of(tensor.dtype), self.device or tensor.device
         if self.empty:
             return torch.empty_like(tensor, dtype=dtype, device=device)
+        without = ""
         if tensor.is_meta and device.type != "meta":
+            without = "is on meta"
+            remedy = "fill it with modelstate.load, or convert(..., empty=True) for memory without values"
+        elif is_plain(tensor) and not tensor.is_meta and not has_its_memory(tensor):
+            without = "has a storage whose memory has been freed"
+            remedy = "convert before the memory is freed (by offloading or sharding), or after it is restored"
+        if without:
             raise PlacementError(
-                "a tensor on meta has no values to be converted; nothing has been changed",
+                f"a tensor that has no values {without}; nothing has been changed",
                 where=name,
                 expected="a tensor with memory",
-                found=f"{short(tensor.dtype)} of shape {tuple(tensor.shape)} on meta",
-                remedy="fill it with modelstate.load, or convert(..., empty=True) for memory without values",
-            )
-        if is_plain(tensor) and not tensor.is_meta and not has_its_memory(tensor):
-            raise PlacementError(
-                "the memory of a tensor has been freed; nothing has been changed",
-                where=name,
-                expected=f"{tensor.nbytes} bytes",
-                found=f"a storage of {tensor.untyped_storage().nbytes()}",
-                remedy="convert before the memory is freed (by offloading or sharding), or after it is restored",
+                found=f"{short(tensor.dtype)} of shape {tuple(tensor.shape)}",
+                remedy=remedy,
             )
         try:
             return tensor.to(device, dtype)
@@ -171,20 +170,13 @@ class ByFunction(Target):
             )
         if new is UNCHANGED:
             return tensor
-        if new is tensor:
+        if new is tensor or not isinstance(new, torch.Tensor):
             raise TransformError(
-                "the function returned its own input; nothing has been changed",
+                f"the function returned {'its own input' if new is tensor else 'no tensor'}; nothing has been changed",
                 where=name,
-                expected="a new tensor",
-                remedy="return modelstate.conversion.UNCHANGED for a tensor that is to stay as it is",
-            )
-        if not isinstance(new, torch.Tensor):
-            raise TransformError(
-                "the function returned no tensor; nothing has been changed",
-                where=name,
-                expected="a torch.Tensor, or modelstate.conversion.UNCHANGED",
+                expected="a new tensor, or modelstate.conversion.UNCHANGED for one that is to stay as it is",
                 found=short_repr(new),
-                remedy="let it return a tensor for every name that it is called with",
+                remedy="let it return one of these for every name that it is called with",
             )
         return new
 

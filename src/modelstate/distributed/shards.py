@@ -125,21 +125,16 @@ def local_shard(
     for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True):
         if placement.is_replicate():
             continue
+        problem = f"a DTensor of shape {tuple(shape)} is split in a dimension that it does not have"
         if not is_split(placement):
-            raise DistributedError(
-                "the ranks hold partial sums, which no checkpoint has"
-                if placement.is_partial()
-                else "the layout of a DTensor is unknown",
-                expected="Shard or Replicate for each dimension of the mesh",
-                found=short_repr(placement),
-            )
-        if not -len(shape) <= placement.dim < len(shape):
-            raise DistributedError(
-                "a DTensor is split in a dimension that it does not have",
-                expected=f"a dimension of the shape {tuple(shape)}",
-                found=short_repr(placement),
-            )
-        splits.setdefault(placement.dim % len(shape), []).append(DimensionSplit(placement, count, index))
+            problem = "the layout of a DTensor is unknown"
+            if placement.is_partial():
+                problem = "the ranks hold partial sums, which no checkpoint has"
+        elif -len(shape) <= placement.dim < len(shape):
+            splits.setdefault(placement.dim % len(shape), []).append(DimensionSplit(placement, count, index))
+            continue
+        expected = "Shard or Replicate for each dimension of the mesh"
+        raise DistributedError(problem, expected=expected, found=short_repr(placement))
     return LocalShard(shape, tuple(_runs(size, tuple(splits.get(dim, ()))) for dim, size in enumerate(shape)))
 
 

@@ -262,8 +262,8 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
             raise _bad_format(self.name, f"a value for the set_extra_state of {owner}", "none")
         if own is None and value is not _ABSENT:
             raise _bad_format(self.name, "no state of a base class, since none has any", short_repr(value))
-        for name, attribute in values:
-            _check_attribute(module, name, attribute)
+        for name, _ in values:
+            _check_attribute(module, name)
         return values, None if own is None else partial(own, value)
 
     def _split(self, value: object, below: list[str], has_own: bool) -> tuple[object, object]:
@@ -351,21 +351,14 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
         values: dict[str, object] = decode(dict(raw), self.name) if old else {}
         if old == new or upgrade is None:
             return values, "the extra state"
-        try:
+        what = "the upgrade= of the extra state"
+        remedy = "it is called with the old version and a dict of its values, and returns those of the present one"
+        with code_errors(ExtraStateError, f"{what} raised for version {old}", where=self.name, remedy=remedy):
             result: object = upgrade(old, values if old else deepcopy(dict(raw)))
-        except Exception as error:
-            raise self._upgrade_error(f"raised for version {old}", f"{type(error).__name__}: {error}") from error
         if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
-            raise self._upgrade_error("returned something else than values by their names", short_repr(result))
+            problem = f"{what} returned something else than values by their names"
+            raise ExtraStateError(problem, where=self.name, found=short_repr(result), remedy=remedy)
         return dict(result), f"what upgrade= makes of version {old}"
-
-    def _upgrade_error(self, problem: str, found: str) -> ExtraStateError:
-        return ExtraStateError(
-            f"the upgrade= of the extra state {problem}",
-            where=self.name,
-            found=found,
-            remedy="it is called with the old version and a dict of its values, and returns those of the present one",
-        )
 
     def _loads_plainly(self, module: nn.Module) -> bool:
         """Whether no hand-written code comes between the state dict and `set_extra_state`."""
@@ -407,12 +400,12 @@ def _read(module: nn.Module, name: str) -> object:
         remedy="set it in __init__, to None if it has no value yet",
     ):
         value = getattr(module, name)
-    _check_attribute(module, name, value)
+    _check_attribute(module, name)
     return value
 
 
-def _check_attribute(module: nn.Module, name: str, value: object = None) -> None:
-    """Raises `ExtraStateError` for a name or a value that torch itself registers with the module."""
+def _check_attribute(module: nn.Module, name: str) -> None:
+    """Raises `ExtraStateError` for a name that torch itself has registered with the module."""
     for kind, members in (
         ("parameter", own_parameters(module)),
         ("buffer", own_buffers(module)),
@@ -426,13 +419,6 @@ def _check_attribute(module: nn.Module, name: str, value: object = None) -> None
                 if name in non_persistent_buffers(module)
                 else "take it out of the declaration: the state dict has it already",
             )
-    if isinstance(value, nn.Module | nn.Parameter | nn.Buffer):
-        raise ExtraStateError(
-            "extra state cannot be a parameter, a buffer or a module",
-            where=_place(module, name),
-            found=type(value).__name__,
-            remedy="register it, or have its values in a plain tensor",
-        )
 
 
 def _set_all(module: nn.Module, values: list[tuple[str, object]], first: Callable[[], None] | None) -> None:

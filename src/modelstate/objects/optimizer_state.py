@@ -20,7 +20,7 @@ from modelstate.arguments import checked_call
 from modelstate.checkpoint.open import patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
 from modelstate.distributed.connections import Digest
-from modelstate.errors import OptimizerStateError, OptionError
+from modelstate.errors import OptimizerStateError, OptionError, code_errors
 from modelstate.formats.tree import leaf_paths, refused_in
 from modelstate.loading.collective import before_call, described, text_of
 from modelstate.objects.optimizer_values import (
@@ -110,16 +110,10 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         {**group_options(group), "params": [names[param] for param in group["params"]]}
         for group in optimizer.param_groups
     ]
-    wrong = [name for param, name in names.items() if not isinstance(optimizer.state.get(param, {}), Mapping)]
-    if wrong:
-        raise OptimizerStateError(
-            "the optimizer keeps something else than a dict for a parameter",
-            where=f"{type(optimizer).__qualname__}: {wrong[0]}",
-            remedy="keep a dict of tensors and plain values for each parameter",
-        )
-    state = {name: dict(optimizer.state.get(param, {})) for param, name in names.items()}
+    kept = {name: optimizer.state.get(param, {}) for param, name in names.items()}
     other = {key: value for key, value in optimizer.state.items() if key not in names}
-    _check_values(state, other, names, optimizer)
+    _check_values(kept, other, names, optimizer)
+    state = {name: dict(values) for name, values in kept.items()}
     orders = memory_orders(state, {name: param for param, name in names.items()})
     dtypes = {name: str(param.dtype) for param, name in names.items()}
     saved = {"state": state, _GROUPS: groups, CLASS: class_name(_computing_class(optimizer)), DTYPES: dtypes}
@@ -357,16 +351,11 @@ def _load(
         options: groups of the optimizer, each with the saved options that it gets.
         transaction: gets the undo.
     """
-    try:
+    what = "a value of the state cannot be copied; nothing has been changed"
+    with code_errors(OptimizerStateError, what, where=type(optimizer).__name__):
         new_state = placed_state(optimizer, states)
         new_other = placed_options(other, cast(Group, optimizer.state))
         new_options = [(group, placed_options(of_group, group)) for group, of_group in options]
-    except Exception as error:
-        raise OptimizerStateError(
-            "a value of the state cannot be copied; nothing has been changed",
-            where=type(optimizer).__name__,
-            found=error,
-        ) from error
     changed: list[dict[Any, Any]] = [optimizer.state, *optimizer.param_groups]
     before = [dict(values) for values in changed]
 
@@ -587,29 +576,12 @@ def _fixed_options(cls: type[torch.optim.Optimizer], names: set[str]) -> set[str
 
 
 def _check_is_by_name(optimizer: torch.optim.Optimizer) -> None:
-    """Raises where the optimizer keeps state that is not by parameter, and that would be lost silently."""
-    where = type(optimizer).__qualname__
+    """Raises where the class of the optimizer has a layout of its own."""
     if is_saved_whole(optimizer):
         raise OptimizerStateError(
             "the class of the optimizer has a state_dict in a layout of its own, which is not by parameter",
-            where=where,
+            where=type(optimizer).__qualname__,
             remedy="save it whole, with ms.save or Store.save: ms.save({'model': model, 'optimizer': optimizer}, path)",
-        )
-    if attributes := hidden_attributes(optimizer):
-        raise OptimizerStateError(
-            "the optimizer keeps tensors or another optimizer in attributes that its state_dict leaves out",
-            where=where,
-            found=", ".join(attributes),
-            remedy="define state_dict and load_state_dict in its class, so that they have this state",
-        )
-    params = {param for group in optimizer.param_groups for param in group["params"]}
-    foreign = sum(isinstance(key, torch.Tensor) and key not in params for key in optimizer.state)
-    if foreign:
-        raise OptimizerStateError(
-            "the optimizer has state for tensors that are not its parameters, and have no names",
-            where=where,
-            found=f"{foreign} tensors",
-            remedy="remove it: del optimizer.state[tensor]; or add the tensors with optimizer.add_param_group",
         )
 
 
@@ -619,9 +591,13 @@ def _check_values(
     names: Mapping[torch.Tensor, str],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Raises for values that a restore could not bring back."""
+    """Raises for what a restore could not bring back."""
     places = {_address(param) for param in names} - {0}
-    problems: list[str] = []
+    problems = [f"{name}: something else than a dict" for name, of in state.items() if not isinstance(of, Mapping)]
+    if hidden := hidden_attributes(optimizer):
+        problems.append(f"tensors or another optimizer in attributes that its state_dict leaves out: {listed(hidden)}")
+    if foreign := sum(isinstance(key, torch.Tensor) for key in other):
+        problems.append(f"state for {foreign} tensors that are not its parameters, and have no names")
     for path, leaf in [*leaf_paths(dict(state)), *leaf_paths({_OTHER: dict(other)})]:
         why = why_not_restored(leaf)
         if isinstance(leaf, torch.Tensor) and (leaf in names or _address(leaf) in places):
@@ -630,11 +606,12 @@ def _check_values(
             problems.append(f"{path[0]}: {place(path[1:])} {why}")
     if problems:
         raise OptimizerStateError(
-            "the optimizer keeps values that could not be restored",
+            "the optimizer keeps state that could not be restored",
             where=type(optimizer).__qualname__,
             found=listed(problems, 8, "\n    "),
-            remedy="keep them as tensors or plain values, or outside of the state of the optimizer, as an object of "
-            "their own with state_dict and load_state_dict",
+            remedy="keep it as tensors or plain values in the dict of a parameter; or outside of the optimizer, as an "
+            "object of its own with state_dict and load_state_dict; or define both in the class of the optimizer, so "
+            "that they have it",
         )
 
 
