@@ -16,7 +16,6 @@ from functools import partial
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Unpack
 
-import msgspec
 import torch
 from msgspec.structs import replace
 
@@ -75,6 +74,7 @@ from modelstate.torch_compat.modules import ModuleContainer
 from modelstate.transaction.transaction import Transaction, exclusive
 
 if TYPE_CHECKING:
+    from modelstate.planning.plan import LoadReport
     from modelstate.remote.cache import Cache
 
 
@@ -211,81 +211,20 @@ def restore_objects(
     if agreement is None:
         agreement = agreement_of(tensors_within(objects), call="modelstate.restore")
     with agreement.before(PLANNING):
-        targets = targets_of(objects)
-        in_place: object = arguments.get("in_place")
-        if not (in_place is None or in_place is False):
-            raise OptionError(
-                "in_place= of a restore says whether all values are read before the first one changes",
-                expected="None or False",
-                found=short_repr(in_place),
-                remedy="leave it out: values whose read cannot fail are read in place; in_place=True is an option of "
-                "modelstate.load",
-            )
-        options = checked_options(key="", **arguments)
-        kept_options = patterns_of("keep_options", keep_options)
-        if kept_options:
-            names: list[str] = []
-            for path, target in targets.items():
-                if target.kind is Kind.OPTIMIZER:
-                    options_of_groups = {str(key) for group in target.obj.param_groups for key in group_options(group)}
-                    names += [path, *(f"{path}.{name}" for name in sorted(options_of_groups))]
-            check_keep_options(kept_options, names)
-        if any(part.ranks for part in saved.values()):
-            saved = of_this_rank(saved, targets, agreement)
-        may_miss = Patterns("allow_missing", options.allow_missing)
-        may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
-        missing = tuple(path for path in targets if path not in saved and may_miss.allow(path))
-        unexpected = tuple(path for path in saved if path not in targets and may_exceed.allow(path))
-        _check_matched(targets, saved, missing, unexpected)
-        checkpoints: dict[str, Checkpoint] = {}
-        for path, target in targets.items():
-            if target.kind is Kind.MODULE and path in saved:
-                with object_code(path, "its state cannot be opened"):
-                    checkpoints[path] = open_checkpoint(saved[path].tree)
-        own_rules = () if rules == () else _rules(rules, checkpoints)
-        restored = [
-            (path, target) for path, target in restore_order(targets) if path in saved and saved[path].tree is not KEPT
-        ]
-        for path, target in restored:
-            if target.kind is Kind.STATEFUL:
-                check_class(path, target.obj, saved[path].tree, _start_anew(path))
-        restoring = _Restoring(
-            targets=restored,
-            modules={path: target.obj for path, target in targets.items() if target.kind is Kind.MODULE},
-            saved=saved,
-            checkpoints=checkpoints,
-            rules=own_rules,
-            source_name=source_name,
-            may_miss=may_miss,
-            may_exceed=may_exceed,
-            keep_options=kept_options,
-        )
-    models = ModuleContainer({path: targets[path].obj for path in checkpoints})
+        restoring = _Restoring(objects, saved, source_name, agreement, rules, keep_options, arguments)
+    models = ModuleContainer({path: restoring.modules[path] for path in restoring.checkpoints})
     with agreement.collective(), exclusive(models), Transaction(models) as transaction:
-        register_undo(restored, transaction)
+        register_undo(restoring.targets, transaction)
         transaction.reads_values = restoring.runs_code
         report = load_then(
             transaction,
-            combined_checkpoint(checkpoints),
-            replace(
-                options,
-                rules=own_rules,
-                optimizers=tuple(targets[path].obj for path in missing if targets[path].kind is Kind.OPTIMIZER),
-            ),
+            combined_checkpoint(restoring.checkpoints),
+            restoring.options,
             partial(restoring.restore_others, transaction),
             agreement=agreement,
             check=restoring.plan_optimizers,
         )
-    plain = {path: saved[path].tree for path, target in restored if target.kind is Kind.VALUE}
-    drawn_from = tuple(
-        (path, target, saved[path].tree)
-        for path, target in restored
-        if target.is_restored_last or (target.kind is Kind.STATEFUL and own_generator(target.obj) is not None)
-    )
-    kept = [path for path, part in saved.items() if part.tree is KEPT]
-    notes = [f"{path}: no state was saved for this rank; it is unchanged" for path in kept]
-    report = replace(report, notes=(*report.notes, *notes, *restoring.notes))
-    return Restored(plain, report, missing, unexpected, drawn_from)
+    return restoring.result(report)
 
 
 def _check_matched(
@@ -294,36 +233,30 @@ def _check_matched(
     """Raises where the paths and kinds of the targets are not those of the saved parts, except for what is allowed."""
     lacking = [path for path in targets if path not in saved and path not in missing]
     excess = [path for path in saved if path not in targets and path not in unexpected]
-    also = f"; no object was given for {', '.join(excess)}" if excess else ""
+    kinds = {path: target.kind for path, target in targets.items()}
+    other_kind = [path for path in targets if path in saved and saved[path].kind != kinds[path]]
+    if not (lacking or excess or other_kind):
+        return
+    remedies = ["give the objects the names that were saved"] if lacking and excess else []
     if lacking:
-        remedies = ["give them the names that were saved"] if excess else []
-        remedies += [f"leave them out, or allow_missing={lacking!r}"]
+        remedies.append(f"leave out what was not saved, or allow_missing={lacking!r}")
         # The kinds of a file of `torch.save`, or of one module, were not saved.
-        is_one_module = all(part.kind is Kind.STATEFUL for part in saved.values())
-        if is_one_module and [target.kind for target in targets.values()] == [Kind.MODULE]:
-            remedies += ["where the file has one module without a name: ms.load(model, source)"]
-        raise ObjectStateError(
-            "nothing was saved for these objects; nothing has been changed",
-            expected=", ".join(lacking),
-            found=(", ".join(saved) or "nothing") + also,
-            remedy="; ".join(remedies),
-        )
+        if [*kinds.values()] == [Kind.MODULE] and all(part.kind is Kind.STATEFUL for part in saved.values()):
+            remedies.append("where the file has one module without a name: ms.load(model, source)")
     if excess:
-        raise ObjectStateError(
-            "these were saved, and are not among the objects; nothing has been changed",
-            expected=", ".join(targets) or "nothing",
-            found=", ".join(excess),
-            remedy=f"add them, or allow_unexpected={excess!r}",
-        )
-    other_kind = [path for path in targets if path in saved and saved[path].kind != targets[path].kind]
+        remedies.append(f"add what was saved, or allow_unexpected={excess!r}")
     if other_kind:
-        raise ObjectStateError(
-            "these are of other kinds than what was saved; nothing has been changed",
-            where=", ".join(other_kind),
-            expected=", ".join(saved[path].kind for path in other_kind),
-            found=", ".join(f"{targets[path].kind} ({type(targets[path].obj).__name__})" for path in other_kind),
-            remedy="give objects of the kinds that were saved; a plain value only asks for one that was saved as such",
-        )
+        remedies.append("give objects of the kinds that were saved; a value only asks for one that was saved as such")
+
+    def described(found: Mapping[str, Kind]) -> str:
+        return ", ".join(f"{path} ({kind})" if path in other_kind else path for path, kind in found.items())
+
+    raise ObjectStateError(
+        "the objects are not those that were saved; nothing has been changed",
+        expected=described({path: part.kind for path, part in saved.items()}) or "nothing",
+        found=described(kinds) or "nothing",
+        remedy="; or ".join(remedies),
+    )
 
 
 def _rules(rules: RulesOf, checkpoints: Mapping[str, Checkpoint]) -> tuple[Rule, ...]:
@@ -361,23 +294,69 @@ def _keeps(patterns: Iterable[str], path: str, option: str) -> bool:
     return any(fnmatchcase(path, pattern) or fnmatchcase(f"{path}.{option}", pattern) for pattern in patterns)
 
 
-class _Restoring(msgspec.Struct, eq=False):
-    """The part of a restore that follows the load of the modules."""
+class _Restoring:
+    """The parts of a restore before and behind the load of the modules. The arguments are those of `restore_objects`.
 
-    targets: list[tuple[str, Target]]
-    """The targets that get a saved state, in the order of the restore."""
-    modules: Mapping[str, torch.nn.Module]
-    """The modules among the objects, by path."""
-    saved: Mapping[str, Part]
-    checkpoints: Mapping[str, Checkpoint]
-    rules: tuple[Rule, ...]
-    source_name: str
-    may_miss: Patterns
-    may_exceed: Patterns
-    keep_options: tuple[str, ...]
-    plans: dict[str, OptimizerPlan] = {}
-    notes: list[str] = []
-    """Notes for the report."""
+    Attributes:
+        targets: the targets that get a saved state, in the order of the restore.
+        modules: the modules among the objects, by path.
+        options: those of the load of the modules.
+    """
+
+    def __init__(
+        self,
+        objects: Mapping[str, object],
+        saved: Mapping[str, Part],
+        source_name: str,
+        agreement: Agreement,
+        rules: RulesOf,
+        keep_options: Iterable[str],
+        arguments: ModuleArguments,
+    ) -> None:
+        targets = targets_of(objects)
+        in_place: object = arguments.get("in_place")
+        if not (in_place is None or in_place is False):
+            raise OptionError(
+                "in_place= of a restore says whether all values are read before the first one changes",
+                expected="None or False",
+                found=short_repr(in_place),
+                remedy="leave it out: values whose read cannot fail are read in place; in_place=True is an option of "
+                "modelstate.load",
+            )
+        options = checked_options(key="", **arguments)
+        self.keep_options = patterns_of("keep_options", keep_options)
+        if self.keep_options:
+            names: list[str] = []
+            for path, target in targets.items():
+                if target.kind is Kind.OPTIMIZER:
+                    options_of_groups = {str(key) for group in target.obj.param_groups for key in group_options(group)}
+                    names += [path, *(f"{path}.{name}" for name in sorted(options_of_groups))]
+            check_keep_options(self.keep_options, names)
+        if any(part.ranks for part in saved.values()):
+            saved = of_this_rank(saved, targets, agreement)
+        self.saved, self.source_name = saved, source_name
+        self.may_miss = Patterns("allow_missing", options.allow_missing)
+        self.may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
+        self.missing = tuple(path for path in targets if path not in saved and self.may_miss.allow(path))
+        self.unexpected = tuple(path for path in saved if path not in targets and self.may_exceed.allow(path))
+        _check_matched(targets, saved, self.missing, self.unexpected)
+        self.modules = {path: target.obj for path, target in targets.items() if target.kind is Kind.MODULE}
+        self.checkpoints: dict[str, Checkpoint] = {}
+        for path in filter(saved.__contains__, self.modules):
+            with object_code(path, "its state cannot be opened"):
+                self.checkpoints[path] = open_checkpoint(saved[path].tree)
+        self.rules = () if rules == () else _rules(rules, self.checkpoints)
+        self.targets = [
+            (path, target) for path, target in restore_order(targets) if path in saved and saved[path].tree is not KEPT
+        ]
+        for path, target in self.targets:
+            if target.kind is Kind.STATEFUL:
+                check_class(path, target.obj, saved[path].tree, _start_anew(path))
+        not_saved = [targets[path] for path in self.missing]
+        optimizers = tuple(target.obj for target in not_saved if target.kind is Kind.OPTIMIZER)
+        self.options = replace(options, rules=self.rules, optimizers=optimizers)
+        self.plans: dict[str, OptimizerPlan] = {}
+        self.notes: list[str] = []
 
     @property
     def runs_code(self) -> bool:
@@ -433,6 +412,24 @@ class _Restoring(msgspec.Struct, eq=False):
         for path, target in self.targets:
             if target.kind is Kind.OPTIMIZER:
                 go_on_from_kept_rates(path, target.obj, others, partial(_keeps, self.keep_options, path))
+
+    def result(self, report: LoadReport) -> Restored:
+        """Returns the result, with the report of the load of the modules."""
+        saved = self.saved
+        drawn_from = tuple(
+            (path, target, saved[path].tree)
+            for path, target in self.targets
+            if target.is_restored_last or (target.kind is Kind.STATEFUL and own_generator(target.obj) is not None)
+        )
+        kept = [path for path, part in saved.items() if part.tree is KEPT]
+        notes = [f"{path}: no state was saved for this rank; it is unchanged" for path in kept]
+        return Restored(
+            {path: saved[path].tree for path, target in self.targets if target.kind is Kind.VALUE},
+            replace(report, notes=(*report.notes, *notes, *self.notes)),
+            self.missing,
+            self.unexpected,
+            drawn_from,
+        )
 
     def _plan_optimizer(
         self, path: str, optimizer: torch.optim.Optimizer, is_initialised: Callable[[str], bool]
