@@ -110,14 +110,6 @@ class Conversion:
         """The names of the tensors that the module has, by storage."""
         return {storage_id(part): slot.name for slot in self.slots.tensors for part in parts_of(slot.tensor)}
 
-    @cached_attribute
-    def _prefixes(self) -> dict[int, str]:
-        return {id(module): f"{path}." if path else "" for path, module in self.root.named_modules()}
-
-    @cached_attribute
-    def module_ids(self) -> set[int]:
-        return {id(module) for module in self.modules}
-
     # Phase one: make and check every new tensor.
 
     def record(self, recurse: bool = True) -> None:
@@ -176,8 +168,7 @@ class Conversion:
                     self._seen.add(id(tensor))
                     slot = self._slot_of.get(id(tensor))
                     if slot is None:  # the module's own code has registered it since
-                        slot = Slot((self._prefixes.get(id(module), "") + name,), kind, tensor)
-                        self._slot_of[id(tensor)] = slot
+                        slot = self._slot_of[id(tensor)] = Slot((name,), kind, tensor)
                     slots.append((slot, fn))
         return slots
 
@@ -587,6 +578,4 @@ _running = ThreadValue[Conversion | None](None)
 def running_conversion(module: nn.Module) -> Conversion | None:
     """Returns the conversion of this thread that a module belongs to."""
     conversion = _running.value
-    if conversion is None or conversion.transaction.ended:  # an interrupt may have left one behind
-        return None
-    return conversion if id(module) in conversion.module_ids else None
+    return conversion if conversion is not None and any(module is each for each in conversion.modules) else None

@@ -270,6 +270,5 @@ class _TorchFunction(Target):
     def deferred_cast(self, dtype: torch.dtype) -> torch.Tensor | None:
         if dtype not in COPYABLE or not dtype.is_floating_point or not is_cast_of_torch(self._fn):
             return None
-        with torch.inference_mode(False):
-            new = self._fn(torch.empty(0, dtype=dtype, device="cpu"))
+        new = self._fn(torch.empty(0, dtype=dtype, device="cpu"))
         return new if new.is_cpu and new.dtype in COPYABLE and new.is_floating_point() else None

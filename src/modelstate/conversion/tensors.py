@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import ClassVar
 
 import torch
@@ -126,13 +125,7 @@ class CastAndMove(Target):
         if self.empty or (self.device is not None and self.device.type != "cpu"):
             return None
         new = self._dtype_of(dtype)
-        return _empty_like_result(new) if new in COPYABLE and dtype in COPYABLE else None
-
-
-@cache
-def _empty_like_result(dtype: torch.dtype) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.empty(0, dtype=new, device="cpu") if new in COPYABLE and dtype in COPYABLE else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ The objects have names that no reader knows before the first rank commits the ch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import ExitStack, suppress
 from math import ceil
 
 import torch
@@ -206,7 +206,7 @@ class _Objects:
         self._layouts, self._urls = layouts, urls
         self._remaining = iter(layouts)
         self._number = -1
-        self._object: AbstractContextManager[ObjectWriter] | None = None
+        self._object = ExitStack()
         self._output: ObjectWriter | None = None
         self._begun: list[str] = []
         self._hash, self._hashed_bytes = xxhash.xxh3_128(), 0
@@ -235,30 +235,22 @@ class _Objects:
         """Ends the last object, and writes those that have no bytes of tensors. Raises `WriteFailedError`."""
         for number in self._remaining:
             self._next(number)
-        self._end()
+        self._object.close()
 
     def _next(self, number: int) -> None:
         """Ends the object, and begins another one."""
-        self._end()
+        self._object.close()
         self._number = number
         planned, url = self._layouts[number], self._urls[number]
         self._begun.append(url)
-        self._object = new_object(locate(url), planned.nbytes, overwrite=True)
-        self._output = self._object.__enter__()
+        self._output = self._object.enter_context(new_object(locate(url), planned.nbytes, overwrite=True))
         self._output.append(finished_header(planned, [""] * len(planned.tensors))[0])
-
-    def _end(self) -> None:
-        ended, self._object, self._output = self._object, None, None
-        if ended is not None:
-            ended.__exit__(None, None, None)
 
     def abort(self, error: BaseException) -> None:
         """Ends without the object that is being uploaded, and without those that have not begun."""
         self._remaining = iter(())
-        aborted, self._object, self._output = self._object, None, None
-        if aborted is not None:
-            with suppress(ModelStateError, type(error)):
-                aborted.__exit__(type(error), error, error.__traceback__)
+        with suppress(ModelStateError, type(error)), self._object:
+            raise error
 
     def discard(self) -> None:
         """Removes what was uploaded, and ignores errors of the bucket."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -143,6 +144,7 @@ def _first_line(error: Exception) -> str:
 
 def _user_generator(name: str, given: object) -> _Generator:
     """Returns the interface to a generator of the user's. Raises `OptionError`."""
+    generator = None
     if isinstance(given, torch.Generator):
         generator = _torch_generator(given.get_state, given.set_state)
     elif isinstance(given, np.random.RandomState):
@@ -152,18 +154,12 @@ def _user_generator(name: str, given: object) -> _Generator:
         generator = _numpy_generator(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
     elif isinstance(given, random.Random):
         generator = _Generator(given.getstate, partial(_set_python, given))
-    else:
-        raise OptionError("not a random generator", where=name, expected=_KINDS, found=f"a {type(given).__qualname__}")
-    try:
-        generator.get()
-    except Exception as error:
-        raise OptionError(
-            "a random generator whose state cannot be saved",
-            where=name,
-            expected=_KINDS,
-            found=f"a {type(given).__qualname__}: {_first_line(error)}",
-        ) from error
-    return generator
+    with suppress(NotImplementedError):  # random.SystemRandom has no state
+        if generator is not None:
+            generator.get()
+            return generator
+    found = f"a {type(given).__qualname__}"
+    raise OptionError("not a random generator with a state", where=name, expected=_KINDS, found=found)
 
 
 def _set_python(owner: Any, state: object) -> None:

@@ -141,19 +141,6 @@ class LocalBackend:
         """Returns what identifies the place of the store; None where it cannot be replaced by another one."""
         return os.stat(self._directory)
 
-    def probe(self) -> None:
-        """Writes a little, as a save does, and removes it."""
-        beside, renamed = (os.path.join(self._directory, unfinished_name(0)) for _ in range(2))
-        try:
-            system.mkdir(beside)
-            write_new_file(os.path.join(beside, RECORD_FILE), b"{}\n")
-            sync_directory(beside)
-            system.replace(beside, renamed)
-            sync_directory(self._directory)
-        finally:
-            for path in (beside, renamed):
-                _remove(path)
-
     def free_bytes(self) -> int | None:
         """Returns the bytes that are free; None where there is no limit."""
         space = os.statvfs(self._directory)
@@ -204,10 +191,7 @@ class LocalBackend:
         for path in renamed:
             _remove(path)
         if first_error is not None:
-            try:
-                raise first_error
-            finally:
-                del first_error  # its traceback refers to this frame
+            raise first_error
 
     def clear(self, kept: Callable[[], Set[str] | None]) -> None:
         """Removes what killed saves and prunes have left, and ignores errors.

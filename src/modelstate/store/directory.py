@@ -647,8 +647,10 @@ class StepIndex:
 
     # The name of the store, which each of its checkpoints has too.
 
-    def ensure_name(self) -> str:
+    def ensure_name(self, rewrites: bool = False) -> str:
         """Returns the name of the store, and writes `store.json` where it is missing or damaged.
+
+        With `rewrites` it is written in any case, which shows whether the store can be written to.
 
         Raises `NewerManifestError`, the errors of a write, and `OpenError` or `ReadFailedError` where `store.json`
         exists and cannot be read: it may have the name, and with another name all checkpoints would be foreign.
@@ -663,10 +665,10 @@ class StepIndex:
                     found=f"format {str(version)[:80]}",
                     remedy="update modelstate, or take another directory",
                 )
-            return name
+            if not rewrites:
+                return name
         except (SourceNotFoundError, DamagedCheckpointError):
-            pass  # it is written below
-        name = self._most_common_name(self.places()) or os.urandom(8).hex()
+            name = self._most_common_name(self.places()) or os.urandom(8).hex()
         text = json.dumps({SEAL: OPEN_SEAL, "format": STORE_FORMAT, "store": name}).encode() + b"\n"
         self.backend.write_name(sealed(text))
         return name

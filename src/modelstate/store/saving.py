@@ -394,7 +394,7 @@ class NewStep:
         self,
         agreement: Agreement,
         keep: Keep | None,
-        write_spread: Callable[[], Sequence[SpreadFile]] | None,
+        write_spread: Callable[[], Sequence[SpreadFile]],
         staging_bytes: int = 0,
         blocked_seconds: float | None = None,
         check_cancelled: Callable[[], None] | None = None,
@@ -404,7 +404,7 @@ class NewStep:
         Args:
             agreement: the ranks.
             keep: the rules for which checkpoints stay.
-            write_spread: writes the tensors that are spread over the ranks; None where there are none.
+            write_spread: writes the tensors that are spread over the ranks.
             staging_bytes: the memory that the state was copied to.
             blocked_seconds: how long `Store.save` has blocked, where it has returned.
             check_cancelled: raises `Stopped` where the save was cancelled, which the other ranks are told.
@@ -453,8 +453,7 @@ class NewStep:
                         digests = {path: self._written[path][1].digests for path in alike} if self._written else None
                         values = replicated_values(alike, digests)
                 agreement.check_equal(f"comparing the ranks in step {record.step}", values)
-                if write_spread is not None:
-                    files += write_spread()
+                files += write_spread()
                 # A commit without an answer may have succeeded, so `cancel` waits for it.
                 with nullcontext() if check_cancelled is None else unstoppable():
                     path, written, linked, seconds, pruned = agreement.decided(

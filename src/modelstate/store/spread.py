@@ -51,7 +51,7 @@ class SpreadWriter:
         directory: str,
         objects: Mapping[str, EncodedObject],
         agreement: Agreement,
-        writer: CollectiveWriter,
+        writer: CollectiveWriter | None,
         shard_bytes: int | None,
         new: NewStep,
     ) -> Sequence[SpreadFile]:
@@ -59,9 +59,9 @@ class SpreadWriter:
 
         Args:
             directory: the directory of the new step, as this rank names it.
-            objects: the objects whose tensors are spread over the ranks, by path.
+            objects: all objects, by path.
             agreement: the ranks.
-            writer: their writer.
+            writer: their writer; None where one process saves alone.
             shard_bytes: the most bytes of tensors in a file; None for no limit.
             new: the new step; used on the first rank.
 
@@ -70,6 +70,9 @@ class SpreadWriter:
 
         Raises what `CollectiveWriter.write` raises.
         """
+        objects = {path: encoded for path, encoded in objects.items() if encoded.is_spread}
+        if writer is None or not objects:
+            return ()
         from modelstate.distributed.uploading import CollectiveUploader
 
         layouts: list[FileLayout] = []

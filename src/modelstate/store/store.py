@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -37,7 +37,6 @@ from modelstate.store.saving import (
     NewStep,
     PendingSave,
     SavedStep,
-    SpreadFile,
     Staging,
     WriteAccess,
     encode_objects,
@@ -265,12 +264,9 @@ class Store(Shown):
                     begin_seconds=begin_seconds,
                     deltas=self._deltas,
                 )
-                write_spread: Callable[[], Sequence[SpreadFile]] | None = None
-                spread = {path: of_object for path, of_object in encoded.items() if of_object.is_spread}
-                if writer is not None and spread:
-                    write_spread = partial(
-                        self._spread.write, directory, spread, writing, writer, self._shard_bytes, new_step
-                    )
+                write_spread = partial(
+                    self._spread.write, directory, encoded, writing, writer, self._shard_bytes, new_step
+                )
                 with agreement.phase("opening the store"):
                     if agreement.is_first:
                         new_step.begin(overwrite)
@@ -294,7 +290,7 @@ class Store(Shown):
         """Checks that a save of these objects would work, without saving them.
 
         The state of every object is encoded as in `save`, with no tensor copied. The store is locked for this process,
-        and a small file is written to its directory, synced, renamed and removed. A warning is logged where the file
+        and its file `store.json` is written again. A warning is logged where the file
         system has less free space than the state takes. Random generators are left as they are.
 
         Args:
@@ -316,7 +312,7 @@ class Store(Shown):
                 if agreement.is_first:
                     self._access.acquire()
                     with self._access.errors():
-                        self._backend.probe()
+                        self.index.ensure_name(rewrites=True)
             with agreement.phase("looking for the store"):
                 try:
                     free_bytes = self._backend.free_bytes()
@@ -557,20 +553,14 @@ class Store(Shown):
         """
         return next((entry.place.step for entry in reversed(self.index.by_age()) if entry.is_whole), None)
 
-    @checked_call("store.infos", is_method=True)
-    def infos(self, *, by_age: bool = False) -> tuple[CheckpointInfo, ...]:
-        """Returns a description of each checkpoint, damaged ones too, without reading tensors.
-
-        Args:
-            by_age: False orders them by step; True by the time of saving, where one that cannot be used follows the
-                step before it.
+    def infos(self) -> tuple[CheckpointInfo, ...]:
+        """Returns a description of each checkpoint, damaged ones too, without reading tensors, in the order of steps.
 
         Examples:
             >>> [info.step for info in store.infos() if info.intact]
             [1000, 2000]
         """
-        entries = self.index.read_all(self.index.steps())
-        return tuple(entry.info for entry in (self.index.by_age(entries) if by_age else entries))
+        return tuple(entry.info for entry in self.index.read_all(self.index.steps()))
 
     @checked_call("store.verify", is_method=True)
     def verify(self, step: int | None = None, *, progress: bool | None = None) -> dict[int | str, str]:

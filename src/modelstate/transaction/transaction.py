@@ -50,15 +50,12 @@ _log = logging.getLogger("modelstate")
 class Write:
     """A write to a tensor of the model that may wait until the commit: a copy, or what a subclass does."""
 
-    __slots__ = ("done", "order", "target", "value")
-    order: int
-    """The position among the watched writes."""
+    __slots__ = ("done", "target", "value")
 
     def __init__(self, target: torch.Tensor, value: torch.Tensor) -> None:
         self.target = target
         self.value = value
         self.done = False
-        self.order = 0
 
     def run(self, transaction: Transaction | None) -> None:
         """Writes the value. With a transaction, it registers the undo first; without one, it cannot fail."""
@@ -113,9 +110,8 @@ class Transaction:
         self._saved_whole: set[int] = set()
         self._to_protect: list[torch.Tensor] = []
         self._protected: set[int] = set()
-        self._waiting: dict[int, list[Write]] = {}
-        """The watched writes that wait, by the keys of their tensors (`_keys`)."""
-        self._watched = 0
+        self._waiting: dict[int, list[int]] = {}
+        """The places in `writes` of those that wait, by the keys of their tensors (`_keys`)."""
         self._entangled = False
         """Whether a write reads memory of the model, so that all writes have to run in order."""
         self._guard: _Guard | None = None
@@ -216,8 +212,7 @@ class Transaction:
         """Adds writes that wait."""
         self.writes += writes
         if self.armed:
-            for write in writes:
-                self._watch(write)
+            self._watch(len(self.writes) - len(writes))
 
     def run_now(self, write: Write) -> None:
         """Runs a write at once, after the writes that it depends on."""
@@ -275,8 +270,7 @@ class Transaction:
                 self._snapshot = ObjectSnapshot(self.root.modules(), self.others)
             self._undo += reversed(self._snapshot.restores)
             self._storages = {storage_id(tensor) for tensor in self._snapshot.tensors.values()} - {0}
-            for write in self.writes:
-                self._watch(write)
+            self._watch(0)
 
     @contextmanager
     def model_code(self) -> Iterator[None]:
@@ -321,21 +315,20 @@ class Transaction:
 
     # The order of the writes.
 
-    def _watch(self, write: Write) -> None:
-        self._entangled = self._entangled or self._reads_model(write)
-        write.order = self._watched
-        self._watched += 1
-        for key in {*_keys(write.target), *_keys(write.value)}:
-            self._waiting.setdefault(key, []).append(write)
+    def _watch(self, first: int) -> None:
+        """Has the writes from this place on run before model code uses their tensors."""
+        for place, write in enumerate(self.writes[first:], first):
+            self._entangled = self._entangled or self._reads_model(write)
+            for key in {*_keys(write.target), *_keys(write.value)}:
+                self._waiting.setdefault(key, []).append(place)
 
     def _reads_model(self, write: Write) -> bool:
         return storage_id(write.value) in self._storages
 
     def _run_waiting(self, keys: Iterable[int]) -> None:
         """Runs the waiting writes that have one of the keys, in order."""
-        writes = {id(write): write for key in keys for write in self._waiting.pop(key, ())}
-        for write in sorted(writes.values(), key=lambda write: write.order):
-            self.run(write)
+        for place in sorted({place for key in keys for place in self._waiting.pop(key, ())}):
+            self.run(self.writes[place])
 
     def _run_all(self) -> None:
         self._waiting.clear()
