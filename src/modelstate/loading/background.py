@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -62,7 +61,6 @@ class LoadHandle:
         self._lock = threading.RLock()
         """Held by the thread that sets the outcome."""
         self._committing_thread: int | None = None
-        self._pid = os.getpid()
         weakref.finalize(self, self._task.cancel, wait=False).atexit = False
         self._task.start()
 
@@ -100,7 +98,6 @@ class LoadHandle:
             >>> handle = modelstate.load(model, "model.safetensors", background=True)
             >>> report = handle.result(timeout_seconds=60)
         """
-        self._leave_parent()
         if self._outcome is None:
             if self._task.is_current or self._committing_thread == threading.get_ident():
                 raise OptionError(
@@ -114,10 +111,9 @@ class LoadHandle:
                 with self._lock:
                     if self._outcome is None:
                         self._put_in_place()
-            except Exception:
-                raise
-            except BaseException:
-                self.cancel(wait=False)
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    self.cancel(wait=False)
                 raise
         if isinstance(self._outcome, LoadReport):
             return self._outcome
@@ -137,7 +133,6 @@ class LoadHandle:
             >>> modelstate.load(model, "model.safetensors", background=True).cancel()
             True
         """
-        self._leave_parent()
         if self._committing_thread == threading.get_ident():
             return False  # the model's own code calls this while the values are put in place
         was_open = False
@@ -156,11 +151,6 @@ class LoadHandle:
     def __exit__(self, *_: object) -> None:
         if self._outcome is None:
             self.cancel()
-
-    def _leave_parent(self) -> None:
-        """In a forked child, gives up what other threads of the parent were doing: they do not exist here."""
-        if self._outcome is None and self._pid != os.getpid():
-            self._outcome = self._task.cancelled_error("it belongs to the process that this one was forked from")
 
     def _put_in_place(self) -> None:
         self._committing_thread = threading.get_ident()
@@ -241,26 +231,20 @@ class StagedLoad:
 
     def hand_over(self, staging: Staging, planner: Planner) -> list[str]:
         """Hands the values to the load that commits. Returns notes for the report."""
-        ready = {
-            name: (item, final)
-            for item in self._executions
-            for name, final in zip(item.transfers.names, item.finals, strict=False)
-        }
+        ready = {item.transfers.name: item for item in self._executions}
         for item in planner.executions:
-            transfers = item.transfers
-            found = [ready[name] for name in transfers.names if name in ready]
+            transfers, staged = item.transfers, ready.get(item.transfers.name)
             is_in_file = transfers.own is None or transfers.own.stored is not None
-            if item.finals or not is_in_file or len(found) < len(transfers.names):
+            if item.finals or not is_in_file or staged is None or staged.transfers.names != transfers.names:
                 continue
-            staged, finals = found[0][0], [final for _, final in found]
-            was = staged.transfers
+            was, finals = staged.transfers, staged.finals
             item.transfers = replace(transfers, way=was.way, why=was.why, maps=was.maps)
             if was.own is not None:
                 # The model may have come to hold the memory that a transform returned.
                 if was.way is Way.STAGED and was.own.transform is not None:
                     finals = [final.clone() if staging.own_memory.hold(final) else final for final in finals]
                 item.transfers, item.freezes = replace(item.transfers, dtypes=was.dtypes), staged.freezes
-            item.finals, item.seconds = finals, staged.seconds * transfers.nbytes / max(was.nbytes, 1)
+            item.finals, item.seconds = finals, staged.seconds
             self._handed_over.append(item)
         for final in (final for item in self._handed_over for final in item.finals):
             if final.is_cuda and is_plain(final):

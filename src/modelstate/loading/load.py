@@ -185,18 +185,13 @@ def load(
             checked = replace(checked, **source.options.of_plan())
         elif checked.cache is not None:
             source = open_checkpoint(source, cache=checked.cache)
-        if background and checked.in_place:
+        if background and (checked.in_place or agreement is not None):
+            overwrites = "in_place=True, which overwrites memory that the program still uses"
             raise OptionError(
-                "in_place=True overwrites memory that the program still uses",
+                "this load cannot go on in the background",
                 where="background=True",
-                remedy="leave one of them out; without in_place=True the values are read into new memory",
-            )
-        if background and agreement is not None:
-            raise OptionError(
-                "a load on several ranks cannot go on in the background",
-                where="background=True",
-                found="a model with DTensors",
-                remedy="leave it out; the ranks load together",
+                found=overwrites if agreement is None else "a model with DTensors, whose ranks load together",
+                remedy="leave background=True out",
             )
     # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
     paused_gc = gc_paused if checked.transform is None else nullcontext[None]
