@@ -2,7 +2,6 @@
 
 import threading
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,19 +26,18 @@ wanted_ranges = st.lists(
 @given(wanted=wanted_ranges, block_bytes=st.integers(64, 1000))
 def test_blocks_have_every_byte_once_in_whole_units(wanted: list[tuple[ByteRange, int]], block_bytes: int) -> None:
     blocks = in_blocks(wanted, block_bytes)
-    parts = [part for block in blocks for part in block.parts]
+    parts = [(block.source, part) for block in blocks for part in block.parts]
     for which, (source, unit) in enumerate(wanted):
-        mine = sorted(part.source for part in parts if part.which == which)
-        starts = [source.start + sum(piece.nbytes for piece in mine[:i]) for i in range(len(mine))]
-        assert mine == [ByteRange(source.path, start, piece.nbytes) for start, piece in zip(starts, mine, strict=True)]
-        assert sum(piece.nbytes for piece in mine) == source.nbytes
-        assert all(piece.nbytes % unit == 0 for piece in mine[:-1])
-    for block in blocks:
-        ends = [(part.at, part.at + part.source.nbytes) for part in block.parts]
-        assert all(part.at % 64 == 0 for part in block.parts)
-        assert all(one[1] <= other[0] for one, other in pairwise(ends))
-        assert ends[-1][1] <= block.nbytes
-        assert block.nbytes < block_bytes + 64 or len(block.parts) == 1
+        mine = sorted(part[1:] for _, part in parts if part.which == which)
+        assert [first for first, _, _ in mine] == [sum(each[1] for each in mine[:i]) for i in range(len(mine))]
+        assert sum(nbytes for _, nbytes, _ in mine) == source.nbytes
+        assert all(nbytes % unit == 0 for _, nbytes, _ in mine[:-1])
+        assert all(at % unit == 0 for _, _, at in mine)
+    for read, part in parts:
+        source, _ = wanted[part.which]
+        assert (read.path, read.start + part.at) == (source.path, source.start + part.first)
+        assert part.at + part.nbytes <= read.nbytes
+    assert all(block.source.nbytes <= block_bytes or len(block.parts) == 1 for block in blocks)
 
 
 @pytest.fixture
@@ -58,9 +56,8 @@ def streamed(path: str, threads: int, waits: bool = False, delay: float = 0.0) -
 
     def take(block: Block, buffer: torch.Tensor) -> None:
         for part in block.parts:
-            piece = bytes(buffer[part.at : part.at + part.source.nbytes].tolist())
-            first = part.source.start - wanted[part.which][0].start
-            found[part.which][first : first + part.source.nbytes] = piece
+            piece = bytes(buffer[part.at : part.at + part.nbytes].tolist())
+            found[part.which][part.first : part.first + part.nbytes] = piece
 
     def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
         names.add(threading.current_thread().name)

@@ -595,25 +595,26 @@ _view_of_memory: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
 
 
 class Part(NamedTuple):
-    """A piece of a range, in a buffer."""
+    """A piece of a range, in a block."""
 
     which: int
     """The index of the range among those that are requested."""
-    source: ByteRange
+    first: int
+    """Bytes from the beginning of the range."""
+    nbytes: int
     at: int
-    """Bytes from the beginning of the buffer."""
+    """Bytes from the beginning of the block."""
 
 
 class Block(msgspec.Struct, frozen=True):
-    """The parts that are read into a buffer at once."""
+    """A run of a file that is read into a buffer at once, and the parts of ranges in it."""
 
+    source: ByteRange
     parts: tuple[Part, ...]
-    nbytes: int
-    """The size of the buffer that the block needs."""
 
     @property
     def wanted_bytes(self) -> int:
-        return sum(part.source.nbytes for part in self.parts)
+        return sum(part.nbytes for part in self.parts)
 
 
 Wait = Callable[[], object]
@@ -625,7 +626,7 @@ def block_buffers(blocks: Sequence[Block], threads: int) -> list[torch.Tensor]:
     """Allocates the byte buffers of a read: one for each thread."""
     import torch
 
-    layout = torch.Size([max((block.nbytes for block in blocks), default=0)]), None, torch.uint8
+    layout = torch.Size([max((block.source.nbytes for block in blocks), default=0)]), None, torch.uint8
     return fresh_tensors([layout] * min(threads, len(blocks)))
 
 
@@ -666,9 +667,8 @@ def stream(
     @torch.no_grad()
     def process(number: int, buffer: torch.Tensor, block: Block) -> None:
         wait_for(number)
-        requests = [Request(part.source, buffer.data_ptr() + part.at) for part in block.parts]
-        for batch in coalesce(requests, batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
-            read_batch(files[batch.path], batch)
+        path, start, nbytes = block.source
+        read_fully(files[path], [memory_at(buffer.data_ptr(), nbytes)], start, nbytes)
         waits[number] = consume(block, buffer)
 
     try:
@@ -679,45 +679,46 @@ def stream(
             wait_for(number)
 
 
-def in_blocks(wanted: Sequence[tuple[ByteRange, int]], block_bytes: int, align_bytes: int = 1) -> list[Block]:
-    """Packs every byte of every range once into blocks, in the order of the files.
+def in_blocks(wanted: Iterable[tuple[ByteRange, int]], block_bytes: int, align_bytes: int = 1) -> list[Block]:
+    """Cuts every byte of every range once into blocks, in the order of the files.
 
-    A block needs a buffer of at most `block_bytes`, or holds one unit that is larger. Where it ends within a range, it
-    ends at a multiple of `align_bytes` in the file, if there is one.
+    Ranges with small gaps between them share a block. A block has at most `block_bytes`, or one unit that is larger.
+    Where it ends within a range, it ends at a multiple of `align_bytes` in the file, if there is one.
 
     Args:
-        wanted: The ranges, each with its unit: the length of every piece but the last is a multiple of it.
+        wanted: The ranges, each with its unit. The length of every part but the last is a multiple of the unit, and so
+            is its place in the block.
         block_bytes: The size of a buffer.
         align_bytes: Where blocks end in the file.
     """
     blocks: list[Block] = []
     parts: list[Part] = []
-    used = 0
+    path, begin, end = "", 0, 0
 
     def close() -> None:
-        nonlocal used
         if parts:
-            blocks.append(Block(tuple(parts), used))
+            blocks.append(Block(ByteRange(path, begin, end - begin), tuple(parts)))
             parts.clear()
-        used = 0
 
-    for (source, unit), index in sorted(zip(wanted, count(), strict=False)):
-        path, start, left = source
+    for (source, unit), which in sorted(zip(wanted, count(), strict=False)):
+        of_file, at, left = source
         while left:
-            room = block_bytes - used
             nbytes = left
-            if left > room:
-                nbytes = room // unit * unit
-                excess = -(-((start + nbytes) % align_bytes) // unit) * unit
+            if not (parts and of_file == path and begin <= at <= end + GAP_BYTES and (at - begin) % unit == 0):
+                close()
+                path, begin, end = of_file, at, at
+            if nbytes > begin + block_bytes - at:
+                nbytes = (begin + block_bytes - at) // unit * unit
+                excess = -(-((at + nbytes) % align_bytes) // unit) * unit
                 nbytes -= excess if excess < nbytes else 0
             if nbytes <= 0:
                 if parts:
                     close()
                     continue
                 nbytes = min(unit, left)
-            parts.append(Part(index, ByteRange(path, start, nbytes), used))
-            start, left = start + nbytes, left - nbytes
-            used += aligned(nbytes)
+            parts.append(Part(which, source.nbytes - left, nbytes, at - begin))
+            at, left = at + nbytes, left - nbytes
+            end = max(end, at)
             if left:
                 close()
     close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -61,6 +62,7 @@ class LoadHandle:
         self._lock = threading.RLock()
         """Held by the thread that sets the outcome."""
         self._committing_thread: int | None = None
+        self._pid = os.getpid()
         weakref.finalize(self, self._task.cancel, wait=False).atexit = False
         self._task.start()
 
@@ -98,6 +100,7 @@ class LoadHandle:
             >>> handle = modelstate.load(model, "model.safetensors", background=True)
             >>> report = handle.result(timeout_seconds=60)
         """
+        self._leave_parent()
         if self._outcome is None:
             if self._task.is_current or self._committing_thread == threading.get_ident():
                 raise OptionError(
@@ -133,6 +136,7 @@ class LoadHandle:
             >>> modelstate.load(model, "model.safetensors", background=True).cancel()
             True
         """
+        self._leave_parent()
         if self._committing_thread == threading.get_ident():
             return False  # the model's own code calls this while the values are put in place
         was_open = False
@@ -151,6 +155,11 @@ class LoadHandle:
     def __exit__(self, *_: object) -> None:
         if self._outcome is None:
             self.cancel()
+
+    def _leave_parent(self) -> None:
+        """In a forked child, gives up what other threads of the parent were doing: they do not exist here."""
+        if self._outcome is None and self._pid != os.getpid():
+            self._outcome = self._task.cancelled_error("it belongs to the process that this one was forked from")
 
     def _put_in_place(self) -> None:
         self._committing_thread = threading.get_ident()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -45,7 +44,7 @@ from modelstate.planning.transforms import BY_TRANSFORM, BlockFunction, Transfor
 from modelstate.process import ONE_VARIABLE, cached_attribute, reference_count
 from modelstate.rules.expression import Derived, values_of
 from modelstate.spec import ByteRange, Stored, StoredComposite, StoredTensor, contiguous_stride
-from modelstate.torch_compat.dtypes import UNCHECKED, Overflows, nonfinite, short
+from modelstate.torch_compat.dtypes import UNCHECKED, Overflows, can_overflow, nonfinite, short
 from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.torch_compat.private import copy_each, payload_of, storage_id, storage_owners
 from modelstate.transaction.slots import Addresses, slots_of
@@ -304,13 +303,15 @@ def _values(pieces: Sequence[Piece], buffer: torch.Tensor) -> list[torch.Tensor]
 
 def copy_pieces(pieces: Sequence[Piece], buffer: torch.Tensor, overflows: Overflows) -> None:
     """Copies and casts what is in a buffer to where it belongs."""
-    copy_each([piece.target for piece in pieces], _values(pieces, buffer))
-    _count_overflows(pieces, buffer, overflows)
+    sources = _values(pieces, buffer)
+    copy_each([piece.target for piece in pieces], sources)
+    pairs = zip(pieces, sources, strict=True)
+    _count_overflows([pair for pair in pairs if can_overflow(pair[0].dtype, pair[0].target.dtype)], overflows)
 
 
-def _count_overflows(pieces: Sequence[Piece], buffer: torch.Tensor, overflows: Overflows) -> None:
+def _count_overflows(values: Sequence[tuple[Piece, torch.Tensor]], overflows: Overflows) -> None:
     """Counts the values that a cast has made infinite. They are in place: a load does not fail for a count."""
-    for piece, source in zip(pieces, _values(pieces, buffer), strict=True):
+    for piece, source in values:
         try:
             overflows.check(piece.name, source, piece.target)
         except (MemoryError, RuntimeError):
@@ -354,8 +355,9 @@ class CudaQueue:
 
         def wait() -> None:
             event.synchronize()
+            narrow = [piece for piece in pieces if can_overflow(piece.dtype, piece.target.dtype)]
             with torch.cuda.stream(self._own):
-                _count_overflows(pieces, buffer, overflows)
+                _count_overflows([*zip(narrow, _values(narrow, buffer), strict=True)], overflows)
 
         return wait
 
@@ -364,7 +366,7 @@ class CudaQueue:
 def _pinned_buffers(blocks: Sequence[Block], threads: int, device: torch.device) -> list[torch.Tensor]:
     """The buffers of a read whose blocks are copied to a CUDA device: in pinned memory, as far as there is some."""
     with suppress(RuntimeError):  # a limit on pinned memory; copies from other memory only take longer
-        nbytes, count = max(block.nbytes for block in blocks), min(threads, len(blocks))
+        nbytes, count = max(block.source.nbytes for block in blocks), min(threads, len(blocks))
         memory, step = pinned_memory(count * aligned(nbytes), device), aligned(nbytes)
         return [memory[at : at + nbytes] for at in range(0, count * step, step)]
     return block_buffers(blocks, threads)
@@ -377,32 +379,31 @@ def streamed_read(
 ) -> Callable[[], None]:
     """Returns a function that reads the final values of transfers that pass through blocks.
 
-    It reads into the slots where that is the way. Values that adjoin in a file are read as one range, and the bytes of
-    a value that has several names once. All buffers have been allocated when this returns.
+    It reads into the slots where that is the way. All buffers have been allocated when this returns.
 
     `memory_for` returns the final memory of values that no function transforms. The returned function raises
     `ReadFailedError` and `TransformError`; memory that is read into is then partly overwritten.
     """
-    strategy = staging.strategy
-    wanted, owners = list[tuple[ByteRange, int]](), list[_Rows | _Transformed]()
-    transfers, plain = [item.transfers for item in executions], list[Execution]()
-    readers = list[_Rows | _Transformed]()
-    for execution in executions:
-        own = execution.transfers.own
-        if own is not None and own.block_function is not None:
-            readers.append(_Transformed(staging, execution, own.block_function))
+    strategy, transfers = staging.strategy, [item.transfers for item in executions]
+    wanted, values = list[tuple[ByteRange, int]](), list[_Value | _Transformed]()
+    plain = list[Execution]()
+    for item in executions:
+        if item.transfers.own is None or item.transfers.own.block_function is None:
+            plain.append(item)
         else:
-            plain.append(execution)
-    for owner in (*readers, *map(_Rows, plain, memory_for(plain))):
-        unit_bytes, extents = owner.execution.transfers.unit_bytes, owner.execution.transfers.extents
-        wanted += [(extent, unit_bytes) for extent in extents]
-        owners += [owner for _ in extents]
+            wanted += [(extent, item.transfers.unit_bytes) for extent in item.transfers.extents]
+            values.append(_Transformed(staging, item, item.transfers.own.block_function))
+    memory = memory_for(plain)
+    for item, targets in zip(plain, memory, strict=True):
+        dtype, names = item.transfers.stored_dtype, item.transfers.names
+        wanted += [(source, dtype.itemsize) for source in item.transfers.rows.ranges()]
+        values += [_Value(item, name, dtype, target) for name, target in zip(names, targets, strict=True)]
     devices = sorted({item.device for item in transfers if item.device.type in _QUEUED_DEVICES}, key=str)
     if devices:
-        strategy = strategy.for_devices(sum(aligned(extent.nbytes) for extent, _ in wanted))
-    align_bytes = common_align_bytes({extent.path for extent, _ in wanted}, staging.checkpoint.fingerprints)
+        strategy = strategy.for_devices(sum(aligned(source.nbytes) for source, _ in wanted))
+    align_bytes = common_align_bytes({source.path for source, _ in wanted}, staging.checkpoint.fingerprints)
     blocks = in_blocks(wanted, strategy.block_bytes, align_bytes)
-    block_bytes = max((block.nbytes for block in blocks), default=0)
+    block_bytes = max((block.source.nbytes for block in blocks), default=0)
     queues = {device: CudaQueue(device, block_bytes) for device in devices}
     if devices and blocks:
         buffers = _pinned_buffers(blocks, strategy.threads, devices[0])
@@ -412,23 +413,24 @@ def streamed_read(
     def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
         pieces = defaultdict[torch.device, list[Piece]](list)
         for part in block.parts:
-            owner = owners[part.which]
-            if isinstance(owner, _Transformed):
-                owner.write(part, buffer)
+            value = values[part.which]
+            if isinstance(value, _Transformed):
+                value.write(part, buffer)
             else:
-                pieces[owner.transfers.device] += owner.pieces(part)
+                pieces[value.target.device].append(value.piece(part))
         waits = list[Wait]()
         for device, of_device in pieces.items():
             if device in queues:
-                waits.append(queues[device].run(buffer, block.nbytes, of_device, staging.overflows))
+                waits.append(queues[device].run(buffer, block.source.nbytes, of_device, staging.overflows))
             else:
                 copy_pieces(of_device, buffer, staging.overflows)
         return (lambda: [wait() for wait in waits]) if waits else None
 
     def on_block(block: Block, seconds: float) -> None:
+        wanted_bytes = block.wanted_bytes
         for part in block.parts:
-            owners[part.which].execution.seconds += seconds * part.source.nbytes / block.wanted_bytes
-        staging.progress(block.wanted_bytes)
+            values[part.which].execution.seconds += seconds * part.nbytes / wanted_bytes
+        staging.progress(wanted_bytes)
 
     def run() -> None:
         try:
@@ -439,44 +441,34 @@ def streamed_read(
                 queue.wait()
         buffers.clear()
         queues.clear()
-        for owner in dict.fromkeys(owners):
-            owner.end()
-        staging.progress(sum(item.nbytes for item in transfers) - sum(extent.nbytes for extent, _ in wanted))
+        for item, targets in zip(plain, memory, strict=True):
+            item.finals = targets
+        for value in values:
+            if isinstance(value, _Transformed):
+                value.end()
 
     return run
 
 
-class _Rows:
-    """The rows of transfers, in the order of the files, with their final memory."""
+class _Value(NamedTuple):
+    """A value that is read in blocks, with its final memory."""
 
-    def __init__(self, execution: Execution, targets: list[torch.Tensor]) -> None:
-        self.execution, self.transfers, self._targets = execution, execution.transfers, targets
-        self._sources = self.transfers.rows.ranges()
-        self._order = sorted(range(len(self._sources)), key=self._sources.__getitem__)
-        ordered = [self._sources[row] for row in self._order]
-        self._begins = [(path, start) for path, start, _ in ordered]
-        self._ends = [(path, start + nbytes) for path, start, nbytes in ordered]
+    execution: Execution
+    name: str
+    dtype: torch.dtype
+    """The dtype in the file."""
+    target: torch.Tensor
 
-    def pieces(self, part: Part) -> list[Piece]:
-        """Returns the values of a part of a range."""
-        dtype, (path, first, length), found = self.transfers.stored_dtype, part.source, list[Piece]()
-        end, itemsize = first + length, dtype.itemsize
-        from_row = bisect_right(self._ends, (path, first))
-        for row in self._order[from_row : bisect_left(self._begins, (path, end))]:
-            _, start, nbytes = self._sources[row]
-            begin, until = max(start, first), min(start + nbytes, end)
-            target = self._targets[row]
-            if until - begin < nbytes:
-                offset = target.storage_offset() + (begin - start) // itemsize
-                target = target.as_strided(((until - begin) // itemsize,), (1,), offset)
-            elif target.dim() != 1:
-                target = target.view(-1)
-            found.append(Piece(self.transfers.names[row], part.at + begin - first, dtype, target))
-        return found
-
-    def end(self) -> None:
-        """Sets the final values."""
-        self.execution.finals = self._targets
+    def piece(self, part: Part) -> Piece:
+        """Returns a part of the value, and where it goes."""
+        _, first, nbytes, at = part
+        _, name, dtype, target = self
+        count = nbytes // dtype.itemsize
+        if count < target.numel():
+            target = target.as_strided((count,), (1,), target.storage_offset() + first // dtype.itemsize)
+        elif target.dim() != 1:
+            target = target.view(-1)
+        return Piece(name, at, dtype, target)
 
 
 class _Transformed:
@@ -490,9 +482,8 @@ class _Transformed:
     def write(self, part: Part, buffer: torch.Tensor) -> None:
         """Transforms the rows of a part, and writes them where they belong."""
         transfer, function = self.execution.transfers, self._function
-        value = buffer[part.at : part.at + part.source.nbytes].view(transfer.stored_dtype)
-        rows = value.view(-1, *self._shape[1:])
-        first = (part.source.start - transfer.extents[0].start) // transfer.unit_bytes
+        value = buffer[part.at : part.at + part.nbytes].view(transfer.stored_dtype)
+        rows, first = value.view(-1, *self._shape[1:]), part.first // transfer.unit_bytes
         cast = rows.to(transfer.dtype)
         self._staging.overflows.check(transfer.name, rows, cast)
         parts = {name: tensor[first : first + len(rows)] for name, tensor in self._parts.items()}
