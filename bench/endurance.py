@@ -1,7 +1,7 @@
-"""What a program that serves for a long time shows: torn requests, memory, swaps beside a copy, and request times.
+"""What a program that serves for a long time shows: torn answers, times of requests, swaps beside a copy, and memory.
 
-`python -m bench.endurance --requests 250000 --seconds 120 eager exported` prints a line for each measure and kind of
-program. A kind stops at the number of requests, or at the number of seconds.
+`python -m bench.endurance` measures all kinds of programs in about twelve minutes and prints a table; `--write` puts it
+into `bench/results/endurance.md`. `--requests`, `--seconds` and names of kinds make it shorter.
 """
 
 import argparse
@@ -9,11 +9,14 @@ import gc
 import os
 import resource
 import statistics
+import sys
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +25,33 @@ from torch import nn
 
 import modelstate as ms
 from bench import files, live
+from bench.pages import InPage, Row
 
 READERS, PERIOD_SECONDS = 3, 0.02
-SWAPS, SIZED_SWAPS, CALLS = 500, 12, 20_000
-LAYERS, WIDTH = 8, 8
+SWAPS, SIZED_SWAPS = 500, 12
+ROUNDS, BLOCK_SECONDS = 10, 0.5
+
+Cells = dict[str, str]
+"""What is found of one kind of program, by the names of the rows."""
 
 
-def served(kind: str, module: nn.Module, x: torch.Tensor, **options: Any) -> ms.Live:
-    """Returns a `Live` of one kind of program, which has answered once."""
-    program = ms.Live(live.target_of(kind, module, x), **options)
-    program(x)
-    return program
+class Embedding(nn.Module):
+    """Eight linear layers of 8 x 8, and 88 MB of weights of which a request reads one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(21 * 1024, 1024))
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + self.table[0, :8]
 
 
-def torn(kind: str, requests: int, seconds: float) -> str:
+def torn(kind: str, requests: int, seconds: float) -> Cells:
     """Readers send requests while the weights are swapped every 20 ms. Weights of version k make every answer k."""
-    module, x = live.Constant(LAYERS, WIDTH), torch.ones(2, WIDTH)
-    program, ended, found = served(kind, module, x), threading.Event(), list[live.Seen]()
+    module, x = live.Constant(2, 8), torch.ones(2, 8)
+    program, ended, found = ms.Live(live.target_of(kind, module, x)), threading.Event(), list[live.Seen]()
+    program(x)
     counts = [0] * READERS
 
     def read(place: int) -> None:
@@ -62,67 +75,156 @@ def torn(kind: str, requests: int, seconds: float) -> str:
         for thread in threads:
             thread.join()
     seen = live.Seen(*map(sum, zip(*found, strict=True)))
-    return f"{seen.torn} of {seen.requests} torn, {seen.mislabelled} mislabelled, {seen.errors} errors, {swaps} swaps"
+    return {
+        "torn answers": f"{seen.torn} of {seen.requests:,}",
+        "answers of another version than they name; errors": f"{seen.mislabelled}; {seen.errors}",
+        "swaps meanwhile": f"{swaps:,}",
+    }
 
 
-def memory(kind: str) -> str:
-    """Swaps 500 times, and shows the memory of the process at each hundredth swap, and the versions that are alive."""
-    module, x = live.Constant(), torch.ones(live.ROWS, live.WIDTH)
-    program, sizes = served(kind, module, x, keep_versions=0), list[str]()
-    versions: list[weakref.ref[nn.Module]] = []
-    for swap in range(1, SWAPS + 1):
-        program.swap(module.weights(swap))
-        versions.append(weakref.ref(program._versions[-1].module))
-        program(x)
-        if swap % 100 == 0:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            sizes.append(f"{pages * resource.getpagesize() / 2**20:.0f}")
-    gc.collect()
-    alive = sum(version() is not None for version in versions)
-    return f"{', '.join(sizes)} MiB after 100, 200, ... swaps; {alive} of {SWAPS} versions alive"
+def latency(kind: str) -> Cells:
+    """Times single requests of one thread, in blocks that take turns: alone, and beside another thread.
 
-
-def sized_swaps(kind: str) -> str:
-    """Swaps 88 MB from a safetensors file, beside a copy of the same bytes. The first two swaps are left out."""
-    module, x = live.Matrices(21).eval(), torch.ones(4, 1024)
-    program, ours, copies = served(kind, module, x), list[float](), list[float]()
-    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
-    targets = [torch.ones_like(value) for value in state.values()]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "weights.safetensors")
-        ms.save(state, path)
-        files.warm([path])
-        for _ in range(SIZED_SWAPS):
-            copies.append(_seconds(lambda: torch._foreach_copy_(targets, list(state.values()))))
-            ours.append(_seconds(lambda: program.swap(path)))
-    swap, copy = statistics.median(ours[2:]), statistics.median(copies[2:])
-    return f"swap {swap * 1e3:.1f} ms, copy {copy * 1e3:.1f} ms: {swap / copy:.2f}x"
-
-
-def latency(kind: str) -> str:
-    """Times single requests beside the bare program: alone, and while another thread swaps every 20 ms."""
-    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).eval()
-    x, other = torch.ones(1, WIDTH), {name: value.clone() for name, value in module.state_dict().items()}
+    Without the time for which a thread was ready and the processors ran other threads or processes, as far as the
+    system says it.
+    """
+    module, x = Embedding().eval(), torch.ones(1, 8)
     target = live.target_of(kind, module, x)
-    bare, program, ended = live._bare(kind, target, module, x), ms.Live(target), threading.Event()
+    bare, program = live._bare(kind, target, module, x), ms.Live(target)
+    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    copy = {name: torch.ones_like(value) for name, value in state.items()}
+    bare(), program(x)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        path = _saved(state, folder)
+        for _ in range(3):
+            program.swap(path)
+        begun = time.thread_time()
+        program.swap(path)
+        swap_seconds = time.thread_time() - begun
+        ways: dict[str, tuple[Callable[[], object], Callable[[], object] | None]] = {
+            "the bare program": (bare, None),
+            "`Live`": (lambda: program(x), None),
+            "bare, beside copies of 88 MB": (bare, lambda: _copy(copy, state)),
+            "bare, beside Python code that takes as long as a swap": (bare, lambda: _compute(swap_seconds)),
+            "`Live`, beside swaps of 88 MB": (lambda: program(x), lambda: program.swap(path)),
+        }
+        found: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(ROUNDS):
+            for name, (request, work) in ways.items():
+                with _repeated(work):
+                    found[name] += _timed(request)
+    found = {name: sorted(seconds) for name, seconds in found.items()}
+    p99 = {name: seconds[len(seconds) * 99 // 100] for name, seconds in found.items()}
+    first, *_, last = found
+    per_mille = [
+        sum(each > 2 * p99[first] for each in found[name]) / len(found[name]) * 1e3 for name in ("`Live`", last)
+    ]
+    medians = [f"{found[name][len(found[name]) // 2] * 1e6:.1f}" for name in (first, "`Live`")]
+    return {
+        "median of a request: bare; `Live`": "; ".join(medians) + " us",
+        **{f"p99 of a request: {name}": f"{seconds * 1e6:.0f} us" for name, seconds in p99.items()},
+        "the last p99 beside the first": f"{p99[last] / p99[first]:.2f}",
+        "processor time of a swap": f"{swap_seconds * 1e3:.1f} ms",
+        "requests of 1,000 over twice the first p99: `Live` alone; beside swaps": "{:.1f}; {:.1f}".format(*per_mille),
+    }
 
-    def swaps() -> None:
-        while not ended.wait(PERIOD_SECONDS):
-            program.swap(other)
 
-    thread = threading.Thread(target=swaps)
-    with torch.no_grad():
-        before = [(_seconds(bare), _seconds(lambda: program(x))) for _ in range(CALLS)][CALLS // 10 :]
-        thread.start()
-        during = [(_seconds(bare), _seconds(lambda: program(x))) for _ in range(CALLS)]
+def _timed(request: Callable[[], object]) -> list[float]:
+    """Returns the seconds of each request of a block, without the time in which the thread waited for a processor."""
+    found, end = list[float](), time.perf_counter() + BLOCK_SECONDS
+    path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+    with path.open("rb", buffering=0) if path.exists() else open(os.devnull, "rb", buffering=0) as file:
+
+        def delay() -> float:
+            fields = os.pread(file.fileno(), 64, 0).split()
+            return int(fields[1]) / 1e9 if fields else 0.0
+
+        before = delay()
+        while time.perf_counter() < end:
+            begun = time.perf_counter()
+            request()
+            seconds = time.perf_counter() - begun
+            after = delay()
+            found.append(max(seconds - (after - before), 0.0))
+            before = after
+    return found
+
+
+@contextmanager
+def _repeated(work: Callable[[], object] | None) -> Iterator[None]:
+    """Does some work in another thread every 20 ms."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while work is not None and not ended.wait(PERIOD_SECONDS):
+            work()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
         ended.set()
         thread.join()
-    columns = [sorted(column) for rows in (before, during) for column in zip(*rows, strict=True)]
-    names = ("bare", "live", "bare, while it is swapped", "live, while it is swapped")
-    return "; ".join(
-        f"{name}: p50 {column[len(column) // 2] * 1e6:.1f}, p99 {column[len(column) * 99 // 100] * 1e6:.1f} us"
-        for name, column in zip(names, columns, strict=True)
-    )
+
+
+def sized_swaps(kind: str) -> Cells:
+    """Swaps 88 MB from a safetensors file, beside a copy of the same bytes. The first two swaps are left out."""
+    module, x = live.Matrices(21).eval(), torch.ones(4, 1024)
+    program, ours, copies = ms.Live(live.target_of(kind, module, x)), list[float](), list[float]()
+    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    targets = {name: torch.ones_like(value) for name, value in state.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        path = _saved(state, folder)
+        for _ in range(SIZED_SWAPS):
+            copies.append(_seconds(lambda: _copy(targets, state)))
+            ours.append(_seconds(lambda: program.swap(path)))
+    swap, copy = statistics.median(ours[2:]), statistics.median(copies[2:])
+    return {"a swap of 88 MB beside a copy": f"{swap * 1e3:.1f} ms / {copy * 1e3:.1f} ms = {swap / copy:.2f}"}
+
+
+def memory(kind: str) -> Cells:
+    """Swaps 500 times, and looks at the memory of the process, and at the versions that are alive."""
+    module, x = live.Constant(), torch.ones(live.ROWS, live.WIDTH)
+    program = ms.Live(live.target_of(kind, module, x), keep_versions=0)
+    versions, sizes, most = list[weakref.ref[Any]](), list[str](), 0
+
+    def alive() -> int:
+        return sum(version() is not None for version in versions)
+
+    def canary(version: Any) -> None:
+        nonlocal most
+        versions.append(weakref.ref(version))
+        most = max(most, alive())
+
+    for swap in range(SWAPS + 20):
+        if swap in (20, SWAPS // 2, SWAPS + 19):
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            sizes.append(f"{pages * resource.getpagesize() / 2**20:.0f}")
+        program.swap(module.weights(swap), canary=canary)
+        program(x)
+    gc.collect()
+    return {
+        "memory after 20 swaps, after half of them, after 500 more": "; ".join(sizes) + " MiB",
+        "versions alive: while a swap tries one; at the end": f"{most}; {alive()}",
+    }
+
+
+def _saved(state: dict[str, torch.Tensor], folder: str) -> Path:
+    path = Path(folder, "weights.safetensors")
+    ms.save(state, path)
+    files.warm([path])
+    return path
+
+
+def _copy(targets: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
+    torch._foreach_copy_([*targets.values()], [*state.values()])
+
+
+def _compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -131,23 +233,42 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def main() -> None:
-    """Prints the measures of the kinds of programs that are given, all by default."""
+GOALS = {
+    "torn answers": "0",
+    "answers of another version than they name; errors": "0; 0",
+    "the last p99 beside the first": "2",
+    "a swap of 88 MB beside a copy": "0.5; aoti: 2",
+    "memory after 20 swaps, after half of them, after 500 more": "the same",
+    "versions alive: while a swap tries one; at the end": "2; 1",
+}
+
+
+def rows(kinds: Sequence[str], requests: int, seconds: float) -> list[Row]:
+    """Measures, and returns the rows of the table: one for each measure, with a column for each kind of program."""
+    found = list[Cells]()
+    for kind in kinds:
+        cells: Cells = {}
+        for measure in (lambda kind: torn(kind, requests, seconds), latency, sized_swaps, memory):
+            begun = time.monotonic()
+            cells |= measure(kind)
+            print(f"{kind}: {[*cells.items()][-1]}, {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+        found.append(cells)
+    return [(name, *(cells[name] for cells in found), GOALS.get(name, "")) for name in found[0]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints or writes the table of the kinds of programs that are given, all by default."""
     parser = argparse.ArgumentParser(prog="python -m bench.endurance", description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="kind", help=f"some of {', '.join(live.KINDS)}; all by default")
-    parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    options = parser.parse_args()
+    parser.add_argument("--requests", type=int, default=1_000_000, help="requests of each kind while it is swapped")
+    parser.add_argument("--seconds", type=float, default=200.0, help="at most for these requests of a kind")
+    parser.add_argument("--write", action="store_true", help="put the table into bench/results/endurance.md")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for kind in options.kinds or live.KINDS:
-        measures = {
-            "latency": latency,
-            "swaps of 88 MB": sized_swaps,
-            "memory": memory,
-            "torn": lambda kind: torn(kind, options.requests, options.seconds),
-        }
-        for name, measure in measures.items():
-            print(f"{kind}, {name}: {measure(kind)} (load {os.getloadavg()[0]:.1f})", flush=True)
+    kinds = options.kinds or live.KINDS
+    measured = partial(rows, kinds, options.requests, options.seconds)
+    page, end = "bench/results/endurance.md", "<!-- End of the table -->"
+    InPage(page, "endurance", end, ("", *kinds, "goal"), measured).show(options.write)
 
 
 if __name__ == "__main__":

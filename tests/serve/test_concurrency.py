@@ -5,15 +5,18 @@ import itertools
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 import modelstate as ms
 from modelstate.errors import SwapBusyError
-from tests.serve.models import X_OF_TIED as X, Tied, weights_of
+from tests.programs import run_program
+from tests.serve.models import X_OF_TIED as X, Constant, Tied, weights_of
 from tests.serve.targets import KINDS, target_of
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -95,27 +98,69 @@ def test_a_rollback_does_not_wait_for_a_canary(kind: str) -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_at_any_moment_leaves_one_version_that_serves() -> None:
-    """Ctrl-C at 40 of the calls of a swap, evenly spread."""
-    live = live_of()
+    """Ctrl-C at 40 of the calls of a swap of 2 MB, evenly spread. It may delay that a version is freed."""
+    module, x, process = Constant(2, 512), torch.ones(2, 512), psutil.Process()
+    live, versions = ms.Live(module.eval(), keep_versions=0), list[weakref.ref[Any]]()
+
+    def canary(version: Any) -> None:
+        versions.append(weakref.ref(version))
+        version(x)
 
     def swap(k: int) -> None:
-        live.swap(state(k), canary=ms.Canary((X,), atol=999.0), timeout_seconds=60)
+        live.swap(weights_of(module, k), canary=canary, timeout_seconds=60)
 
     swap(2)
     events = interrupt_at(0, functools.partial(swap, 3))
-    interrupted, serves = 0, 3
+    interrupted, serves, before = 0, 3, process.memory_info().rss
     for moment in range(40):
         old, k = live.version().id, moment + 4
         try:
             interrupt_at(1 + events * moment // 40, functools.partial(swap, k))
         except KeyboardInterrupt:
             interrupted += 1
-        value, version = live.answer(X)
+        value, version = live.answer(x)
         serves = k if version != old else serves
         assert value.unique().tolist() == [serves]
     assert interrupted > 20
     swap(99)
-    assert live(X).unique().tolist() == [99.0]
+    assert live(x).unique().tolist() == [99.0]
+    assert sum(each() is not None for each in versions) == 1
+    assert process.memory_info().rss - before < 24 << 20  # 40 versions have 80 MB
+
+
+ENDING = """
+import os, signal, sys, threading
+import torch
+import modelstate as ms
+from tests.serve.models import Constant, weights_of
+
+torch.set_num_threads(1)
+module, x, begun = Constant(2, 256).eval(), torch.ones(2, 256), threading.Event()
+live = ms.Live(module)
+
+def swap():
+    k = 1
+    while k < 4 or threading.main_thread().is_alive():
+        k += 1
+        live.swap(weights_of(module, k), canary=lambda v: begun.set())
+        assert live(x).unique().tolist() == [k]
+    print("right", flush=True)
+
+threading.Thread(target=swap).start()
+begun.wait(60)
+if sys.argv[1] == "exit":
+    sys.exit(3)
+if sys.argv[1] == "interrupt":
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("exit", 3), ("interrupt", 1)])
+def test_a_program_that_ends_while_a_thread_swaps(how: str, code: int) -> None:
+    done = run_program(ENDING, how)
+    assert (done.returncode, done.stdout) == (code, "right\n"), done.stderr
+    assert ("KeyboardInterrupt" in done.stderr) is (how == "interrupt")
 
 
 def interrupt_at(number: int, call: Callable[[], object]) -> int:

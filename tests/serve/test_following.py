@@ -1,5 +1,6 @@
 """`follow` in the background: another process trains, threads send requests, and the interpreter ends when it likes."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -185,6 +186,35 @@ def test_two_looks_at_once_swap_once(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert [event.action for event in following.events] == ["swapped"]
+
+
+@pytest.mark.slow
+def test_polls_are_spread(tmp_path: Path) -> None:
+    """Without it, two polls would never begin sooner after each other than `poll_seconds`."""
+    save(ms.Store(tmp_path), 1)
+    targets = Busy(), Busy()
+    followers = [ms.follow(target, tmp_path, poll_seconds=0.2, on_error=lambda error: None) for target in targets]
+    until(lambda: all(min(target.gaps(), default=1) < 0.2 < max(target.gaps()) for target in targets))
+    assert all(follower.stop(SECONDS) and not follower.is_running for follower in followers)
+    gaps = [target.gaps() for target in targets]
+    assert min(map(min, gaps)) >= 0.18
+    assert gaps[0] != gaps[1]
+    time.sleep(0.25)
+    assert [target.gaps() for target in targets] == gaps
+
+
+class Busy:
+    """A target that no poll gets weights into, so that each tries again."""
+
+    def __init__(self) -> None:
+        self.times = list[float]()
+
+    def swap(self, source: str) -> None:
+        self.times.append(time.monotonic())
+        raise TimeoutError
+
+    def gaps(self) -> list[float]:
+        return [later - earlier for earlier, later in itertools.pairwise(self.times)]
 
 
 def started_and_over(following: ms.serve.Following) -> None:

@@ -282,10 +282,8 @@ def _values(file: ProgramFile, runner: _Runner) -> dict[str, torch.Tensor]:
         with tempfile.TemporaryDirectory() as folder:
             values = aoti_embedded_constants(file.library(folder))
     if lacking := [name for name in runner.names if name not in values]:
-        what, found = (
-            "the package has no weights, and a call of it would end the process",
-            f"none for {listed(lacking, 8)}",
-        )
+        what = "the package has no weights, and a call of it would end the process"
+        found = f"none for {listed(lacking, 8)}"
         remedy = "write it with modelstate.export(module, args, path, kind='aoti'), or with its constants"
         if computed := [name for name in lacking if name.startswith("_FOLDED_CONST_")]:
             # By runtime constant folding. The library would not compute them again for another version.

@@ -255,6 +255,8 @@ class Live:
         self._keep_versions = keep_versions
         # The modules of versions that neither serve nor are kept, and their tensors on GPUs.
         self._retired: list[tuple[weakref.ref[nn.Module], list[torch.Tensor]]] = []
+        self._in_use = 0
+        """How many of them a collection has left alive: requests use them."""
         self._free = Weights()
         """Those of the version that was retired last, whose memory the next one may use."""
         self._swaps, self._flips = nn.Module(), nn.Module()
@@ -530,10 +532,13 @@ class Live:
         torch uses freed GPU memory again in the order of the stream that it was allocated on. Without the wait, a later
         version could overwrite weights that a request on another stream has yet to read.
         """
-        if sum(module() is not None for module, _ in self._retired) > 2:
+        alive = sum(module() is not None for module, _ in self._retired)
+        if alive > 2 + self._in_use:  # not at each swap: a collection stops every thread for about 0.1 s
             gc.collect()
+            self._in_use = alive
         ended = [tensors for module, tensors in self._retired if module() is None]
         self._retired = [each for each in self._retired if each[0]() is not None]
+        self._in_use = min(self._in_use, len(self._retired))
         settle([tensor for tensors in ended for tensor in tensors])
 
     def _log(self, action: str, source: str, seconds: float, error: str = "") -> None:

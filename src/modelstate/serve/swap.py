@@ -168,8 +168,7 @@ def stage(
     )
     sizes = {id(tensor): tensor.numel() * tensor.itemsize for tensor in state.values()}
     caught_up = read is not None and read.caught_up
-    report = SwapReport(target.name, part.source, len(sizes), sum(sizes.values()), caught_up=caught_up, notes=notes)
-    return program, report
+    return program, SwapReport(target.name, part.source, len(sizes), sum(sizes.values()), caught_up, notes=notes)
 
 
 class WeightsRead(NamedTuple):
@@ -225,14 +224,14 @@ def read_weights(
     places = {stored.storage if is_run(stored) else id(stored) for _, stored in sources.values()}
     if len(names) > len(slots) or len(places) < len(sources):  # weights that are not tied would share a map
         return None
-    contents, memory, targets = checkpoint.contents, free.memory, list[tuple[Stored, torch.Tensor]]()
+    contents, targets = checkpoint.contents, list[tuple[Stored, torch.Tensor]]()
     maps = Maps(checkpoint.fingerprints, checkpoint.format)
     found, mapped, to_verify = dict[int, torch.Tensor](), set[int](), set[ByteRange]()
     caught_up = dict[int, str]()  # the digests that the weights must have then
     for slot_id, (name, stored) in sources.items():
         value, patched = stored, contents.patched.get(stored) if isinstance(stored, Combined) else None
         digests = checkpoint.digests_of(stored) if contents.patched else ()
-        for weights in (free,) if patched is None else (free, serving) if digests else ():
+        for weights in (free, serving)[: 1 if patched is None else 2] if digests else ():
             digest = weights.digest(name)
             if digest in digests:
                 value, caught_up[slot_id] = weights.tensors[name], digests[-1]
@@ -248,8 +247,9 @@ def read_weights(
             found[slot_id] = maps.tensor(value)
             mapped.add(found[slot_id].data_ptr())
         elif slot_id not in found:
-            new = memory.get(name)
-            new = fresh_tensors([(torch.Size(value.shape), None, value.dtype)])[0] if new is None else new
+            new = free.tensors.get(name)
+            if new is None or new.data_ptr() in free.maps:
+                new = fresh_tensors([(torch.Size(value.shape), None, value.dtype)])[0]
             targets.append((value, new))
             found[slot_id] = new
     if verify or to_verify:
@@ -475,8 +475,12 @@ def carry_over(buffers: Mapping[str, torch.Tensor | None], module: nn.Module) ->
     for name, value in buffers.items():
         buffer = present.get(name)
         if value is not None and id(value) not in carried:
-            if buffer is not None and _fits(buffer, value) and len(values_of_present[id(buffer)]) == 1:
-                _overwrite(buffer, value)
+            kind = value.shape, value.dtype, value.layout
+            has_kind = buffer is not None and (buffer.shape, buffer.dtype, buffer.layout) == kind
+            if buffer is not None and has_kind and len(values_of_present[id(buffer)]) == 1:
+                # A request in inference mode may have created the buffer.
+                with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+                    buffer.detach().copy_(value)
                 carried[id(value)] = buffer
             else:
                 carried[id(value)] = value.detach().clone()
@@ -486,14 +490,3 @@ def carry_over(buffers: Mapping[str, torch.Tensor | None], module: nn.Module) ->
             own_buffers(module.get_submodule(path))[last] = replacement
     settle(present.values())
     return tuple(buffers)
-
-
-def _fits(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the value can be copied into the tensor without conversion."""
-    return (tensor.shape, tensor.dtype, tensor.layout) == (value.shape, value.dtype, value.layout)
-
-
-def _overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies into a tensor, which a request in inference mode may have created."""
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        tensor.detach().copy_(value)

@@ -32,9 +32,11 @@ from modelstate.torch_compat.modules import (
     compiled_like,
     compiled_module,
     has_compiled_call,
+    modules_of,
     own_buffers,
     own_modules,
     own_parameters,
+    tensors_of,
     unwrapped,
 )
 from modelstate.torch_compat.plain import has_its_memory, in_a_row, is_fake, is_plain, is_sharded, why_not_plain
@@ -71,11 +73,6 @@ class Weights(msgspec.Struct, eq=False):
     buffers: Mapping[str, object] = {}
     checkpoint: Checkpoint | None = None
     names: dict[str, str] = {}
-
-    @property
-    def memory(self) -> dict[str, torch.Tensor]:
-        """The memory that values can be read into."""
-        return {name: tensor for name, tensor in self.tensors.items() if tensor.data_ptr() not in self.maps}
 
     def digest(self, name: str) -> str:
         """Returns the digest of what was read into a weight; empty where it is not known, or a buffer has changed."""
@@ -124,7 +121,7 @@ class Program:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The weights and buffers."""
-        return [*self.module.parameters(), *self.module.buffers()]
+        return tensors_of(modules_of(self.module))
 
 
 class Target(ABC):
