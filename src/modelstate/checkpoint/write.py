@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
@@ -424,13 +424,13 @@ def format_of(path: str, format: object) -> str:
     return str(format or by_suffix or "safetensors")
 
 
-def target_path(path: object) -> str:
-    """The absolute path of a file that is going to be written. Raises `UnsavableError`."""
+def target_path(path: object, kind: Literal["file", "directory"] = "file") -> str:
+    """The absolute path of a file or directory that is going to be written. Raises `UnsavableError`."""
     target = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(target, str):
-        raise UnsavableError("a file is saved to a path", expected="a str or a pathlib.Path", found=short_repr(path))
+        raise UnsavableError(f"a {kind} is saved to a path", expected="a str or a pathlib.Path", found=short_repr(path))
     is_bucket = is_remote(target) and target.count("/") < 3
-    if target.endswith(os.sep) or is_bucket:
+    if kind == "file" and (target.endswith(os.sep) or is_bucket):
         raise UnsavableError(
             "a file cannot be put here",
             where=redacted_url(target[:200]) if is_remote(target) else target[:200],
@@ -439,9 +439,10 @@ def target_path(path: object) -> str:
         )
     try:
         if is_remote(target):
-            check_writable(location := locate(target))
+            check_writable(location := locate(target.rstrip("/")))
             return location.url
         return local_path(target)
     except SourceTypeError as error:
-        remedy = "give the path of a file; save there, and copy it to its place"
-        raise UnsavableError("a file cannot be put here", where=error.where, found=error.what, remedy=remedy) from error
+        remedy = f"give the path of a {kind}; save there, and copy it to its place"
+        problem = f"a {kind} cannot be put here"
+        raise UnsavableError(problem, where=error.where, found=error.what, remedy=remedy) from error

@@ -59,9 +59,9 @@ class SpreadWriter:
 
         Args:
             directory: the directory of the new step, as this rank names it.
-            objects: all objects, by path.
+            objects: the objects whose tensors are spread over the ranks, by path.
             agreement: the ranks.
-            writer: their writer; None where one process saves alone.
+            writer: their writer.
             shard_bytes: the most bytes of tensors in a file; None for no limit.
             new: the new step; used on the first rank.
 
@@ -70,9 +70,7 @@ class SpreadWriter:
 
         Raises what `CollectiveWriter.write` raises.
         """
-        objects = {path: encoded for path, encoded in objects.items() if encoded.is_spread}
-        if writer is None or not objects:
-            return ()
+        assert writer is not None  # a process that saves alone has whole tensors
         from modelstate.distributed.uploading import CollectiveUploader
 
         layouts: list[FileLayout] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -14,21 +14,16 @@ from typing import TYPE_CHECKING, Literal, Self, TypedDict, Unpack, overload
 from modelstate.arguments import check_choice, check_integer, checked_call, invalid_option, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import patterns_of
+from modelstate.checkpoint.write import target_path
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.distributed.connections import Digest
 from modelstate.distributed.writing import CollectiveWriter
-from modelstate.errors import (
-    BackgroundCancelledError,
-    SourceTypeError,
-    StepNotFoundError,
-    UnsavableError,
-)
+from modelstate.errors import BackgroundCancelledError, StepNotFoundError, UnsavableError
 from modelstate.html.page import Page, Shown
 from modelstate.io.atomic import write_errors
-from modelstate.io.files import local_path
 from modelstate.objects.objects import RestoreArguments, Restored, RestoreOptions, targets_of, tensors_within
 from modelstate.objects.stateful import preserved_generators
-from modelstate.remote.location import is_remote, locate
+from modelstate.remote.location import is_remote
 from modelstate.store.backend import STORE_FILE, unfinished_name
 from modelstate.store.directory import Step, StepEntry, StepIndex, not_shared, store_file_problem
 from modelstate.store.record import RECORD_FILE, Record
@@ -37,13 +32,14 @@ from modelstate.store.saving import (
     NewStep,
     PendingSave,
     SavedStep,
+    SpreadFile,
     Staging,
     WriteAccess,
     encode_objects,
     replicated_values,
 )
 from modelstate.store.spread import SpreadWriter
-from modelstate.text_format import as_given, short_repr, size
+from modelstate.text_format import as_given, size
 from modelstate.version import __version__
 
 if TYPE_CHECKING:
@@ -264,9 +260,11 @@ class Store(Shown):
                     begin_seconds=begin_seconds,
                     deltas=self._deltas,
                 )
-                write_spread = partial(
-                    self._spread.write, directory, encoded, writing, writer, self._shard_bytes, new_step
-                )
+                write_spread: Callable[[], Sequence[SpreadFile]] = tuple
+                if spread := {path: of for path, of in encoded.items() if of.is_spread}:
+                    write_spread = partial(
+                        self._spread.write, directory, spread, writing, writer, self._shard_bytes, new_step
+                    )
                 with agreement.phase("opening the store"):
                     if agreement.is_first:
                         new_step.begin(overwrite)
@@ -719,24 +717,14 @@ def _writer(agreement: Agreement, directory: str) -> CollectiveWriter | None:
 
 
 def _directory(given: object) -> str:
-    text = os.fspath(given) if isinstance(given, str | os.PathLike) else given
-    if not isinstance(text, str):
-        raise UnsavableError("a store is a directory", expected="a str or a pathlib.Path", found=short_repr(given))
-    try:
-        if is_remote(text):
-            from modelstate.remote.upload import check_writable
-
-            location = locate(text.rstrip("/"))
-            check_writable(location)
-            return location.url
-        path = local_path(text)
-        parts = path.split(os.sep)
-        if ".." in parts:  # after a symbolic link it leads to the directory above the link's target
-            end = len(parts) - parts[::-1].index("..")
-            path = os.path.join(os.path.realpath(os.sep.join(parts[:end])), *parts[end:])
-        path = os.path.abspath(path)
-    except SourceTypeError as error:
-        raise UnsavableError("this cannot be a directory", where=repr(text[:80]), found=error.what) from error
+    path = target_path(given, "directory")
+    if is_remote(path):
+        return path
+    parts = path.split(os.sep)
+    if ".." in parts:  # after a symbolic link it leads to the directory above the link's target
+        end = len(parts) - parts[::-1].index("..")
+        path = os.path.join(os.path.realpath(os.sep.join(parts[:end])), *parts[end:])
+    path = os.path.abspath(path)
     if os.path.lexists(path) and not os.path.isdir(path):
         found = "a symbolic link to something that is not there" if not os.path.exists(path) else "a file"
         raise UnsavableError("a store is a directory", where=path, found=found, remedy="take another path")

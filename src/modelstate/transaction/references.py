@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from modelstate.errors import variables_of
 from modelstate.text_format import count
@@ -204,7 +203,6 @@ def holders_of(tensors: Iterable[torch.Tensor], replaced: Collection[int] = ()) 
     objects = objects_of(
         lambda cls: issubclass(cls, torch.Tensor) or issubclass(cls, reducer) or cls.__name__ == "AccumulateGrad"
     )
-    # No variable of a loop refers to a node, since `_referred_to` counts references.
     nodes = [value for value in objects if type(value).__name__ == "AccumulateGrad"]
     roots: list[torch.Tensor] = []
     """The results of autograd graphs."""
@@ -223,16 +221,15 @@ def holders_of(tensors: Iterable[torch.Tensor], replaced: Collection[int] = ()) 
             if id(parameter) in found and found[id(parameter)].has_node:
                 found[id(parameter)].reducers.append(module)
     del objects
-    in_graphs = _search_graphs(roots, held, found, replaced)
-    for node, is_referred_to in zip(nodes, _referred_to(nodes), strict=True):
+    _search_graphs(roots, held, found, replaced)
+    referrers = gc.get_referrers(*nodes) if nodes else []
+    others = (referrer for referrer in referrers if referrer is not nodes and not _is_internal(referrer))
+    referred_to = {id(value) for referrer in others for value in gc.get_referents(referrer)}
+    for node in nodes:
         holders = found.get(id(getattr(node, "variable", None)))
         if holders is None or holders.waiting or holders.reducers:
             continue
-        if not is_referred_to and id(node) not in in_graphs:
-            # torch itself refers to the Python object of the node, so the reference count says nothing.
-            referrers = [value for value in gc.get_referrers(node) if value is not nodes and not _is_internal(value)]
-            is_referred_to = bool(referrers) or bool(_name_in_frames(node))
-        if is_referred_to:
+        if id(node) in referred_to or _name_in_frames(node):
             holders.nodes.append(node)
     for holders in found.values():
         explained = holders.spent or holders.waiting or holders.reducers or holders.nodes
@@ -242,8 +239,8 @@ def holders_of(tensors: Iterable[torch.Tensor], replaced: Collection[int] = ()) 
 
 def _search_graphs(
     roots: Iterable[torch.Tensor], held: dict[int, torch.Tensor], found: dict[int, Holders], replaced: Collection[int]
-) -> set[int]:
-    """Adds the results whose graphs use the tensors to the holders, and returns the ids of all nodes."""
+) -> None:
+    """Adds the results whose graphs use the tensors to the holders."""
     nodes: dict[int, _Node] = {}
     for root in roots:
         _add_nodes(root.grad_fn, held, nodes)
@@ -262,7 +259,6 @@ def _search_graphs(
         if key not in seen:
             for used in node.uses:
                 found[used].spent = True
-    return set(nodes)
 
 
 def _order(root: torch.Tensor) -> int:
@@ -376,21 +372,6 @@ def _frames() -> Iterator[FrameType]:
             if current.f_globals.get("__name__", "").partition(".")[0] != _OWN_PACKAGE:
                 yield current
             current = current.f_back
-
-
-def _referred_to(nodes: list[object]) -> list[bool]:
-    """Returns for each node of a graph whether Python refers to it.
-
-    It compares the reference count with that of a node that only a graph and a list refer to. A search for the
-    referrers of each node would take a search of the process for each.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        variable = torch.ones((), requires_grad=True, device="cpu")
-        result = variable * 1
-        alone = [get_gradient_edge(variable).node]
-    expected, *counts = [sys.getrefcount(node) for of in (alone, nodes) for node in of]
-    del result
-    return [count > expected for count in counts]
 
 
 def _is_internal(value: object) -> bool:
