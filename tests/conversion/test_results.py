@@ -138,10 +138,11 @@ class Undetachable(TwoTensor):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_result_that_cannot_be_parted_from_its_input(way: str) -> None:
+@pytest.mark.parametrize("kind", ["attribute", "list", "dict"])
+def test_a_result_that_cannot_be_parted_from_its_input(way: str, kind: str) -> None:
     def wrap(tensor: torch.Tensor) -> torch.Tensor:
         made: Any = Undetachable(tensor.clone(), tensor.clone())
-        made.input = tensor
+        made.input = {"attribute": tensor, "list": [tensor], "dict": {"input": tensor}}[kind]
         return made
 
     module = holding(scale=torch.arange(3.0))

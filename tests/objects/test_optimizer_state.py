@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import OptimizerStateError, OptionError, RuleError
+from modelstate.errors import ObjectStateError, OptimizerStateError, OptionError, RuleError
 from tests.loading.fingerprint import described
+from tests.objects.nets import Failing
 
 
 class Separate(nn.Module):
@@ -449,3 +450,54 @@ def test_the_saved_choice_of_an_implementation_decides_as_in_torch(saved: Any, l
     of_torch.load_state_dict(copy.deepcopy(state))
     assert second.param_groups[0]["fused"] == of_torch.param_groups[0]["fused"] == saved
     assert described(second.state_dict()) == described(of_torch.state_dict())
+
+
+@pytest.mark.parametrize("how", ["load_optimizer_state", "restore"])
+def test_tensors_on_a_gpu_stay_where_a_graph_has_recorded_them(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor of an optimizer says here that it is on one."""
+    model, other = Separate(), Separate()
+    optimizer, second = trained(model, lr=torch.tensor(0.5)), trained(other, lr=torch.tensor(0.25))
+    state = ms.optimizer_state(model, optimizer)
+    ms.save({"model": model, "optimizer": optimizer, "failing": Failing()}, tmp_path / "x.safetensors")
+
+    def tensors() -> list[torch.Tensor]:
+        return [second.param_groups[0]["lr"], *(value for values in second.state.values() for value in values.values())]
+
+    before, values = tensors(), described(second.state_dict())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    if how == "restore":
+        objects = {"model": other, "optimizer": second}
+        with pytest.raises(ObjectStateError):
+            ms.restore({**objects, "failing": Failing()}, tmp_path / "x.safetensors")
+        assert described(second.state_dict()) == values
+        assert [*map(id, tensors())] == [*map(id, before)]
+        ms.restore(objects, tmp_path / "x.safetensors", allow_unexpected=["failing"])
+    else:
+        ms.load_optimizer_state(other, second, state)
+    assert [*map(id, tensors())] == [*map(id, before)]
+    assert described(second.state_dict()) == described(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("rates", [(0.5, 0.25), (0.5, 0.5)])
+@pytest.mark.parametrize("count", [1, 2], ids=["one optimizer", "two optimizers"])
+def test_a_tensor_of_several_groups_on_a_gpu_does_not_get_the_values_of_one(
+    count: int, rates: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(*rates: torch.Tensor) -> dict[str, Any]:
+        layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        groups = [{"params": layer.parameters(), "lr": rate} for layer, rate in zip(layers, rates, strict=True)]
+        each = [groups] if count == 1 else [[group] for group in groups]
+        return {"model": layers, **{f"opt{at}": torch.optim.SGD(some) for at, some in enumerate(each)}}
+
+    def rates_of(objects: dict[str, Any]) -> list[torch.Tensor]:
+        return [group["lr"] for at in range(count) for group in objects[f"opt{at}"].param_groups]
+
+    ms.save(made(*map(torch.tensor, rates)), tmp_path / "x.safetensors")
+    shared = torch.tensor(1.0)
+    objects = made(shared, shared)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    ms.restore(objects, tmp_path / "x.safetensors")
+    assert tuple(map(float, rates_of(objects))) == rates
+    assert [rate is shared for rate in rates_of(objects)] == [rates[0] == rates[1]] * 2

@@ -155,6 +155,20 @@ def test_state_that_is_the_memory_of_a_parameter_is_refused(tmp_path: Path) -> N
             ms.Store(tmp_path).check(of)
 
 
+def test_views_of_one_memory_are_refused_where_they_overlap(tmp_path: Path) -> None:
+    def overlapping(param: torch.Tensor) -> dict[str, Any]:
+        flat = torch.zeros(6)
+        return {"flat": flat, "views": [flat[:3], flat[3:]]}
+
+    def apart(param: torch.Tensor) -> dict[str, Any]:
+        flat = torch.zeros(6)
+        return {"views": [flat[:3], flat[3:]]}
+
+    with pytest.raises(OptimizerStateError, match=r"views\.0 shares memory with fc\.weight\.flat"):
+        through_state(tmp_path, step(built(keeps=overlapping)), built())
+    WAYS["store"](tmp_path, step(built(keeps=apart)), built())
+
+
 def test_a_state_that_is_given_to_several_parameters_is_copied_for_each() -> None:
     saved = step(built(torch.optim.Adam))
     state = ms.optimizer_state(saved["model"], saved["optimizer"])

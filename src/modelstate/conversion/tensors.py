@@ -18,7 +18,14 @@ from modelstate.planning.transfer import COPYABLE, Way
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import has_dispatch, has_its_memory, is_plain, same_values
-from modelstate.torch_compat.private import can_set_data, payload_of, slots_of_class, sparse_values, write_count
+from modelstate.torch_compat.private import (
+    can_set_data,
+    flatten,
+    payload_of,
+    slots_of_class,
+    sparse_values,
+    write_count,
+)
 from modelstate.transaction.slots import Slot
 from modelstate.transaction.swap_tensors import become, give_grad, give_memory, point_to
 from modelstate.transaction.transaction import Transaction, Write
@@ -312,9 +319,9 @@ def swappable(name: str, tensor: torch.Tensor, value: torch.Tensor, shared: bool
 
 
 def _holds(value: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether an attribute of a value is a tensor."""
+    """Whether an attribute of a value is a tensor, or a container with it."""
     slots = [getattr(value, name, None) for name in slots_of_class(type(value))]
-    return any(item is tensor for item in (*vars(value).values(), *slots))
+    return any(item is tensor for item in flatten([*vars(value).values(), *slots])[0])
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,11 +31,14 @@ from modelstate.objects.optimizer_values import (
     Group,
     OptimizerPlan,
     ParamState,
+    Path,
+    Recorded,
     Values,
     expected_state,
     group_options,
     hidden_attributes,
     in_memory_orders,
+    into_recorded_memory,
     is_number,
     is_saved_whole,
     is_torchs,
@@ -44,6 +48,7 @@ from modelstate.objects.optimizer_values import (
     place,
     placed_options,
     placed_state,
+    recorded_by_graphs,
     same_state,
     trial_state,
     value_problems,
@@ -58,6 +63,7 @@ from modelstate.process import deferred_signals
 from modelstate.rules.optimizer import apply_to_optimizer, changed_values
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules, renaming, way_back
+from modelstate.spec import span
 from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.private import without_modes
 from modelstate.transaction.transaction import Transaction
@@ -221,10 +227,10 @@ def load_optimizer_state(
                 )
         with ExitStack() as held, Transaction(model) as transaction:
             with agreement.phase("reading", decides=True):
-                planned.load(transaction)
+                recorded = planned.load(transaction)
                 # A rank that is interrupted behind the vote would be the only one that keeps its old state.
                 held.enter_context(deferred_signals())
-            transaction.commit()
+            transaction.commit(partial(into_recorded_memory, recorded))
 
 
 def check_keep_options(patterns: Iterable[str], options: Sequence[str]) -> None:
@@ -341,7 +347,7 @@ def _load(
     other: Mapping[str, object],
     options: Iterable[tuple[dict[str, Any], Mapping[str, object]]],
     transaction: Transaction,
-) -> None:
+) -> list[Recorded]:
     """Gives an optimizer copies of a saved state, as `OptimizerPlan.load` does.
 
     Args:
@@ -365,12 +371,19 @@ def _load(
             values.update(old)
 
     transaction.register_undo(put_back)
+    recorded: list[Recorded] = []
     with deferred_signals(), without_modes():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                new = new_state.get(param, {})
+                recorded += recorded_by_graphs(optimizer.state.pop(param, {}), new, new)
         optimizer.state.clear()
         optimizer.state.update(new_state)
         cast(dict[str, object], optimizer.state).update(new_other)
         for group, of_group in new_options:
+            recorded += recorded_by_graphs(group, of_group, group)
             group.update(of_group)
+    return recorded
 
 
 class _SavedState:
@@ -598,12 +611,24 @@ def _check_values(
         problems.append(f"tensors or another optimizer in attributes that its state_dict leaves out: {listed(hidden)}")
     if foreign := sum(isinstance(key, torch.Tensor) for key in other):
         problems.append(f"state for {foreign} tensors that are not its parameters, and have no names")
+    views: dict[tuple[object, ...], tuple[int, int, Path]] = {}
+    """The memory of each tensor that has some: where it begins and ends."""
     for path, leaf in [*leaf_paths(dict(state)), *leaf_paths({_OTHER: dict(other)})]:
         why = why_not_restored(leaf)
-        if isinstance(leaf, torch.Tensor) and (leaf in names or _address(leaf) in places):
-            why = "shares the memory of a parameter, which a restore would not share"
+        if isinstance(leaf, torch.Tensor):
+            if leaf in names or _address(leaf) in places:
+                why = "shares the memory of a parameter, which a restore would not share"
+            if (begin := _address(leaf)) and leaf.numel():
+                key = begin, leaf.shape, leaf.stride(), leaf.dtype
+                views.setdefault(key, (begin, begin + span(leaf.shape, leaf.stride()) * leaf.itemsize, path))
         if why:
             problems.append(f"{path[0]}: {place(path[1:])} {why}")
+    ordered = sorted(views.values(), key=lambda view: (view[0], -view[1]))
+    problems += [
+        f"{path[0]}: {place(path[1:])} shares memory with {place(before)}, which a restore would not share"
+        for (_, end, before), (begin, _, path) in pairwise(ordered)
+        if begin < end
+    ]
     if problems:
         raise OptimizerStateError(
             "the optimizer keeps state that could not be restored",

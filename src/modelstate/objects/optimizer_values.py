@@ -9,8 +9,8 @@ or with another order, is refused.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from types import MappingProxyType
@@ -50,6 +50,8 @@ Values = Mapping[str, object]
 """The state of one parameter, such as "exp_avg" and "step"; values can be nested in containers."""
 Path = tuple[object, ...]
 """The keys and positions that lead to a value in it."""
+Recorded = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
+"""Values of an optimizer, a name among them, the new tensor of this name, and the one that was there."""
 
 
 def group_options(group: Group) -> dict[str, object]:
@@ -93,8 +95,8 @@ def is_torchs(cls: type) -> bool:
 class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
     """The plan of loading the state of an optimizer. Made by `plan_by_name`, and by `plan_whole`."""
 
-    load: Callable[[Transaction], None]
-    """Loads the state, and registers the undo.
+    load: Callable[[Transaction], list[Recorded]]
+    """Loads the state, and registers the undo. Returns what is for `into_recorded_memory` when all else has succeeded.
 
     Call it only where there are no problems. Raises `OptimizerStateError` for a value that the optimizer does not take.
     """
@@ -361,6 +363,47 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
+# The tensors of optimizers on a GPU, whose addresses a CUDA graph of a training step may have recorded. A restore makes
+# new tensors, so that it can be undone. When nothing can fail any more, their values go to the tensors before.
+
+
+def recorded_by_graphs(
+    before: Mapping[str, object], new: Mapping[str, object], values: dict[str, object]
+) -> Iterator[Recorded]:
+    """Yields the tensors on a GPU that new ones take the place of: a CUDA graph may have recorded their addresses."""
+    for key, value in new.items():
+        old = before.get(key)
+        if (
+            type(value) is torch.Tensor
+            and type(old) is torch.Tensor
+            and old.is_cuda
+            and not old.is_inference()
+            and (old.shape, old.stride(), old.dtype, old.device)
+            == (value.shape, value.stride(), value.dtype, value.device)
+        ):
+            yield values, key, value, old
+
+
+def into_recorded_memory(recorded: Iterable[Recorded]) -> None:
+    """Copies new values to the tensors that were there before, and puts these in their place again.
+
+    A tensor that was there under several names, as the learning rate of several groups, is left out if it cannot have
+    the new values of all of them.
+    """
+    by_memory = defaultdict[tuple[torch.device, int], list[Recorded]](list)
+    for entry in recorded:
+        values, key, new, old = entry
+        if values.get(key) is new:
+            by_memory[old.device, old.data_ptr()].append(entry)
+    with torch.inference_mode(False), torch.no_grad():
+        for entries in by_memory.values():
+            _, _, first, old = entries[0]
+            if all(new.dtype == first.dtype and torch.equal(new, first) for _, _, new, _ in entries[1:]):
+                old.copy_(first)
+                for values, key, _, before in entries:
+                    values[key] = before
+
+
 # Optimizers that are saved whole.
 
 
@@ -457,7 +500,7 @@ def plan_whole(
 
 def _load_whole(
     optimizer: _Optimizer, state: Mapping[str, Any], keeps: Callable[[str], bool], transaction: Transaction
-) -> None:
+) -> list[Recorded]:
     """Loads a state by the optimizer's own `load_state_dict`, and compares what the optimizer has then.
 
     Torch's own `load_state_dict` casts tensors to the dtypes of the parameters. They get their saved dtypes again,
@@ -493,6 +536,7 @@ def _load_whole(
     for each, of_groups in kept:
         for group, options in zip(each.param_groups, of_groups, strict=False):
             group.update(group_options(options))
+    return []
 
 
 def _optimizers_within(optimizer: _Optimizer) -> list[_Optimizer]:

@@ -54,7 +54,9 @@ from modelstate.objects.optimizer_state import (
 from modelstate.objects.optimizer_values import (
     DTYPES,
     OptimizerPlan,
+    Recorded,
     group_options,
+    into_recorded_memory,
     is_whole,
     parameter_names,
     plan_whole,
@@ -392,9 +394,12 @@ class _Restoring:
         """Restores all objects except modules."""
         if self.runs_code:
             transaction.arm()
+        recorded = list[Recorded]()
+        if self.plans:
+            transaction.at_commit(partial(into_recorded_memory, recorded))
         for path, plan in self.plans.items():
             with object_code(path, "its state cannot be loaded; nothing has been changed"):
-                plan.load(transaction)
+                recorded += plan.load(transaction)
             self.notes += [f"{path}: {plan.note}"] if plan.note else []
         generators = [target.obj for _, target in self.targets if target.is_restored_last]
         for path, target in self.targets:

@@ -101,6 +101,7 @@ class Transaction:
         self._without_modes = ExitStack()
         """Ends with the transaction; from the commit on, it keeps the modes of torch out."""
         self._grad_enabled = torch.is_grad_enabled()
+        self._last: list[Callable[[], None]] = []
         self._undo: list[Callable[[], object]] = []
         self._snapshot: ObjectSnapshot | None = None
         self._storages: set[int] = set()
@@ -143,6 +144,7 @@ class Transaction:
         again when the transaction ends, so that they cannot stop a caller that describes what has been done.
         """
         waiting = [write for write in self.writes if not write.done]
+        last = (*self._last, *last)
         with deferred_signals() if waiting or last or first else nullcontext():
             self._without_modes.enter_context(without_modes())
             self._waiting.clear()
@@ -202,7 +204,7 @@ class Transaction:
     def _end(self) -> None:
         """Drops all references, so that no cycle keeps staged values until the next garbage collection."""
         self.ended = True
-        for collection in (self.writes, self._waiting, self._undo, self._to_protect, self._saved):
+        for collection in (self.writes, self._waiting, self._undo, self._last, self._to_protect, self._saved):
             collection.clear()
         self._snapshot = None
 
@@ -226,6 +228,10 @@ class Transaction:
     def register_undo(self, undo: Callable[[], object]) -> None:
         """Registers how to undo a change. A rollback calls it once."""
         self._undo.append(undo)
+
+    def at_commit(self, function: Callable[[], None]) -> None:
+        """Registers what a commit calls at its end, when nothing can be undone any more. It must not raise."""
+        self._last.append(function)
 
     def save_tensor(self, tensor: torch.Tensor) -> None:
         """Saves the bytes of a tensor, once, and its metadata."""
