@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 BATCH_BYTES = 4 << 20
 """The most that one call reads: large enough to amortise the call, small enough to share the work out evenly, and for
 what is checked right after the read to be in the processor's cache."""
-_MOST_BATCH_BYTES = 16 << 20
-"""The most that one call reads of a large read."""
-_LEAST_BATCHES = 16
-"""The calls of each thread before they become larger than `BATCH_BYTES`, so that the threads end together."""
 _LEAST_REMOTE_BYTES, _MOST_REMOTE_BYTES = 1 << 20, 8 << 20
 """One request to a server for a part of a larger range: reading the least takes longer than the wait for the answer."""
 _REPLY_BYTES = 5 << 19
@@ -439,8 +435,7 @@ def read_ranges(
             byte is read and after the last.
         on_read: Called with the number of requested bytes after each batch, by one thread at a time.
         threads: The number of threads; by default one for each processor, up to 8.
-        batch_bytes: The most that one call reads; by default `BATCH_BYTES`, and more of servers and where much is
-            read, as far as all threads have a share.
+        batch_bytes: The most that one call reads; by default `BATCH_BYTES`, and of servers a share for each thread.
         is_new_memory: Whether the destinations may not have memory yet.
 
     Raises:
@@ -473,11 +468,9 @@ def read_ranges(
     threads = threads or (CONNECTIONS if remote else read_threads())
     if batch_bytes is None:
         batch_bytes = BATCH_BYTES
-        share = sum(request.source.nbytes for request in single) // threads
         if remote:
+            share = sum(request.source.nbytes for request in single) // threads
             batch_bytes = min(max(share, _LEAST_REMOTE_BYTES), _MOST_REMOTE_BYTES)
-        else:
-            batch_bytes = min(max(share // _LEAST_BATCHES, BATCH_BYTES), _MOST_BATCH_BYTES)
     batches = coalesce(single, batch_bytes=batch_bytes, gap_bytes=GAP_BYTES, align_bytes=align_bytes)
     items: list[Batch | Rows] = [*batches, *rows]
     threads = min(threads, len(items))

@@ -25,7 +25,7 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 
 from modelstate.errors import ReadFailedError
@@ -140,21 +140,18 @@ def _read_ahead(spans: Sequence[ByteRange], total: int, fingerprints: Mapping[st
 
 
 def lease_files(extents: Sequence[ByteRange], files: OpenFiles) -> str:
-    """Leases the files of ranges until `OpenFiles.release`. Returns why no file is leased; empty where all are.
+    """Leases the files of ranges until `OpenFiles.release`. Returns why one cannot be leased; empty where all are.
 
     Raises `ReadFailedError` where a file does not match its fingerprint.
     """
     nbytes = sum(extent.nbytes for extent in extents)
     if lease.safe_seconds() < max(_LEAST_SECONDS, 2 * nbytes / _BYTES_PER_SECOND):
         return "the kernel lets a writer wait for a shorter time than the read may take"
-    with ExitStack() as leased:
-        leased.callback(files.release)
-        for path in dict.fromkeys(extent.path for extent in extents):
-            file = files[path]
-            refusal = file.lease() if isinstance(file, LocalFile) else "it is not a file of this machine"
-            if refusal:
-                return refusal
-        leased.pop_all()
+    for path in dict.fromkeys(extent.path for extent in extents):
+        file = files[path]
+        refusal = file.lease() if isinstance(file, LocalFile) else "it is not a file of this machine"
+        if refusal:
+            return refusal
     return ""
 
 

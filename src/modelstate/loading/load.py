@@ -101,9 +101,9 @@ def plan(model: nn.Module, source: Source, **options: Unpack[PlanArguments]) -> 
     checkpoint = open_checkpoint(source, cache=checked.cache)
     with exclusive(model), Transaction(model) as transaction, gc_paused(), torch.random.fork_rng(devices=[]):
         planner, staging = prepare(transaction, checkpoint, checked, call_extra_state=False)
-        if checked.in_place is None:
-            stage_unleased(planner.executions, staging.files)
-        staging.files.close()
+        with staging.files:
+            if checked.in_place is None:
+                stage_unleased(planner.executions, staging.files)
         return planner.plan()
 
 

@@ -130,8 +130,6 @@ def _stage_one(staging: Staging, execution: Execution) -> None:
     facts = transfer.facts
     if facts.transform is not None:
         final = _transformed(staging, facts.transform, execution)
-    elif transfer.maps is not None:
-        final = facts.value
     elif transfer.way is Way.CODE:
         value = _own_value(staging, execution)
         final = value.to(transfer.dtype) if is_plain(value) else value

@@ -383,8 +383,8 @@ class Planner:
         if stored.nbytes and stored.extent.start % stored.dtype.itemsize:
             maps.note(UNALIGNED, stored.extent.path)
             return None
-        is_as_stored = is_plain(value) and dtype == value.dtype and stored.storage not in self._mapped_storages
-        in_order = not is_plain(param) or (device.type == "cpu" and value.stride() == param.stride())
+        is_as_stored = is_plain(param, value) and dtype == value.dtype and stored.storage not in self._mapped_storages
+        in_order = device.type == "cpu" and value.stride() == param.stride()
         if not (is_as_stored and in_order and maps.can_map(stored.extent, requested)):
             return None
         self._mapped_storages.update([stored.storage] if stored.nbytes else [])

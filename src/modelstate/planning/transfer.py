@@ -318,7 +318,7 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
     def staged_bytes(self) -> int:
         """Bytes of memory that the values need until they are copied into their slots."""
         facts = self.own
-        if self.way is Way.CODE and self.maps is None:
+        if self.way is Way.CODE:
             # The value, which a handler copies, and the old tensor of the slot, for an undo.
             parts = [part for part in payload_of(self.param) if not part.is_meta and storage_id(part)]
             return self.nbytes + sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
@@ -342,7 +342,7 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
         if facts.transform is not None:
             return needed  # the argument of the transform
         if facts.module_transform is None:
-            return 0 if facts.is_live or self.maps is not None else needed
+            return 0 if facts.is_live else needed
         ordered = all(tensor.is_contiguous() for tensor in (facts.value, self.param) if is_plain(tensor))
         straight = facts.value.dtype == self.dtype and ordered and not isinstance(stored, Derived)
         copied = 0 if straight or not self.on_cpu else facts.value.numel() * self.dtype.itemsize
