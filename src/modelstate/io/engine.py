@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from modelstate.errors import OPEN_AGAIN, ReadFailedError
 from modelstate.io import lease, linux, system
 from modelstate.io.files import Descriptor, FileFingerprint, Opened, open_unchanged, read_failed
-from modelstate.io.memory import DIRECT_ALIGN_BYTES, HUGE_PAGE_BYTES, Buffer, aligned, fresh_tensors
+from modelstate.io.memory import DIRECT_ALIGN_BYTES, HUGE_PAGE_BYTES, Buffer, fresh_tensors
 from modelstate.process import parallel_for
 from modelstate.remote.location import CACHE_BLOCK_BYTES, CONNECTIONS
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
@@ -108,20 +108,6 @@ class ReadStrategy(msgspec.Struct, frozen=True):
     def reply_bytes(self) -> int:
         """Memory of one reply of a server that is read: the client joins its pieces, so it has a short one twice."""
         return min(_REPLY_BYTES, 2 * self.block_bytes) if self.remote else 0
-
-    def stream_bytes(self, total: int, unit: int, working: int, *, to_device: bool) -> tuple[int, int]:
-        """Memory of the threads of one `stream`, and of one of its blocks.
-
-        Args:
-            total: The bytes of all ranges.
-            unit: The largest unit of a range.
-            working: The bytes that consuming a block takes.
-            to_device: Whether blocks are copied to devices.
-        """
-        used = self.for_devices(total) if to_device else self
-        buffer = min(aligned(max(used.block_bytes, unit)), total)
-        threads = used.threads if total > buffer else 1
-        return threads * (self.reply_bytes + buffer + working), buffer
 
     def smaller(self) -> Iterator[ReadStrategy]:
         """Strategies that need less and less memory."""

@@ -29,7 +29,6 @@ from modelstate.planning.transforms import BlockFunction, Bound, ShardedSlot, Tr
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, Source, placed_runs
 from modelstate.spec import (
-    GAP_BYTES,
     ByteRange,
     Combined,
     Described,
@@ -445,8 +444,9 @@ def peak_bytes(transfers: Iterable[Transfers], strategy: ReadStrategy) -> int:
     whole = [item for item in reading if item.sink is Sink.WHOLE]
     combined = [item.facts.combined for item in reading if item.sink is Sink.COMPUTED]
     computing = max((read_threads() * each.thread_bytes for each in combined if each is not None), default=0)
-    gaps = (_gap_bytes(runs) for item in reading if item.own is not None for runs in item.own.placed)
-    ranges = strategy.threads * max(gaps, default=0) + max((item.turn_bytes for item in whole), default=0)
+    ranges = max((item.turn_bytes for item in whole), default=0)
+    if any(runs.dims for item in reading if item.own is not None for runs in item.own.placed):
+        ranges += strategy.threads * ROWS_BYTES
     if strategy.remote and (whole or any(item.sink is Sink.MEMORY for item in reading)):
         ranges += strategy.threads * strategy.reply_bytes
     streamed = _stream(blocks, strategy) if blocks else 0
@@ -454,23 +454,16 @@ def peak_bytes(transfers: Iterable[Transfers], strategy: ReadStrategy) -> int:
     return sum(item.staged_bytes for item in reading) + max(streamed, computing, ranges)
 
 
-def _gap_bytes(runs: Runs) -> int:
-    """The memory of a thread that reads runs together with the gaps between them."""
-    if not runs.dims or runs.run_bytes >= _LONG_RUN_BYTES:
-        return 0
-    return ROWS_BYTES if 0 <= runs.dims[-1][1] - runs.run_bytes <= GAP_BYTES else 0
-
-
 def _stream(blocks: Sequence[Transfers], strategy: ReadStrategy) -> int:
     """The memory of the threads of a stream of these values, and of a block on each device."""
     devices = {item.device for item in blocks if item.device.type == "cuda"}
-    threads_bytes, block_bytes = strategy.stream_bytes(
-        total=sum(aligned(nbytes) for item in blocks for nbytes in item.rows.nbytes),
-        unit=max(min(item.unit_bytes, item.nbytes) for item in blocks),
-        working=max(item.working_bytes(strategy.block_bytes) for item in blocks),
-        to_device=bool(devices),
-    )
-    return threads_bytes + len(devices) * block_bytes
+    total = sum(aligned(nbytes) for item in blocks for nbytes in item.rows.nbytes)
+    used = strategy.for_devices(total) if devices else strategy
+    largest_unit = max(min(item.unit_bytes, item.nbytes) for item in blocks)
+    block_bytes = min(aligned(max(used.block_bytes, largest_unit)), total)
+    working_bytes = max(item.working_bytes(strategy.block_bytes) for item in blocks)
+    threads = used.threads if total > block_bytes else 1
+    return threads * (used.reply_bytes + block_bytes + working_bytes) + len(devices) * block_bytes
 
 
 # Values without facts of their own.
