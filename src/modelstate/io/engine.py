@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
@@ -427,20 +427,6 @@ def read_ranges(
     Raises:
         ReadFailedError: The first I/O error, a short read, or a file that has changed.
     """
-    if not isinstance(files, OpenFiles):
-        with OpenFiles(files) as opened:
-            for path in {request.source.path for request in requests}:
-                _ = opened[path]
-            read_ranges(
-                requests,
-                files=opened,
-                on_read=on_read,
-                threads=threads,
-                batch_bytes=batch_bytes,
-                is_new_memory=is_new_memory,
-            )
-            opened.check_unchanged()
-        return
     single, rows = list[Request](), list[Rows]()
     for request in requests:
         if isinstance(request, Request):
@@ -448,7 +434,7 @@ def read_ranges(
         else:
             rows.extend(request.split(ROWS_BYTES))
     paths = {request.source.path for request in single} | {request.source.path for request in rows}
-    known = files.fingerprints
+    known = files.fingerprints if isinstance(files, OpenFiles) else files
     remote = [path for path in paths if path in known and known[path].is_remote]
     align_bytes = common_align_bytes(remote, known) if remote or batch_bytes is None else 1
     threads = threads or (CONNECTIONS if remote else read_threads())
@@ -466,16 +452,21 @@ def read_ranges(
             for address, nbytes in item.pieces if is_new_memory else ():
                 if address is not None and nbytes >= _LEAST_POPULATED_BYTES:
                     linux.populate(address, nbytes)
-            read_batch(files[item.path], item)
+            read_batch(opened[item.path], item)
         else:
-            _read_rows(files[item.source.path], item, buffer if item.has_small_gaps else None)
+            _read_rows(opened[item.source.path], item, buffer if item.has_small_gaps else None)
 
     # The buffers are there before memory is written to that must not be left half written.
     span = max((entry.count * entry.file_step for entry in rows if entry.has_small_gaps), default=0)
     workers = [partial(process, memoryview(bytearray(span))) for _ in range(threads)]
 
     on_done = None if on_read is None else lambda item, _: on_read(item.wanted_bytes)
-    for_each(items, workers, on_done, with_torch=bool(span), takes_part=not remote)
+    with nullcontext(files) if isinstance(files, OpenFiles) else OpenFiles(files) as opened:
+        for path in paths:
+            _ = opened[path]
+        for_each(items, workers, on_done, with_torch=bool(span), takes_part=not remote)
+        if opened is not files:
+            opened.check_unchanged()
 
 
 def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int, align_bytes: int = 1) -> list[Batch]:
