@@ -51,7 +51,7 @@ from modelstate.store.object_files import (
     unsavable,
     write_index,
 )
-from modelstate.store.record import MAX_RECORD_BYTES, FileRecord, ObjectEntry, Record
+from modelstate.store.record import MAX_RECORD_BYTES, ObjectEntry, Record
 from modelstate.store.retention import Keep
 from modelstate.text_format import size
 from modelstate.torch_compat.sharding import reshard
@@ -199,8 +199,6 @@ class SpreadFile(msgspec.Struct, frozen=True):
 
     key: str
     """The path of the object."""
-    tensors: tuple[str, ...]
-    """The names of its tensors."""
     nbytes: int
     path: str = ""
     """The path of the file while it is written; empty on other ranks than the first one."""
@@ -210,14 +208,8 @@ class SpreadFile(msgspec.Struct, frozen=True):
     """Those of the tensors; none on other ranks than the first one."""
     header: bytes = b""
     """The header of a file that the first rank has written."""
-    is_new: bool = True
-    """Whether the file was written for this checkpoint."""
     suffix: str = ""
     """What its name has behind the path of the object; empty where it has no patches."""
-
-    @property
-    def keys(self) -> set[Key]:
-        return {(self.key, name) for name in self.tensors}
 
 
 class WriteAccess:
@@ -359,12 +351,10 @@ class NewStep:
         self._by_age: list[StepEntry] = []
         """The checkpoints of the store, the newest last."""
         self._written: dict[str, tuple[ObjectEntry, ObjectFiles]] = {}
-        self._links: dict[str, FileRecord] = {}
-        """The files that `link` has linked, by name."""
         self._lasts: dict[str, LastFiles] = {}
-        """The modules of the last checkpoint."""
+        """The objects of the last checkpoint."""
         self._linked: dict[str, ObjectFiles] = {}
-        """The files that `link_module` has linked."""
+        """The files of the last checkpoint that are linked, by object."""
 
     def begin(self, overwrite: bool) -> None:
         """Locks and lists the store. Raises `TargetExistsError` where it has this step, and does not replace it."""
@@ -532,8 +522,7 @@ class NewStep:
         files.patched |= {name for name in complete if len(last.chains[name]) > 1}
 
     def last_module(self, path: str) -> LastModule:
-        """Returns what the last checkpoint has of a module."""
-        assert self._deltas is not None
+        """Returns what the last checkpoint has of a module, or of another object."""
         with self._access.errors(self._final_name):
             last = read_last_files(self._index, self._files_before, self._before.get(path))
         if last is None:
@@ -542,8 +531,8 @@ class NewStep:
         digests = {name: last.digests[name] for name in last.comparable(tensors)}
         index = os.path.join(self._files_before, last.entry.index)[len(self._index.directory) + 1 :]
         saves = {layer.save for layer in last.patches.values()}
-        takes_patches = last.chains.keys() <= tensors.keys() and len(saves) + 1 < self._deltas.delta.full_every
-        return digests, index, takes_patches
+        full_every = 0 if self._deltas is None else self._deltas.delta.full_every
+        return digests, index, last.chains.keys() <= tensors.keys() and len(saves) + 1 < full_every
 
     def link_module(self, path: str, same: Set[str], payloads: Mapping[str, int] | None) -> LinkedModule:
         """Links files of a module, after `last_module`. The arguments are those of `LastFiles.kept`."""
@@ -559,14 +548,14 @@ class NewStep:
         assert self._new is not None
         return self._new
 
-    def link(self, file: SpreadFile) -> bool:
-        """Links a file of the last checkpoint, where it is there as it was written. Returns whether it did."""
-        entry, path = self._before.get(file.key), os.path.join(self._files_before, file.name)
-        record = None if entry is None else entry.files.get(file.name)
-        if record is None or self._index.untouched_head(path, record) is None or not self.files.link(path):
-            return False
-        self._links[file.name] = record
-        return True
+    def link_unchanged(self, digests: Mapping[Key, str]) -> list[Key]:
+        """Links the files of the last checkpoint all of whose tensors have these digests. Returns the tensors."""
+        linked = []
+        for path in dict.fromkeys(path for path, _ in digests):
+            last, _, _ = self.last_module(path)
+            same = {name for name, digest in last.items() if digests.get((path, name)) == digest}
+            linked += [(path, name) for name in self.link_module(path, same, None)[2]]
+        return linked
 
     def _commit(self, files: Sequence[SpreadFile], check: Callable[[], object]) -> str:
         """Makes the checkpoint visible and durable, with the files that several ranks have written.
@@ -587,19 +576,11 @@ class NewStep:
         return path
 
     def _add(self, new: NewFiles, files: Sequence[SpreadFile]) -> None:
-        """Adds the objects that several ranks have written: names new files, and removes links that are not needed."""
-        for name in self._links.keys() - {file.name for file in files if not file.is_new}:
-            new.unlink(name)
+        """Adds the objects that several ranks have written, and names their files."""
         of_objects = {path: self._linked.get(path, ObjectFiles()) for path, of in self._objects.items() if of.is_spread}
         for file in files:
-            of_object = of_objects[file.key]
-            if file.is_new:
-                record = new.finish(file.path, file.name, file.header, file.nbytes)
-                of_object.add(file.name, record, file.digests, self._record.serial if file.suffix else None)
-            else:
-                of_object.tensors[file.name], of_object.records[file.name] = tuple(file.digests), self._links[file.name]
-                of_object.digests |= file.digests
-                of_object.linked_bytes += file.nbytes
+            record = new.finish(file.path, file.name, file.header, file.nbytes)
+            of_objects[file.key].add(file.name, record, file.digests, self._record.serial if file.suffix else None)
         for path, of_object in of_objects.items():
             of = self._objects[path]
             self._written[path] = write_index(new, path, of.kind, of.state, of_object), of_object

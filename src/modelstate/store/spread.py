@@ -20,6 +20,9 @@ from modelstate.objects.parts import Kind
 from modelstate.store.object_files import Key, Split, planned_files, size_errors, splitter
 from modelstate.store.saving import EncodedObject, NewStep, SpreadFile, local_part
 
+CHOOSING = "choosing the files"
+"""The phase before tensors are written."""
+
 if TYPE_CHECKING:
     from modelstate.store.delta import ModuleDeltas
 
@@ -30,8 +33,8 @@ class SpreadWriter:
     A file is not written again where no rank's part of its tensors has changed since the last checkpoint: the first
     rank links it. Other tensors that have not changed go into files of their own.
 
-    Each rank knows the digests of what it held in the last save of this process. The first save of a process writes all
-    tensors.
+    Each rank knows the digests of what it held in the last save of this process, and the first one those that the files
+    have. The first save of a process writes all tensors.
 
     Args:
         deltas: writes modules as differences to the last checkpoint; None writes them whole.
@@ -39,8 +42,8 @@ class SpreadWriter:
 
     def __init__(self, deltas: ModuleDeltas | None) -> None:
         self._deltas = deltas
-        self._files: Sequence[SpreadFile] = ()
-        """Those of the last save."""
+        self._digests: dict[Key, str] = {}
+        """On the first rank, those of the tensors of the last save."""
         self._parts: Mapping[Key, object] = {}
         """For each tensor of the last save its layout, and the digest of what this rank holds."""
         self._save = ""
@@ -66,7 +69,7 @@ class SpreadWriter:
             new: the new step; used on the first rank.
 
         Returns:
-            The files that were written, whose bytes are durable, and those that are linked.
+            The files that were written, whose bytes are durable.
 
         Raises what `CollectiveWriter.write` raises.
         """
@@ -90,9 +93,11 @@ class SpreadWriter:
         others = {path: encoded for path, encoded in objects.items() if path not in modules}
         with writer.planning():
             parts = {key: part for path, encoded in others.items() for key, part in _parts(path, encoded)}
-        unchanged = self._unchanged(parts, agreement, new)
-        linked = [replace(file, is_new=False) for file in self._files if file.keys <= unchanged]
-        in_links = {key for file in linked for key in file.keys}
+        unchanged = self._unchanged(parts, agreement)
+        known = {key: digest for key, digest in self._digests.items() if key in unchanged}
+        linked: set[Key] = set()
+        if unchanged:
+            linked = {(path, name) for path, name in agreement.decided(CHOOSING, lambda: new.link_unchanged(known))}
         with writer.planning():
             for path, encoded in objects.items():
                 module = modules.get(path)
@@ -100,13 +105,12 @@ class SpreadWriter:
                     rest, constant = module.whole, module.constant
                 else:
                     tensors = encoded.state.tensors
-                    rest = {name: tensor for name, tensor in tensors.items() if (path, name) not in in_links}
+                    rest = {name: tensor for name, tensor in tensors.items() if (path, name) not in linked}
                     constant = {name for name in rest if (path, name) in unchanged} if unchanged else encoded.frozen
                 with size_errors(path):
                     for planned, suffix, patched in planned_files(rest, constant, split, module):
                         layouts.append(planned)
-                        names = tuple(name for name, _ in planned.tensors)
-                        files.append(SpreadFile(path, names, planned.nbytes, digests=patched, suffix=suffix))
+                        files.append(SpreadFile(path, planned.nbytes, digests=patched, suffix=suffix))
 
         def begin() -> list[str]:
             paths.extend(new.files.begin([file.key + file.suffix for file in files]))
@@ -132,17 +136,15 @@ class SpreadWriter:
                 )
                 for file, path, of_file in zip(files, paths, written, strict=True)
             ]
-        of_all = [*linked, *files]
-        self._files = [replace(file, header=b"") for file in of_all if file.key not in modules]
+            self._digests = {key: digest for key, digest in known.items() if key in linked}
+            self._digests |= {(file.key, name): digest for file in files for name, digest in file.digests.items()}
         self._parts = parts
         self._save = os.path.basename(directory)
-        return of_all
+        return files
 
-    def _unchanged(self, parts: Mapping[Key, object], agreement: Agreement, new: NewStep) -> set[Key]:
+    def _unchanged(self, parts: Mapping[Key, object], agreement: Agreement) -> set[Key]:
         """Returns the tensors that no rank has changed; none where the ranks have no last save in common."""
         same = {key for key, part in parts.items() if self._parts.get(key) == part}
-        if agreement.is_first:
-            same -= {key for file in self._files if file.keys <= same and not new.link(file) for key in file.keys}
         save = number_of([self._save])
         reduced = agreement.maximum("comparing tensors", [save, -save, *(key not in same for key in parts)])
         if not self._save or not reduced or reduced[0] != -reduced[1]:
