@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from modelstate.errors import LockedError, ModelStateError, TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.io import linux, system
 from modelstate.io.files import Descriptor, mode_of
-from modelstate.io.lock import DIRECTORY_REMEDIES, NO_LOCKS, descriptors_to_close, unlock
+from modelstate.io.lock import NO_LOCKS, WRITE_REMEDIES, descriptors_to_close, unlock
 from modelstate.text_format import printable
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
@@ -36,16 +36,6 @@ _NO_PREALLOCATION = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENODEV)
 _UNTOUCHED = "what was there before is untouched"
 _NO_LOCKS = (*NO_LOCKS, errno.EBADF)
 _NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
-_REMEDIES = DIRECTORY_REMEDIES | {
-    errno.ENOSPC: f"free some space, or write to another disk; {_UNTOUCHED}",
-    errno.EDQUOT: f"free some of your quota, or write to another disk; {_UNTOUCHED}",
-    errno.EFBIG: f"raise the limit of file sizes (ulimit -f), or write smaller files: shard_size_bytes=; {_UNTOUCHED}",
-    errno.EMFILE: f"raise the limit of open files (ulimit -n), or close some; {_UNTOUCHED}",
-    errno.EIO: f"look at the disk (dmesg), or write to another one; {_UNTOUCHED}",
-    errno.EEXIST: "give a path in a directory",  # a file stands in the place of one
-    errno.ENAMETOOLONG: "give the file a shorter name",
-}
-
 
 SUFFIX = ".unfinished"
 _BEGINNING_BYTES = 200
@@ -321,7 +311,7 @@ def write_errors(path: str) -> Iterator[None]:
 
 def write_error(path: str, error: OSError) -> WriteFailedError:
     """The error for an I/O error of a write to a path."""
-    remedy = _REMEDIES.get(error.errno or 0, _UNTOUCHED)
+    remedy = "; ".join(filter(None, (WRITE_REMEDIES.get(error.errno or 0), _UNTOUCHED)))
     return WriteFailedError("the file cannot be written", where=path, found=error, remedy=remedy)
 
 

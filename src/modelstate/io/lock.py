@@ -30,21 +30,25 @@ LOCK_FILE = ".lock"
 _MAX_TEXT_BYTES = 4096
 _TRIES = 100
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-DIRECTORY_REMEDIES = {
+WRITE_REMEDIES = {
     errno.ENOENT: "create the directory first; if it is there, its file system takes no new files",
-    errno.ENOTDIR: "give a path in a directory",
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "give a path in a directory"),  # a file stands in the place of one
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM), "ask for the permission to write to the directory, or take another one"
     ),
     errno.EROFS: "take a directory on another disk",
+    errno.ENOSPC: "free some space, or write to another disk",
+    errno.EDQUOT: "free some of your quota, or write to another disk",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f), or write smaller files: shard_size_bytes=",
+    errno.EMFILE: "raise the limit of open files (ulimit -n), or close some",
+    errno.EIO: "look at the disk (dmesg), or write to another one",
+    errno.ENAMETOOLONG: "give the file a shorter name",
 }
-"""What to do where nothing can be written to a directory."""
-_REMEDIES = DIRECTORY_REMEDIES | {
+"""What to do where nothing can be written."""
+_REMEDIES = WRITE_REMEDIES | {
     errno.ELOOP: f"remove {LOCK_FILE}, which is a symbolic link",
     errno.EISDIR: f"remove {LOCK_FILE}, which is a directory",
     errno.ENXIO: f"remove {LOCK_FILE}, which is a pipe, a socket or a device",
-    errno.ENOSPC: "free some space",
-    errno.EDQUOT: "free some of your quota",
 }
 
 descriptors_to_close: set[Descriptor] = set()

@@ -299,12 +299,8 @@ def place_fallible(transaction: Transaction, executions: Iterable[Execution]) ->
     for item in executions:
         transfers = item.transfers
         if transfers.own is None and transfers.way in (Way.MAP, Way.NEW):
-            try:
-                with without_modes():
-                    give_memory_to_all(transfers.params, item.finals, transaction.register_undo)
-            except Exception as error:
-                row = next(row for row, value in enumerate(item.finals) if not value.is_meta)
-                raise _placement_error(transfers.names[row], transfers.params[row], item.finals[row], error) from error
+            with without_modes():
+                give_memory_to_all(transfers.params, item.finals, transaction.register_undo)
     for write in transaction.writes:
         if not isinstance(write, Place) or write.done or write.execution.transfers.way is Way.INTO:
             continue
