@@ -6,7 +6,6 @@ file of the checkpoint before is linked where none of its tensors has changed.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -106,15 +105,16 @@ def read_last_files(index: StepIndex, directory: str, entry: ObjectEntry | None)
     threads = READS_AT_ONCE if index.backend.is_lazy else 1
     for_each(entry.files.items(), [read_head] * min(threads, len(entry.files)))
     heads = {name: read[name] for name in entry.files if name in read}
+    parse = msgspec.json.decode
     try:
-        metadata = json.loads(heads.pop(entry.index))["metadata"]
+        metadata = parse(heads.pop(entry.index))["metadata"]
         check_size(metadata[KEY])
-        digests = json.loads(metadata[KEY])["digests"]["tensors"]
-        layers = json.loads(metadata.get(LAYERS, "[]"))
+        digests = parse(metadata[KEY])["digests"]["tensors"]
+        layers = parse(metadata.get(LAYERS, "[]"))
         if layers and heads.keys() != {*layers}:
             return None
         for file in layers or heads:
-            entries = json.loads(heads[file][8:])
+            entries = parse(heads[file][8:])
             metadata = entries.pop(METADATA_NAME)
             last.names[file] = tuple(entries)
             if layers and (patches := patch_layer(metadata, entries)) is not None:
@@ -126,7 +126,7 @@ def read_last_files(index: StepIndex, directory: str, entry: ObjectEntry | None)
         last.digests |= digests
         if layers:
             last.chains = chains(last.names, last.patches)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (msgspec.DecodeError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return last
 
