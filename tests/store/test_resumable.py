@@ -114,7 +114,7 @@ def test_where_the_disk_stays_full_the_last_save_raises(tmp_path: Path, call: st
 
 
 @pytest.mark.slow_except(3)
-@pytest.mark.parametrize("call", ["pwritev", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["mkdir", "pwritev", "fsync", "replace"])
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_a_directory_that_cannot_be_written_is_found_out_before_the_first_step(
     tmp_path: Path, call: str, is_resumed: bool

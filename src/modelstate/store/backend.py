@@ -141,6 +141,19 @@ class LocalBackend:
         """Returns what identifies the place of the store; None where it cannot be replaced by another one."""
         return os.stat(self._directory)
 
+    def probe(self) -> None:
+        """Writes a little, as a save does, and removes it."""
+        beside, renamed = (os.path.join(self._directory, unfinished_name(0)) for _ in range(2))
+        try:
+            system.mkdir(beside)
+            write_new_file(os.path.join(beside, RECORD_FILE), b"{}\n")
+            sync_directory(beside)
+            system.replace(beside, renamed)
+            sync_directory(self._directory)
+        finally:
+            for path in (beside, renamed):
+                _remove(path)
+
     def free_bytes(self) -> int | None:
         """Returns the bytes that are free; None where there is no limit."""
         space = os.statvfs(self._directory)

@@ -169,6 +169,9 @@ class Bucket:
     def make(self) -> None:
         """Does nothing: a bucket is made elsewhere, and a prefix needs no directory."""
 
+    def probe(self) -> None:
+        """Does nothing: the lease was written, and the server has shown that it keeps conditions."""
+
     def in_use(self) -> None:
         return None
 

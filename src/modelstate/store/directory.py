@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import warnings
 from collections import Counter
@@ -436,7 +437,13 @@ class StepIndex:
                 return result, {number: str(problem) for number, problem in skipped.items()}
             else:
                 if step != "latest":
-                    raise skipped[step]
+                    problem = skipped[step]
+                    with suppress(ModelStateError):
+                        others = [entry.place.step for entry in self.by_age() if entry.is_whole]
+                        if isinstance(problem, DamagedCheckpointError) and others[-1:] not in ([], [step]):
+                            named = f"another step, such as {others[-1]}"
+                            problem.remedy = re.sub("another step(?!,)", named, problem.remedy)  # unless it has one
+                    raise problem
                 raise StepNotFoundError(
                     "no checkpoint of the store can be used" if skipped else "there is no checkpoint in the store",
                     where=self.directory,
@@ -647,10 +654,8 @@ class StepIndex:
 
     # The name of the store, which each of its checkpoints has too.
 
-    def ensure_name(self, rewrites: bool = False) -> str:
+    def ensure_name(self) -> str:
         """Returns the name of the store, and writes `store.json` where it is missing or damaged.
-
-        With `rewrites` it is written in any case, which shows whether the store can be written to.
 
         Raises `NewerManifestError`, the errors of a write, and `OpenError` or `ReadFailedError` where `store.json`
         exists and cannot be read: it may have the name, and with another name all checkpoints would be foreign.
@@ -665,8 +670,7 @@ class StepIndex:
                     found=f"format {str(version)[:80]}",
                     remedy="update modelstate, or take another directory",
                 )
-            if not rewrites:
-                return name
+            return name
         except (SourceNotFoundError, DamagedCheckpointError):
             name = self._most_common_name(self.places()) or os.urandom(8).hex()
         text = json.dumps({SEAL: OPEN_SEAL, "format": STORE_FORMAT, "store": name}).encode() + b"\n"

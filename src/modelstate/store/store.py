@@ -288,7 +288,7 @@ class Store(Shown):
         """Checks that a save of these objects would work, without saving them.
 
         The state of every object is encoded as in `save`, with no tensor copied. The store is locked for this process,
-        and its file `store.json` is written again. A warning is logged where the file
+        and a small file is written to its directory, synced, renamed and removed. A warning is logged where the file
         system has less free space than the state takes. Random generators are left as they are.
 
         Args:
@@ -310,7 +310,7 @@ class Store(Shown):
                 if agreement.is_first:
                     self._access.acquire()
                     with self._access.errors():
-                        self.index.ensure_name(rewrites=True)
+                        self._backend.probe()
             with agreement.phase("looking for the store"):
                 try:
                     free_bytes = self._backend.free_bytes()
