@@ -66,7 +66,6 @@ class Cache:
         self._blocks = self.directory / _LAYOUT
         self._lock = threading.Lock()
         self._unchecked_bytes = max_bytes  # look at the size before the first block is written
-        self._writing_bytes = 0
         self._has_failed = False
 
     def __repr__(self) -> str:
@@ -99,25 +98,24 @@ class Cache:
             return
         path = self._path(version, index)
         unfinished = path.with_name(f".{index}-{secrets.token_hex(6)}")
-        nbytes = _DIGEST_BYTES + len(data)
+        content = _digest(version, index, data) + data
         try:
-            with self._lock:
-                self._unchecked_bytes += nbytes
-                self._writing_bytes += nbytes
+            with self._lock:  # one block at a time: each finds the room that the one before it has left
+                self._unchecked_bytes += len(content)
                 if self._unchecked_bytes >= self.max_bytes // _CHECKS:
-                    if not self._makes_room():
-                        return  # other threads write as much as may be kept
+                    if not self._makes_room(len(content)):
+                        return
                     self._unchecked_bytes = 0
-            self._make(path.parent)
-            try:
-                with open(unfinished, "xb", buffering=0) as file:
-                    if file.write(_digest(version, index, data) + data) != nbytes:
-                        raise OSError("the disk is full")
-                unfinished.replace(path)
-            except BaseException:
-                with suppress(OSError):
-                    unfinished.unlink()
-                raise
+                self._make(path.parent)
+                try:
+                    with open(unfinished, "xb", buffering=0) as file:
+                        if file.write(content) != len(content):
+                            raise OSError("the disk is full")
+                    unfinished.replace(path)
+                except BaseException:
+                    with suppress(OSError):
+                        unfinished.unlink()
+                    raise
         except FileNotFoundError:
             pass  # another process has removed the last block of the version, and its directory
         except OSError as error:
@@ -125,9 +123,6 @@ class Cache:
                 has_failed, self._has_failed = self._has_failed, True
             if not has_failed:
                 warnings.warn(f"nothing more is kept in {self}: {error}", CacheWarning, stacklevel=2)
-        finally:
-            with self._lock:
-                self._writing_bytes -= nbytes
 
     def _make(self, version: Path) -> None:
         """Makes the directory of a version. Raises `OSError`, but not `FileNotFoundError`, where that fails."""
@@ -142,14 +137,12 @@ class Cache:
     def _path(self, version: str, index: int) -> Path:
         return self._blocks / version / str(index)
 
-    def _makes_room(self) -> bool:
-        """Removes the oldest blocks until what is being written, and what is written before the next call, fits too.
+    def _makes_room(self, nbytes: int) -> bool:
+        """Removes the oldest blocks until a new one, and what is written before the next call, fits too.
 
-        Returns whether it fits. Where it cannot, nothing is removed.
+        Returns whether it fits.
         """
-        most = self.max_bytes - self.max_bytes // _CHECKS - self._writing_bytes
-        if most < 0:
-            return False
+        most = self.max_bytes - self.max_bytes // _CHECKS - nbytes
         found = sorted(self._found())
         excess = sum(nbytes for _, nbytes, _ in found) - most
         for _, nbytes, path in found:

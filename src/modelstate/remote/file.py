@@ -173,11 +173,8 @@ class RemoteFile:
         last = index + 1
         while last * CACHE_BLOCK_BYTES < end and not cache.has(version, last):
             last += 1
-        position, stop, arrived = (
-            index * CACHE_BLOCK_BYTES,
-            min(last * CACHE_BLOCK_BYTES, self.version.nbytes),
-            bytearray(),
-        )
+        position, arrived = index * CACHE_BLOCK_BYTES, bytearray()
+        stop = min(last * CACHE_BLOCK_BYTES, self.version.nbytes)
         for chunk in self._received(position, stop):
             view = memoryview(chunk)
             part = view[max(offset - position, 0) : max(end - position, 0)]
@@ -407,10 +404,8 @@ def listing(directory: str) -> tuple[list[str], list[str]]:
         )
     if location.scheme == "hf":
         files = files_of(directory)
-        names, directories = (
-            [name for name in files if "/" not in name],
-            {name.split("/")[0] for name in files} - {*files},
-        )
+        names = [name for name in files if "/" not in name]
+        directories = {name.split("/")[0] for name in files} - {*files}
         kind, root = "file", "the repository"
     else:
         try:
