@@ -44,11 +44,11 @@ from modelstate.torch_compat.plain import byte_tensor, in_a_row
 if TYPE_CHECKING:
     from modelstate.formats.delta import Difference
 
-LastModule = tuple[dict[str, str], str, bool]
-"""A module in the last checkpoint: the digests of the tensors that have the same dtypes and shapes there; its index,
+LastObject = tuple[dict[str, str], str, bool]
+"""An object in the last checkpoint: the digests of the tensors that have the same dtypes and shapes there; its index,
 relative to the directory of the store, or nothing; and whether its tensors may be patched."""
-LinkedModule = tuple[int, int, list[str]]
-"""The step, the number of the save, and the tensors of a module whose files the new checkpoint has of the last one."""
+LinkedObject = tuple[int, int, list[str]]
+"""The step, the number of the save, and the tensors of an object whose files the new checkpoint has of the last one."""
 _Tensor = torch.Tensor | LazyTensor
 _Frames = list[tuple[int, int]] | None
 """`Directory.blocks` of a payload; None where it was not compared, or has changed too much."""
@@ -102,14 +102,14 @@ class Delta(msgspec.Struct, frozen=True):
                     state.tensors[name] = tensor.to(dtype)
 
 
-class LastModules(Protocol):
+class LastObjects(Protocol):
     """What the first rank knows of the last checkpoint, and links."""
 
-    def last_module(self, path: str) -> LastModule:
-        """Returns what the last checkpoint has of a module."""
+    def last_object(self, path: str) -> LastObject:
+        """Returns what the last checkpoint has of an object."""
 
-    def link_module(self, path: str, same: Set[str], payloads: Mapping[str, int] | None) -> LinkedModule:
-        """Links the files that a module needs, after `last_module`.
+    def link_object(self, path: str, same: Set[str], payloads: Mapping[str, int] | None) -> LinkedObject:
+        """Links the files that an object needs, after `last_object`.
 
         Args:
             path: The path of the module.
@@ -178,7 +178,7 @@ class ModuleDeltas:
         frozen: Set[str],
         agreement: Agreement,
         writer: CollectiveWriter | None,
-        before: LastModules,
+        before: LastObjects,
     ) -> WrittenModule:
         """Compares a module with the last checkpoint, and links its files: a call of all ranks.
 
@@ -202,7 +202,7 @@ class ModuleDeltas:
         if writer is not None:
             planned = FileLayout([*tensors.items()], lambda _: {}, 0)
             meshes, _ = writer.planned([planned], lambda: {path: state.values(path)}, list)
-        last, index, takes_patches = agreement.decided(COMPARING, lambda: before.last_module(path))
+        last, index, takes_patches = agreement.decided(COMPARING, lambda: before.last_object(path))
         # Blocks of deltas are also those of digests.
         blocks = divided(tensors, meshes, ranks, lambda itemsize: math.lcm(BLOCK_ELEMENTS, BLOCK_BYTES // itemsize))
         patchable = {name: last[name] for name in last.keys() & state.plain_names} if takes_patches else {}
@@ -232,7 +232,7 @@ class ModuleDeltas:
         sizes = {name: change.payload_bytes(len(heads[name])) for name, change in changes.items() if change.frames}
         payload_bytes = {name: size for name, size in sizes.items() if 2 * size <= tensors[name].nbytes}
         step, serial, linked = agreement.decided(
-            CHOOSING, lambda: before.link_module(path, same, payload_bytes if takes_patches else None)
+            CHOOSING, lambda: before.link_object(path, same, payload_bytes if takes_patches else None)
         )
         payloads, patches = dict[str, _Tensor](), dict[str, Patch]()
         for name, tensor in tensors.items():

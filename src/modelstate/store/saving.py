@@ -57,7 +57,7 @@ from modelstate.text_format import size
 from modelstate.torch_compat.sharding import reshard
 
 if TYPE_CHECKING:
-    from modelstate.store.delta import Delta, LastModule, LinkedModule, ModuleDeltas
+    from modelstate.store.delta import Delta, LastObject, LinkedObject, ModuleDeltas
 
 _logger = logging.getLogger(__name__)
 
@@ -490,38 +490,25 @@ class NewStep:
                 name, _, record = new.write_tensors(path, planned)
                 files.written_bytes += planned.nbytes
                 return ObjectEntry(kind, name, {name: record}), files
+            module = None
             rest: Mapping[str, torch.Tensor | LazyTensor] = state.live
-            constant, module = encoded.frozen, None
             if self._deltas is not None and kind is Kind.MODULE:
                 module = self._deltas.write(path, state, encoded.frozen, Agreement((), 0), None, self)
-                files, rest, constant = self._linked.pop(path), module.whole, module.constant
-            elif (last := read_last_files(self._index, self._files_before, self._before.get(path))) is not None:
-                comparable = last.comparable(state.live)
-                digests = zip(comparable, write_blocks(None, 0, list(comparable.values())), strict=True)
-                constant = {name for name, digest in digests if last.digests[name] == digest}
-                self._link(new, last, last.kept(state, constant), files)
-                rest = {name: tensor for name, tensor in rest.items() if name not in files.digests}
+                rest, constant = module.whole, module.constant
+            else:
+                last, index, _ = self.last_object(path)
+                hashes = write_blocks(None, 0, [state.live[name] for name in last])
+                same = {name for name, hashed in zip(last, hashes, strict=True) if last[name] == hashed}
+                _, _, linked = self.link_object(path, same, None)
+                rest = {name: tensor for name, tensor in rest.items() if name not in linked}
+                constant = same if index else encoded.frozen
+            files = self._linked.pop(path)
             for planned, suffix, patched in planned_files(rest, constant, splitter(self._shard_bytes), module):
                 name, of_file, record = new.write_tensors(path + suffix, planned)
                 files.add(name, record, patched or of_file.digests, self._record.serial if patched else None)
         return write_index(new, path, kind, state, files), files
 
-    def _link(self, new: NewFiles, last: LastFiles, names: Set[str], files: ObjectFiles) -> None:
-        """Links the files of the last checkpoint that tensors need, but for those of tensors with a file that fails."""
-        linked = {file for file in last.needed(names) if new.link(os.path.join(self._files_before, file))}
-        complete = {name for name in names if linked.issuperset(last.chains[name])}
-        used = last.needed(complete)
-        for file in linked - used:
-            new.unlink(file)
-        for file in filter(used.__contains__, last.names):
-            record, patches = last.entry.files[file], last.patches.get(file)
-            files.tensors[file], files.records[file] = last.names[file], record
-            files.linked_bytes += record.nbytes
-            files.saves |= set() if patches is None else {patches.save}
-        files.digests |= {name: digest for name, digest in last.digests.items() if name in complete}
-        files.patched |= {name for name in complete if len(last.chains[name]) > 1}
-
-    def last_module(self, path: str) -> LastModule:
+    def last_object(self, path: str) -> LastObject:
         """Returns what the last checkpoint has of a module, or of another object."""
         with self._access.errors(self._final_name):
             last = read_last_files(self._index, self._files_before, self._before.get(path))
@@ -534,12 +521,28 @@ class NewStep:
         full_every = 0 if self._deltas is None else self._deltas.delta.full_every
         return digests, index, last.chains.keys() <= tensors.keys() and len(saves) + 1 < full_every
 
-    def link_module(self, path: str, same: Set[str], payloads: Mapping[str, int] | None) -> LinkedModule:
-        """Links files of a module, after `last_module`. The arguments are those of `LastFiles.kept`."""
+    def link_object(self, path: str, same: Set[str], payloads: Mapping[str, int] | None) -> LinkedObject:
+        """Links files of an object, after `last_object`, but for those of tensors with a file that cannot be linked.
+
+        The arguments are those of `LastFiles.kept`.
+        """
         files = self._linked[path] = ObjectFiles()
         if (last := self._lasts.get(path)) is not None:
+            names = last.kept(self._objects[path].state, same, payloads)
             with self._access.errors(self._final_name):
-                self._link(self.files, last, last.kept(self._objects[path].state, same, payloads), files)
+                directory = self._files_before
+                linked = {file for file in last.needed(names) if self.files.link(os.path.join(directory, file))}
+                complete = {name for name in names if linked.issuperset(last.chains[name])}
+                used = last.needed(complete)
+                for file in linked - used:
+                    self.files.unlink(file)
+            for file in filter(used.__contains__, last.names):
+                record, patches = last.entry.files[file], last.patches.get(file)
+                files.tensors[file], files.records[file] = last.names[file], record
+                files.linked_bytes += record.nbytes
+                files.saves |= set() if patches is None else {patches.save}
+            files.digests |= {name: digest for name, digest in last.digests.items() if name in complete}
+            files.patched |= {name for name in complete if len(last.chains[name]) > 1}
         return self._record.step, self._record.serial, [*files.digests]
 
     @property
@@ -552,9 +555,9 @@ class NewStep:
         """Links the files of the last checkpoint all of whose tensors have these digests. Returns the tensors."""
         linked = []
         for path in dict.fromkeys(path for path, _ in digests):
-            last, _, _ = self.last_module(path)
+            last, _, _ = self.last_object(path)
             same = {name for name, digest in last.items() if digests.get((path, name)) == digest}
-            linked += [(path, name) for name in self.link_module(path, same, None)[2]]
+            linked += [(path, name) for name in self.link_object(path, same, None)[2]]
         return linked
 
     def _commit(self, files: Sequence[SpreadFile], check: Callable[[], object]) -> str:
