@@ -17,9 +17,7 @@ import modelstate as ms
 from modelstate.errors import SwapBusyError
 from tests.programs import run_program
 from tests.serve.models import X_OF_TIED as X, Constant, Tied, weights_of
-from tests.serve.targets import KINDS, target_of
-
-every_kind = pytest.mark.parametrize("kind", KINDS)
+from tests.serve.targets import target_of
 
 
 def state(k: float) -> dict[str, torch.Tensor]:
@@ -42,28 +40,6 @@ def test_a_canary_that_asks_the_program_itself() -> None:
     live, found = live_of(), []
     live.swap(state(2), canary=lambda v: found.append((live(X).unique().tolist(), v(X).unique().tolist())))
     assert found == [([1.0], [2.0])]
-
-
-@pytest.mark.slow
-@every_kind
-def test_a_rollback_does_not_wait_for_requests(kind: str) -> None:
-    live = live_of(kind)
-    pinned, may_end = threading.Event(), threading.Event()
-
-    def reader() -> None:
-        with live.version():
-            pinned.set()
-            may_end.wait(60)
-
-    thread = in_a_thread(reader)
-    assert pinned.wait(60)
-    live.swap(state(2))
-    assert live.rollback() == 1
-    assert live.swap(state(3), timeout_seconds=0).version == 3
-    may_end.set()
-    thread.join(60)
-    assert [event.action for event in live.history()] == ["started", "swapped", "rolled back", "swapped"]
-    assert live(X).unique().tolist() == [3.0]
 
 
 @pytest.mark.slow

@@ -71,7 +71,8 @@ def test_a_pin_keeps_its_version(kind: str) -> None:
         assert torch.equal(v(X), linear(1)(X))
         assert torch.equal(live(X), linear(2)(X))
         live.swap(linear(3).state_dict())
-        live.swap(linear(4).state_dict())
+        live.swap(linear(4).state_dict(), timeout_seconds=0)
+        assert live.rollback(timeout_seconds=0) == 3  # nothing waits for the block
         assert torch.equal(v(X), linear(1)(X))
     with pytest.raises(VersionGoneError, match="has ended"):
         v(X)
