@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from torch.autograd.graph import increment_version
 
 from modelstate.checkpoint.mapped import views_of
-from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError
+from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError, code_errors
 from modelstate.io import system
 from modelstate.io.engine import LocalFile, OpenFiles, read_ranges
 from modelstate.io.linux import MAP_NORESERVE
@@ -304,24 +304,17 @@ def place_fallible(transaction: Transaction, executions: Iterable[Execution]) ->
     for write in transaction.writes:
         if not isinstance(write, Place) or write.done or write.execution.transfers.way is Way.INTO:
             continue
-        if write.target.is_meta or not write.cannot_fail:
-            try:
+        target, given = write.target, f"a {type(write.value).__name__} of {write.value.dtype}"
+        if target.is_meta or not write.cannot_fail:
+            with code_errors(
+                PlacementError,
+                f"{given} cannot be put in its place; nothing has been changed",
+                where=write.execution.transfers.name,
+                expected=f"{type(target).__name__}, {target.dtype}",
+                remedy=refusal_of_writes(target)[1]
+                or "give the tensor subclass a module_load handler, or convert the value with transform=",
+            ):
                 transaction.run(write)
-            except ModelStateError:
-                raise
-            except Exception as error:
-                raise _placement_error(write.execution.transfers.name, write.target, write.value, error) from error
-
-
-def _placement_error(name: str, target: torch.Tensor, value: torch.Tensor, error: Exception) -> PlacementError:
-    return PlacementError(
-        "a value cannot be put in its place; nothing has been changed",
-        where=name,
-        expected=f"{type(target).__name__}, {target.dtype}",
-        found=f"{type(value).__name__}, {value.dtype}: {error}",
-        remedy=refusal_of_writes(target)[1]
-        or "give the tensor subclass a module_load handler, or convert the value with transform=",
-    )
 
 
 def stage_unleased(executions: Iterable[Execution], files: OpenFiles) -> None:
