@@ -249,9 +249,6 @@ class StagedLoad:
             was, finals = staged.transfers, staged.finals
             item.transfers = replace(transfers, way=was.way, why=was.why, maps=was.maps)
             if was.own is not None:
-                # The model may have come to hold the memory that a transform returned.
-                if was.way is Way.STAGED and was.own.transform is not None:
-                    finals = [final.clone() if staging.own_memory.hold(final) else final for final in finals]
                 item.transfers, item.freezes = replace(item.transfers, dtypes=was.dtypes), staged.freezes
             item.finals, item.seconds = finals, staged.seconds
             self._handed_over.append(item)
