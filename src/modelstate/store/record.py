@@ -185,23 +185,20 @@ def read_record(directory: str) -> Record:
         raise _unusable(directory, error) from error
     try:
         content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise damaged(directory, f"{RECORD_FILE} is no JSON: {error}") from error
-    if type(content) is not dict:
-        raise damaged(directory, f"{RECORD_FILE} is no object")
-    if type(content.get("format")) is int and content["format"] > FORMAT:
-        raise NewerManifestError(
-            "the checkpoint was written by a newer version of modelstate",
-            where=path,
-            expected=f"format {FORMAT} or older",
-            found=f"format {content['format']}, by {str(content.get('writer', '?'))[:80]}",
-        )
-    try:
+        if type(content.get("format")) is int and content["format"] > FORMAT:
+            raise NewerManifestError(
+                "the checkpoint was written by a newer version of modelstate",
+                where=path,
+                expected=f"format {FORMAT} or older",
+                found=f"format {content['format']}, by {str(content.get('writer', '?'))[:80]}",
+            )
         check_seal(data, str(content.get(SEAL, "")), path)
         return _parsed(content)
+    except NewerManifestError:
+        raise
     except ChecksumError as error:
         raise damaged(directory, f"{RECORD_FILE} is not what was written, or has been edited") from error
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, OSError, RecursionError) as error:
         raise damaged(directory, f"{RECORD_FILE}: {type(error).__name__}: {error}") from error
 
 

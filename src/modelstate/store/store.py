@@ -33,12 +33,12 @@ from modelstate.store.saving import (
     PendingSave,
     SavedStep,
     SpreadFile,
+    SpreadWriter,
     Staging,
     WriteAccess,
     encode_objects,
     replicated_values,
 )
-from modelstate.store.spread import SpreadWriter
 from modelstate.text_format import as_given, size
 from modelstate.version import __version__
 
