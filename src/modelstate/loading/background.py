@@ -16,7 +16,7 @@ from modelstate.loading.stage import stage
 from modelstate.loading.values import Progress, Staging
 from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner
-from modelstate.planning.transfer import Execution, Way
+from modelstate.planning.transfer import Execution
 from modelstate.process import progress_bar, stopped_by
 from modelstate.torch_compat.plain import is_plain
 

@@ -142,19 +142,15 @@ class Quantize(BlockTransform):
                 "quantizing needs torchao, which is not installed", found=error, remedy="pip install torchao"
             ) from error
 
-        if not isinstance(self.config, AOBaseConfig):
+        is_mapping = isinstance(self.config, FqnToConfig)
+        if is_mapping or not isinstance(self.config, AOBaseConfig):
             is_class = isinstance(self.config, type) and issubclass(self.config, AOBaseConfig)
+            instance = f"an instance: ms.loading.Quantize({self.config.__name__}())" if is_class else ""
             raise OptionError(
-                "this is a class, not a config of torchao" if is_class else "not a config of torchao",
+                "this is a class, not a config of torchao" if is_class else "not a config of torchao for a weight",
                 expected="such as torchao.quantization.Int8WeightOnlyConfig()",
                 found=self.config,
-                remedy=f"an instance: ms.loading.Quantize({self.config.__name__}())" if is_class else "",
-            )
-        if isinstance(self.config, FqnToConfig):
-            raise OptionError(
-                "the patterns of transform= select the config of each name, not FqnToConfig",
-                found=type(self.config).__name__,
-                remedy="transform={'*.mlp.*': Quantize(config), ...}",
+                remedy="patterns of names: transform={'*.mlp.*': Quantize(config), ...}" if is_mapping else instance,
             )
 
     def __str__(self) -> str:

@@ -23,10 +23,10 @@ from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
 from modelstate.io import system
 from modelstate.io.engine import LocalFile, OpenFiles, read_ranges
 from modelstate.io.linux import MAP_NORESERVE
-from modelstate.io.memory import HUGE_PAGE_BYTES, fresh_tensors
+from modelstate.io.memory import HUGE_PAGE_BYTES
 from modelstate.io.page_cache import LEAST_BYTES_AHEAD, bring_into_cache, lease_files, read_ahead, skip_page_cache
 from modelstate.io.tensors import compute
-from modelstate.loading.values import Memory, Staging, read_whole, stage_one, streamed_read
+from modelstate.loading.values import Memory, Staging, final_memory, read_whole, stage_one, streamed_read
 from modelstate.planning.planner import refusal_of_writes
 from modelstate.planning.transfer import Execution, Sink, Transfers, Way, copy_cannot_fail, peak_bytes
 from modelstate.remote.location import CONNECTIONS
@@ -101,30 +101,12 @@ def reads(staging: Staging, executions: Iterable[Execution]) -> Iterator[Callabl
     for sink in (Sink.COMPUTED, Sink.WHOLE):  # what is read in blocks or as ranges is sorted there
         by_sink[sink].sort(key=lambda item: item.transfers.extents[:1])
     if blocks := by_sink[Sink.BLOCKS]:
-        yield streamed_read(staging, blocks, _final_memory)
+        yield streamed_read(staging, blocks)
     for sink, read in ((Sink.COMPUTED, _compute), (Sink.MEMORY, _read)):
         if items := by_sink[sink]:
-            yield partial(_fill, read, staging, items, _final_memory(items))
+            yield partial(_fill, read, staging, items, final_memory(items))
     for item in by_sink[Sink.WHOLE]:
         yield partial(read_whole, staging, item)
-
-
-def _final_memory(executions: Sequence[Execution]) -> Memory:
-    """The final memory of values: the slots, or new memory, which small values share."""
-    transfers = [item.transfers for item in executions]
-    layouts = [[] if item.way is Way.INTO else item.layouts() for item in transfers]
-    pairs = [*zip(transfers, layouts, strict=True)]
-    fresh = iter(fresh_tensors([layout for item, each in pairs if item.device.type == "cpu" for layout in each]))
-    memory = list[list[torch.Tensor]]()
-    for item, each in pairs:
-        if item.way is Way.INTO:
-            memory.append(item.params)
-        elif item.device.type == "cpu":
-            memory.append([next(fresh) for _ in each])
-        else:
-            with torch.inference_mode(False):
-                memory.append([torch.empty(shape, dtype=dtype, device=item.device) for shape, _, dtype in each])
-    return memory
 
 
 ReadInto = Callable[[Staging, Sequence[Execution], Memory], None]

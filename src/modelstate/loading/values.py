@@ -90,6 +90,24 @@ _LEAST_TRIMMED_BYTES = 4 << 20
 were measured to take 600 instead of 280 MB."""
 
 
+def final_memory(executions: Sequence[Execution]) -> Memory:
+    """The final memory of values: the slots, or new memory, which small values share."""
+    transfers = [item.transfers for item in executions]
+    layouts = [[] if item.way is Way.INTO else item.layouts() for item in transfers]
+    pairs = [*zip(transfers, layouts, strict=True)]
+    fresh = iter(fresh_tensors([layout for item, each in pairs if item.device.type == "cpu" for layout in each]))
+    memory = list[list[torch.Tensor]]()
+    for item, each in pairs:
+        if item.way is Way.INTO:
+            memory.append(item.params)
+        elif item.device.type == "cpu":
+            memory.append([next(fresh) for _ in each])
+        else:
+            with torch.inference_mode(False):
+                memory.append([torch.empty(shape, dtype=dtype, device=item.device) for shape, _, dtype in each])
+    return memory
+
+
 # Values that are needed whole.
 
 
@@ -370,17 +388,13 @@ def _pinned_buffers(blocks: Sequence[Block], threads: int, device: torch.device)
     return block_buffers(blocks, threads)
 
 
-def streamed_read(
-    staging: Staging,
-    executions: Sequence[Execution],
-    memory_for: Callable[[Sequence[Execution]], Memory],
-) -> Callable[[], None]:
+def streamed_read(staging: Staging, executions: Sequence[Execution]) -> Callable[[], None]:
     """Returns a function that reads the final values of transfers that pass through blocks.
 
     It reads into the slots where that is the way. All buffers have been allocated when this returns.
 
-    `memory_for` returns the final memory of values that no function transforms. The returned function raises
-    `ReadFailedError` and `TransformError`; memory that is read into is then partly overwritten.
+    The returned function raises `ReadFailedError` and `TransformError`; memory that is read into is then partly
+    overwritten.
     """
     strategy, transfers = staging.strategy, [item.transfers for item in executions]
     wanted, values = list[tuple[ByteRange, int]](), list[_Value | _Transformed]()
@@ -391,7 +405,7 @@ def streamed_read(
         else:
             wanted += [(extent, item.transfers.unit_bytes) for extent in item.transfers.extents]
             values.append(_Transformed(staging, item, item.transfers.own.block_function))
-    memory = memory_for(plain)
+    memory = final_memory(plain)
     for item, targets in zip(plain, memory, strict=True):
         dtype, names = item.transfers.stored_dtype, item.transfers.names
         wanted += [(source, dtype.itemsize) for source in item.transfers.rows.ranges()]

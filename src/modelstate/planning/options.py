@@ -235,11 +235,8 @@ def _transform(given: Any) -> object:
     is_mapping = isinstance(given, Mapping)
     for pattern, transform in given.items() if is_mapping else (("*", given),):
         if not isinstance(pattern, str):
-            raise OptionError(
-                "the keys of transform= must be glob patterns",
-                expected="a string such as '*.mlp.*'",
-                found=short_repr(pattern),
-            )
+            expected = "a string such as '*.mlp.*'"
+            raise invalid_option("transform", "must have glob patterns as its keys", pattern, expected=expected)
         cls = transform if isinstance(transform, type) else type(transform)
         remedy = f"pass an instance: {cls.__name__}(...)" if cls is transform else ""
         is_config = cls.__module__.partition(".")[0] == "torchao"
