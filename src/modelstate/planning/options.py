@@ -92,9 +92,10 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
             where the read cannot fail: for plain tensors on the CPU or a CUDA device, from files that a read lease can
             hold, when all their bytes are in the page cache; other values are read before the first one is put in
             place. What can still happen is that the kernel evicts bytes within that moment and the disk then fails to
-            return them: the error names the tensors that may be old or damaged. False reads all values into memory of
-            their own first. True never does; an I/O error or an interrupt during that read, on any rank, leaves a
-            partly overwritten model. The report says for each tensor what was done.
+            return them: the error names the tensors that may be old or damaged, or the kernel ends the process
+            (SIGBUS) if it is casting them out of a map. False reads all values into memory of their own first. True
+            never does; an I/O error or an interrupt during that read, on any rank, leaves a partly overwritten model.
+            The report says for each tensor what was done.
         init_missing: Initialises tensors that the checkpoint lacks with the model's own code, as the constructor does:
             `reset_parameters` of the module that owns the tensor, and `_init_weights` of a Hugging Face model. The
             methods run on a copy, so they change no tensor of the checkpoint. The plan and the report name the methods
