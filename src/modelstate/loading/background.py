@@ -204,7 +204,6 @@ class StagedLoad:
         self.verified_bytes = 0
         self._verification = staging.checkpoint.verification() if verify else None
         self._notes: list[str] = []
-        self._handed_over: list[Execution] = []
         self._executions = [item for item in executions if item.transfers.is_from_files and not item.finals]
         if staging.options.transform is not None:
             _ = staging.own_memory  # computed now, in the thread that uses the model
@@ -246,13 +245,10 @@ class StagedLoad:
             is_in_file = transfers.own is None or transfers.own.stored is not None
             if item.finals or not is_in_file or staged is None or staged.transfers.names != transfers.names:
                 continue
-            was, finals = staged.transfers, staged.finals
-            item.transfers = replace(transfers, way=was.way, why=was.why, maps=was.maps)
-            if was.own is not None:
-                item.transfers, item.freezes = replace(item.transfers, dtypes=was.dtypes), staged.freezes
-            item.finals, item.seconds = finals, staged.seconds
-            self._handed_over.append(item)
-        for final in (final for item in self._handed_over for final in item.finals):
+            was = staged.transfers
+            item.transfers = replace(transfers, way=was.way, why=was.why, maps=was.maps, dtypes=was.dtypes)
+            item.finals, item.seconds, item.freezes = staged.finals, staged.seconds, staged.freezes
+        for final in (final for item in self._executions for final in item.finals):
             if final.is_cuda and is_plain(final):
                 # It was allocated on the stream of the thread that read it. torch uses the memory of a freed tensor
                 # again in the order of that stream, but it is the caller's stream that copies from it.
@@ -261,6 +257,6 @@ class StagedLoad:
 
     def release(self) -> None:
         """Frees all values that have been read, also where other objects still refer to the plans."""
-        for item in (*self._executions, *self._handed_over):
-            item.finals = []
-        self._executions, self._handed_over = [], []
+        for item in self._executions:
+            item.finals.clear()  # the load that commits has the same list
+        self._executions = []
