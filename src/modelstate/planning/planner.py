@@ -36,7 +36,6 @@ from modelstate.planning.transfer import (
 from modelstate.planning.transforms import (
     BlockTransform,
     Bound,
-    ModuleTransform,
     ShardedSlot,
     Transforms,
     block_shape_of,
@@ -328,7 +327,12 @@ class Planner:
             dtype = options.dtype or (value.dtype if param.is_meta else dtype)
         maps = self._maps_for(param, dtype, device, facts)
         if last is not None:
-            facts = _with_module_transform(name, param, dtype, device, facts, last.transform)
+            transform, shape, block_function = last.transform, tuple(param.shape), None
+            in_order = param.is_contiguous() or not is_dense(param)
+            if isinstance(transform, BlockTransform) and in_order and is_run(facts.stored) and device == _CPU:
+                block_function = transform.block_function(shape, dtype)
+            nbytes = 0 if block_function is not None else extra_bytes_of(transform, name, shape, dtype)
+            facts = replace(facts, block_function=block_function, transform_bytes=nbytes)
             way, why = Way.NEW, f"made by {last.transform}"
         elif is_plain(param, value):
             way, why = choose_way(
@@ -600,50 +604,26 @@ class Planner:
         )
 
 
-def _with_module_transform(
-    name: str,
-    param: torch.Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-    facts: RowFacts,
-    transform: ModuleTransform,
-) -> RowFacts:
-    """Returns the facts with what the transform of a module needs: a function for blocks, or memory."""
-    in_order, shape = param.is_contiguous() or not is_dense(param), tuple(param.shape)
-    if isinstance(transform, BlockTransform) and in_order and is_run(facts.stored) and device == _CPU:
-        block_function = transform.block_function(shape, dtype)
-        if block_function is not None:
-            return replace(facts, block_function=block_function)
-    return replace(facts, transform_bytes=extra_bytes_of(transform, name, shape, dtype))
-
-
 def steps_of(execution: Execution, entries: Entries) -> Callable[[], list[Step]]:
     """Returns a function that makes the step of each row without facts of its own. It holds no tensor."""
-    transfers = execution.transfers
-    renamed = [] if isinstance(entries, StoredEntries) else [entries[name] for name in transfers.names]
-    columns, dtypes, names, kinds = transfers.columns, transfers.dtypes, transfers.names, transfers.kinds
-    way, why, device, is_mapped = transfers.way, transfers.why, transfers.device, transfers.maps is not None
-    seconds = execution.seconds / transfers.nbytes
-    assert columns is not None
+    item, names = execution.transfers, execution.transfers.names
+    renamed = [None] * len(names) if isinstance(entries, StoredEntries) else [entries[name] for name in names]
+    columns, dtypes, kinds, way, why, device = item.rows, item.dtypes, item.kinds, item.way, item.why, item.device
+    is_mapped, seconds = item.maps is not None, execution.seconds / item.nbytes
 
     def make() -> list[Step]:
-        rows = zip(names, kinds, dtypes, columns.rows(), strict=True)
-        steps = [
+        return [
             Step(
-                *(name, kind, name, way, why, torch.Size(shape), dtype, stored_dtype, device, nbytes),
+                *(name, kind, name if entry is None else ", ".join(entry.sources), way, why),
+                *(torch.Size(shape), dtype, stored_dtype, device, nbytes),
+                rules=() if entry is None else entry.rules,
                 mapped=is_mapped,
                 seconds=seconds * nbytes,
             )
-            for name, kind, dtype, (stored_dtype, shape, _, _, nbytes) in rows
+            for name, kind, dtype, entry, (stored_dtype, shape, _, _, nbytes) in zip(
+                names, kinds, dtypes, renamed, columns.rows(), strict=True
+            )
         ]
-        return (
-            steps
-            if not renamed
-            else [
-                step._replace(source=", ".join(entry.sources), rules=entry.rules)
-                for step, entry in zip(steps, renamed, strict=True)
-            ]
-        )
 
     return make
 
