@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import modelstate as ms
 from modelstate import errors
 from modelstate.distributed import connections as connections_module
-from modelstate.distributed.agreement import Agreement, agreement_of
-from modelstate.distributed.connections import Digest
+from modelstate.distributed.agreement import Agreement, Digest, agreement_of
 from modelstate.problems import Problem, ProblemKind, plan_error
 from tests.distributed import models
 from tests.distributed.ranks import Outcome, Ranks, die

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import torch
 
-from modelstate.distributed.agreement import Agreement
-from modelstate.distributed.connections import Digest, number_of
+from modelstate.distributed.agreement import Agreement, Digest
+from modelstate.distributed.connections import number_of
 from modelstate.distributed.shards import Mesh, Part, Parts, common_range, parts_of, replicated, shard_of
 from modelstate.errors import DistributedError
 from modelstate.formats.block_writer import LazyTensor, past_page_cache, write_blocks

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source, open as open_checkpoint
-from modelstate.distributed.connections import Digest
+from modelstate.distributed.agreement import Digest
 from modelstate.errors import CodecError, DistributedError
 from modelstate.formats.construct import refusal
 from modelstate.formats.torch_zip import pickled

@@ -7,11 +7,10 @@ are read by every rank, and so are those for other devices than the CPU.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -20,9 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.distributed.agreement import Agreement, agreement_of
-from modelstate.distributed.connections import Digest
-from modelstate.errors import ModelStateError
+from modelstate.distributed.agreement import Agreement, Digest, agreement_of
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.memory import fresh_tensors
 from modelstate.planning.matching import MatchedCheckpoint
@@ -116,13 +113,9 @@ def rank_reports(
         read_bytes_here += read_bytes(stored) if id(item) in is_read_here else 0
         whole_bytes += 0 if whole is None else read_bytes(whole)
     times = [int(agreement.seconds.get(name, 0) * 1e9) for name in (PLANNING, READING, COMMIT)]
-    own, of_ranks = json.dumps([read_bytes_here, *times]), [agreement.rank]
-    texts = [own]
-    with suppress(ModelStateError):  # where a rank is lost after the commit, the report has this one alone
-        texts, of_ranks = agreement.texts("the report", own), [*agreement.ranks]
     ranks = [
         RankReport(rank, nbytes, *(nanoseconds / 1e9 for nanoseconds in phases))
-        for rank, (nbytes, *phases) in zip(of_ranks, map(json.loads, texts), strict=True)
+        for rank, (nbytes, *phases) in agreement.exchanged([read_bytes_here, *times]).items()
     ]
     return tuple(ranks), max(sum(rank.read_bytes for rank in ranks) - whole_bytes, 0)
 

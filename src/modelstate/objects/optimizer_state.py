@@ -19,8 +19,7 @@ from torch import nn
 
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.open import patterns_of
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, agreement_of
-from modelstate.distributed.connections import Digest
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Digest, agreement_of
 from modelstate.errors import OptimizerStateError, OptionError, code_errors
 from modelstate.formats.tree import leaf_paths, refused_in
 from modelstate.loading.collective import before_call, described, text_of

@@ -20,8 +20,8 @@ import torch
 from msgspec.structs import replace
 
 from modelstate.codec.codec import decode, encode
-from modelstate.distributed.agreement import Agreement
-from modelstate.distributed.connections import Digest, number_of
+from modelstate.distributed.agreement import Agreement, Digest
+from modelstate.distributed.connections import number_of
 from modelstate.errors import ObjectStateError, UnsavableError
 from modelstate.formats.manifest import digest
 from modelstate.objects.objects import Target, object_code

@@ -479,7 +479,7 @@ class StepIndex:
         """
         if not agreement.is_collective:
             return entry.usable_record, self.read_parts(entry, verify, progress=progress)
-        from modelstate.distributed.connections import Digest
+        from modelstate.distributed.agreement import Digest
 
         place = entry.place
 

@@ -17,8 +17,7 @@ from contextlib import closing, nullcontext
 from typing import Any
 
 from modelstate.arguments import check_integer, check_keywords, checked_call, invalid_option
-from modelstate.distributed.agreement import Agreement, agreement_of
-from modelstate.distributed.connections import Digest
+from modelstate.distributed.agreement import Agreement, Digest, agreement_of
 from modelstate.errors import (
     OptionError,
     ReadFailedError,

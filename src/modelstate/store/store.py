@@ -15,8 +15,7 @@ from modelstate.arguments import check_choice, check_integer, checked_call, inva
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import patterns_of
 from modelstate.checkpoint.write import target_path
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
-from modelstate.distributed.connections import Digest
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest, agreement_of
 from modelstate.distributed.writing import CollectiveWriter
 from modelstate.errors import BackgroundCancelledError, StepNotFoundError, UnsavableError
 from modelstate.html.page import Page, Shown
