@@ -46,11 +46,6 @@ class StagingBuffer:
         Raises torch's error where there is not enough memory.
         """
         tensors = list(tensors)
-        copies = self._allocate(tensors)
-        copy_all(tensors, copies)
-        return copies
-
-    def _allocate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
@@ -63,12 +58,14 @@ class StagingBuffer:
             self._buffer = buffer
         storage = buffer.untyped_storage()
         with torch.inference_mode(False):
-            return [
+            copies = [
                 torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
                     storage, start // tensor.itemsize, tuple(tensor.shape), contiguous_stride(tensor.shape)
                 )
                 for tensor, start in zip(tensors, starts, strict=True)
             ]
+        copy_all(tensors, copies)
+        return copies
 
 
 def copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:

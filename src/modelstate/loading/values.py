@@ -429,7 +429,7 @@ def streamed_read(staging: Staging, executions: Sequence[Execution]) -> Callable
             if isinstance(value, _Transformed):
                 value.write(part, buffer)
             else:
-                pieces[value.target.device].append(value.piece(part))
+                pieces[value.execution.transfers.device].append(value.piece(part))
         waits = list[Wait]()
         for device, of_device in pieces.items():
             if device in queues:
