@@ -1,5 +1,6 @@
 """`follow` in the background: another process trains, threads send requests, and the interpreter ends when it likes."""
 
+import functools
 import itertools
 import os
 import subprocess
@@ -15,6 +16,7 @@ import torch
 
 import modelstate as ms
 from modelstate.errors import SkippedCheckpointError
+from tests.serve.followed import Target
 from tests.serve.models import Constant, linear
 from tests.serve.stores import save
 from tests.store.common import program
@@ -192,29 +194,24 @@ def test_two_looks_at_once_swap_once(tmp_path: Path) -> None:
 def test_polls_are_spread(tmp_path: Path) -> None:
     """Without it, two polls would never begin sooner after each other than `poll_seconds`."""
     save(ms.Store(tmp_path), 1)
-    targets = Busy(), Busy()
+    times: tuple[list[float], list[float]] = [], []
+
+    def busy(own: list[float]) -> None:
+        own.append(time.monotonic())
+        raise TimeoutError  # so that each poll tries again
+
+    def gaps() -> list[list[float]]:
+        return [[later - earlier for earlier, later in itertools.pairwise(own)] for own in times]
+
+    targets = [Target(*[functools.partial(busy, own)] * 9999) for own in times]
     followers = [ms.follow(target, tmp_path, poll_seconds=0.2, on_error=lambda error: None) for target in targets]
-    until(lambda: all(min(target.gaps(), default=1) < 0.2 < max(target.gaps()) for target in targets))
+    until(lambda: all(min(own, default=1) < 0.2 < max(own) for own in gaps()))
     assert all(follower.stop(SECONDS) and not follower.is_running for follower in followers)
-    gaps = [target.gaps() for target in targets]
-    assert min(map(min, gaps)) >= 0.18
-    assert gaps[0] != gaps[1]
+    first, second = ended = gaps()
+    assert first != second
+    assert min(*first, *second) >= 0.18
     time.sleep(0.25)
-    assert [target.gaps() for target in targets] == gaps
-
-
-class Busy:
-    """A target that no poll gets weights into, so that each tries again."""
-
-    def __init__(self) -> None:
-        self.times = list[float]()
-
-    def swap(self, source: str) -> None:
-        self.times.append(time.monotonic())
-        raise TimeoutError
-
-    def gaps(self) -> list[float]:
-        return [later - earlier for earlier, later in itertools.pairwise(self.times)]
+    assert gaps() == ended
 
 
 def started_and_over(following: ms.serve.Following) -> None:

@@ -212,6 +212,13 @@ def test_names_that_fit_are_never_broken() -> None:
     assert torch.equal(model.get_parameter("fc.weight"), state["module.fc.weight"])
 
 
+def test_names_that_may_all_have_moved_are_not_matched() -> None:
+    """Names that are equal may be wrong: each may have got the prefix once more."""
+    found = ms.suggest(tree({"a.w": (4, 4), "a.a.w": (4, 4)}), values({"w": (4, 4), "a.w": (4, 4)}))
+    assert (list(found), found.complete) == ([], False)
+    assert "moved by one" in str(found)
+
+
 def test_not_a_model() -> None:
     with pytest.raises(ms.errors.OptionError):
         ms.suggest({"a": 1}, {})  # type: ignore[arg-type]

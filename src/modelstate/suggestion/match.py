@@ -46,7 +46,7 @@ _NUMBER = re.compile(r"(\d+)(?![^\W_])")
 """A number that is a part of a name, or the end of a word in it: not the 2 of 2d."""
 _MARGIN = 0.25
 """The least lead of the best score over the others."""
-_SAME_OWNER, _SAME_PARENT, _SAME_END = 2.0, 0.75, 1.0
+_SAME_OWNER, _SAME_PARENT = 2.0, 0.75
 _MOST_CANDIDATES = 20_000
 
 
@@ -309,12 +309,10 @@ class Matches(msgspec.Struct):
         self.links += product(here, there)
 
     def score(self, source: Kind, target: Kind) -> float:
-        """Returns how much speaks for a pair: what both names state, their ends, and matches of tensors beside it."""
+        """Returns how much speaks for a pair: what both names state, and matches of tensors beside it."""
         first, second = source.first, target.first
         score = shared(source.facts, target.facts) + _SAME_PARENT * ((first.parent, second.parent) in self.beside)
-        score += _SAME_OWNER * ((first.owner, second.owner) in self.beside)
-        score += _SAME_END * _is_end(source.text, target.text)
-        return score
+        return score + _SAME_OWNER * ((first.owner, second.owner) in self.beside)
 
 
 def match(sources: Sequence[Leaf], targets: Sequence[Leaf], ties: Mapping[str, Sequence[str]]) -> Matches:
