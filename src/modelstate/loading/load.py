@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Unpack, overload
@@ -20,7 +20,7 @@ from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import NO_PICKLE, Source, open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
-from modelstate.errors import OptionError
+from modelstate.errors import ModelCodeError, OptionError, PlanError, code_errors
 from modelstate.io.engine import OpenFiles
 from modelstate.io.files import kept_open
 from modelstate.loading import collective
@@ -41,16 +41,17 @@ from modelstate.planning.matching import ModelSchemaView, match
 from modelstate.planning.options import LoadArguments, LoadOptions, PlanArguments, check_model, checked_options
 from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner
-from modelstate.planning.record import bind, record
+from modelstate.planning.recorder import IncompatibleKeys, walk
 from modelstate.planning.transfer import Way
 from modelstate.problems import glob_patterns
 from modelstate.process import deferred_signals, gc_paused, progress_bar
-from modelstate.text_format import listed
+from modelstate.text_format import count, listed
+from modelstate.torch_compat.modules import needs_protocol
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.sharding import refresh_shards, reshard
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
 from modelstate.transaction.references import lost_references
-from modelstate.transaction.slots import slots_of
+from modelstate.transaction.slots import compare_names, slots_of
 from modelstate.transaction.transaction import Transaction, exclusive
 
 if TYPE_CHECKING:
@@ -389,13 +390,89 @@ def prepare(
         make_write = partial(Place, staging)
         planner = Planner(transaction, view, matched, make_write, call_extra_state=call_extra_state)
         if not isinstance(source, LoadPlan):
-            record(planner)
+            _record(planner)
         else:
-            bind(planner, source, _MAKE_AGAIN if staged is None else _LOAD_AGAIN)
+            _bind(planner, source, _MAKE_AGAIN if staged is None else _LOAD_AGAIN)
         if options.read_once:
             staging.shared = collective.shared_reads(planner.singles, agreement or agreement_of(transaction.root))
             planner.notes += collective.notes_on_shared(staging.shared)
         return planner, staging
+
+
+def _record(planner: Planner) -> None:
+    """Plans a load: every value gets a transfer, or there is a problem. Raises `ModelCodeError`."""
+    matched, slots, transaction = planner.matched, planner.slots, planner.transaction
+    planner.notes += matched.notes
+    planner.problems += matched.applied.problems
+    names, target = matched.applied.entries.keys(), type(planner.model).__name__
+    if needs_protocol(slots.modules, names, matched.versions):
+        nested = planner.incoming.nested_values(slots.modules)
+        state_dict = {name: planner.incoming.value(name) for name in names}
+        for name, (value, names_within) in nested.items():
+            state_dict[name] = value
+            for within in names_within:
+                del state_dict[within]
+        with code_errors(ModelCodeError, "the model's own loading code raised; nothing has been changed", where=target):
+            outcome = walk(planner.model, slots, state_dict, matched.versions, planner, calls_own=True)
+        left = [nested[name][1] if name in nested else [name] for name in outcome.unexpected]
+        outcome.unexpected = [name for names in left for name in names]
+    else:
+        common, missing, unexpected = compare_names(slots, names, planner.add_plain())
+        outcome = IncompatibleKeys(missing, unexpected)
+        what = "code of a tensor subclass or a transform raised; nothing has been changed"
+        with code_errors(ModelCodeError, what, where=target) if common else nullcontext():
+            for name in common:
+                planner.tensor(name, slots.by_name[name].tensor, planner.incoming.value(name), None, outcome.errors)
+    planner.notes += [f"{type(module).__name__}: its own load_state_dict was called" for module in outcome.called]
+    options, is_filled = planner.options, len(planner.filled) == len(slots.tensors)
+    has_code = transaction.armed or planner.changes_dtypes or options.transform or matched.rules
+    has_names = outcome.missing or outcome.unexpected or options.allow_missing or options.allow_unexpected
+    is_complete = is_filled and not (has_code or has_names)
+    if planner.singles or planner.problems or not is_complete or any(slot.tensor.is_meta for slot in slots.tensors):
+        from modelstate.planning.coverage import check_coverage  # a usual load does without
+
+        check_coverage(planner, outcome, is_complete)
+    planner.settle()
+
+
+def _bind(planner: Planner, plan: LoadPlan, stale_remedy: str) -> None:
+    """Records with the matched checkpoint of a plan, for a model with the same slots.
+
+    The steps are those of the plan where no code of the model runs. Where it runs, they are compared. Raises
+    `PlanError`, with this remedy, where the model is no longer the one of the plan.
+    """
+    was, now = plan.binding.slots, planner.signatures
+    if was != now:
+        _check_same(planner, was.as_text(), now.as_text(), stale_remedy)
+    if not plan.binding.mapped:
+        planner.options = replace(planner.options, map=False)
+    _record(planner)
+    planner.notes[:] = dict.fromkeys([*plan.notes, *planner.notes])  # those on maps may be of the plan alone
+    if planner.problems:
+        return
+    # Whether a file may be mapped depends on other processes too: it does not make a plan stale.
+    if (number := plan.binding.mapped - planner.mapped) > 0:
+        are_read = f"{count(number, 'tensor')} {'is' if number == 1 else 'are'} read into memory"
+        planner.notes.append(f"{are_read}; when the plan was made, the file could be mapped")
+    if plan.binding.runs_code or planner.transaction.armed:
+        planned, steps = ({step.name: step.decision for step in of} for of in (plan.steps, planner.step_maker()()))
+        _check_same(planner, planned, steps, stale_remedy)
+
+
+def _check_same(planner: Planner, was: Mapping[str, object], now: Mapping[str, object], remedy: str) -> None:
+    """Raises `PlanError` where a slot or a step is no longer what it was for the plan."""
+    if was == now:
+        return
+    changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    raise PlanError(
+        "the model is no longer what was planned for; nothing has been changed",
+        where=f"{planner.names[0]}: {changed[0]}{more}",
+        expected=was.get(changed[0]) or "no such slot",
+        found=now.get(changed[0]) or "no such slot",
+        remedy=remedy,
+        page="model-code",
+    )
 
 
 def check_plan(planner: Planner, optimizers: Sequence[torch.optim.Optimizer]) -> None:

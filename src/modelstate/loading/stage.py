@@ -26,9 +26,18 @@ from modelstate.io.linux import MAP_NORESERVE
 from modelstate.io.memory import HUGE_PAGE_BYTES
 from modelstate.io.page_cache import LEAST_BYTES_AHEAD, bring_into_cache, lease_files, read_ahead, skip_page_cache
 from modelstate.io.tensors import compute
-from modelstate.loading.values import Memory, Staging, final_memory, read_whole, stage_one, streamed_read
+from modelstate.loading.values import Staging, read_whole, stage_one, streamed_read
 from modelstate.planning.planner import refusal_of_writes
-from modelstate.planning.transfer import Execution, Sink, Transfers, Way, copy_cannot_fail, peak_bytes
+from modelstate.planning.transfer import (
+    Execution,
+    Memory,
+    Sink,
+    Transfers,
+    Way,
+    copy_cannot_fail,
+    final_memory,
+    peak_bytes,
+)
 from modelstate.remote.location import CONNECTIONS
 from modelstate.text_format import listed, size
 from modelstate.torch_compat.dtypes import can_overflow

@@ -39,7 +39,7 @@ from modelstate.io.staging import pinned_memory
 from modelstate.io.tensors import read_tensor
 from modelstate.loading.collective import SharedRead
 from modelstate.planning.options import LoadOptions
-from modelstate.planning.transfer import BY_SUBCLASS, Execution, Transfers, Way, choose_way
+from modelstate.planning.transfer import BY_SUBCLASS, Execution, Transfers, Way, choose_way, final_memory
 from modelstate.planning.transforms import BY_TRANSFORM, BlockFunction, Transform, called, transform_errors
 from modelstate.process import ONE_VARIABLE, cached_attribute, reference_count
 from modelstate.rules.expression import Derived, values_of
@@ -50,8 +50,6 @@ from modelstate.torch_compat.private import copy_each, payload_of, storage_id, s
 from modelstate.transaction.slots import Addresses, slots_of
 
 Progress = Callable[[int], None]
-Memory = Sequence[list[torch.Tensor]]
-"""The tensors that values are read into: for each execution one for each row."""
 _QUEUED_DEVICES = ("cuda",)
 """The types of devices to which copies are queued."""
 
@@ -88,24 +86,6 @@ class Staging(msgspec.Struct, eq=False, dict=True):
 _LEAST_TRIMMED_BYTES = 4 << 20
 """A transform that frees so much leaves holes in the heap. Without trimming, 16 weights of 16 MB that become float8
 were measured to take 600 instead of 280 MB."""
-
-
-def final_memory(executions: Sequence[Execution]) -> Memory:
-    """The final memory of values: the slots, or new memory, which small values share."""
-    transfers = [item.transfers for item in executions]
-    layouts = [[] if item.way is Way.INTO else item.layouts() for item in transfers]
-    pairs = [*zip(transfers, layouts, strict=True)]
-    fresh = iter(fresh_tensors([layout for item, each in pairs if item.device.type == "cpu" for layout in each]))
-    memory = list[list[torch.Tensor]]()
-    for item, each in pairs:
-        if item.way is Way.INTO:
-            memory.append(item.params)
-        elif item.device.type == "cpu":
-            memory.append([next(fresh) for _ in each])
-        else:
-            with torch.inference_mode(False):
-                memory.append([torch.empty(shape, dtype=dtype, device=item.device) for shape, _, dtype in each])
-    return memory
 
 
 # Values that are needed whole.

@@ -1,7 +1,7 @@
 """`Planner`: matches the values of a checkpoint with the slots of a model, and makes the transfers of a load.
 
-`record.record` has the order: names are compared, or the loading protocol of the model calls `Planner.tensor` with each
-value; the value is checked; its way is chosen; then every name and every slot is accounted for.
+`loading.load` has the order: names are compared, or the loading protocol of the model calls `Planner.tensor` with each
+value; the value is checked; its way is chosen; then `coverage` accounts for every name and every slot.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ _LEAST_LEASED_BYTES = 1 << 20
 class Planner:
     """Plans a load: collects the values that go to the slots of a model, with the problems and notes.
 
-    `record` and `bind` call `tensor` with the values of the checkpoint. `assign` turns a value and its slot into a
+    A load calls `tensor` with the values of the checkpoint. `assign` turns a value and its slot into a
     transfer, and adds a write to the transaction. The write waits until the load is committed, unless code of the
     model uses the tensor before. The owner of the transaction must roll it back where there are problems.
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
 from modelstate.io.engine import ROWS_BYTES, ReadStrategy, Request, Rows, read_threads
-from modelstate.io.memory import Layout, aligned
+from modelstate.io.memory import Layout, aligned, fresh_tensors
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.transforms import BlockFunction, Bound, ShardedSlot, Transform
 from modelstate.process import cached_attribute
@@ -382,6 +382,28 @@ class Execution(msgspec.Struct, eq=False):
     def stage_instead(self, reason: str) -> None:
         """Has values staged that were planned to be read at the commit."""
         self.transfers = replace(self.transfers, way=Way.STAGED, why=f"{AFTER_READS}: {reason}")
+
+
+Memory = Sequence[list[torch.Tensor]]
+"""The tensors that values are read into: for each execution one for each row."""
+
+
+def final_memory(executions: Sequence[Execution]) -> Memory:
+    """The final memory of values: the slots, or new memory, which small values share."""
+    transfers = [item.transfers for item in executions]
+    layouts = [[] if item.way is Way.INTO else item.layouts() for item in transfers]
+    pairs = [*zip(transfers, layouts, strict=True)]
+    fresh = iter(fresh_tensors([layout for item, each in pairs if item.device.type == "cpu" for layout in each]))
+    memory = list[list[torch.Tensor]]()
+    for item, each in pairs:
+        if item.way is Way.INTO:
+            memory.append(item.params)
+        elif item.device.type == "cpu":
+            memory.append([next(fresh) for _ in each])
+        else:
+            with torch.inference_mode(False):
+                memory.append([torch.empty(shape, dtype=dtype, device=item.device) for shape, _, dtype in each])
+    return memory
 
 
 def single_transfer(

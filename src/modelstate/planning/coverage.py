@@ -1,39 +1,35 @@
-"""`record` and `bind`: fill a `Planner` from the model's loading protocol, or from the steps of a plan.
+"""`check_coverage`: accounts for every name of the checkpoint and every slot of the model when the values are planned.
 
-The protocol runs with tensors that are mapped and not read. Then every name of the checkpoint and every slot of the
-model must have a counterpart. The result is either a list of problems and an unchanged model, or writes that wait for
+Each must have a counterpart. The result is either a list of problems and an unchanged model, or writes that wait for
 their bytes. Everything that could keep the writes from being executed has then been checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
-from msgspec.structs import replace
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import ModelCodeError, ModelStateError, PlanError, code_errors, keep_interrupt
+from modelstate.errors import ModelStateError, keep_interrupt
 from modelstate.formats.sharded import other_shards
 from modelstate.formats.tree import leaves
 from modelstate.planning.matching import Patterns, StoredEntries, adapter_names, one_prefix, prefixes
-from modelstate.planning.plan import LoadPlan
 from modelstate.planning.planner import Planner
-from modelstate.planning.recorder import IncompatibleKeys, outermost, walk
+from modelstate.planning.recorder import IncompatibleKeys, outermost
 from modelstate.planning.transfer import Transfers
 from modelstate.problems import Problem, ProblemKind, wrong_shape
 from modelstate.rules.expression import Source, lacks_values
 from modelstate.rules.rule import Value
 from modelstate.spec import StoredComposite
-from modelstate.text_format import count, listed
+from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import short
-from modelstate.torch_compat.modules import changes_state, needs_protocol, overrides_loading, state_dict_of
+from modelstate.torch_compat.modules import changes_state, overrides_loading, state_dict_of
 from modelstate.torch_compat.plain import is_plain, is_quantized
 from modelstate.torch_compat.private import storage_id
-from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, compare_names, slots_of
+from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, slots_of
 
 _FITS_IN_PART = (
     "transformers' conversion mapping makes the names fit only in part, and the model's own loading code takes the "
@@ -45,83 +41,22 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MAY_HOLD_TENSORS = (torch.Tensor, dict, list, tuple)
 
 
-def record(planner: Planner) -> None:
-    """Plans a load: every value gets a transfer, or there is a problem. Raises `ModelCodeError`."""
-    matched, slots, transaction = planner.matched, planner.slots, planner.transaction
-    planner.notes += matched.notes
-    planner.problems += matched.applied.problems
-    names, target = matched.applied.entries.keys(), type(planner.model).__name__
-    if needs_protocol(slots.modules, names, matched.versions):
-        nested = planner.incoming.nested_values(slots.modules)
-        state_dict = {name: planner.incoming.value(name) for name in names}
-        for name, (value, names_within) in nested.items():
-            state_dict[name] = value
-            for within in names_within:
-                del state_dict[within]
-        with code_errors(ModelCodeError, "the model's own loading code raised; nothing has been changed", where=target):
-            outcome = walk(planner.model, slots, state_dict, matched.versions, planner, calls_own=True)
-        left = [nested[name][1] if name in nested else [name] for name in outcome.unexpected]
-        outcome.unexpected = [name for names in left for name in names]
-    else:
-        common, missing, unexpected = compare_names(slots, names, planner.add_plain())
-        outcome = IncompatibleKeys(missing, unexpected)
-        what = "code of a tensor subclass or a transform raised; nothing has been changed"
-        with code_errors(ModelCodeError, what, where=target) if common else nullcontext():
-            for name in common:
-                planner.tensor(name, slots.by_name[name].tensor, planner.incoming.value(name), None, outcome.errors)
-    planner.notes += [f"{type(module).__name__}: its own load_state_dict was called" for module in outcome.called]
+def check_coverage(planner: Planner, outcome: IncompatibleKeys, is_complete: bool) -> None:
+    """Adds the problems and notes of special values, of names without a counterpart, and of slots without a value.
+
+    Args:
+        planner: The planner, which has all values.
+        outcome: What the loading protocol has found.
+        is_complete: Whether all names and slots have a counterpart, and no code or option has a say.
+    """
     if planner.singles:
         _check_quantized(planner)
-    if transaction.armed:
+    if planner.transaction.armed:
         planner.slots = slots_of(planner.model)
     if on_meta := [slot for slot in planner.slots.tensors if slot.tensor.is_meta]:
         _check_meta(planner, on_meta)
-    options, is_filled = planner.options, len(planner.filled) == len(planner.slots.tensors)
-    has_code = transaction.armed or planner.changes_dtypes or options.transform or matched.rules
-    has_patterns = options.allow_missing or options.allow_unexpected
-    if planner.problems or outcome.missing or outcome.unexpected or has_code or has_patterns or not is_filled:
+    if planner.problems or not is_complete:
         _Coverage(planner, outcome).settle()
-    planner.settle()
-
-
-def bind(planner: Planner, plan: LoadPlan, stale_remedy: str) -> None:
-    """Records with the matched checkpoint of a plan, for a model with the same slots.
-
-    The steps are those of the plan where no code of the model runs. Where it runs, they are compared. Raises
-    `PlanError`, with this remedy, where the model is no longer the one of the plan.
-    """
-    was, now = plan.binding.slots, planner.signatures
-    if was != now:
-        _check_same(planner, was.as_text(), now.as_text(), stale_remedy)
-    if not plan.binding.mapped:
-        planner.options = replace(planner.options, map=False)
-    record(planner)
-    planner.notes[:] = dict.fromkeys([*plan.notes, *planner.notes])  # those on maps may be of the plan alone
-    if planner.problems:
-        return
-    # Whether a file may be mapped depends on other processes too: it does not make a plan stale.
-    if (number := plan.binding.mapped - planner.mapped) > 0:
-        are_read = f"{count(number, 'tensor')} {'is' if number == 1 else 'are'} read into memory"
-        planner.notes.append(f"{are_read}; when the plan was made, the file could be mapped")
-    if plan.binding.runs_code or planner.transaction.armed:
-        planned, steps = ({step.name: step.decision for step in of} for of in (plan.steps, planner.step_maker()()))
-        _check_same(planner, planned, steps, stale_remedy)
-
-
-def _check_same(planner: Planner, was: Mapping[str, object], now: Mapping[str, object], remedy: str) -> None:
-    """Raises `PlanError` where a slot or a step is no longer what it was for the plan."""
-    if was == now:
-        return
-    changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-    raise PlanError(
-        "the model is no longer what was planned for; nothing has been changed",
-        where=f"{planner.names[0]}: {changed[0]}{more}",
-        expected=was.get(changed[0]) or "no such slot",
-        found=now.get(changed[0]) or "no such slot",
-        remedy=remedy,
-        page="model-code",
-    )
 
 
 def _check_meta(planner: Planner, on_meta: Sequence[Slot]) -> None:
