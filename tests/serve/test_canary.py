@@ -35,13 +35,7 @@ def tried(make: Callable[[float], Any], k: float = 2.0, **canary: Any) -> None:
         assert live.version().id in (1, 2)
 
 
-FALSE = [
-    False,
-    np.False_,
-    np.array([True, False]),
-    torch.tensor(False),
-    torch.tensor([True, False]),
-]
+FALSE = [False, np.False_, np.array([True, False]), torch.tensor(False), torch.tensor([True, False])]
 NOT_FALSE = [None, True, np.True_, torch.tensor([True, True]), 0, 0.0, "", [], {}, np.zeros(2), torch.zeros(2)]
 
 

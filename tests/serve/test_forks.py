@@ -117,9 +117,7 @@ in_child(polls)
 
 
 @pytest.mark.parametrize(
-    "script",
-    [SERVING, PINNED, SWAPPING, FOLLOWING],
-    ids=["serving", "pinned", "swapping", "following"],
+    "script", [SERVING, PINNED, SWAPPING, FOLLOWING], ids=["serving", "pinned", "swapping", "following"]
 )
 def test_the_child_of_a_fork(script: str) -> None:
     end = "\nended.set()\nfor one in threads:\n    one.join(60)\nassert live(x).shape == (2,)\n"

@@ -62,10 +62,7 @@ def by_global() -> nn.Module:
 
 
 HELD = {
-    "a compiled forward": (
-        lambda: wrapped(torch.compile(backend="eager")),
-        r"0.forward: fn(: fn)?.__self__ is module",
-    ),
+    "a compiled forward": (lambda: wrapped(torch.compile(backend="eager")), r"0.forward: fn(: fn)?.__self__ is module"),
     "inference mode": (lambda: wrapped(torch.inference_mode()), r"0.forward: func.__self__ is module '0'"),
     "a default": (lambda: wrapped(lambda f: lambda x, f=f: f(x)), r"0.forward.__defaults__\[0\].__self__"),
     "a partial of a function": (lambda: wrapped(lambda f: functools.partial(lambda x: f(x))), r"0.forward.func: f"),

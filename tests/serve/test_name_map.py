@@ -52,8 +52,7 @@ def test_both_spellings_of_one_tensor_have_to_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "why"),
-    [(Fused, r"qkv is computed.*q\.weight unchanged.*v\.weight"), (Halves, "one is a part of both")],
+    ("make", "why"), [(Fused, r"qkv is computed.*q\.weight unchanged.*v\.weight"), (Halves, "one is a part of both")]
 )
 def test_split_and_fuse_are_refused_with_the_reason(make: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(NameMapError, match=why) as caught:
