@@ -7,7 +7,7 @@ the module are converted, as in torch. A conversion that fails undoes the change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -359,7 +359,11 @@ class Conversion:
         """Returns the error instead of raising it, so that no frame of its traceback keeps the holders alive."""
         waiting = [(change.slot, change) for change in changes if not change.done and change.placement is not GRADIENT]
         rows: list[tuple[Slot, Change | None]] = [*waiting, *((slot, None) for slot in cast)]
-        holders = self._holders_of([slot.tensor for slot, _ in rows])
+        holders: Mapping[int, Holders] = {}
+        if held_tensors := [slot.tensor for slot, _ in rows if use_count(slot.tensor) > 1]:
+            # The search looks at every object of the process.
+            computed = {id(vars(module).get(name)) for module in self.modules for name in computed_attributes(module)}
+            holders = holders_of(held_tensors, replaced=computed)
         refused: list[tuple[Slot, list[Holder]]] = []
         for slot, change in rows if holders else ():
             held = holders.get(id(slot.tensor))
@@ -381,12 +385,6 @@ class Conversion:
             found=described(holder for _, of_slot in refused[:4] for holder in of_slot),
             remedy=holders[id(refused[0][0].tensor)].remedy,
         )
-
-    def _holders_of(self, tensors: Iterable[torch.Tensor]) -> dict[int, Holders]:
-        """Returns what else holds the tensors, by their ids. The search looks at every object of the process."""
-        held = [tensor for tensor in tensors if use_count(tensor) > 1]
-        computed = {id(vars(module).get(name)) for module in self.modules for name in computed_attributes(module)}
-        return holders_of(held, replaced=computed) if held else {}
 
     # Phase two: put the new tensors in place.
 

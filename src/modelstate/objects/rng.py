@@ -130,10 +130,13 @@ class RNG:
 
     def _generators(self, cuda: bool) -> dict[str, _Generator]:
         """Returns all generators by their names in a state, with those of CUDA where they are asked for."""
-        of_cuda = _cuda_generators() if cuda and self._cuda else ()
+        of_cuda = {}
+        for index in range(torch.cuda.device_count() if cuda and self._cuda else 0):
+            get, put = partial(torch.cuda.get_rng_state, index), partial(torch.cuda.set_rng_state, device=index)
+            of_cuda[f"cuda: {index}"] = _torch_generator(get, put)
         return {
             **self._global,
-            **{f"cuda: {index}": generator for index, generator in enumerate(of_cuda)},
+            **of_cuda,
             **{f"generators: {name}": generator for name, generator in self._own.items()},
         }
 
@@ -195,11 +198,3 @@ def _torch_generator(get: Callable[[], object], set_state: Callable[[torch.Tenso
         set_state(state.detach().cpu().contiguous())  # loading a checkpoint onto a device moves this tensor as well
 
     return _Generator(get, checked_set)
-
-
-def _cuda_generators() -> list[_Generator]:
-    """Returns the generators of the CUDA devices, by device number."""
-    return [
-        _torch_generator(partial(torch.cuda.get_rng_state, index), partial(torch.cuda.set_rng_state, device=index))
-        for index in range(torch.cuda.device_count())
-    ]

@@ -570,8 +570,13 @@ class NewStep:
         `check` is called right before the checkpoint becomes visible; it may raise. Returns the path.
         """
         new = self.files
-        if any(encoded.is_spread for encoded in self._objects.values()):
-            self._add(new, files)
+        spread = {path: of for path, of in self._objects.items() if of.is_spread}
+        of_objects = {path: self._linked.get(path, ObjectFiles()) for path in spread}
+        for file in files:
+            record = new.finish(file.path, file.name, file.header, file.nbytes)
+            of_objects[file.key].add(file.name, record, file.digests, self._record.serial if file.suffix else None)
+        for path, of in spread.items():
+            self._written[path] = write_index(new, path, of.kind, of.state, of_objects[path]), of_objects[path]
         entries = {path: replace(self._written[path][0], ranks=of.ranks) for path, of in self._objects.items()}
         text = replace(self._record, entries=entries).text()
         if len(text) > MAX_RECORD_BYTES:
@@ -581,16 +586,6 @@ class NewStep:
         path = new.commit(text, self._pin or any(entry.is_pinned for entry in self._revisions), check)
         self._index.note_whole(path)
         return path
-
-    def _add(self, new: NewFiles, files: Sequence[SpreadFile]) -> None:
-        """Adds the objects that several ranks have written, and names their files."""
-        of_objects = {path: self._linked.get(path, ObjectFiles()) for path, of in self._objects.items() if of.is_spread}
-        for file in files:
-            record = new.finish(file.path, file.name, file.header, file.nbytes)
-            of_objects[file.key].add(file.name, record, file.digests, self._record.serial if file.suffix else None)
-        for path, of_object in of_objects.items():
-            of = self._objects[path]
-            self._written[path] = write_index(new, path, of.kind, of.state, of_object), of_object
 
 
 class SpreadWriter:
