@@ -135,7 +135,13 @@ def _memory_errors() -> Iterator[None]:
 def _target(
     dtype: torch.dtype | str | None, device: torch.device | str | None, transform: object, empty: bool
 ) -> Target:
-    _check_is_no_device(dtype)
+    # `Module.to` takes a device first, too.
+    if isinstance(dtype, torch.device) or (isinstance(dtype, str) and dtype_named(dtype) is None and is_device(dtype)):
+        raise OptionError(
+            "dtype= must be a dtype",
+            found=f"the device {str(dtype)!r}",
+            remedy=f"ms.convert(model, device={str(dtype)!r})",
+        )
     dtype = floating_dtype(dtype, or_complex=True, other_casts="transform=")
     if transform is not None and not callable(transform):
         raise invalid_option(
@@ -153,16 +159,6 @@ def _target(
     if transform is None:
         return cast
     return ByFunction(transform, None if dtype is None and target_device is None else cast)
-
-
-def _check_is_no_device(dtype: object) -> None:
-    """Raises `OptionError` for a device, which `Module.to` also takes first."""
-    if isinstance(dtype, torch.device) or (isinstance(dtype, str) and dtype_named(dtype) is None and is_device(dtype)):
-        raise OptionError(
-            "dtype= must be a dtype",
-            found=f"the device {str(dtype)!r}",
-            remedy=f"ms.convert(model, device={str(dtype)!r})",
-        )
 
 
 Apply = Callable[[torch.Tensor], torch.Tensor]

@@ -436,7 +436,7 @@ def _set_all(module: nn.Module, values: list[tuple[str, object]], first: Callabl
                 current = None
             if hasattr(type(module), name):
                 of_class.append((name, current))
-            _set(module, name, value, _target_device(module, current))
+            _set(module, name, value, current)
     except BaseException:
         for name, current in reversed(of_class):
             setattr(module, name, current)
@@ -445,20 +445,18 @@ def _set_all(module: nn.Module, values: list[tuple[str, object]], first: Callabl
         raise
 
 
-def _set(module: nn.Module, name: str, value: object, device: torch.device | None) -> None:
+def _set(module: nn.Module, name: str, value: object, current: object) -> None:
+    """Sets an attribute, with tensors on the device of those that it replaces, or else of the module's parameters."""
+    devices = [leaf.device for _, leaf in leaf_paths(current) if isinstance(leaf, torch.Tensor)]
+    devices += (device_after(module, param) for param in module.parameters())
+    device = next((device for device in devices if device.type != "meta"), None)
+
     def moved(_: object, leaf: object) -> object:
         return leaf.to(device) if isinstance(leaf, torch.Tensor) and device is not None else leaf
 
     what = "an attribute that is declared as extra state cannot be set"
     with code_errors(ExtraStateError, what, where=_place(module, name)):
         setattr(module, name, map_leaves(value, moved))
-
-
-def _target_device(module: nn.Module, current: object) -> torch.device | None:
-    """Returns the device of the tensors that a value replaces, or else of the module's parameters."""
-    devices = [leaf.device for _, leaf in leaf_paths(current) if isinstance(leaf, torch.Tensor)]
-    devices += (device_after(module, param) for param in module.parameters())
-    return next((device for device in devices if device.type != "meta"), None)
 
 
 # Messages.

@@ -110,7 +110,12 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         ['weight', 'bias']
     """
     names = {param: first for param, (first, *_) in parameter_names(check_model(model), optimizer).items()}
-    _check_is_by_name(optimizer)
+    if is_saved_whole(optimizer):
+        raise OptimizerStateError(
+            "the class of the optimizer has a state_dict in a layout of its own, which is not by parameter",
+            where=type(optimizer).__qualname__,
+            remedy="save it whole, with ms.save or Store.save: ms.save({'model': model, 'optimizer': optimizer}, path)",
+        )
     groups = [
         {**group_options(group), "params": [names[param] for param in group["params"]]}
         for group in optimizer.param_groups
@@ -585,16 +590,6 @@ def _fixed_options(cls: type[torch.optim.Optimizer], names: set[str]) -> set[str
 
 
 # Names, state and groups.
-
-
-def _check_is_by_name(optimizer: torch.optim.Optimizer) -> None:
-    """Raises where the class of the optimizer has a layout of its own."""
-    if is_saved_whole(optimizer):
-        raise OptimizerStateError(
-            "the class of the optimizer has a state_dict in a layout of its own, which is not by parameter",
-            where=type(optimizer).__qualname__,
-            remedy="save it whole, with ms.save or Store.save: ms.save({'model': model, 'optimizer': optimizer}, path)",
-        )
 
 
 def _check_values(

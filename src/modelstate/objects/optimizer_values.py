@@ -499,9 +499,13 @@ def _load_whole(
     Torch's own `load_state_dict` casts tensors to the dtypes of the parameters. They get their saved dtypes again,
     unless the parameters have other dtypes than the saved ones.
     """
+    within: list[_Optimizer] = [optimizer]  # with those that it holds in its attributes, at any depth
+    for each in within:
+        leaves = [leaf for _, leaf in leaf_paths(dict(vars(each))) if isinstance(leaf, _Optimizer)]
+        within += [leaf for leaf in leaves if all(leaf is not other for other in within)]
     kept = [
         (each, [{key: group[key] for key in group if keeps(str(key))} for group in each.param_groups])
-        for each in _optimizers_within(optimizer)
+        for each in within
     ]
     saved = in_memory_orders(state[_STATE], state[ORDERS])
     with transaction.model_code():
@@ -530,15 +534,6 @@ def _load_whole(
         for group, options in zip(each.param_groups, of_groups, strict=False):
             group.update(group_options(options))
     return []
-
-
-def _optimizers_within(optimizer: _Optimizer) -> list[_Optimizer]:
-    """Returns the optimizer and those that it holds in its attributes, at any depth."""
-    optimizers: list[_Optimizer] = [optimizer]
-    for each in optimizers:
-        leaves = [leaf for _, leaf in leaf_paths(dict(vars(each))) if isinstance(leaf, _Optimizer)]
-        optimizers += [leaf for leaf in leaves if all(leaf is not other for other in optimizers)]
-    return optimizers
 
 
 def hidden_attributes(optimizer: _Optimizer) -> list[str]:

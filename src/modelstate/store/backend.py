@@ -289,17 +289,7 @@ class NewDirectory:
             self._names.add(name)
         sync_directory(self.path)
         check()
-        self._check_files()
-        system.replace(self.path, self._final)
-        try:
-            sync_directory(self._directory)
-        except BaseException:
-            system.replace(self._final, self.path)
-            raise
-        return self._final
-
-    def _check_files(self) -> None:
-        """Raises `WriteFailedError` where files are missing: some file systems lock out writers of one machine only."""
+        # Some file systems lock out writers of one machine only.
         if missing := self._names.difference(os.listdir(self.path)):
             raise WriteFailedError(
                 "files of the checkpoint were removed while it was written",
@@ -308,6 +298,13 @@ class NewDirectory:
                 remedy="check whether another program writes to the store: on some network file systems, the lock "
                 "keeps out only other processes of the same machine",
             )
+        system.replace(self.path, self._final)
+        try:
+            sync_directory(self._directory)
+        except BaseException:
+            system.replace(self._final, self.path)
+            raise
+        return self._final
 
     def discard(self) -> None:
         """Removes what was written, unless the checkpoint has been committed."""
