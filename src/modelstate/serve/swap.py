@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import msgspec
@@ -137,7 +137,7 @@ def stage(
     has_options = given_rules or options.allow_missing or options.allow_unexpected
     if is_on_cpu and not (has_options or part.flat.values or needs_protocol(modules, names, part.versions)):
         of_checkpoint = dict(zip(map(renaming(own_rules), part) if own_rules else part, part, strict=True))
-        of_memory = runtime_state(template), target.free(retired), serving.weights
+        of_memory = runtime_state(template), cache(partial(target.free, retired)), serving.weights
         read = read_weights(part, of_checkpoint, *of_memory, may_map=target.maps_files, verify=options.verify)
     if read is not None:
         filled, notes = meta_clone(template, read.tensors), (*read.notes, *drop_frozen_code())
@@ -191,7 +191,7 @@ def read_weights(
     checkpoint: Checkpoint,
     names: Mapping[str, str],
     slots: Mapping[str, torch.Tensor],
-    free: Weights,
+    free: Callable[[], Weights],
     serving: Weights,
     *,
     may_map: bool,
@@ -206,7 +206,7 @@ def read_weights(
         checkpoint: The checkpoint.
         names: The name in the checkpoint for each runtime name.
         slots: The tensors on meta for which weights are needed, by their runtime names.
-        free: Weights whose memory nothing uses. It is written to: afterwards their values are not known.
+        free: Returns weights whose memory nothing uses. It is written to: afterwards their values are not known.
         serving: The weights that serve, which stay as they are.
         may_map: Whether weights may be maps of the files.
         verify: Whether values only count that are compared with their digests.
@@ -231,11 +231,11 @@ def read_weights(
     for slot_id, (name, stored) in sources.items():
         value, patched = stored, contents.patched.get(stored) if isinstance(stored, Combined) else None
         digests = checkpoint.digests_of(stored) if contents.patched else ()
-        for weights in (free, serving)[: 1 if patched is None else 2] if digests else ():
+        for weights in (free(), serving)[: 1 if patched is None else 2] if digests else ():
             digest = weights.digest(name)
             if digest in digests:
                 value, caught_up[slot_id] = weights.tensors[name], digests[-1]
-                if patched is None or (weights is free and digest == digests[-1]):
+                if patched is None or (weights is not serving and digest == digests[-1]):
                     found[slot_id] = value
                 else:
                     value = patched.later(value, digests.index(digest))
@@ -247,15 +247,16 @@ def read_weights(
             found[slot_id] = maps.tensor(value)
             mapped.add(found[slot_id].data_ptr())
         elif slot_id not in found:
-            new = free.tensors.get(name)
-            if new is None or new.data_ptr() in free.maps:
+            new = free().tensors.get(name)
+            if new is None or new.data_ptr() in free().maps:
                 new = fresh_tensors([(torch.Size(value.shape), None, value.dtype)])[0]
             targets.append((value, new))
             found[slot_id] = new
     if verify or to_verify:
         check = checkpoint.verification()
         replace(check, names_of={place: of for place, of in check.names_of.items() if place in to_verify}).run()
-    free.names.clear()
+    if targets or caught_up:
+        free().names.clear()
     if targets:
         with OpenFiles(checkpoint.fingerprints) as files, torch.no_grad():
             read = partial(read_ranges, files=files)
@@ -269,7 +270,7 @@ def read_weights(
     maps.check_unchanged()
     if caught_up and write_blocks(None, 0, [found[slot_id] for slot_id in caught_up]) != [*caught_up.values()]:
         return None  # a request has written to a weight
-    mapped |= free.maps & {tensor.data_ptr() for tensor in found.values()}
+    mapped |= free().maps & {tensor.data_ptr() for tensor in found.values()} if caught_up else set()
     return WeightsRead(found, mapped, bool(caught_up), maps.notes)
 
 
