@@ -652,7 +652,7 @@ def stream(
 def in_blocks(wanted: Iterable[tuple[ByteRange, int]], block_bytes: int, align_bytes: int = 1) -> list[Block]:
     """Cuts every byte of every range once into blocks, in the order of the files.
 
-    Ranges with small gaps between them share a block. A block has at most `block_bytes`, or one unit that is larger.
+    Ranges with small gaps between them share a block. A block has at most `block_bytes`, or the bytes of a larger unit.
     Where it ends within a range, it ends at a multiple of `align_bytes` in the file, if there is one.
 
     Args:
