@@ -131,12 +131,16 @@ def test_training_goes_on(ranks: Ranks, meta: bool, tmp_path: Path) -> None:
     assert ranks.values(goes_on, str(tmp_path), meta) == [[True, True]] * 4
 
 
-def misfits() -> list[str]:
-    """An optimizer state that one rank cannot take leaves all optimizers as they are."""
+def trained_state() -> tuple[Any, Any, dict[str, Any]]:
     net = models.sharded("fsdp")
     optimizer = trained(net)
     train(net, optimizer, 0, 1)
-    state: dict[str, Any] = get_optimizer_state_dict(net, optimizer, options=FULL)
+    return net, optimizer, get_optimizer_state_dict(net, optimizer, options=FULL)
+
+
+def misfits() -> list[str]:
+    """An optimizer state that one rank cannot take leaves all optimizers as they are."""
+    net, optimizer, state = trained_state()
     before = str(ms.optimizer_state(net, optimizer))
     name = "blocks.0.q.weight"
     if torch.distributed.get_rank() == 3:
@@ -155,10 +159,7 @@ def test_an_optimizer_state_that_one_rank_cannot_take(ranks: Ranks) -> None:
 
 def other_states() -> list[str]:
     """The states of two steps, or other options, on different ranks. Nothing is loaded."""
-    net = models.sharded("fsdp")
-    optimizer = trained(net)
-    train(net, optimizer, 0, 1)
-    state: dict[str, Any] = get_optimizer_state_dict(net, optimizer, options=FULL)
+    net, optimizer, state = trained_state()
     before = str(ms.optimizer_state(net, optimizer))
     here = torch.distributed.get_rank() == 2
     later = {name: {**entry, "exp_avg": entry["exp_avg"] + 1} for name, entry in state["state"].items()}

@@ -51,14 +51,19 @@ def equal(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def load_training(kind: str, path: str) -> bool:
-    """Whether a model and an optimizer become those of the file."""
+def load_whole(kind: str, path: str) -> dict[str, Any]:
+    """Returns the state of a model and an optimizer that a file was loaded into."""
     net, optimizer = trained(kind, seed=2)
     model_state, optimizer_state = get_state_dict(net, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, storage_reader=ms.dcp.Reader(path, verify=True))
     set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    found = whole_state(net, optimizer)
+    return whole_state(net, optimizer)
+
+
+def load_training(kind: str, path: str) -> bool:
+    """Whether a model and an optimizer become those of the file."""
+    found = load_whole(kind, path)
     return dist.get_rank() > 0 or equal(found, torch.load(f"{path}.pt", weights_only=False))
 
 
@@ -163,12 +168,7 @@ def test_a_save_has_the_whole_state(ranks: Ranks, kind: str, way: str, tmp_path:
 
 
 def load_saved(kind: str, path: str) -> bool:
-    net, optimizer = trained(kind, seed=2)
-    model_state, optimizer_state = get_state_dict(net, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, storage_reader=ms.dcp.Reader(path, verify=True))
-    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    whole = whole_state(net, optimizer)
+    whole = load_whole(kind, path)
     return dist.get_rank() > 0 or all(equal(value, ms.open(path).value(part)) for part, value in whole.items())
 
 

@@ -42,38 +42,36 @@ def quantized_class() -> Any:
     return MyQuantizedLinearWeight
 
 
+def _handle(cls: Any, load: Any) -> None:
+    @classmethod
+    def custom_torch_function(own: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.module_load:
+            return load(*args[:2])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    cls.__torch_function__ = custom_torch_function
+
+
 def from_plain(cls: Any) -> None:
     """The handler of the tutorial: plain tensors of a state dict become the subclass, with the model's scale."""
 
-    @classmethod
-    def custom_torch_function(own: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        if func is torch.Tensor.module_load:
-            dest, src = args[0], args[1]
-            assert type(dest) is own
-            assert type(src) is torch.Tensor
-            return cls(src, dest.scale)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+    def load(dest: Any, src: Any) -> Any:
+        assert (type(dest), type(src)) == (cls, torch.Tensor)
+        return cls(src, dest.scale)
 
-    cls.__torch_function__ = custom_torch_function
+    _handle(cls, load)
 
 
 def every_way(cls: Any) -> None:
     """A handler for the other scenarios that the tutorial imagines: subclasses on either side, or on both."""
 
-    @classmethod
-    def custom_torch_function(own: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        if func is torch.Tensor.module_load:
-            dest, src = args[0], args[1]
-            if not isinstance(dest, cls):
-                return src.elem * src.scale
-            return cls(src.elem.detach(), src.scale) if isinstance(src, cls) else cls(src.detach(), dest.scale)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+    def load(dest: Any, src: Any) -> Any:
+        if not isinstance(dest, cls):
+            return src.elem * src.scale
+        return cls(src.elem.detach(), src.scale) if isinstance(src, cls) else cls(src.detach(), dest.scale)
 
-    cls.__torch_function__ = custom_torch_function
+    _handle(cls, load)
 
 
 HANDLERS: dict[str, Callable[[Any], None]] = {

@@ -97,14 +97,14 @@ class CastAndMove(Target):
             return torch.empty_like(tensor, dtype=dtype, device=device)
         without = ""
         if tensor.is_meta and device.type != "meta":
-            without = "is on meta"
+            without = "on meta"
             remedy = "fill it with modelstate.load, or convert(..., empty=True) for memory without values"
         elif is_plain(tensor) and not tensor.is_meta and not has_its_memory(tensor):
-            without = "has a storage whose memory has been freed"
+            without = "whose memory has been freed"
             remedy = "convert before the memory is freed (by offloading or sharding), or after it is restored"
         if without:
             raise PlacementError(
-                f"a tensor that has no values {without}; nothing has been changed",
+                f"a tensor {without} has no values to be converted; nothing has been changed",
                 where=name,
                 expected="a tensor with memory",
                 found=f"{short(tensor.dtype)} of shape {tuple(tensor.shape)}",
