@@ -71,12 +71,12 @@ def try_start(thread: threading.Thread) -> bool:
         return False
     try:
         thread.start()
-    except RuntimeError as error:
+    except (RuntimeError, KeyError) as error:
+        if error.__context__ is not None:  # an interrupt, whose place the error takes where the thread already runs
+            raise error.__context__ from None
         if "new thread" not in str(error):  # a signal handler has raised it
             raise
         return False
-    except KeyError as error:  # takes the place of an interrupt where the thread already runs
-        raise error.__context__ or error from None
     return True
 
 

@@ -65,7 +65,6 @@ def test_nothing_is_silently_wrong() -> None:
 
 @pytest.mark.slow
 def test_the_table_of_endurance(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few requests and swaps."""
     for name, value in {"ROUNDS": 1, "BLOCK_SECONDS": 0.05, "SWAPS": 60, "SIZED_SWAPS": 3}.items():
         monkeypatch.setattr(endurance, name, value)
     endurance.main(["eager", "exported", "--requests", "300", "--seconds", "60"])

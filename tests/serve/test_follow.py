@@ -74,6 +74,10 @@ def test_training_that_goes_back_and_on_from_there(tmp_path: Path) -> None:
     save(store, 15, 16, overwrite=True)
     assert actions(following) == [("swapped", 15)]
     assert serves(live) == pytest.approx(16, abs=0.01)
+    for info in store.infos()[1:]:
+        shutil.rmtree(info.path)
+    save(store, 20)
+    assert actions(following) == [("swapped", 20)]
 
 
 def test_a_store_that_is_begun_anew(tmp_path: Path) -> None:

@@ -343,12 +343,19 @@ class Following:
             values = [(info.metrics.get(metric, math.nan), info) for info in infos]
             candidates = [_Candidate((sign * value, -info.step), info) for value, info in values if value == value]
         taken = self._taken
+        # Where the one that serves is gone, the numbers of new saves may be lower: training has gone on from before it.
+        is_gone = taken is not None and metric is None and taken.key not in [each.key for each in candidates]
         return [
             candidate
             for candidate in sorted(candidates, key=lambda candidate: candidate.rank, reverse=True)
-            if self._refused.get((candidate.info.path, candidate.info.time), 0) < _MAX_TRIES
+            if self._refused.get(candidate.key, 0) < _MAX_TRIES
             # Ranks of different stores cannot be compared.
-            and (taken is None or candidate.info.store not in ("", taken.info.store) or candidate.rank > taken.rank)
+            and (
+                taken is None
+                or candidate.info.store not in ("", taken.info.store)
+                or candidate.rank > taken.rank
+                or (is_gone and candidate.info.time > taken.info.time)
+            )
         ]
 
     def _take(self, candidate: _Candidate) -> Outcome:
@@ -378,7 +385,7 @@ class Following:
         return "taken"
 
     def _failed(self, candidate: _Candidate, error: Exception, seconds: float) -> Outcome:
-        info, key = candidate.info, (candidate.info.path, candidate.info.time)
+        info, key = candidate.info, candidate.key
         if self._store.index.backend.is_gone(info.path):
             return "again"  # the checkpoint was deleted or replaced, so it is not bad
         # Another try may succeed after a failure of a disk or a network, or without memory.
@@ -437,6 +444,11 @@ class _Candidate(NamedTuple):
 
     rank: tuple[float, float]
     info: CheckpointInfo
+
+    @property
+    def key(self) -> tuple[str, float]:
+        """What tells it from another checkpoint of its step."""
+        return self.info.path, self.info.time
 
 
 def _selection(select: object) -> tuple[str | None, int]:

@@ -533,7 +533,7 @@ class Live:
         version could overwrite weights that a request on another stream has yet to read.
         """
         alive = sum(module() is not None for module, _ in self._retired)
-        if alive > 2 + self._in_use:  # not at each swap: a collection stops every thread for about 0.1 s
+        if alive > 1 + max(1, self._in_use):  # not at each swap: a collection stops every thread for about 0.1 s
             gc.collect()
             self._in_use = alive
         ended = [tensors for module, tensors in self._retired if module() is None]
