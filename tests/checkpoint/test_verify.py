@@ -147,6 +147,6 @@ def test_what_to_do_about_a_file_without_checksums(tmp_path: Path, verify: Any) 
     save_file(torch.nn.Linear(2, 2).state_dict(), tmp_path / "plain.safetensors")
     with pytest.raises(ChecksumError) as caught:
         verify(tmp_path / "plain.safetensors")
-    assert "modelstate.save(modelstate.open(path), new_path)" in caught.value.remedy
+    assert "modelstate.save(modelstate.open(source), path)" in caught.value.remedy
     ms.save(ms.open(tmp_path / "plain.safetensors"), tmp_path / "kept.safetensors")
     verify(tmp_path / "kept.safetensors")

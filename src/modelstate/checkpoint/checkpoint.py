@@ -533,7 +533,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
                 where=self.source,
                 expected="a checksum for every tensor",
                 found=f"none for {listed(without, 3)}" if checksums else f"{self.format}, which keeps none",
-                remedy="modelstate.save(modelstate.open(path), new_path) writes a file that keeps checksums of what is "
+                remedy="modelstate.save(modelstate.open(source), path) writes a file that keeps checksums of what is "
                 "here now; a load without verify=True asks for none",
                 options="modelstate convert SOURCE PATH.safetensors writes a file that keeps checksums",
             )
