@@ -55,10 +55,7 @@ def test_the_page_shows_what_is_seen_of_suggestions(at: int, what: tuple[str, st
 
 
 def test_nothing_is_silently_wrong() -> None:
-    for table, right in (
-        (KINDS, ("right", "refused: ", "not run: ")),
-        (PAIRS, ("same ", "loads", "not loaded")),
-    ):
+    for table, right in ((KINDS, ("right", "refused: ", "not run: ")), (PAIRS, ("same ", "loads", "not loaded"))):
         for line in table.written():
             assert line.removesuffix(" |").rpartition(" | ")[2].startswith(right), line
 

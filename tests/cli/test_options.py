@@ -67,10 +67,7 @@ def test_names_of_which_nothing_is_proved() -> None:
 
 
 def test_a_prefix_that_the_file_lacks() -> None:
-    save_file(
-        {name.partition(".")[2]: value for name, value in STATE.items() if name[0] == "0"},
-        "part.safetensors",
-    )
+    save_file({name.partition(".")[2]: value for name, value in STATE.items() if name[0] == "0"}, "part.safetensors")
     line = works_as_proposed("MODELS:tiny", "part.safetensors", "--allow-missing", "1.*")
     assert line == "--add-prefix 0."
 
@@ -107,10 +104,7 @@ def test_a_cast_that_loses_something() -> None:
 
 def test_an_adapter_is_merged_in_python() -> None:
     low = {"0.lora_A.weight": torch.ones(2, 4), "0.lora_B.weight": torch.ones(3, 2)}
-    save_file(
-        {**STATE, **{f"base_model.model.{name}": value for name, value in low.items()}},
-        "adapted.safetensors",
-    )
+    save_file({**STATE, **{f"base_model.model.{name}": value for name, value in low.items()}}, "adapted.safetensors")
     for command in ("plan", "load"):
         done = run(command, "MODELS:tiny", "adapted.safetensors")
         assert done.exit_code == 1

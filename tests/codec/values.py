@@ -169,12 +169,7 @@ EXAMPLES: dict[str, Any] = {
         timedelta.max,
     ],
     "ranges": [range(3), range(9, -1, -2), range(-(2**62), 2**62, 2**60)],
-    "torch constants": [
-        torch.Size([2, 0]),
-        torch.float8_e4m3fn,
-        torch.bool,
-        torch.device("cuda:3"),
-    ],
+    "torch constants": [torch.Size([2, 0]), torch.float8_e4m3fn, torch.bool, torch.device("cuda:3")],
     "tensors": [
         torch.arange(3),
         torch.tensor(2.5, dtype=torch.bfloat16),

@@ -50,10 +50,7 @@ def exact(a: torch.Tensor, b: torch.Tensor) -> dict[str, float | None]:
     absolute = [abs(p - q) for p, q in zip(x.tolist(), y.tolist(), strict=True)]
     norm = math.sqrt(math.fsum(float(abs(value)) ** 2 for value in x.tolist()))
     l2 = math.sqrt(math.fsum(float(value) ** 2 for value in absolute))
-    return {
-        "max_abs": float(max(absolute)),
-        "relative_l2": 0.0 if not l2 else l2 / norm if norm else None,
-    }
+    return {"max_abs": float(max(absolute)), "relative_l2": 0.0 if not l2 else l2 / norm if norm else None}
 
 
 def assert_right(a: torch.Tensor, b: torch.Tensor) -> None:

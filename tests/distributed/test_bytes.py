@@ -84,10 +84,7 @@ def _load(kind: str, path: Path, meta: bool, read_once: bool = False) -> tuple[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "meta"),
-    [("hsdp", True), ("fsdp+tp", False), ("shard1", True)],
-)
+@pytest.mark.parametrize(("kind", "meta"), [("hsdp", True), ("fsdp+tp", False), ("shard1", True)])
 def test_the_ranks_read_the_model_and_its_replicas(kind: str, meta: bool, ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     ms.save(_plain(), path)

@@ -12,9 +12,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_each_rank_holds_a_quarter_and_the_output_is_that_of_the_whole_model(
-    real_file: Callable[[str], Path],
-) -> None:
+def test_each_rank_holds_a_quarter_and_the_output_is_that_of_the_whole_model(real_file: Callable[[str], Path]) -> None:
     real_file("minilm")
     imported = "torch.distributed.fsdp transformers.models.bert.modeling_bert"
     done = run_program(RANKS, 4, imported, "examples/fsdp.py", cwd=ROOT)

@@ -121,16 +121,7 @@ def test_the_cache_of_hugging_face(index_is_a_link: bool, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "../{shard}",
-        "/etc/passwd",
-        "..\\{shard}",
-        "C:\\{shard}",
-        "\\\\server\\share\\{shard}",
-        "..",
-        "",
-        "{shard}\0",
-    ],
+    ["../{shard}", "/etc/passwd", "..\\{shard}", "C:\\{shard}", "\\\\server\\share\\{shard}", "..", "", "{shard}\0"],
 )
 def test_a_shard_outside_the_directory(name: str, tmp_path: Path) -> None:
     index = write(tmp_path / "model")

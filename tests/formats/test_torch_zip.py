@@ -272,11 +272,7 @@ def small(tmp_path: Path) -> Path:
     [
         ({"drop": ("data/1",)}, errors.DamagedFileError, "data/1"),
         ({"drop": ("data.pkl",)}, errors.DamagedFileError, r"data\.pkl"),
-        (
-            {"change": {"+small/data/0": b"x" * 20}},
-            errors.DamagedFileError,
-            "twice in the archive",
-        ),
+        ({"change": {"+small/data/0": b"x" * 20}}, errors.DamagedFileError, "twice in the archive"),
         ({"change": {"data/1": b"x" * 23}}, errors.DamagedFileError, "b: a storage is shorter in the archive"),
         ({"change": {"byteorder": b"big"}}, errors.UnsupportedTensorError, "big-endian"),
         ({"change": {"byteorder": b"lottle"}}, errors.DamagedFileError, "byte order"),

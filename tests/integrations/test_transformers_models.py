@@ -70,10 +70,7 @@ RENAMED = [
         IDS,
     ),
 ]
-UNCHANGED = [
-    Case("BertModel", "BertConfig", TEXT, IDS),
-    Case("LlamaForCausalLM", "LlamaConfig", TEXT, IDS),
-]
+UNCHANGED = [Case("BertModel", "BertConfig", TEXT, IDS), Case("LlamaForCausalLM", "LlamaConfig", TEXT, IDS)]
 
 
 @pytest.fixture(autouse=True)
@@ -191,13 +188,7 @@ def with_a_name_more(state: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        without_an_expert,
-        with_another_shape,
-        with_another_dtype,
-        with_both_names,
-        with_a_name_more,
-    ],
+    [without_an_expert, with_another_shape, with_another_dtype, with_both_names, with_a_name_more],
     ids=lambda damage: damage.__name__,
 )
 def test_what_does_not_fit_one_to_one_is_refused(

@@ -309,6 +309,14 @@ def test_a_failure_after_it_takes_back_the_flag_and_the_gradient(how: str, path:
     assert model.head.weight.grad is grad
 
 
+def test_one_of_a_tensor_that_the_model_creates_during_the_load(path: Path) -> None:
+    model = nn.Linear(2, 2)
+    ms.register_lazy_buffer(model, "grown")
+    state = {**nn.Linear(2, 2).state_dict(), "grown": torch.ones(2)}
+    ms.load(model, state, transform={"grown": lambda name, value: value * 2})
+    assert model.grown.tolist() == [2, 2]
+
+
 def test_one_that_is_for_nothing(path: Path) -> None:
     (problem,) = plan_problems(Net(), path, {"norm*": Scale(), "*": None})
     assert (problem.name, problem.why) == ("norm*", "Scale(2) applies to none of the names that match")

@@ -63,6 +63,13 @@ def test_what_torch_keeps_itself(kind: str) -> None:
         model.set_extra_state(saved_as("Bare", p=1))
 
 
+def test_a_parameter_that_torch_does_not_keep() -> None:
+    model = Bare()
+    model.__dict__["p"] = nn.Parameter(torch.ones(1))
+    with pytest.raises(errors.ExtraStateError, match="register it, or have its values in a plain tensor"):
+        model.state_dict()
+
+
 class Watched(Plain):
     """Properties and slots: one setter has an effect, another one refuses."""
 

@@ -77,10 +77,7 @@ def test_each_parameter_gets_its_own_state(tmp_path: Path, kind: str, name: str)
 def test_rules_for_the_model(tmp_path: Path, kind: str) -> None:
     source = nn.ModuleDict({"old": nn.Linear(2, 2), "kept": nn.Linear(2, 2)})
     optimizer = trained(source)
-    for rules in (
-        {"model": [ms.rules.Rename("old.*", "new.*")]},
-        [ms.rules.Rename("model.old.*", "model.new.*")],
-    ):
+    for rules in ({"model": [ms.rules.Rename("old.*", "new.*")]}, [ms.rules.Rename("model.old.*", "model.new.*")]):
         model = nn.ModuleDict({"kept": nn.Linear(2, 2), "new": nn.Linear(2, 2)})
         other = torch.optim.AdamW(model.parameters())
         ms.restore({"model": model, "optimizer": other}, saved(kind, tmp_path, source, optimizer), rules=rules)

@@ -182,9 +182,10 @@ def test_a_state_that_is_given_to_several_parameters_is_copied_for_each() -> Non
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_tensor_that_parameters_share_stays_one(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_tensor_that_parameters_share_stays_one(way: str, is_view: bool, tmp_path: Path) -> None:
     shared = torch.zeros(())
-    saved, of = step(built(keeps=lambda param: {"count": shared})), built()
+    saved, of = step(built(keeps=lambda param: {"count": shared.view(()) if is_view else shared})), built()
     WAYS[way](tmp_path, saved, of)
     first, second = of["optimizer"].state.values()
     assert first["count"] is second["count"]

@@ -107,10 +107,7 @@ def _with(**values: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def _numpy_with(pos: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda state: {
-        **state,
-        "numpy": {**state["numpy"], "state": {**state["numpy"]["state"], "pos": pos}},
-    }
+    return lambda state: {**state, "numpy": {**state["numpy"], "state": {**state["numpy"]["state"], "pos": pos}}}
 
 
 PYTHON = random.Random(1).getstate()
@@ -188,6 +185,7 @@ def test_a_generator_that_cannot_be_set_after_all_leaves_the_others(
         {"a": np.random},
         {"a": random.SystemRandom()},
         {"a": None},
+        {"a": type("Broken", (random.Random,), {"getstate": lambda self: 1 / 0})()},
     ],
 )
 def test_what_is_no_generator_is_refused(given: Any) -> None:

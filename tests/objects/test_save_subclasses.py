@@ -149,10 +149,7 @@ def test_a_class_that_is_none(tmp_path: Path, name: str) -> None:
 
 REFUSED = {
     "a class that raises": ({"w": Failing(torch.ones(1), torch.ones(1))}, "'w': its class Failing raised LookupError"),
-    "parts on meta": (
-        {"w": TwoTensor(torch.ones(1, device="meta"), torch.ones(1, device="meta"))},
-        "'w.a': .*meta",
-    ),
+    "parts on meta": ({"w": TwoTensor(torch.ones(1, device="meta"), torch.ones(1, device="meta"))}, "'w.a': .*meta"),
 }
 
 

@@ -56,12 +56,7 @@ BENT: dict[str, tuple[torch.Tensor, torch.Tensor, list[float], tuple[object, ...
         [44.0, 1.0],
         ("WRONG_DTYPE", "int8", "int64", "casting loses values"),
     ),
-    "one element into a scalar": (
-        torch.zeros(()),
-        torch.tensor([7.0]),
-        [7.0],
-        ("OTHER_DIMENSIONS", (), (1,), ""),
-    ),
+    "one element into a scalar": (torch.zeros(()), torch.tensor([7.0]), [7.0], ("OTHER_DIMENSIONS", (), (1,), "")),
 }
 
 

@@ -80,19 +80,14 @@ def test_experts_have_blocks_of_their_own() -> None:
 def test_the_product_can_be_split_and_renamed() -> None:
     weight, scale = stored((12, 4), torch.float8_e5m2, (12, 1))
     model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "qkv"}).bfloat16()
-    rules = [
-        ms.rules.Dequantize("*.weight", "*.weight_scale"),
-        ms.rules.Split("qkv.*", ["q.*", "k.*", "v.*"]),
-    ]
+    rules = [ms.rules.Dequantize("*.weight", "*.weight_scale"), ms.rules.Split("qkv.*", ["q.*", "k.*", "v.*"])]
     ms.load(model, {"qkv.weight": weight, "qkv.weight_scale": scale}, rules=rules)
     for part, name in zip((weight.float() * scale).split(4), "qkv", strict=True):
         assert torch.equal(model[name].weight, part.bfloat16())
 
 
 @pytest.mark.parametrize(
-    ("scales", "block"),
-    [((), None), ((11, 1), None), ((1, 9), None), ((4, 3), [3, 4]), ((11, 3), [1, 4])],
-    ids=str,
+    ("scales", "block"), [((), None), ((11, 1), None), ((1, 9), None), ((4, 3), [3, 4]), ((11, 3), [1, 4])], ids=str
 )
 def test_every_part_of_a_product_is_that_of_the_whole(scales: tuple[int, ...], block: list[int] | None) -> None:
     weight, scale = stored((11, 9), torch.float8_e4m3fn, scales)

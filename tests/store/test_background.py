@@ -240,11 +240,7 @@ changed = {name: tensor + 1 for name, tensor in state.items()}
 # The second object is begun when the program is at its end.
 store.save(2, {"state": changed, "other": dict(changed)}, background=True)
 """
-ENDS = {
-    "exit": "sys.exit(3)",
-    "error": "raise RuntimeError('mine')",
-    "forgotten": "del store\nimport gc; gc.collect()",
-}
+ENDS = {"exit": "sys.exit(3)", "error": "raise RuntimeError('mine')", "forgotten": "del store\nimport gc; gc.collect()"}
 
 
 @pytest.mark.slow

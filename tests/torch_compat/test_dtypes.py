@@ -54,10 +54,7 @@ def test_there_are_casts_of_both_outcomes() -> None:
 
 
 # Float32 and float64 have too many values: these need more digits, a wider range, or finer steps near 0.
-WITNESSES = {
-    torch.float32: [1 + 2**-23, 2.0**127, 2.0**-149],
-    torch.float64: [1 + 2**-52, 2.0**1023, 2.0**-1074],
-}
+WITNESSES = {torch.float32: [1 + 2**-23, 2.0**127, 2.0**-149], torch.float64: [1 + 2**-52, 2.0**1023, 2.0**-1074]}
 
 
 @pytest.mark.parametrize(("source", "target"), pairs([torch.float32, torch.float64]), ids=str)

@@ -443,6 +443,6 @@ def target_path(path: object, kind: Literal["file", "directory"] = "file") -> st
             return location.url
         return local_path(target)
     except SourceTypeError as error:
-        remedy = f"give the path of a {kind}; save there, and copy it to its place"
-        problem = f"a {kind} cannot be put here"
-        raise UnsavableError(problem, where=error.where, found=error.what, remedy=remedy) from error
+        remedy = f"give the path of a {kind}" + ("; save there, and copy it to its place" if kind == "file" else "")
+        where = error.where or redacted_url(target[:200])
+        raise UnsavableError(f"a {kind} cannot be put here", where=where, found=error.what, remedy=remedy) from error

@@ -552,13 +552,16 @@ class _Casts:
 
     def steps(self) -> Callable[[], list[Step]]:
         """Returns a function that makes the step of each tensor. The function holds no tensor."""
-        cpu = torch.device("cpu")
+        # The tensors have been cast already: their bytes are those of another dtype.
         facts = [
-            (names, kind, DATA, tuple(tensor.shape), batch.new.dtype, batch.dtype, cpu, tensor.nbytes)
+            (names, kind, tuple(tensor.shape), batch.new.dtype, batch.dtype, tensor.numel() * batch.dtype.itemsize)
             for batch in self._batches
             for names, kind, tensor in batch.slots
         ]
-        return lambda: [step(*of_slot) for of_slot in facts]
+        cpu = torch.device("cpu")
+        return lambda: [
+            step(names, kind, DATA, shape, new, old, cpu, nbytes) for names, kind, shape, new, old, nbytes in facts
+        ]
 
 
 def _is_certain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

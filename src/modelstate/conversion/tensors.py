@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from modelstate.errors import PlacementError, TransformError, code_errors
 from modelstate.planning.plan import Step
@@ -93,7 +94,7 @@ class CastAndMove(Target):
 
     def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         dtype, device = self._dtype_of(tensor.dtype), self.device or tensor.device
-        if self.empty:
+        if self.empty and not is_lazy(tensor):
             return torch.empty_like(tensor, dtype=dtype, device=device)
         without = ""
         if tensor.is_meta and device.type != "meta":
@@ -157,7 +158,7 @@ class ByFunction(Target):
         return new if self.then is None else self.then.make(name, new)
 
     def _call(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        writes = None if torch.nn.parameter.is_lazy(tensor) or tensor.is_inference() else write_count(tensor)
+        writes = None if is_lazy(tensor) or tensor.is_inference() else write_count(tensor)
         with code_errors(TransformError, "the function raised; nothing has been changed", where=name):
             new = self.function(name, tensor)
         if writes is not None and write_count(tensor) != writes:
@@ -203,7 +204,7 @@ def placement_of(tensor: torch.Tensor, value: torch.Tensor) -> str:
         return SUBCLASS
     if tensor.layout is not torch.strided or value.layout is not torch.strided or tensor.is_nested or value.is_nested:
         return _LAYOUT
-    if torch.nn.parameter.is_lazy(tensor):
+    if is_lazy(tensor):
         return DATA
     if type(value) is not type(tensor) and not is_plain(value):
         return SUBCLASS
@@ -265,7 +266,7 @@ class Change(Write):
 def step_of(change: Change) -> Step:
     """Returns the description of a change that has not been made yet. It holds no tensor."""
     tensor, value, (names, kind, _) = change.target, change.value, change.slot
-    shape = () if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tuple(tensor.shape)
+    shape = () if is_lazy(tensor) or tensor.is_nested else tuple(tensor.shape)
     return step(names, kind, change.placement, shape, value.dtype, tensor.dtype, value.device, nbytes_of(tensor))
 
 
@@ -287,7 +288,7 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     """Returns the bytes of a tensor's elements, or of its parts if it consists of several tensors."""
     if is_plain(tensor) and not tensor.is_nested:
         return 0 if tensor.is_meta else tensor.nbytes
-    if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
+    if is_lazy(tensor) or tensor.is_meta:
         return 0
     return sum(part.numel() * part.itemsize for part in payload_of(tensor))
 
@@ -326,7 +327,7 @@ def _holds(value: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Returns the tensors that hold the values of a tensor."""
-    if torch.nn.parameter.is_lazy(tensor):
+    if is_lazy(tensor):
         return []
     if tensor.layout is torch.sparse_coo:
         return [sparse_values(tensor)]

@@ -262,8 +262,8 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
             raise _bad_format(self.name, f"a value for the set_extra_state of {owner}", "none")
         if own is None and value is not _ABSENT:
             raise _bad_format(self.name, "no state of a base class, since none has any", short_repr(value))
-        for name, _ in values:
-            _check_attribute(module, name)
+        for name, attribute in values:
+            _check_attribute(module, name, attribute)
         return values, None if own is None else partial(own, value)
 
     def _split(self, value: object, below: list[str], has_own: bool) -> tuple[object, object]:
@@ -400,12 +400,12 @@ def _read(module: nn.Module, name: str) -> object:
         remedy="set it in __init__, to None if it has no value yet",
     ):
         value = getattr(module, name)
-    _check_attribute(module, name)
+    _check_attribute(module, name, value)
     return value
 
 
-def _check_attribute(module: nn.Module, name: str) -> None:
-    """Raises `ExtraStateError` for a name that torch itself has registered with the module."""
+def _check_attribute(module: nn.Module, name: str, value: object = None) -> None:
+    """Raises `ExtraStateError` for a name or a value that torch itself registers with the module."""
     for kind, members in (
         ("parameter", own_parameters(module)),
         ("buffer", own_buffers(module)),
@@ -419,6 +419,13 @@ def _check_attribute(module: nn.Module, name: str) -> None:
                 if name in non_persistent_buffers(module)
                 else "take it out of the declaration: the state dict has it already",
             )
+    if isinstance(value, nn.Module | nn.Parameter | nn.Buffer):
+        raise ExtraStateError(
+            "extra state cannot be a parameter, a buffer or a module",
+            where=_place(module, name),
+            found=type(value).__name__,
+            remedy="register it, or have its values in a plain tensor",
+        )
 
 
 def _set_all(module: nn.Module, values: list[tuple[str, object]], first: Callable[[], None] | None) -> None:

@@ -304,7 +304,7 @@ def _placed(
         follows = had_it and follows_dtype(path, leaf, param, leaf.dtype)
         dtype = param.dtype if follows and param.is_complex() == leaf.is_complex() else leaf.dtype
         of_param = param if is_of_torch else None
-        key = id(leaf), dtype, param.device, path == ("step",), of_param
+        key = _identity(leaf), dtype, param.device, path == ("step",), of_param
         if key not in copies:
             copies[key] = _copied(path, leaf, param, dtype, step_on_device)
         return copies[key]
@@ -329,6 +329,13 @@ def placed_options(options: Mapping[str, object], group: Group) -> dict[str, obj
         if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
             placed[key] = value.to(live.device)
     return placed
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    """Returns what is the same for two tensors that are one in memory."""
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided and (address := tensor.data_ptr()):
+        return address, tensor.device, tensor.shape, tensor.stride(), tensor.dtype
+    return id(tensor)
 
 
 def _copied(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -157,12 +156,15 @@ def _user_generator(name: str, given: object) -> _Generator:
         generator = _numpy_generator(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
     elif isinstance(given, random.Random):
         generator = _Generator(given.getstate, partial(_set_python, given))
-    with suppress(NotImplementedError):  # random.SystemRandom has no state
+    found, cause = f"a {type(given).__qualname__}", None
+    try:
         if generator is not None:
             generator.get()
             return generator
-    found = f"a {type(given).__qualname__}"
-    raise OptionError("not a random generator with a state", where=name, expected=_KINDS, found=found)
+    except Exception as error:  # random.SystemRandom has no state
+        found, cause = f"{found}: {_first_line(error)}", error
+    what = "not a random generator with a state"
+    raise OptionError(what, where=name, expected=_KINDS, found=found) from cause
 
 
 def _set_python(owner: Any, state: object) -> None:

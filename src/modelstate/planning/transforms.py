@@ -136,7 +136,9 @@ class Transforms:
 
     def of(self, name: str) -> Transform | Bound | None:
         """Returns the transform of the tensor of this name. A `Bound` one gets the tensor as it would be loaded."""
-        return self._chosen.get(name)  # None for a tensor that code of the model has created during the load
+        if name not in self._chosen:  # code of the model has created the tensor during the load
+            self._chosen[name] = self._choose((name,))
+        return self._chosen[name]
 
     def idle(self) -> Iterator[Problem]:
         """Yields a problem for each pattern, and for each transform, without effect."""

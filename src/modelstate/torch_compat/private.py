@@ -40,7 +40,8 @@ def has_gradient_node(tensor: torch.Tensor) -> bool:
     if not (tensor.requires_grad and tensor.is_leaf) or tensor.is_inference():
         return False
     before = use_count(tensor)
-    edge = torch.autograd.graph.get_gradient_edge(tensor)  # makes the node where there is none, which then owns too
+    with torch.inference_mode(False):
+        edge = torch.autograd.graph.get_gradient_edge(tensor)  # makes the node where there is none, which then owns too
     return use_count(tensor) == before and edge is not None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -125,6 +126,8 @@ def lost_references(before: Slots, module: nn.Module) -> tuple[str, ...]:
 _OWN_PACKAGE = __name__.partition(".")[0]
 _CONTAINERS = (list, tuple, set, dict, deque, OrderedDict)
 _UNSEEN = "something in torch's core that Python cannot list"
+_SEARCH_SECONDS = 0.2
+"""The most processor time of the search for the places of holders, for one error."""
 Holder = tuple[str, object]
 """What holds a tensor, as text, and the object whose place in Python is to follow it; None where there is none."""
 
@@ -175,9 +178,16 @@ class Holders(msgspec.Struct):
 
 
 def described(holders: Iterable[Holder]) -> str:
-    """Returns holders as text, each once, with where Python refers to them: a search of the process for each."""
+    """Returns holders as text, each once, with where Python refers to them.
+
+    To find that out takes a pass over all objects of the process, so it ends after `_SEARCH_SECONDS`.
+    """
     different = {(text, id(held)): held for text, held in holders}
-    return "; ".join(text + ("" if held is None else where_held(held)) for (text, _), held in different.items())
+    texts, until = dict[str, None](), time.thread_time() + _SEARCH_SECONDS
+    for (text, _), held in different.items():
+        place = "" if held is None else where_held(held) if time.thread_time() < until else "held at an unknown place"
+        texts[text + place] = None
+    return "; ".join(texts)
 
 
 def objects_of(wanted: Callable[[type], bool]) -> list[Any]:
