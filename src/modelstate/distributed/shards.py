@@ -125,14 +125,14 @@ def local_shard(
     for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True):
         if placement.is_replicate():
             continue
-        problem = f"a DTensor of shape {tuple(shape)} is split in a dimension that it does not have"
-        if not is_split(placement):
-            problem = "the layout of a DTensor is unknown"
-            if placement.is_partial():
-                problem = "the ranks hold partial sums, which no checkpoint has"
-        elif -len(shape) <= placement.dim < len(shape):
+        if is_split(placement) and -len(shape) <= placement.dim < len(shape):
             splits.setdefault(placement.dim % len(shape), []).append(DimensionSplit(placement, count, index))
             continue
+        problem = "the layout of a DTensor is unknown"
+        if placement.is_partial():
+            problem = "the ranks hold partial sums, which no checkpoint has"
+        elif is_split(placement):
+            problem = f"a DTensor of shape {tuple(shape)} is split in a dimension that it does not have"
         expected = "Shard or Replicate for each dimension of the mesh"
         raise DistributedError(problem, expected=expected, found=short_repr(placement))
     return LocalShard(shape, tuple(_runs(size, tuple(splits.get(dim, ()))) for dim, size in enumerate(shape)))

@@ -615,7 +615,7 @@ class SpreadWriter:
         directory: str,
         objects: Mapping[str, EncodedObject],
         agreement: Agreement,
-        writer: CollectiveWriter | None,
+        writer: CollectiveWriter,
         shard_bytes: int | None,
         new: NewStep,
     ) -> Sequence[SpreadFile]:
@@ -634,7 +634,6 @@ class SpreadWriter:
 
         Raises what `CollectiveWriter.write` raises.
         """
-        assert writer is not None  # a process that saves alone has whole tensors
         from modelstate.distributed.uploading import CollectiveUploader
 
         layouts: list[FileLayout] = []

@@ -260,7 +260,8 @@ class Store(Shown):
                     deltas=self._deltas,
                 )
                 write_spread: Callable[[], Sequence[SpreadFile]] = tuple
-                if spread := {path: of for path, of in encoded.items() if of.is_spread}:
+                spread = {path: of for path, of in encoded.items() if of.is_spread}
+                if writer is not None and spread:
                     write_spread = partial(
                         self._spread.write, directory, spread, writing, writer, self._shard_bytes, new_step
                     )

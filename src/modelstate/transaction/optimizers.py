@@ -161,15 +161,19 @@ def _changes(
 def _check_other_state(
     optimizer: torch.optim.Optimizer, finals: Mapping[torch.Tensor, torch.Tensor], before: Placed
 ) -> None:
-    """Raises for floating-point tensors under other keys than parameters, where a dtype or a device changes."""
+    """Raises for floating-point tensors under other keys than parameters, in a dtype or on a device that changes."""
     params = {param for group in optimizer.param_groups for param in group["params"]}
+    changed = [(before[param], (finals[param].dtype, finals[param].device)) for param in params & finals.keys()]
+    dtypes = {old[0] for old, new in changed if old[0] != new[0]}
+    devices = {old[1] for old, new in changed if old[1] != new[1]}
     others = {key: values for key, values in optimizer.state.items() if key not in params}
+    tensors = [(path[0], leaf) for path, leaf in leaf_paths(others) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     keys = {
-        str(path[0])
-        for path, leaf in leaf_paths(others)
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.is_floating_point()
+        str(key)
+        for key, tensor in tensors
+        if tensor.is_floating_point() and (tensor.dtype in dtypes or tensor.device in devices)
     }
-    if keys and any(before[param] != (finals[param].dtype, finals[param].device) for param in params & finals.keys()):
+    if keys:
         raise PlacementError(
             "the optimizer keeps tensors for several parameters together, which cannot follow the parameters; nothing "
             "has been changed",
