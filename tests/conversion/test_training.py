@@ -245,3 +245,17 @@ def test_state_that_was_made_on_meta_needs_the_call_that_takes_optimizers() -> N
     ms.convert(model, device="cpu", empty=True, optimizers=[optimizer])
     for param in model.parameters():
         assert torch.equal(optimizer.state[param]["sum"], torch.full_like(param, 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tensors_for_several_parameters_are_refused_where_they_would_have_to_follow(dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state["all"] = {"t": torch.ones(3, dtype=dtype)}
+    if dtype is torch.float32:
+        with pytest.raises(ms.errors.PlacementError, match="for several parameters together"):
+            ms.convert(model, torch.bfloat16, optimizers=[optimizer])
+        assert model.weight.dtype is torch.float32
+    else:
+        ms.convert(model, torch.bfloat16, optimizers=[optimizer])
+        assert model.weight.dtype is torch.bfloat16
