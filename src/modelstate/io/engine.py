@@ -227,13 +227,11 @@ class LocalFile:
         """
         if self._leased_at is None:
             self._compare()
-            return
-        seconds = lease.safe_seconds()
-        if not lease.is_intact(self.descriptor) and time.monotonic() - self._leased_at > seconds:
+        elif not lease.is_intact(self.descriptor) and time.monotonic() - self._leased_at > lease.safe_seconds():
             raise ReadFailedError(
                 "a process that waited to write to the file was let go on before the read was over",
                 where=self.path,
-                expected=f"at most {seconds:.0f} seconds",
+                expected=f"at most {lease.safe_seconds():.0f} seconds",
                 remedy=OPEN_AGAIN,
             )
 

@@ -78,23 +78,33 @@ def drop_cached(descriptor: int) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def resident(descriptor: int, start: int, nbytes: int) -> bytes | None:
+def resident(descriptor: int, start: int, nbytes: int, *, step: int = 0, piece_bytes: int = 0) -> bytes | None:
     """A byte for each page of a range of a file: 1 where the page cache has it, read without an error, else 0.
+
+    With a `step`, only those of pieces of `piece_bytes` that begin every `step` bytes. Both are multiples of a page.
 
     Unlike `cachestat` it does not count pages whose read has failed, or is not over. Returns None where the kernel does
     not say. For a file that the user neither owns nor may write to, all pages seem to be there.
     """
-    if _mincore is None or not nbytes:
+    if _mincore is None or _mmap is None or _munmap is None or not nbytes:
         return None if nbytes else b""
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     nbytes += start - first
-    try:
-        mapped = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, offset=first)
-    except (OSError, ValueError):
+    # Not `mmap.mmap`, which duplicates the descriptor, and asks for the status of the file.
+    address = _mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | MAP_NORESERVE, descriptor, first)
+    if address == _MAP_FAILED:
         return None
-    pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))  # of memory that ctypes requires to be writable
-    return None if _mincore(address, nbytes, pages) else pages.raw
+    try:
+        found = bytearray()
+        for at in range(0, nbytes, step or nbytes):
+            length = min(piece_bytes or nbytes, nbytes - at)
+            pages = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
+            if _mincore(address + at, length, pages):
+                return None
+            found += pages.raw
+        return bytes(found)
+    finally:
+        _munmap(address, nbytes)
 
 
 def filesystem_type(descriptor: int) -> int:
@@ -124,10 +134,10 @@ def trim_heap() -> None:
         _malloc_trim(0)
 
 
-def function(name: str, *arguments: type) -> Callable[..., int] | None:
+def function(name: str, *arguments: type, result: type = ctypes.c_int) -> Callable[..., int] | None:
     """A function of the C library of Linux, which sets `ctypes.get_errno`; None where it is missing.
 
-    `arguments` are the ctypes of the function's arguments.
+    `arguments` and `result` are the ctypes of the function's arguments, and of its result.
     """
     if not IS_LINUX:
         return None
@@ -135,11 +145,19 @@ def function(name: str, *arguments: type) -> Callable[..., int] | None:
         symbol = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
-    symbol.argtypes = arguments or None
+    symbol.argtypes, symbol.restype = arguments or None, result
     return cast(Callable[..., int], symbol)
 
 
 _madvise = function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_mmap = function(
+    "mmap",
+    ctypes.c_void_p,
+    *[ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long],
+    result=ctypes.c_void_p,
+)
+_munmap = function("munmap", ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
 _mincore = function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _malloc_trim = function("malloc_trim", ctypes.c_size_t)
 _fstatfs = function("fstatfs", ctypes.c_int, ctypes.c_void_p)

@@ -119,10 +119,8 @@ def is_cold(span: ByteRange, files: OpenFiles) -> bool:
     file = files[span.path]
     if not isinstance(file, LocalFile):
         return False
-    step = max(span.nbytes // _LOOKS, _SAMPLE_BYTES)
-    end = span.start + span.nbytes
-    looks = (linux.resident(file.descriptor, at, min(_SAMPLE_BYTES, end - at)) for at in range(span.start, end, step))
-    pages = b"".join(filter(None, looks))
+    step = max(span.nbytes // _LOOKS // mmap.PAGESIZE * mmap.PAGESIZE, _SAMPLE_BYTES)
+    pages = linux.resident(file.descriptor, span.start, span.nbytes, step=step, piece_bytes=_SAMPLE_BYTES) or b""
     return 2 * pages.count(1) < len(pages)
 
 
