@@ -81,7 +81,7 @@ def drop_cached(descriptor: int) -> None:
 def resident(descriptor: int, start: int, nbytes: int, *, step: int = 0, piece_bytes: int = 0) -> bytes | None:
     """A byte for each page of a range of a file: 1 where the page cache has it, read without an error, else 0.
 
-    With a `step`, only those of pieces of `piece_bytes` that begin every `step` bytes. Both are multiples of a page.
+    With a `step`, only those of pieces of `piece_bytes` that begin every `step` bytes.
 
     Unlike `cachestat` it does not count pages whose read has failed, or is not over. Returns None where the kernel does
     not say. For a file that the user neither owns nor may write to, all pages seem to be there.
@@ -96,7 +96,7 @@ def resident(descriptor: int, start: int, nbytes: int, *, step: int = 0, piece_b
         return None
     try:
         found = bytearray()
-        for at in range(0, nbytes, step or nbytes):
+        for at in range(0, nbytes, step // mmap.PAGESIZE * mmap.PAGESIZE or nbytes):
             length = min(piece_bytes or nbytes, nbytes - at)
             pages = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
             if _mincore(address + at, length, pages):
