@@ -157,19 +157,24 @@ def test_rules_that_do_not_fit_are_problems(rules: list[Any], problem: str) -> N
     assert whole(model) == before
 
 
-def test_values_that_cannot_be_computed_leave_the_model_as_it_was() -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(
+    ("fn", "why"),
+    [
+        (lambda t: t if t.is_meta else 1 / 0, "ZeroDivisionError"),
+        (lambda t: t if t.is_meta else t[:1], "another shape or dtype for the values"),
+        (lambda t: t.to_sparse(), "between dense and sparse"),
+    ],
+)
+def test_values_that_cannot_be_computed_leave_the_model_as_it_was(fn: Any, why: str, overlaps: bool) -> None:
     """A function that works without values and not with them is found out when these are there."""
-
-    def late(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta:
-            raise RuntimeError("not like this")
-        return tensor
-
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if overlaps:
+        model.register_buffer("part", model[1].weight.detach()[:1])
     before = whole(model)
     source = copy.deepcopy(model).state_dict()
-    with pytest.raises(ms.ModelStateError, match="not like this"):
-        ms.load(model, source, rules=[ms.rules.Apply("1.weight", lambda t: late(t) + 0)])
+    with pytest.raises(ms.ModelStateError, match=why):
+        ms.load(model, source, rules=[ms.rules.Apply("1.weight", fn)])
     assert whole(model) == before
 
 

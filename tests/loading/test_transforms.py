@@ -32,6 +32,12 @@ def skeleton(tied: bool = False) -> Net:
         return Net(tied)
 
 
+def lazy() -> Net:
+    net = Net()
+    net.mlp[0] = nn.LazyLinear(8)
+    return net
+
+
 def twice(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor * 2
 
@@ -197,7 +203,7 @@ def test_it_sees_what_would_be_loaded_and_only_what_it_is_for(make: Any, dtype: 
 @pytest.mark.slow_except(8)
 @pytest.mark.parametrize("options", [{}, {"in_place": True}, {"background": True}, {"dtype": torch.float64}])
 @pytest.mark.parametrize("wrap", [lambda t: t, lambda t: t[:], nn.Parameter])
-@pytest.mark.parametrize("make", [Net, skeleton])
+@pytest.mark.parametrize("make", [Net, skeleton, lazy])
 def test_a_function_that_returns_one_buffer_again_and_again(make: Any, wrap: Any, options: Any, path: Path) -> None:
     if make is skeleton and "in_place" in options:
         pytest.skip("in place takes memory that is there")

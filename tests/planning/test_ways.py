@@ -46,7 +46,8 @@ def doubled(name: str, tensor: torch.Tensor) -> torch.Tensor:
         (VALUE, VALUE, {"transform": lambda _, tensor: tensor.half()}, Way.NEW, "changes its dtype to float16"),
         (VALUE, VALUE, {"transform": lambda _, tensor: tensor.as_subclass(Subclass)}, Way.NEW, "takes the class"),
         (VALUE.as_subclass(Subclass), VALUE, {"in_place": True}, Way.CODE, "decides in module_load"),
-        (VALUE.to_sparse(), VALUE.to_sparse(), {}, Way.CODE, "decides in module_load"),
+        (VALUE.as_subclass(Subclass), VALUE, {"dtype": torch.bfloat16}, Way.CODE, "decides in module_load"),
+        (VALUE.to_sparse(), VALUE.to_sparse(), {"dtype": torch.float16}, Way.CODE, "decides in module_load"),
         (VALUE, VALUE.as_subclass(Subclass), {"in_place": True}, Way.CODE, "decides in module_load"),
     ],
 )
@@ -65,6 +66,7 @@ def test_each_value_has_one_way_with_its_reason(
     assert why in step.why
     assert step.mapped == (way is Way.MAP)
     assert module.weight is tensor
+    assert step.dtype == module.weight.dtype == options.get("dtype", module.weight.dtype)
     assert planned.steps[0].why
     if "transform" not in options:
         assert planned.steps[0].way is way

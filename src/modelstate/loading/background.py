@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from msgspec.structs import replace
+from torch.nn.parameter import is_lazy
 
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import BackgroundCancelledError, OptionError
@@ -16,7 +17,7 @@ from modelstate.loading.stage import stage
 from modelstate.loading.values import Progress, Staging
 from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner
-from modelstate.planning.transfer import Execution
+from modelstate.planning.transfer import Execution, Transfers
 from modelstate.process import progress_bar, stopped_by
 from modelstate.torch_compat.plain import is_plain
 
@@ -222,7 +223,7 @@ class StagedLoad:
             ChecksumError: The file is damaged.
             TransformError: A transform raises, or returns a tensor that cannot be loaded.
         """
-        staging, executions = self.staging, self._executions
+        staging, executions = self.staging, [item for item in self._executions if not _needs_slot(item.transfers)]
         if self._verification:
             self.verified_bytes = self._verification.run(lambda _: progress(0))
         before, staging.progress = staging.progress, progress
@@ -260,3 +261,8 @@ class StagedLoad:
         for item in self._executions:
             item.finals.clear()  # the load that commits has the same list
         self._executions = []
+
+
+def _needs_slot(transfers: Transfers) -> bool:
+    """Whether a transform is called for a slot that only the commit initialises, as its result depends on the slot."""
+    return transfers.own is not None and transfers.own.is_transformed and is_lazy(transfers.param)

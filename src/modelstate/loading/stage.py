@@ -169,6 +169,13 @@ class Place(Write):
             return False
         return final is param or copy_cannot_fail(param, final)
 
+    @property
+    def casts_slot(self) -> bool:
+        """Whether a tensor with memory, whose class or layout decides, gets the dtype that is requested."""
+        transfer, requested = self.execution.transfers, self.staging.options.dtype
+        is_own = transfer.way is Way.CODE and not self.target.is_meta
+        return is_own and self.target.dtype != transfer.dtype == requested
+
     def run(self, transaction: Transaction | None) -> None:
         execution, param = self.execution, self.target
         if execution.final is None:
@@ -199,8 +206,12 @@ class Place(Write):
                 transaction.register_undo(give_memory(param, final))
             elif transfer.way is Way.CODE:
                 transaction.save_tensor(param)
+                with torch.inference_mode(param.is_inference()), torch.no_grad():
+                    target = param.to(transfer.dtype) if self.casts_slot else param
                 # As torch does when swapping is switched on.
-                new = param.module_load(final, assign=param.is_meta)  # type: ignore[no-untyped-call]
+                new = target.module_load(final, assign=param.is_meta)  # type: ignore[no-untyped-call]
+                if self.casts_slot and new.dtype != transfer.dtype:
+                    raise RuntimeError(f"its class would keep the dtype {new.dtype}")
                 if new is final or new is param:
                     raise RuntimeError("module_load returned self or other; it must return a new tensor")
                 if is_plain(new) and not is_plain(param):
@@ -235,10 +246,10 @@ def _converted_grad(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor |
 
 
 def _take_over(execution: Execution, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:
-    """Gives `param` the class, metadata and memory of `value`. A gradient stays if it still fits."""
+    """Gives `param` the class, metadata and memory of `value`. A gradient stays, cast within a class, if it fits."""
     for error in refusals({execution.transfers.name: param}):
         raise error
-    grad = param.grad if param.is_leaf else None
+    grad = _converted_grad(param, value) if type(param) is type(value) else param.grad if param.is_leaf else None
     fits = grad is not None and (grad.shape, grad.dtype, grad.device) == (value.shape, value.dtype, value.device)
     # An inference tensor can only be changed in inference mode. Other tensors must not become inference tensors, which
     # cannot be trained.
@@ -297,7 +308,8 @@ def place_fallible(transaction: Transaction, executions: Iterable[Execution]) ->
                 where=write.execution.transfers.name,
                 expected=f"{type(target).__name__}, {target.dtype}",
                 remedy=refusal_of_writes(target)[1]
-                or "give the tensor subclass a module_load handler, or convert the value with transform=",
+                or ("load without dtype=; if that fails too, " if write.casts_slot else "")
+                + "give the tensor subclass a module_load handler, or convert the value with transform=",
             ):
                 transaction.run(write)
 

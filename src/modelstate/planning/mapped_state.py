@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.mapped import Maps
-from modelstate.errors import CodecError, ForbiddenGlobalError, UnsupportedTensorError
+from modelstate.errors import CodecError, ForbiddenGlobalError, TransformError, UnsupportedTensorError, code_errors
 from modelstate.formats.tree import is_container, nodes_of
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import same_bytes
@@ -172,13 +172,14 @@ class MappedState:
         return value
 
     def with_values(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor of the state dict with its values, computed or read."""
-        stored = self.origin_of(value)[1]
+        """Returns a tensor of the state dict with its values, computed or read. Raises `TransformError`."""
+        name, stored = self.origin_of(value)
         if isinstance(stored, StoredTensor):
             return self._checkpoint.read(stored)
         deferred = self._deferred.get(id(value))
         if deferred is not None and not deferred.done:
-            deferred.run(None)
+            with code_errors(TransformError, "the value cannot be computed; nothing has been changed", where=name):
+                deferred.run(None)
             deferred.done = True
         return value
 

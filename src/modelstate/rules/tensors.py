@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from modelstate.errors import RuleError, TransformError, keep_interrupt
+from modelstate.errors import RuleError, TransformError, code_errors, keep_interrupt
 from modelstate.io.memory import empty_cpu
 from modelstate.problems import one_line
 from modelstate.rules.expression import (
@@ -201,7 +201,9 @@ class Apply(EntryRule, msgspec.Struct, frozen=True):
         return Derived(dtype, shape, (source,), partial(self._compute, dtype, shape), is_certain=False)
 
     def _compute(self, dtype: torch.dtype, shape: tuple[int, ...], tensor: torch.Tensor) -> torch.Tensor:
-        result = self._call(_own_copy(tensor))
+        what = "a function raised for the values, and not before; nothing has been changed"
+        with code_errors(TransformError, what, where=repr(self)):
+            result = self._call(_own_copy(tensor))
         if (result.dtype, tuple(result.shape)) != (dtype, shape):
             raise TransformError(
                 "a function returned another shape or dtype for the values than before; nothing has been changed",
