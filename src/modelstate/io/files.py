@@ -384,14 +384,16 @@ _MOST_KEPT = 64
 @contextmanager
 def kept_open() -> Iterator[dict[str, Opened]]:
     """Within the block, a `SourceFile` of this thread leaves its file open; yields these files by their paths."""
-    opened = dict[str, Opened]()
+    opened, before = dict[str, Opened](), _kept.value
     try:
-        with _kept.replaced(opened):
-            yield opened
+        _kept.value = opened
+        yield opened
     except BaseException:  # whose traceback may live on
         while opened:
             opened.popitem()[1][0].close()
         raise
+    finally:
+        _kept.value = before
 
 
 HEAD_BYTES = 4096

@@ -5,11 +5,13 @@ Each value is read into its final memory where possible. What is read straight i
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -48,15 +50,13 @@ def limit_memory(staging: Staging, executions: Iterable[Execution]) -> None:
     budget, strategy = staging.options.max_memory_bytes, staging.strategy
     if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
         strategy = replace(strategy, threads=CONNECTIONS, remote=budget is not None)
-    staging.strategy, staging.peak_memory_bytes = strategy, peak_bytes(transfers, strategy)
-    if budget is None:
-        return
-    for staging.strategy in (strategy, *strategy.smaller()):
+    most = math.inf if budget is None else budget
+    for staging.strategy in chain([strategy], strategy.smaller()):
         staging.peak_memory_bytes = needed = peak_bytes(transfers, staging.strategy)
-        if needed <= budget:
+        if needed <= most:
             return
     staged = 0 if staging.options.in_place else sum(item.staged_bytes for item in transfers)
-    could = staged > 0 and needed - staged <= budget
+    could = staged > 0 and needed - staged <= most
     raise MemoryBudgetError(
         "the load needs more memory beyond the final tensors than it was given; nothing has been changed",
         expected=f"at most {budget} bytes",
@@ -132,13 +132,9 @@ def _fill(read: ReadInto, staging: Staging, items: Sequence[Execution], memory: 
 
 def _read(staging: Staging, items: Sequence[Execution], memory: Memory) -> None:
     """Reads values that are ranges of files into tensors. Raises `ReadFailedError`."""
-    strategy = staging.strategy
-    read_ranges(
+    staging.read_requests(
         [request for item, targets in zip(items, memory, strict=True) for request in item.transfers.requests(targets)],
-        files=staging.files,
         on_read=staging.progress,
-        threads=strategy.threads,
-        batch_bytes=strategy.block_bytes if strategy.remote else None,
         is_new_memory=any(item.transfers.way is not Way.INTO for item in items),
     )
 

@@ -26,6 +26,8 @@ from modelstate.io.engine import (
     OpenFiles,
     Part,
     ReadStrategy,
+    Request,
+    Rows,
     Wait,
     block_buffers,
     common_align_bytes,
@@ -40,13 +42,13 @@ from modelstate.io.tensors import read_tensor
 from modelstate.loading.collective import SharedRead
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.transfer import BY_SUBCLASS, Execution, Transfers, Way, choose_way, final_memory
-from modelstate.planning.transforms import BY_TRANSFORM, BlockFunction, Transform, called, transform_errors
-from modelstate.process import ONE_VARIABLE, cached_attribute, reference_count
+from modelstate.planning.transforms import BY_TRANSFORM, BlockFunction, called, transform_errors
+from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, values_of
 from modelstate.spec import ByteRange, Stored, StoredComposite, StoredTensor, contiguous_stride
-from modelstate.torch_compat.dtypes import UNCHECKED, Overflows, can_overflow, nonfinite, short
+from modelstate.torch_compat.dtypes import UNCHECKED, Overflows, can_overflow, nonfinite
 from modelstate.torch_compat.plain import is_dense, is_plain
-from modelstate.torch_compat.private import copy_each, payload_of, storage_id, storage_owners
+from modelstate.torch_compat.private import copy_each, payload_of, storage_owners
 from modelstate.transaction.slots import Addresses, slots_of
 
 Progress = Callable[[int], None]
@@ -72,6 +74,19 @@ class Staging(msgspec.Struct, eq=False, dict=True):
     """The values that one rank reads for several."""
     progress: Progress = lambda _: None
     """Called with numbers of bytes that are done; may raise to end a read."""
+
+    def read_requests(
+        self, requests: Sequence[Request | Rows], on_read: Progress | None = None, *, is_new_memory: bool = True
+    ) -> None:
+        """Executes requests with the threads of the load. See `read_ranges`."""
+        read_ranges(
+            requests,
+            files=self.files,
+            on_read=on_read,
+            threads=self.strategy.threads,
+            batch_bytes=self.strategy.block_bytes if self.strategy.remote else None,
+            is_new_memory=is_new_memory,
+        )
 
     def read(self, stored: Stored) -> torch.Tensor:
         """Reads the values of a stored tensor into memory of their own."""
@@ -126,9 +141,10 @@ def stage_one(staging: Staging, execution: Execution) -> None:
 def _stage_one(staging: Staging, execution: Execution) -> None:
     transfer, overflows = execution.transfers, staging.overflows
     facts = transfer.facts
-    if facts.transform is not None:
-        final = _transformed(staging, facts.transform, execution)
-    elif transfer.way is Way.CODE:
+    if facts.is_transformed:
+        _transformed(staging, execution)
+        return
+    if transfer.way is Way.CODE:
         value = _own_value(staging, execution)
         final = value.to(transfer.dtype) if is_plain(value) else value
         if is_plain(value):
@@ -137,9 +153,6 @@ def _stage_one(staging: Staging, execution: Execution) -> None:
         # A live tensor needs no copy, unless the load overwrites it.
         final = facts.value.clone() if staging.own_memory.hold(facts.value) else facts.value
         overflows.check(transfer.name, facts.value, transfer.dtype)
-    elif facts.module_transform is not None:
-        _apply_module_transform(staging, execution, facts.module_transform, _own_value(staging, execution))
-        return
     else:
         is_copied = facts.is_live and (transfer.on_cpu or transfer.device != facts.value.device)
         value = facts.value if is_copied else _own_value(staging, execution)
@@ -163,14 +176,7 @@ def _own_value(staging: Staging, execution: Execution) -> torch.Tensor:
     stored, value = facts.stored, facts.value
     if transfer.is_read_into_place:
         (memory,) = fresh_tensors([(value.size(), None, value.dtype)])
-        strategy = staging.strategy
-        read_ranges(
-            transfer.requests([memory]),
-            files=staging.files,
-            threads=strategy.threads,
-            batch_bytes=strategy.block_bytes if strategy.remote else None,
-            is_new_memory=True,
-        )
+        staging.read_requests(transfer.requests([memory]))
         return memory
     if isinstance(stored, StoredComposite):
         return staging.read(stored)
@@ -205,73 +211,47 @@ def _as_slot(staging: Staging, transfer: Transfers, value: torch.Tensor) -> torc
 # Transforms.
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def _apply_module_transform(staging: Staging, execution: Execution, last: Transform, value: torch.Tensor) -> None:
-    """Sets the final value to the result of a module's transform. The memory of `value` may be reused afterwards."""
-    transfer = execution.transfers
-    stride = transfer.facts.own_stride or contiguous_stride(transfer.facts.value.size())
-    if is_plain(value) and not (transfer.on_cpu and value.dtype == transfer.dtype and value.stride() == stride):
-        value = _as_slot(staging, transfer, value)
-    before = nonfinite(value) if is_plain(value) else 0
-    result = called(last, transfer.name, value, transfer.param.shape)
-    if is_plain(result):
-        staging.overflows.check_function(transfer.name, BY_TRANSFORM, result, lambda: before)
-    freezes = isinstance(result, nn.Parameter) and not result.requires_grad
+def _transformed(staging: Staging, execution: Execution) -> None:
+    """Sets the final value to the result of a transform, in memory that nothing else refers to.
+
+    Raises `TransformError`.
+    """
+    transfer, facts = execution.transfers, execution.transfers.facts
+    name, shape, value = transfer.name, transfer.param.shape, _own_value(staging, execution)
+    before: Callable[[], int]
+    if facts.transform is not None:
+        before, freezes = partial(_nonfinite_before, staging, transfer), False
+        result = called(facts.transform, name, value, shape)
+    else:
+        assert facts.module_transform is not None
+        with torch.inference_mode(False), torch.no_grad():
+            stride = facts.own_stride or contiguous_stride(facts.value.size())
+            if is_plain(value) and not (transfer.on_cpu and value.dtype == transfer.dtype and value.stride() == stride):
+                value = _as_slot(staging, transfer, value)
+            before = partial(int, nonfinite(value) if is_plain(value) else 0)
+            result = called(facts.module_transform, name, value, shape)
+        freezes = isinstance(result, nn.Parameter) and not result.requires_grad
+    del value  # which may be the result
     what = f"the {type(result).__name__} of the transform cannot be copied; nothing has been changed"
-    with code_errors(TransformError, what, where=transfer.name):
-        result = result.detach().to(transfer.device)
-        storages = {storage_id(part) for part in payload_of(value)}
-        kept = any(storage_id(part) in storages or storage_owners(part) > 1 for part in payload_of(result))
-        kept = kept or (is_plain(result) and not is_dense(result))
-        result = result.clone() if kept else result
-    set_transformed(execution, result, freezes=freezes)
-
-
-def _transformed(staging: Staging, transform: Transform, execution: Execution) -> torch.Tensor:
-    transfer, value = execution.transfers, _own_value(staging, execution)
-    references, owners = reference_count(value), storage_owners(value)
-    result = called(transform, transfer.name, value, transfer.param.shape)
-    # A tensor that others hold, or memory that they do, cannot be the slot's own: they may write to it before the slot
-    # has it, as a function does that returns the same buffer again and again, or afterwards.
-    references, owners = (references + 1, owners) if result is value else (ONE_VARIABLE, 1)
-    own = reference_count(result) <= references and storage_owners(result) <= owners
-    return _as_requested(staging, execution, result.detach(), own)
+    with code_errors(TransformError, what, where=name), torch.inference_mode(False), torch.no_grad():
+        cast = result = result.detach()
+        requested = None if facts.transform is None else staging.options.dtype
+        if requested is not None and result.is_floating_point() and type(result) is torch.Tensor:
+            cast = result.to(requested)
+        if not staging.overflows.check(name, result, cast) and is_plain(result):
+            staging.overflows.check_function(name, BY_TRANSFORM, result, before)
+        final = cast.to(transfer.device)
+        # Others may write to memory that they refer to, as a function does that returns the same buffer each time.
+        is_own = all(storage_owners(part) <= 1 for part in payload_of(final))
+        if is_plain(final):
+            is_own = is_own and is_dense(final) and not (final.is_inference() or staging.own_memory.hold(final))
+        set_transformed(execution, final if is_own else final.clone(), freezes=freezes)
 
 
 def _nonfinite_before(staging: Staging, transfer: Transfers) -> int:
     """The infinite and NaN values of what a transform was given, which may have changed: it is read once more."""
     stored = transfer.facts.stored
     return nonfinite(transfer.facts.value if stored is None else values_of(stored, staging.read))
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _as_requested(staging: Staging, execution: Execution, result: torch.Tensor, own: bool) -> torch.Tensor:
-    """Returns the result of a transform with the requested dtype and device, in memory that nothing else refers to."""
-    transfer, requested, cast = execution.transfers, staging.options.dtype, result
-    param, way, why = transfer.param, transfer.way, transfer.why
-    if requested is not None and result.is_floating_point() and type(result) is torch.Tensor:
-        cast = result.to(requested)
-    if not staging.overflows.check(transfer.name, result, cast) and is_plain(result):
-        before = partial(_nonfinite_before, staging, transfer)
-        staging.overflows.check_function(transfer.name, BY_TRANSFORM, result, before)
-    result = cast.to(transfer.device)
-    if not is_plain(result):
-        way, why = Way.NEW, "takes the class of the result of the transform"
-    elif not is_plain(param):
-        way, why = Way.CODE, BY_SUBCLASS
-    elif param.is_meta:
-        way, why = Way.NEW, "was on meta: gets the result of the transform"
-    elif result.dtype != param.dtype:
-        way, why = Way.NEW, f"changes its dtype to {short(result.dtype)}"
-    execution.transfers = replace(transfer, dtypes=[result.dtype], way=way, why=why)
-    if not is_plain(result):
-        return result
-    if way is Way.STAGED:
-        return result if own and not staging.own_memory.hold(result) else result.clone()
-    fits = own and is_dense(result) and not result.is_inference()
-    return result if fits else result.clone(memory_format=torch.contiguous_format)
 
 
 # Values that pass through blocks.
@@ -490,9 +470,9 @@ class _Transformed:
 
 
 def set_transformed(execution: Execution, final: torch.Tensor, *, freezes: bool) -> None:
-    """Sets the result of a module's transform, whose class and dtype the slot gets, as the final value."""
-    transfer = execution.transfers
-    way, why = transfer.way, f"{type(final).__name__} {transfer.why}"
+    """Sets the result of a transform, whose class and dtype the slot gets, as the final value."""
+    transfer, by_module = execution.transfers, execution.transfers.facts.module_transform
+    way, why = Way.NEW, f"{type(final).__name__} made by {BY_TRANSFORM if by_module is None else by_module.transform}"
     if is_plain(final, transfer.param):
         way, why = choose_way(
             *(transfer.param, final.dtype, final.device), can_map=False, in_place=False, can_read_into=False
