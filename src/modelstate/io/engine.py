@@ -45,8 +45,6 @@ _REPLY_BYTES = 5 << 19
 """The memory of the client for the reply to one request, at most: measured 2.2 MB."""
 _IOV_MAX = 1024
 """The number of buffers that Linux accepts in one call."""
-_LEAST_POPULATED_BYTES = 256 << 10
-"""Less new memory takes its pages one by one."""
 _LEAST_DIRECT_BYTES = 256 << 10
 """Less is read from the page cache, which reads ahead."""
 _PyBUF_WRITE = 0x200
@@ -448,7 +446,7 @@ def read_ranges(
     def process(buffer: memoryview, item: Batch | Rows) -> None:
         if isinstance(item, Batch):
             for address, nbytes in item.pieces if is_new_memory else ():
-                if address is not None and nbytes >= _LEAST_POPULATED_BYTES:
+                if address is not None:
                     linux.populate(address, nbytes)
             read_batch(opened[item.path], item)
         else:

@@ -35,7 +35,7 @@ from modelstate.io.engine import (
     read_ranges,
     stream,
 )
-from modelstate.io.linux import trim_heap
+from modelstate.io.linux import populate, trim_heap
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.staging import pinned_memory
 from modelstate.io.tensors import read_tensor
@@ -388,8 +388,11 @@ def streamed_read(staging: Staging, executions: Sequence[Execution]) -> Callable
             value = values[part.which]
             if isinstance(value, _Transformed):
                 value.write(part, buffer)
-            else:
-                pieces[value.execution.transfers.device].append(value.piece(part))
+                continue
+            transfer, piece = value.execution.transfers, value.piece(part)
+            pieces[transfer.device].append(piece)
+            if transfer.way is not Way.INTO and transfer.on_cpu:
+                populate(piece.target.data_ptr(), piece.target.nbytes)
         waits = list[Wait]()
         for device, of_device in pieces.items():
             if device in queues:
