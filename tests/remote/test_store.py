@@ -204,6 +204,8 @@ def test_the_order_is_that_of_saving(url: str) -> None:
 @pytest.mark.slow
 def test_a_second_writer_is_refused_until_the_first_one_closes(url: str) -> None:
     first, second = ms.Store(url), ms.Store(url)
+    with mock.patch.object(buckets, "try_start", return_value=False), pytest.raises(WriteFailedError, match="ulimit"):
+        save(second, 1)  # its lease would not be renewed
     save(first, 1)
     with pytest.raises(LockedError, match=f"this process .{os.getpid()}"):
         save(second, 2)

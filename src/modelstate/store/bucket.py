@@ -146,6 +146,8 @@ class Bucket:
     def identity(self, path: str) -> object:
         return True  # its name has a nonce
 
+    contents = identity
+
     def is_gone(self, path: str) -> bool:
         match = _STEP.fullmatch(os.path.basename(path))
         with suppress(WriteFailedError):  # the error of what is read next says more
@@ -354,6 +356,17 @@ class _Lease:
                     listed = self._bucket.listing()
                 self._bucket.claim(serial, name)
                 self._check_conditions(serial)
+                stop = threading.Event()
+                arguments = (intent, text, stop, LEASE_SECONDS / 4)
+                renewal = threading.Thread(target=_renew, args=arguments, name="modelstate lease", daemon=True)
+                # In a function of `atexit` no thread can be started: what a program saves there is short.
+                if not try_start(renewal) and threading.main_thread().is_alive():
+                    raise WriteFailedError(
+                        "no thread can be started, which renews the lease of the store during a save",
+                        where=self._bucket.at("").url,
+                        remedy="end other threads of this program, or allow more: ulimit -u, or the limit of the "
+                        "container",
+                    )
             except TargetExistsError:
                 remove([intent])
                 continue  # another writer was faster
@@ -366,11 +379,7 @@ class _Lease:
                         remove([intent])
                 raise
             self.name, self._serial, self._pid = name, serial, os.getpid()
-            stop = threading.Event()
             self._beat = weakref.finalize(self, stop.set)
-            arguments = (intent, text, stop, LEASE_SECONDS / 4)
-            # A lease that is not renewed expires: another writer may take it over, and the commit of this one raises.
-            try_start(threading.Thread(target=_renew, args=arguments, name="modelstate lease", daemon=True))
             return
         raise self._locked(None)
 

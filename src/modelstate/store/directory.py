@@ -57,7 +57,7 @@ _CHECK_PATH = "check the path of the store; in a new run, save a checkpoint firs
 Step = int | Literal["latest"]
 _Result = TypeVar("_Result")
 _Key = tuple[str, object]
-"""The path of a checkpoint, and what identifies its record, since the path may be used again."""
+"""The path of a checkpoint, and what identifies its files, which may be replaced or repaired."""
 
 
 class StepEntry:
@@ -641,7 +641,7 @@ class StepIndex:
             self._whole.add(key)
 
     def _note_damage(self, entry: StepEntry, error: ModelStateError) -> None:
-        """Counts a checkpoint as damaged from now on, unless it is replaced."""
+        """Counts a checkpoint as damaged until one of its files changes."""
         key = self._key(entry.place.path)
         if isinstance(error, DamagedCheckpointError) and key is not None:
             self._damage[key] = error
@@ -649,8 +649,8 @@ class StepIndex:
             self._doubtful |= {name for name in entry.file_names() or () if not name.endswith(INDEX_SUFFIX)}
 
     def _key(self, path: str) -> _Key | None:
-        identity = self.backend.identity(path)
-        return None if identity is None else (path, identity)
+        contents = self.backend.contents(path)
+        return None if contents is None else (path, contents)
 
     # The name of the store, which each of its checkpoints has too.
 

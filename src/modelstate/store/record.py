@@ -108,6 +108,8 @@ class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         """
         try:
             checkpoint = open_checkpoint(os.path.join(directory, self.index), cache=cache)
+            if self.files.keys() != {os.path.basename(path) for path in checkpoint.fingerprints}:
+                raise damaged(directory, f"{self.index} names other files than those that were written")
             for name, file in self.files.items() if verify else ():
                 if file.read_head(os.path.join(directory, name)) is None:
                     raise damaged(directory, f"{name}: what it says of its tensors is not what was written")
