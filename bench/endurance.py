@@ -1,6 +1,6 @@
 """What a program that serves for a long time shows: torn answers, times of requests, swaps beside a copy, and memory.
 
-`python -m bench.endurance` measures all kinds of programs in about twelve minutes and prints a table; `--write` puts it
+`python -m bench.endurance` measures all kinds of programs in about half an hour and prints a table; `--write` puts it
 into `bench/results/endurance.md`. `--requests`, `--seconds` and names of kinds make it shorter.
 """
 
@@ -78,10 +78,10 @@ def latency(kind: str) -> Cells:
     Without the time for which a thread was ready and the processors ran other threads or processes, as far as the
     system says it.
     """
-    layers = [nn.Linear(8, 8) for _ in range(8)]
-    module, x = nn.Sequential(nn.Embedding(21 << 17, 8), *layers).eval(), torch.zeros(1, dtype=torch.long)
+    module, x = _table_and_layers(), torch.zeros(1, dtype=torch.long)
     target = live.target_of(kind, module, x)
     bare, program = live._bare(kind, target, module, x), ms.Live(target)
+    other = ms.Live(live.target_of(kind, _table_and_layers(), x))
     state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     copy = {name: torch.ones_like(value) for name, value in state.items()}
     bare(), program(x)
@@ -89,6 +89,7 @@ def latency(kind: str) -> Cells:
         path = _saved(state, folder)
         for _ in range(3):
             program.swap(path)
+            other.swap(path)
         begun = time.thread_time()
         program.swap(path)
         swap_seconds = time.thread_time() - begun
@@ -97,6 +98,7 @@ def latency(kind: str) -> Cells:
             "`Live`": (lambda: program(x), None),
             "bare, beside copies of 88 MB": (bare, lambda: _copy(copy, state)),
             "bare, beside Python code that takes as long as a swap": (bare, lambda: _compute(swap_seconds)),
+            "bare, beside swaps of another program": (bare, lambda: other.swap(path)),
             "`Live`, beside swaps of 88 MB": (lambda: program(x), lambda: program.swap(path)),
         }
         found: dict[str, list[float]] = {name: [] for name in ways}
@@ -118,6 +120,10 @@ def latency(kind: str) -> Cells:
         "processor time of a swap": f"{swap_seconds * 1e3:.1f} ms",
         "requests of 1,000 over twice the first p99: `Live` alone; beside swaps": "{:.1f}; {:.1f}".format(*per_mille),
     }
+
+
+def _table_and_layers() -> nn.Module:
+    return nn.Sequential(nn.Embedding(21 << 17, 8), *(nn.Linear(8, 8) for _ in range(8))).eval()
 
 
 def _timed(request: Callable[[], object]) -> list[float]:
@@ -252,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.endurance", description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="kind", help=f"some of {', '.join(live.KINDS)}; all by default")
     parser.add_argument("--requests", type=int, default=1_000_000, help="requests of each kind while it is swapped")
-    parser.add_argument("--seconds", type=float, default=200.0, help="at most for these requests of a kind")
+    parser.add_argument("--seconds", type=float, default=600.0, help="at most for these requests of a kind")
     parser.add_argument("--write", action="store_true", help="put the table into bench/results/endurance.md")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
