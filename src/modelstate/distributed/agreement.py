@@ -539,7 +539,7 @@ class Agreement:
         else:
             reason = "" if connections is None else connections.reason()[1]
         error: ModelStateError
-        takes_ranks = _TAKES_RANKS.get(self.call, self.call)
+        takes_ranks, lost = _TAKES_RANKS.get(self.call, self.call), f"a rank did not end {phase.name}; {phase.effect}"
         if self._is_destroyed:
             error = DistributedError(
                 f"the process group was destroyed before the end of {phase.name}; {phase.effect}",
@@ -551,10 +551,12 @@ class Agreement:
         elif reason:
             rank, report = json.loads(reason)
             error = error_of({rank: report}, phase.name, phase.effect, len(self.ranks))
+            if isinstance(error, RankLostError):  # of a rank that has not failed, but noticed it first
+                error.what = lost
         else:
             error = RankLostError(
-                f"a rank did not end {phase.name}; {phase.effect}",
-                where=f"rank {self.rank} of the ranks {ranks_text(self.ranks)}",
+                lost,
+                where=f"the ranks {ranks_text(self.ranks)}, noticed by rank {self.rank}",
                 expected=f"all of them within {self.timeout_seconds:g} seconds",
                 found=str(cause).split("\n")[0],
                 remedy="see the log of the rank that is missing"
