@@ -186,10 +186,11 @@ def test_a_state_that_is_given_to_several_parameters_is_copied_for_each() -> Non
 def test_a_tensor_that_parameters_share_stays_one(way: str, is_view: bool, tmp_path: Path) -> None:
     shared = torch.zeros(())
     saved, of = step(built(keeps=lambda param: {"count": shared.view(()) if is_view else shared})), built()
+    saved["optimizer"].param_groups[0]["count"] = saved["optimizer"].state["count"] = shared
     WAYS[way](tmp_path, saved, of)
-    first, second = of["optimizer"].state.values()
-    assert first["count"] is second["count"]
-    assert first["count"] is not shared
+    first, second, of_all = of["optimizer"].state.values()
+    assert first["count"] is second["count"] is of_all is of["optimizer"].param_groups[0]["count"]
+    assert of_all is not shared
 
 
 def test_rules_do_not_change_factors_of_a_parameter() -> None:

@@ -6,6 +6,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -154,12 +155,14 @@ def nodes_of(node: object, path: str = "") -> Iterator[tuple[str, object]]:
         waiting += reversed([(f"{path}.{name}" if path else name, child) for name, child in items])
 
 
-def deep_copy(value: Any) -> Any:
-    """Returns what `copy.deepcopy` does, also for tensors in compressed sparse layouts, for which that raises."""
+def deep_copy(value: Any, copies: Mapping[int, Any] = MappingProxyType({})) -> Any:
+    """Returns what `copy.deepcopy` does, also for tensors in compressed sparse layouts, for which that raises.
+
+    `copies` are the copies of objects that have been copied before, by their ids.
+    """
     nodes = (node for _, node in nodes_of(value))
-    return deepcopy(
-        value, {id(node): node.clone() for node in nodes if is_tensor(node) and "sparse_" in str(node.layout)}
-    )
+    sparse = {id(node): node.clone() for node in nodes if is_tensor(node) and "sparse_" in str(node.layout)}
+    return deepcopy(value, {**sparse, **copies})
 
 
 def map_leaves(node: Any, function: Callable[[tuple[object, ...], Any], Any], path: tuple[object, ...] = ()) -> Any:

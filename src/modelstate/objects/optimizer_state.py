@@ -27,6 +27,7 @@ from modelstate.objects.optimizer_values import (
     CLASS,
     DTYPES,
     ORDERS,
+    Copies,
     Group,
     OptimizerPlan,
     ParamState,
@@ -363,9 +364,10 @@ def _load(
     """
     what = "a value of the state cannot be copied; nothing has been changed"
     with code_errors(OptimizerStateError, what, where=type(optimizer).__name__):
-        new_state = placed_state(optimizer, states)
-        new_other = placed_options(other, cast(Group, optimizer.state))
-        new_options = [(group, placed_options(of_group, group)) for group, of_group in options]
+        copies: Copies = {}
+        new_state = placed_state(optimizer, states, copies)
+        new_other = placed_options(other, cast(Group, optimizer.state), copies)
+        new_options = [(group, placed_options(of_group, group, copies)) for group, of_group in options]
     changed: list[dict[Any, Any]] = [optimizer.state, *optimizer.param_groups]
     before = [dict(values) for values in changed]
 
@@ -383,7 +385,9 @@ def _load(
                 recorded += recorded_by_graphs(optimizer.state.pop(param, {}), new, new)
         optimizer.state.clear()
         optimizer.state.update(new_state)
-        cast(dict[str, object], optimizer.state).update(new_other)
+        of_all = cast(dict[str, object], optimizer.state)
+        of_all.update(new_other)
+        recorded += recorded_by_graphs(before[0], new_other, of_all)
         for group, of_group in new_options:
             recorded += recorded_by_graphs(group, of_group, group)
             group.update(of_group)

@@ -50,6 +50,9 @@ Values = Mapping[str, object]
 """The state of one parameter, such as "exp_avg" and "step"; values can be nested in containers."""
 Path = tuple[object, ...]
 """The keys and positions that lead to a value in it."""
+Copies = dict[tuple[object, ...], torch.Tensor]
+"""Copies of tensors of saved state by the `_identity` of the tensor, the dtype of the copy, and the parameter, where an
+optimizer of torch has each copy for one alone; and by these with what else decides about a copy."""
 Recorded = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
 """Values of an optimizer, a name among them, the new tensor of this name, and the one that was there."""
 
@@ -280,20 +283,18 @@ def _unfit_for_shard(value: torch.Tensor, param: torch.Tensor) -> str:
 
 @torch.inference_mode(False)  # a tensor made in that mode could never be updated
 def placed_state(
-    optimizer: torch.optim.Optimizer, states: Mapping[torch.Tensor, ParamState]
+    optimizer: torch.optim.Optimizer, states: Mapping[torch.Tensor, ParamState], copies: Copies
 ) -> dict[torch.Tensor, dict[str, object]]:
     """Returns copies of the state of each parameter on the device, and in the dtype, that the optimizer needs.
 
     A tensor that several parameters share stays one tensor. Optimizers of torch share none: there it is a tensor that
-    the state has been given for several parameters.
+    the state has been given for several parameters. `copies` gets the copy of each tensor.
     """
-    is_of_torch, copies = is_torchs(type(optimizer)), dict[tuple[object, ...], torch.Tensor]()
+    is_of_torch = is_torchs(type(optimizer))
     return {param: _placed(state, param, is_of_torch, copies) for param, state in states.items()}
 
 
-def _placed(
-    state: ParamState, param: torch.Tensor, is_of_torch: bool, copies: dict[tuple[object, ...], torch.Tensor]
-) -> dict[str, object]:
+def _placed(state: ParamState, param: torch.Tensor, is_of_torch: bool, copies: Copies) -> dict[str, object]:
     casts = state.dtype is None and is_of_torch  # as torch's own load_state_dict does
     step_on_device = bool(state.options.get("capturable") or state.options.get("fused"))
 
@@ -304,9 +305,10 @@ def _placed(
         follows = had_it and follows_dtype(path, leaf, param, leaf.dtype)
         dtype = param.dtype if follows and param.is_complex() == leaf.is_complex() else leaf.dtype
         of_param = param if is_of_torch else None
-        key = _identity(leaf), dtype, param.device, path == ("step",), of_param
+        key = _identity(leaf), dtype, of_param, param.device, path == ("step",)
         if key not in copies:
             copies[key] = _copied(path, leaf, param, dtype, step_on_device)
+            copies.setdefault(key[:3], copies[key])
         return copies[key]
 
     placed: dict[str, object] = map_leaves(dict(state.values), copied)
@@ -317,13 +319,17 @@ def _placed(
     return placed
 
 
-def placed_options(options: Mapping[str, object], group: Group) -> dict[str, object]:
+def placed_options(options: Mapping[str, object], group: Group, copies: Copies) -> dict[str, object]:
     """Returns copies of options for a group, or of state under other keys than parameters for that of an optimizer.
 
     A tensor gets the device of the one that it replaces; without one, that of the first parameter, since files have no
-    devices.
+    devices. A tensor that `placed_state` has copied for a parameter, in its own dtype, stays one tensor.
     """
-    placed: dict[str, object] = deep_copy(dict(options))
+    shared: dict[int, torch.Tensor] = {}
+    for _, leaf in leaf_paths(dict(options)):
+        if isinstance(leaf, torch.Tensor) and (made := copies.get((_identity(leaf), leaf.dtype, None))) is not None:
+            shared[id(leaf)] = made
+    placed: dict[str, object] = deep_copy(dict(options), shared)
     for key, value in placed.items():
         live = next(iter(group.get("params", ())), None) if key not in group else group[key]
         if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
