@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from types import FrameType, GetSetDescriptorType
 from weakref import WeakValueDictionary
 
-import msgspec
 import torch
 from torch import nn
 
@@ -22,18 +21,12 @@ _FILLS = ("normal_", "uniform_", "log_normal_", "exponential_", "cauchy_", "geom
 """Fills that initialisation uses, and that take 10 to 800 us for a tensor on meta, because torch implements their meta
 kernels in Python. For many models they are most of the construction time. Other fills take about a microsecond."""
 
-
-class _Created(msgspec.Struct, eq=False):
-    """What a thread has created within `skeleton`, by id."""
-
-    parameters: WeakValueDictionary[int, nn.Parameter] = msgspec.field(default_factory=WeakValueDictionary)
-    modules: WeakValueDictionary[int, nn.Module] = msgspec.field(default_factory=WeakValueDictionary)
-    devices: dict[int, torch.device] = {}
-    """The devices of the parameters that have moved to meta, before."""
-
-
-_created = ThreadValue[_Created | None](None)
-"""None outside of `skeleton`."""
+_created = ThreadValue[WeakValueDictionary[int, nn.Parameter] | None](None)
+"""The parameters that a thread has created within `skeleton`, by id; None outside of `skeleton`."""
+_modules = ThreadValue[WeakValueDictionary[int, nn.Module] | None](None)
+"""The modules that a thread has created within `skeleton`, by id."""
+_devices = ThreadValue[dict[int, torch.device]]({})
+"""The devices of the parameters that have moved to meta, before, by the ids of the parameters."""
 
 
 @contextmanager
@@ -70,12 +63,17 @@ def skeleton() -> Iterator[None]:
     if _created.value is not None:
         yield
         return
-    created = _Created()
-    with _created.replaced(created), _overrides.used(), marked_empties():
+    modules = WeakValueDictionary[int, nn.Module]()
+    with (
+        _created.replaced(WeakValueDictionary()),
+        _modules.replaced(modules),
+        _devices.replaced({}),
+        _overrides.used(),
+        marked_empties(),
+    ):
         yield
     # The buffers of modules and of those below them, and the tensors among their attributes, each once.
-    roots = created.modules.values()
-    values = [value for root in roots for module in modules_of(root) for value in vars(module).values()]
+    values = [value for root in modules.values() for module in modules_of(root) for value in vars(module).values()]
     within = [item for value in values if isinstance(value, dict) for item in value.values()]
     within += [item for value in values if isinstance(value, list | tuple) for item in value]
     tensors = {id(value): value for value in (*values, *within) if isinstance(value, torch.Tensor)}
@@ -86,8 +84,9 @@ def skeleton() -> Iterator[None]:
 
 def _new(stock: Callable[..., nn.Parameter], cls: type[nn.Parameter], *args: object, **named: object) -> nn.Parameter:
     param = stock(cls, *args, **named)
-    if (created := _created.value) is not None:
-        created.parameters[id(param)] = param
+    created = _created.value
+    if created is not None:
+        created[id(param)] = param
     return param
 
 
@@ -95,47 +94,42 @@ def _register(stock: Callable[..., None], module: nn.Module, name: str, param: n
     stock(module, name, param)
     created = _created.value
     # A parameter of an existing model keeps its memory.
-    if param is None or created is None or id(param) not in created.parameters:
-        return
-    if is_plain(param) and not param.is_meta:
-        created.devices[id(param)] = param.device
+    if param is not None and created is not None and id(param) in created and is_plain(param) and not param.is_meta:
+        _devices.value[id(param)] = param.device
         give_memory(param, torch.empty_like(param, device="meta", requires_grad=False))
 
 
 def _init(stock: Callable[..., None], module: nn.Module, *args: object, **named: object) -> None:
     stock(module, *args, **named)
-    if (created := _created.value) is not None:
-        created.modules[id(module)] = module
+    modules = _modules.value
+    if modules is not None:
+        modules[id(module)] = module
 
 
 def _is_meta(stock: GetSetDescriptorType, param: nn.Parameter) -> bool:
     is_meta: bool = stock.__get__(param)
-    return is_meta and _concealed_device(param, sys._getframe(2)) is None
+    return is_meta and not _is_concealed(param, sys._getframe(2))
 
 
 def _device(stock: GetSetDescriptorType, param: nn.Parameter) -> torch.device:
     device: torch.device = stock.__get__(param)
-    return (_concealed_device(param, sys._getframe(2)) if device.type == "meta" else None) or device
+    return _devices.value[id(param)] if device.type == "meta" and _is_concealed(param, sys._getframe(2)) else device
 
 
-def _concealed_device(param: nn.Parameter, caller: FrameType) -> torch.device | None:
-    """The device where the constructor has created a parameter, if methods of a new module see it there.
+def _is_concealed(param: nn.Parameter, caller: FrameType) -> bool:
+    """Whether methods of a new module see a parameter on the device where the constructor has created it.
 
     Constructors fill buffers only `if not self.weight.is_meta`, and compute buffers on `self.weight.device`. A method
     that gets another module as an argument initialises the parameters of that one, and computes with them.
     """
-    created, code = _created.value, caller.f_code
-    if created is None or id(param) not in created.parameters or id(param) not in created.devices:
-        return None
+    created, modules, code = _created.value, _modules.value, caller.f_code
+    if created is None or modules is None or id(param) not in created or id(param) not in _devices.value:
+        return False
     if code.co_varnames[:1] != ("self",) or caller.f_globals.get("__name__", "").partition(".")[0] == "torch":
-        return None
+        return False
     own, *arguments = (caller.f_locals.get(name) for name in code.co_varnames[: code.co_argcount])
     others = [argument for argument in arguments if isinstance(argument, nn.Module)]
-    if id(own) not in created.modules or any(
-        param is each for other in others for each in own_parameters(other).values()
-    ):
-        return None
-    return created.devices[id(param)]
+    return id(own) in modules and not any(param is each for other in others for each in own_parameters(other).values())
 
 
 def _fill(stock: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: object, **named: object) -> torch.Tensor:
