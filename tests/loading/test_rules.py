@@ -167,7 +167,6 @@ def test_rules_that_do_not_fit_are_problems(rules: list[Any], problem: str) -> N
     ],
 )
 def test_values_that_cannot_be_computed_leave_the_model_as_it_was(fn: Any, why: str, overlaps: bool) -> None:
-    """A function that works without values and not with them is found out when these are there."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     if overlaps:
         model.register_buffer("part", model[1].weight.detach()[:1])

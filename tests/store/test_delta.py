@@ -433,7 +433,6 @@ def patches(layers: list[str]) -> list[str]:
 
 
 def swapped(index: dict[str, Any], layers: list[str]) -> None:
-    """Patches in another order."""
     first, second = map(layers.index, patches(layers)[:2])
     layers[first], layers[second] = layers[second], layers[first]
 
