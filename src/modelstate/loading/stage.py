@@ -132,13 +132,9 @@ def _fill(read: ReadInto, staging: Staging, items: Sequence[Execution], memory: 
 
 def _read(staging: Staging, items: Sequence[Execution], memory: Memory) -> None:
     """Reads values that are ranges of files into tensors. Raises `ReadFailedError`."""
-    strategy = staging.strategy
-    read_ranges(
+    staging.read_requests(
         [request for item, targets in zip(items, memory, strict=True) for request in item.transfers.requests(targets)],
-        files=staging.files,
         on_read=staging.progress,
-        threads=strategy.threads,
-        batch_bytes=strategy.block_bytes if strategy.remote else None,
         is_new_memory=any(item.transfers.way is not Way.INTO for item in items),
     )
 

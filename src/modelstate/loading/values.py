@@ -26,6 +26,8 @@ from modelstate.io.engine import (
     OpenFiles,
     Part,
     ReadStrategy,
+    Request,
+    Rows,
     Wait,
     block_buffers,
     common_align_bytes,
@@ -72,6 +74,19 @@ class Staging(msgspec.Struct, eq=False, dict=True):
     """The values that one rank reads for several."""
     progress: Progress = lambda _: None
     """Called with numbers of bytes that are done; may raise to end a read."""
+
+    def read_requests(
+        self, requests: Sequence[Request | Rows], on_read: Progress | None = None, *, is_new_memory: bool = True
+    ) -> None:
+        """Executes requests with the threads of the load. See `read_ranges`."""
+        read_ranges(
+            requests,
+            files=self.files,
+            on_read=on_read,
+            threads=self.strategy.threads,
+            batch_bytes=self.strategy.block_bytes if self.strategy.remote else None,
+            is_new_memory=is_new_memory,
+        )
 
     def read(self, stored: Stored) -> torch.Tensor:
         """Reads the values of a stored tensor into memory of their own."""
@@ -161,14 +176,7 @@ def _own_value(staging: Staging, execution: Execution) -> torch.Tensor:
     stored, value = facts.stored, facts.value
     if transfer.is_read_into_place:
         (memory,) = fresh_tensors([(value.size(), None, value.dtype)])
-        strategy = staging.strategy
-        read_ranges(
-            transfer.requests([memory]),
-            files=staging.files,
-            threads=strategy.threads,
-            batch_bytes=strategy.block_bytes if strategy.remote else None,
-            is_new_memory=True,
-        )
+        staging.read_requests(transfer.requests([memory]))
         return memory
     if isinstance(stored, StoredComposite):
         return staging.read(stored)
