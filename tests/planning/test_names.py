@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import nn
 
 import modelstate as ms
@@ -332,6 +332,7 @@ def renamings(draw: st.DrawFn) -> tuple[dict[str, str], set[str]]:
 
 @pytest.mark.slow
 @given(renamings())
+@example(({"encoder.q": "q", "encoder.encoder.module.q": "encoder.module.q"}, set()))
 @settings(deadline=None, max_examples=examples(400))
 def test_what_is_loaded_or_proposed_is_what_was_meant(renaming: tuple[dict[str, str], set[str]]) -> None:
     names, extra = renaming

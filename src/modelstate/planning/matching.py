@@ -438,7 +438,7 @@ def wrapper_rule(
     for side, names in zip(chains, (filter(_has_wrapper, left), lacking), strict=True):
         if any(side.get(bare, chain) != chain for name in names for bare, _, chain in _places(name)):
             return None  # a name without a counterpart goes through a wrapper, and the others do not, or vice versa
-    if left and lacking and any(map(_has_wrapper, modules.values())):
+    if left and lacking and any(map(_has_wrapper, (*modules.values(), *lacking))):
         return None  # a name that fits by chance would become one of a module that the checkpoint has elsewhere
     rule = Rewrapped(modules)
     if not modules or any((rule.rename(source) or source) != target for source, target in pairs.items()):
