@@ -202,7 +202,7 @@ def test_it_sees_what_would_be_loaded_and_only_what_it_is_for(make: Any, dtype: 
 
 @pytest.mark.slow_except(8)
 @pytest.mark.parametrize("options", [{}, {"in_place": True}, {"background": True}, {"dtype": torch.float64}])
-@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: t[:], nn.Parameter])
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: t[:], nn.Parameter, lambda t: torch.from_numpy(t.numpy())])
 @pytest.mark.parametrize("make", [Net, skeleton, lazy])
 def test_a_function_that_returns_one_buffer_again_and_again(make: Any, wrap: Any, options: Any, path: Path) -> None:
     if make is skeleton and "in_place" in options:
@@ -221,6 +221,18 @@ def test_a_function_that_returns_one_buffer_again_and_again(make: Any, wrap: Any
     for name, value in model.state_dict().items():
         expected = saved(path)[name]
         assert torch.equal(value, (expected * 2 if expected.is_floating_point() else expected).to(value.dtype)), name
+
+
+@pytest.mark.parametrize("view", [lambda t: torch.stack([t] * 9)[1], lambda t: torch.complex(t, -t).conj().imag])
+@pytest.mark.parametrize("make", [Net, skeleton])
+def test_a_result_that_is_a_view_gets_memory_of_its_own(make: Any, view: Any, path: Path) -> None:
+    model = make()
+    ms.load(model, path, transform=lambda name, tensor: view(tensor) if tensor.is_floating_point() else tensor)
+    for name, value in model.state_dict().items():
+        assert value.is_contiguous()
+        assert not value.is_neg()
+        assert value.untyped_storage().nbytes() == value.nbytes
+        assert torch.equal(value, saved(path)[name])
 
 
 @pytest.mark.slow_except(8)

@@ -48,7 +48,7 @@ from modelstate.rules.expression import Derived, values_of
 from modelstate.spec import ByteRange, Stored, StoredComposite, StoredTensor, contiguous_stride
 from modelstate.torch_compat.dtypes import UNCHECKED, Overflows, can_overflow, nonfinite
 from modelstate.torch_compat.plain import is_dense, is_plain
-from modelstate.torch_compat.private import copy_each, payload_of, storage_owners
+from modelstate.torch_compat.private import copy_each, payload_of, storage_of, storage_owners
 from modelstate.transaction.slots import Addresses, slots_of
 
 Progress = Callable[[int], None]
@@ -231,7 +231,9 @@ def _transformed(staging: Staging, execution: Execution) -> None:
             before = partial(int, nonfinite(value) if is_plain(value) else 0)
             result = called(facts.module_transform, name, value, shape)
         freezes = isinstance(result, nn.Parameter) and not result.requires_grad
-    del value  # which may be the result
+    is_argument = result is value
+    if is_argument:
+        del value
     what = f"the {type(result).__name__} of the transform cannot be copied; nothing has been changed"
     with code_errors(TransformError, what, where=name), torch.inference_mode(False), torch.no_grad():
         cast = result = result.detach()
@@ -241,11 +243,19 @@ def _transformed(staging: Staging, execution: Execution) -> None:
         if not staging.overflows.check(name, result, cast) and is_plain(result):
             staging.overflows.check_function(name, BY_TRANSFORM, result, before)
         final = cast.to(transfer.device)
+        if is_plain(final):
+            final = final.resolve_conj().resolve_neg()
         # Others may write to memory that they refer to, as a function does that returns the same buffer each time.
         is_own = all(storage_owners(part) <= 1 for part in payload_of(final))
         if is_plain(final):
-            is_own = is_own and is_dense(final) and not (final.is_inference() or staging.own_memory.hold(final))
-        set_transformed(execution, final if is_own else final.clone(), freezes=freezes)
+            storage = storage_of(final)
+            is_alone = storage.nbytes() == final.nbytes and (is_argument or storage.resizable())  # not that of an array
+            is_own = is_own and is_alone and is_dense(final)
+            is_own = is_own and not (final.is_inference() or staging.own_memory.hold(final))
+            final = final if is_own else final.clone(memory_format=torch.contiguous_format)
+        elif not is_own:
+            final = final.clone()
+        set_transformed(execution, final, freezes=freezes)
 
 
 def _nonfinite_before(staging: Staging, transfer: Transfers) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -92,11 +92,11 @@ class LocalBackend:
             return None
         return status.st_ino, status.st_size, status.st_mtime_ns  # a new file may get the inode of a removed one
 
-    def contents(self, path: str) -> Hashable:
-        """Returns what changes where a file of a checkpoint is replaced or written to; None where they are gone."""
+    def contents(self, path: str) -> object:
+        """Returns a number that changes where a file of a checkpoint is replaced or written to; None where none is."""
         with suppress(OSError), os.scandir(path) as files:
             statuses = [(file.name, file.stat()) for file in files if file.name != PIN_FILE]
-            return frozenset((name, of.st_ino, of.st_size, of.st_mtime_ns) for name, of in statuses)
+            return hash(frozenset((name, of.st_ino, of.st_size, of.st_mtime_ns) for name, of in statuses))
         return None
 
     def is_gone(self, path: str) -> bool:

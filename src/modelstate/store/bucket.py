@@ -339,7 +339,7 @@ class _Lease:
                 self._bucket.check_no_object()
             serial = max(listed.claims, default=0) + 1
             name, text = f"lease-{serial:012d}.{nonce}", json.dumps({**holder, "nonce": nonce}).encode()
-            intent = self._bucket.at(name)
+            intent, stop = self._bucket.at(name), threading.Event()
             try:
                 put(intent, text, overwrite=True)
                 while (other := self._newest(listed)) is not None:
@@ -356,7 +356,6 @@ class _Lease:
                     listed = self._bucket.listing()
                 self._bucket.claim(serial, name)
                 self._check_conditions(serial)
-                stop = threading.Event()
                 arguments = (intent, text, stop, LEASE_SECONDS / 4)
                 renewal = threading.Thread(target=_renew, args=arguments, name="modelstate lease", daemon=True)
                 # In a function of `atexit` no thread can be started: what a program saves there is short.
@@ -371,6 +370,7 @@ class _Lease:
                 remove([intent])
                 continue  # another writer was faster
             except BaseException:
+                stop.set()  # an interrupt may have come when the thread ran
                 # The next writer need not wait for a lease that is released. Its object stays where its claim may be
                 # there: without it the claim would count as that of a step that a killed writer has left.
                 with suppress(WriteFailedError), cleanup():
