@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.loading import values
+from modelstate.loading import stage, values
 from tests.faults import faulty_reads
 
 
@@ -47,6 +47,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(values, "pinned_memory", lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(values, "_QUEUED_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(stage, "_is_cast_from_map", lambda _: False)  # as for the values of a device
     monkeypatch.setattr(values.CudaQueue, "run", noted)
     return used
 

@@ -108,15 +108,7 @@ class Maps:
 
         Raises `ReadFailedError` where a file cannot be mapped, or has changed.
         """
-        import torch
-
-        maps = {path: mapped for path in {*columns.paths} if (mapped := self._map(path))}
-        views: list[torch.Tensor] = []
-        with torch.inference_mode(False):  # a tensor of that mode cannot be trained later
-            for dtype, shape, path, start, nbytes in columns.rows():
-                view = torch.frombuffer(maps[path], dtype=dtype, count=nbytes // dtype.itemsize, offset=start)
-                views.append(view if len(shape) == 1 else view.resize_(*shape) if shape else view.resize_(shape))
-        return views
+        return views_of({path: mapped for path in {*columns.paths} if (mapped := self._map(path))}, columns)
 
     def read(self, stored: Stored) -> torch.Tensor:
         """Reads the values into memory of their own, without a map. See `read_tensor`."""
@@ -242,6 +234,18 @@ class Maps:
                 remedy=OPEN_AGAIN,
             )
         return self._maps.setdefault(path, mapped)  # another thread may have mapped it meanwhile
+
+
+def views_of(maps: Mapping[str, mmap.mmap], columns: TensorColumns) -> list[torch.Tensor]:
+    """Returns tensors, as those of `Maps.tensors`, as views of maps of their files."""
+    import torch
+
+    views: list[torch.Tensor] = []
+    with torch.inference_mode(False):  # a tensor of that mode cannot be trained later
+        for dtype, shape, path, start, nbytes in columns.rows():
+            tensor = torch.frombuffer(maps[path], dtype=dtype, count=nbytes // dtype.itemsize, offset=start)
+            views.append(tensor if len(shape) == 1 else tensor.resize_(*shape) if shape else tensor.resize_(shape))
+    return views
 
 
 _lock = fork_safe_lock()

@@ -12,12 +12,12 @@ make a read fail comes before the first byte is written:
    for writing already, there is no lease.
 3. Each file is compared with its fingerprint. From here on its bytes are those of the checkpoint.
 
-Then the bytes are read from the page cache. Casts read them in blocks that fit into the processor's cache. A copy out
-of a map takes half as long again, since its pages are mapped and unmapped, and a disk that fails ends the process.
+Then the bytes are read from the page cache; values that are only cast come out of a map, by torch's own copies. Reads
+of other values were measured to be faster than copies out of a map, and a disk that fails is an error there.
 
 What remains: the kernel lacks a page between two that it was asked about, or evicts one after the first step, and the
 disk does not return it; or a writer waits, and the process is stopped for longer than the break time. Some values are
-then old or damaged. `in_place=False` excludes both.
+then old or damaged, or, of a map, the kernel ends the process (SIGBUS). `in_place=False` excludes both.
 """
 
 from __future__ import annotations

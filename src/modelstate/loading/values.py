@@ -246,12 +246,11 @@ def _transformed(staging: Staging, execution: Execution) -> None:
         if is_plain(final):
             final = final.resolve_conj().resolve_neg()
         # Others may write to memory that they refer to, as a function does that returns the same buffer each time.
-        is_own = all(storage_owners(part) <= 1 for part in payload_of(final))
+        is_own = not final.is_inference() and all(storage_owners(part) <= 1 for part in payload_of(final))
         if is_plain(final):
             storage = storage_of(final)
             is_alone = storage.nbytes() == final.nbytes and (is_argument or storage.resizable())  # not that of an array
-            is_own = is_own and is_alone and is_dense(final)
-            is_own = is_own and not (final.is_inference() or staging.own_memory.hold(final))
+            is_own = is_own and is_alone and is_dense(final) and not staging.own_memory.hold(final)
             final = final if is_own else final.clone(memory_format=torch.contiguous_format)
         elif not is_own:
             final = final.clone()
