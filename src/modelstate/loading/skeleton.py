@@ -73,7 +73,11 @@ def skeleton() -> Iterator[None]:
     ):
         yield
     # The buffers of modules and of those below them, and the tensors among their attributes, each once.
-    values = [value for root in modules.values() for module in modules_of(root) for value in vars(module).values()]
+    found = dict[int, nn.Module]()
+    for root in modules.values():
+        if id(root) not in found:
+            found |= {id(module): module for module in modules_of(root)}
+    values = [value for module in found.values() for value in vars(module).values()]
     within = [item for value in values if isinstance(value, dict) for item in value.values()]
     within += [item for value in values if isinstance(value, list | tuple) for item in value]
     tensors = {id(value): value for value in (*values, *within) if isinstance(value, torch.Tensor)}
