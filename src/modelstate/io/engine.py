@@ -48,7 +48,7 @@ _IOV_MAX = 1024
 _LEAST_DIRECT_BYTES = 256 << 10
 """Less is read from the page cache, which reads ahead."""
 _PyBUF_WRITE = 0x200
-_BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 4 << 20
 """What a thread reads before it casts it: smaller blocks lose more to the interpreter lock than the cache saves."""
 _LARGE_TRANSFER_BYTES = 256 << 20
 """From so many bytes on, the blocks for a device are larger."""
@@ -81,7 +81,7 @@ class ReadStrategy(msgspec.Struct, frozen=True):
 
     threads: int = msgspec.field(default_factory=read_threads)
     """Threads that read blocks and cast them."""
-    block_bytes: int = _BLOCK_BYTES
+    block_bytes: int = BLOCK_BYTES
     """The size of a block."""
     remote: bool = False
     """Whether files are read from servers within a memory budget, which then counts the replies under way, too."""

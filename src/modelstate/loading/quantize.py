@@ -1,4 +1,4 @@
-"""`Quantize`: quantizes weights with torchao while they are loaded, row by row for int8."""
+"""`Quantize`: quantizes weights with torchao while they are loaded, row by row where torchao does so, too."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import OptionError, PackageError, TransformError, keep_interrupt
+from modelstate.io.engine import BLOCK_BYTES
 from modelstate.io.memory import fresh_tensors
 from modelstate.planning.transforms import BlockTransform
 from modelstate.spec import contiguous_stride
@@ -26,26 +27,16 @@ _PARTS = {"qdata", "scale"}
 _CONSTANT = "zero_point"
 
 
-class Int8Rows:
-    """Quantizes float32 rows as torchao does, without torchao's copies of the rows, which take most of the time.
+class QuantizedRows:
+    """Quantizes a weight by rows with torchao, and collects the parts of the results."""
 
-    The operations and their order are those of torchao's symmetric quantization. They overwrite the rows.
-    """
-
-    extra_bytes = _HEAP_IN_PLACE_BYTES
-
-    def __init__(self, like: Any) -> None:
-        """`like` is the tensor that torchao returns for some rows."""
+    def __init__(self, quantize: Callable[[torch.Tensor], torch.Tensor], like: Any, extra_bytes: int) -> None:
+        """`like` is the tensor that `quantize` returns for some rows."""
         names, self._context = like.__tensor_flatten__()
+        self._quantize, self.extra_bytes = quantize, extra_bytes
         self._class: Any = type(like.data)
         self._parts = {name: getattr(like, name) for name in names}
         self._needs_grad: bool = like.requires_grad
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the quantized rows. Overwrites `rows`."""
-        parts = self.parts(len(rows))
-        self.write(rows, parts)
-        return self.whole(parts, rows.shape)
 
     def parts(self, rows: int) -> dict[str, torch.Tensor]:
         """Allocates the parts of a weight of so many rows."""
@@ -58,6 +49,37 @@ class Int8Rows:
         return nn.Parameter(result, requires_grad=self._needs_grad)
 
     def write(self, rows: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
+        """Writes the quantized rows to the parts of the result. May overwrite `rows`."""
+        result = self._quantize(rows)
+        for name, part in parts.items():
+            part.copy_(getattr(result, name))
+
+    def is_exact(self, sample: torch.Tensor, expected: Any) -> bool:
+        """Whether the rows of a sample, in two blocks, are what torchao makes of all of them, bit for bit."""
+        names, context = expected.__tensor_flatten__()
+        if any(len(getattr(expected, name)) != len(sample) for name in names):
+            return False
+        parts, half = self.parts(len(sample)), len(sample) // 2
+        for rows in (slice(0, half), slice(half, None)):
+            self.write(sample[rows].clone(), {name: part[rows] for name, part in parts.items()})
+        pairs = [(parts[name], getattr(expected, name)) for name in names]
+        same = all(a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b) for a, b in pairs)
+        return same and repr(self.whole(parts, sample.shape).__tensor_flatten__()[1]) == repr(context)  # type: ignore[attr-defined]
+
+
+class Int8Rows(QuantizedRows):
+    """Quantizes float32 rows as torchao does, without torchao's copies of the rows, which take most of the time.
+
+    The operations and their order are those of torchao's symmetric quantization. They overwrite the rows.
+    """
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the quantized rows. Overwrites `rows`."""
+        parts = self.parts(len(rows))
+        self.write(rows, parts)
+        return self.whole(parts, rows.shape)
+
+    def write(self, rows: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
         """Writes the quantized rows to the parts of the result. Overwrites `rows`."""
         # Few operations, because threads wait for the interpreter lock before each of them.
         largest = torch.maximum(rows.amin(1, keepdim=True).neg_(), rows.amax(1, keepdim=True))
@@ -67,30 +89,31 @@ class Int8Rows:
             parts[_CONSTANT].copy_(self._parts[_CONSTANT][:1])
 
 
-def int8_rows(quantize: Callable[[torch.Tensor], torch.Tensor], columns: int) -> Int8Rows | None:
-    """Returns the `Int8Rows` that quantizes rows of so many columns as `quantize` does.
+def quantized_rows(
+    quantize: Callable[[torch.Tensor], torch.Tensor], columns: int, dtype: torch.dtype, *, is_int8: bool, copies: int
+) -> QuantizedRows | None:
+    """Returns what quantizes rows of so many columns as `quantize` does.
 
-    Both are compared on a sample, bit for bit. Returns None where they differ.
+    Both are compared on a sample, bit for bit. Returns None where they differ. `copies` are those that torchao makes of
+    the rows in float32.
     """
     if columns > _MOST_COLUMNS:
         return None
-    sample = _sample(columns)
+    sample = _sample(columns).to(dtype)
     try:
         expected: Any = quantize(sample.clone())
     except Exception as error:  # a shape that torchao refuses, for example; torchao raises again for the weight itself
         keep_interrupt(error)
         return None
-    flatten = getattr(expected, "__tensor_flatten__", None)
-    if flatten is None or not _PARTS <= set(flatten()[0]) <= {*_PARTS, _CONSTANT}:
-        return None
-    names, context = flatten()
-    if expected.scale.shape != (len(sample), 1):  # several scales for each row
-        return None
-    quantize_rows = Int8Rows(expected)
-    result: Any = quantize_rows(sample.clone())
-    pairs = [(getattr(result, name), getattr(expected, name)) for name in names]
-    same = all(a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b) for a, b in pairs)
-    return quantize_rows if same and repr(result.__tensor_flatten__()[1]) == repr(context) else None
+    names = set(expected.__tensor_flatten__()[0]) if hasattr(expected, "__tensor_flatten__") else set[str]()
+    found = list[QuantizedRows]()
+    has_parts = is_int8 and dtype == torch.float32 and _PARTS <= names <= {*_PARTS, _CONSTANT}
+    if has_parts and expected.scale.shape == (len(sample), 1):  # one scale for each row
+        found.append(Int8Rows(quantize, expected, _HEAP_IN_PLACE_BYTES))
+    if names:
+        of_block = copies * 4 * max(BLOCK_BYTES // dtype.itemsize, columns)
+        found.append(QuantizedRows(quantize, expected, of_block + _HEAP_BYTES))
+    return next((rows for rows in found if rows.is_exact(sample, expected)), None)
 
 
 def _sample(columns: int) -> torch.Tensor:
@@ -130,8 +153,10 @@ class Quantize(BlockTransform):
 
     config: Any
     """A config of torchao, such as `Int8WeightOnlyConfig()`."""
-    _checked: dict[int, Int8Rows | None] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """From numbers of columns to the quantization in place; None where torchao must quantize."""
+    _checked: dict[tuple[int, torch.dtype], QuantizedRows | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """From numbers of columns to the quantization by rows; None where torchao needs the whole weight."""
 
     def __post_init__(self) -> None:
         try:
@@ -172,21 +197,27 @@ class Quantize(BlockTransform):
     def __call__(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
         """Returns the weight of a Linear after `quantize_`."""
         is_ordered = tensor.dim() == 2 and tensor.is_contiguous() and tensor.device.type == "cpu"
-        in_place = self._in_place(tensor.shape[1], tensor.dtype) if is_ordered and len(tensor) else None
-        return self._by_torchao(name, tensor, module) if in_place is None else in_place(tensor)
+        in_place = self._rows(tensor.shape[1], tensor.dtype) if is_ordered and len(tensor) else None
+        return in_place(tensor) if isinstance(in_place, Int8Rows) else self._by_torchao(name, tensor, module)
 
-    def _in_place(self, columns: int, dtype: torch.dtype) -> Int8Rows | None:
-        """The quantization in place; None where its result would differ from torchao's."""
-        if type(self.config).__name__ not in _INT8 or dtype != torch.float32 or not columns:
-            return None
-        if columns not in self._checked:
-            layer = nn.Linear(1, 1, bias=False, device="meta")
-            self._checked[columns] = (
-                int8_rows(lambda rows: self._by_torchao("a sample", rows, layer), columns)
-                if _by_rows(self.config)
-                else None
-            )
-        return self._checked[columns]
+    def _rows(self, columns: int, dtype: torch.dtype) -> QuantizedRows | None:
+        """The quantization by rows; None where its result would differ from torchao's."""
+        key = columns, dtype
+        if key not in self._checked:
+            layer, self._checked[key] = nn.Linear(1, 1, bias=False, device="meta"), None
+            if columns and _by_rows(self.config):
+                self._checked[key] = quantized_rows(
+                    lambda rows: self._by_torchao("some rows", rows, layer),
+                    columns,
+                    dtype,
+                    is_int8=type(self.config).__name__ in _INT8,
+                    copies=self._copies,
+                )
+        return self._checked[key]
+
+    @property
+    def _copies(self) -> int:
+        return next((n for part, n in _COPIES.items() if part in type(self.config).__name__), _MOST_COPIES)
 
     def _by_torchao(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
         from torchao.quantization import quantize_
@@ -226,9 +257,9 @@ class Quantize(BlockTransform):
             return None
         return 1, getattr(self.config.granularity, "group_size", shape[1])
 
-    def block_function(self, shape: tuple[int, ...], dtype: torch.dtype) -> Int8Rows | None:
-        """Returns the quantization in place, by rows; None where its result would differ from torchao's."""
-        return self._in_place(shape[1], dtype) if len(shape) == 2 else None
+    def block_function(self, shape: tuple[int, ...], dtype: torch.dtype) -> QuantizedRows | None:
+        """Returns the quantization by rows; None where its result would differ from torchao's."""
+        return self._rows(shape[1], dtype) if len(shape) == 2 else None
 
     def extra_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """The memory for torchao's copies of the weight in float32.
@@ -237,10 +268,9 @@ class Quantize(BlockTransform):
             shape: The shape of the weight.
             dtype: The dtype of the weight.
         """
-        if len(shape) == 2 and self._in_place(shape[1], dtype) is not None:
+        if len(shape) == 2 and isinstance(self._rows(shape[1], dtype), Int8Rows):
             return _HEAP_IN_PLACE_BYTES
-        copies = next((n for part, n in _COPIES.items() if part in type(self.config).__name__), _MOST_COPIES)
-        return copies * torch.Size(shape).numel() * max(dtype.itemsize, 4) + _HEAP_BYTES
+        return self._copies * torch.Size(shape).numel() * max(dtype.itemsize, 4) + _HEAP_BYTES
 
 
 # Numbers of copies, by a part of the config's name. Measured with torchao 0.18 on float32 and bfloat16 weights: two
