@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from safetensors.torch import save_file
 
 import modelstate as ms
@@ -85,7 +85,9 @@ def sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def read(path: Path) -> dict[str, Any]:
     checkpoint = ms.open(path)
-    return {name: checkpoint.tensor(name).to_dense().clone() for name in checkpoint}
+    dense = {name: checkpoint.tensor(name).to_dense() for name in checkpoint}
+    # A copy of a boolean may have other bits that are true, too.
+    return {name: (one.view(torch.uint8) if one.dtype is torch.bool else one).clone() for name, one in dense.items()}
 
 
 def regions_of(path: Path, file: Path) -> list[range]:
@@ -97,6 +99,7 @@ def regions_of(path: Path, file: Path) -> list[range]:
 
 @settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@example(at=0.998046875, bit=1)
 def test_a_flipped_bit(sample: tuple[str, Path, Path, bytes], at: float, bit: int) -> None:
     name, opened, file, data = sample
     file.write_bytes(data)
