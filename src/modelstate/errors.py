@@ -91,12 +91,13 @@ def keep_interrupt(error: BaseException) -> None:
 
     Such an exception says nothing about a file or a model, at whatever call it arrives. `ModelStateError` calls this
     for the exception that is being handled. Code that catches any `Exception`, and raises no such error, calls it too.
-    The code that it has called may have raised another exception in its place, as `inspect` does.
+    The code that it has called may have raised another one while it handled this, as `inspect` does, and has not said
+    with `raise ... from` that this one is meant.
     """
     if is_interrupt(error):
         raise error
     trace, before = error.__traceback__, error.__context__
-    if before is not None and before.__traceback__ is not None:
+    if before is not None and before.__traceback__ is not None and not error.__suppress_context__:
         while trace is not None and trace.tb_frame is not before.__traceback__.tb_frame:
             trace = trace.tb_next
         if trace is not None:  # it was caught there, and not by the program that handles it now

@@ -17,7 +17,7 @@ from torch import nn
 from torch._C import _len_torch_dispatch_stack
 
 import modelstate as ms
-from modelstate.errors import ModelCodeError, OptionError
+from modelstate.errors import ModelCodeError, OptionError, TransformError
 from tests.programs import Program
 
 # In the middle of a large load.
@@ -181,10 +181,22 @@ def test_in_code_of_the_model(handler: Handler, kind: type[BaseException], tmp_p
         signal.raise_signal(signal.SIGUSR1)
         return tensor
 
-    for call in (ms.load, lambda model, _, transform: ms.convert(model, transform=transform)):
+    def replaced(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            return transform(name, tensor)
+        except kind as error:
+            if is_meant:
+                raise ValueError from error
+            raise ValueError  # noqa: B904  (as `inspect` does)
+
+    is_meant = False
+    for call, function in ((ms.load, transform), (ms.convert, transform), (ms.load, replaced)):
         with pytest.raises(kind) as raised:
-            call(model, path, transform=transform)
+            call(model, *[path] * (call is ms.load), transform=function)  # type: ignore[operator]
         assert raised.value is handler.raised
+    is_meant, model.signals = True, False
+    with pytest.raises(TransformError):
+        ms.load(model, path, transform=replaced)
     assert is_equal(before, state(model))
 
 

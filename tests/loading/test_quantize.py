@@ -444,6 +444,17 @@ def test_weights_of_many_blocks(name: str, dtype: torch.dtype, kind: str, tmp_pa
     same(ours, after_load(theirs, CONFIGS[name]()))
 
 
+@pytest.mark.parametrize("name", ["int8 per channel", "float8 per row", "intx, 4 bits per group"])
+def test_the_memory_for_rows_does_not_grow_with_their_number(name: str, tmp_path: Path) -> None:
+    def peak(rows: int) -> int:
+        model = nn.Linear(512, rows, bias=False)
+        save_file(model.state_dict(), tmp_path / "x.safetensors")
+        quantize = ms.loading.Quantize(CONFIGS[name]())
+        return ms.plan(model, tmp_path / "x.safetensors", transform=quantize).peak_memory_bytes
+
+    assert peak(20_000) == peak(40_000)
+
+
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("rows", [64, 2100])
 @pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference", "meta"])

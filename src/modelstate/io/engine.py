@@ -446,7 +446,7 @@ def read_ranges(
     def process(buffer: memoryview, item: Batch | Rows) -> None:
         if isinstance(item, Batch):
             for address, nbytes in item.pieces if is_new_memory else ():
-                if address is not None and nbytes >= linux.LEAST_POPULATED_BYTES:  # without a call for each
+                if address is not None:
                     linux.populate(address, nbytes)
             read_batch(opened[item.path], item)
         else:

@@ -384,16 +384,14 @@ _MOST_KEPT = 64
 @contextmanager
 def kept_open() -> Iterator[dict[str, Opened]]:
     """Within the block, a `SourceFile` of this thread leaves its file open; yields these files by their paths."""
-    opened, before = dict[str, Opened](), _kept.value
+    opened = dict[str, Opened]()
     try:
-        _kept.value = opened
-        yield opened
+        with _kept.replaced(opened):
+            yield opened
     except BaseException:  # whose traceback may live on
         while opened:
             opened.popitem()[1][0].close()
         raise
-    finally:
-        _kept.value = before
 
 
 HEAD_BYTES = 4096

@@ -23,8 +23,7 @@ O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if IS_LINUX else 0)
 """Without this flag Linux counts a writable map as memory, and refuses a file that is larger than the free memory."""
 
-LEAST_POPULATED_BYTES = 256 << 10
-"""A smaller range of new memory is left to the faults."""
+_LEAST_POPULATED_BYTES = 256 << 10
 
 
 class Advice(IntEnum):
@@ -60,9 +59,9 @@ def madvise(address: int, nbytes: int, advice: Advice) -> int:
 def populate(address: int, nbytes: int) -> None:
     """Gives memory to the pages that lie within a range, where the kernel can, in less time than faults take for each.
 
-    Memory that is there already keeps its values.
+    Memory that is there already keeps its values. A small range is left to the faults.
     """
-    if nbytes < LEAST_POPULATED_BYTES:
+    if nbytes < _LEAST_POPULATED_BYTES:
         return
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = (address + nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE

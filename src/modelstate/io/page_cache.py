@@ -186,9 +186,9 @@ def bring_into_cache(
             pages = linux.resident(file.descriptor, start, end - start, step=step, piece_bytes=mmap.PAGESIZE)
             if pages is not None and 0 in pages:
                 pages = linux.resident(file.descriptor, start, end - start)
-                missing += _absent(pages or b"", path, start, end)
             if pages is None:
                 return False
+            missing += _absent(pages, path, start, end)
     if not missing:
         return True
     if sum(span.nbytes for span in missing) > most_to_read():

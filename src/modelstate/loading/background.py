@@ -17,7 +17,7 @@ from modelstate.loading.stage import stage
 from modelstate.loading.values import Progress, Staging
 from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner
-from modelstate.planning.transfer import Execution, Transfers
+from modelstate.planning.transfer import Execution
 from modelstate.process import progress_bar, stopped_by
 from modelstate.torch_compat.plain import is_plain
 
@@ -223,7 +223,13 @@ class StagedLoad:
             ChecksumError: The file is damaged.
             TransformError: A transform raises, or returns a tensor that cannot be loaded.
         """
-        staging, executions = self.staging, [item for item in self._executions if not _needs_slot(item.transfers)]
+        # The result of a transform depends on its slot, and only the commit initialises that of a lazy module.
+        executions = [
+            item
+            for item in self._executions
+            if (own := item.transfers.own) is None or not (own.is_transformed and is_lazy(item.transfers.param))
+        ]
+        staging = self.staging
         if self._verification:
             self.verified_bytes = self._verification.run(lambda _: progress(0))
         before, staging.progress = staging.progress, progress
@@ -261,8 +267,3 @@ class StagedLoad:
         for item in self._executions:
             item.finals.clear()  # the load that commits has the same list
         self._executions = []
-
-
-def _needs_slot(transfers: Transfers) -> bool:
-    """Whether a transform is called for a slot that only the commit initialises, as its result depends on the slot."""
-    return transfers.own is not None and transfers.own.is_transformed and is_lazy(transfers.param)

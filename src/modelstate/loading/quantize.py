@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from modelstate.io.engine import BLOCK_BYTES
 from modelstate.io.memory import fresh_tensors
 from modelstate.planning.transforms import BlockTransform
 from modelstate.spec import contiguous_stride
+from modelstate.torch_compat.plain import in_a_row
 
 _HIGHEST, _LOWEST = 127, -128
 _STEPS = (_HIGHEST - _LOWEST) / 2
@@ -63,7 +65,8 @@ class QuantizedRows:
         for rows in (slice(0, half), slice(half, None)):
             self.write(sample[rows].clone(), {name: part[rows] for name, part in parts.items()})
         pairs = [(parts[name], getattr(expected, name)) for name in names]
-        same = all(a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b) for a, b in pairs)
+        same = all(a.dtype == b.dtype and a.stride() == b.stride() for a, b in pairs)
+        same = same and all(torch.equal(*(in_a_row(part).view(torch.uint8) for part in pair)) for pair in pairs)
         return same and repr(self.whole(parts, sample.shape).__tensor_flatten__()[1]) == repr(context)  # type: ignore[attr-defined]
 
 
@@ -87,33 +90,6 @@ class Int8Rows(QuantizedRows):
         parts["qdata"].copy_(rows.mul_(scale.reciprocal()).round_().clamp_(_LOWEST, _HIGHEST))
         if _CONSTANT in parts:
             parts[_CONSTANT].copy_(self._parts[_CONSTANT][:1])
-
-
-def quantized_rows(
-    quantize: Callable[[torch.Tensor], torch.Tensor], columns: int, dtype: torch.dtype, *, is_int8: bool, copies: int
-) -> QuantizedRows | None:
-    """Returns what quantizes rows of so many columns as `quantize` does.
-
-    Both are compared on a sample, bit for bit. Returns None where they differ. `copies` are those that torchao makes of
-    the rows in float32.
-    """
-    if columns > _MOST_COLUMNS:
-        return None
-    sample = _sample(columns).to(dtype)
-    try:
-        expected: Any = quantize(sample.clone())
-    except Exception as error:  # a shape that torchao refuses, for example; torchao raises again for the weight itself
-        keep_interrupt(error)
-        return None
-    names = set(expected.__tensor_flatten__()[0]) if hasattr(expected, "__tensor_flatten__") else set[str]()
-    found = list[QuantizedRows]()
-    has_parts = is_int8 and dtype == torch.float32 and _PARTS <= names <= {*_PARTS, _CONSTANT}
-    if has_parts and expected.scale.shape == (len(sample), 1):  # one scale for each row
-        found.append(Int8Rows(quantize, expected, _HEAP_IN_PLACE_BYTES))
-    if names:
-        of_block = copies * 4 * max(BLOCK_BYTES // dtype.itemsize, columns)
-        found.append(QuantizedRows(quantize, expected, of_block + _HEAP_BYTES))
-    return next((rows for rows in found if rows.is_exact(sample, expected)), None)
 
 
 def _sample(columns: int) -> torch.Tensor:
@@ -201,22 +177,38 @@ class Quantize(BlockTransform):
         return in_place(tensor) if isinstance(in_place, Int8Rows) else self._by_torchao(name, tensor, module)
 
     def _rows(self, columns: int, dtype: torch.dtype) -> QuantizedRows | None:
-        """The quantization by rows; None where its result would differ from torchao's."""
+        """The quantization by rows of so many columns; None where its result would differ from torchao's.
+
+        Both are compared on a sample, bit for bit.
+        """
         key = columns, dtype
-        if key not in self._checked:
-            layer, self._checked[key] = nn.Linear(1, 1, bias=False, device="meta"), None
-            if columns and _by_rows(self.config):
-                self._checked[key] = quantized_rows(
-                    lambda rows: self._by_torchao("some rows", rows, layer),
-                    columns,
-                    dtype,
-                    is_int8=type(self.config).__name__ in _INT8,
-                    copies=self._copies,
-                )
+        if key in self._checked:
+            return self._checked[key]
+        self._checked[key] = None
+        if not 0 < columns <= _MOST_COLUMNS or not _by_rows(self.config):
+            return None
+        layer = nn.Linear(1, 1, bias=False, device="meta")
+        quantize = partial(self._by_torchao, "some rows", module=layer)
+        sample = _sample(columns).to(dtype)
+        try:
+            expected: Any = quantize(sample.clone())
+        except Exception as error:  # a shape that torchao refuses, for example; it raises again for the weight itself
+            keep_interrupt(error)
+            return None
+        names = set(expected.__tensor_flatten__()[0]) if hasattr(expected, "__tensor_flatten__") else set[str]()
+        found = list[QuantizedRows]()
+        is_int8 = type(self.config).__name__ in _INT8 and _PARTS <= names <= {*_PARTS, _CONSTANT}
+        if is_int8 and dtype == torch.float32 and expected.scale.shape == (len(sample), 1):  # one scale for each row
+            found.append(Int8Rows(quantize, expected, _HEAP_IN_PLACE_BYTES))
+        if names:
+            of_block = self._copies * 4 * max(BLOCK_BYTES // dtype.itemsize, columns)
+            found.append(QuantizedRows(quantize, expected, of_block + _HEAP_BYTES))
+        self._checked[key] = next((rows for rows in found if rows.is_exact(sample, expected)), None)
         return self._checked[key]
 
     @property
     def _copies(self) -> int:
+        """The copies in float32 that torchao makes of what it quantizes."""
         return next((n for part, n in _COPIES.items() if part in type(self.config).__name__), _MOST_COPIES)
 
     def _by_torchao(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:

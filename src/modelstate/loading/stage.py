@@ -251,7 +251,8 @@ def _take_over(execution: Execution, param: torch.Tensor, value: torch.Tensor, t
     """Gives `param` the class, metadata and memory of `value`. A gradient stays, cast within a class, if it fits."""
     for error in refusals({execution.transfers.name: param}):
         raise error
-    grad = _converted_grad(param, value) if type(param) is type(value) else param.grad if param.is_leaf else None
+    own_grad = param.grad if param.is_leaf else None
+    grad = _converted_grad(param, value) if type(param) is type(value) else own_grad
     fits = grad is not None and (grad.shape, grad.dtype, grad.device) == (value.shape, value.dtype, value.device)
     # An inference tensor can only be changed in inference mode. Other tensors must not become inference tensors, which
     # cannot be trained.

@@ -243,15 +243,14 @@ def _transformed(staging: Staging, execution: Execution) -> None:
         if not staging.overflows.check(name, result, cast) and is_plain(result):
             staging.overflows.check_function(name, BY_TRANSFORM, result, before)
         final = cast.to(transfer.device)
-        if is_plain(final):
-            final = final.resolve_conj().resolve_neg()
         # Others may write to memory that they refer to, as a function does that returns the same buffer each time.
         is_own = not final.is_inference() and all(storage_owners(part) <= 1 for part in payload_of(final))
         if is_plain(final):
+            final = final.resolve_conj().resolve_neg()
             storage = storage_of(final)
             is_alone = storage.nbytes() == final.nbytes and (is_argument or storage.resizable())  # not that of an array
-            is_own = is_own and is_alone and is_dense(final) and not staging.own_memory.hold(final)
-            final = final if is_own else final.clone(memory_format=torch.contiguous_format)
+            if not (is_own and is_alone and is_dense(final)) or staging.own_memory.hold(final):
+                final = final.clone(memory_format=torch.contiguous_format)
         elif not is_own:
             final = final.clone()
         set_transformed(execution, final, freezes=freezes)

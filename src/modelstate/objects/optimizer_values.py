@@ -51,8 +51,8 @@ Values = Mapping[str, object]
 Path = tuple[object, ...]
 """The keys and positions that lead to a value in it."""
 Copies = dict[tuple[object, ...], torch.Tensor]
-"""Copies of tensors of saved state by the `_identity` of the tensor, the dtype of the copy, and the parameter, where an
-optimizer of torch has each copy for one alone; and by these with what else decides about a copy."""
+"""Copies of tensors of saved state. For a parameter, a copy is found by the `_identity` of the tensor, its dtype, the
+parameter (None where it may be shared), its device, and whether it is a step; elsewhere by the first three."""
 Recorded = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
 """Values of an optimizer, a name among them, the new tensor of this name, and the one that was there."""
 
