@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,13 @@ from modelstate.io.files import SourceFile
 from modelstate.io.page_cache import bring_into_cache, lease_files
 from modelstate.spec import ByteRange
 from tests.faults import faulty_reads
-from tests.formats.files import evict
+from tests.formats.files import cached_share, evict
 from tests.io.test_lease import can_lease, writer
 
 PAGE = mmap.PAGESIZE
 SIZE = 40 * PAGE
 BLOCK = 8 * PAGE
+TOO_SHORT = "the kernel lets a writer wait for a shorter time than the read may take"
 
 
 @pytest.fixture
@@ -67,23 +69,15 @@ def until_one_waits(path: Path, process: subprocess.Popen[bytes], files: OpenFil
         time.sleep(0.001)
 
 
-TOO_SHORT = "the kernel lets a writer wait for a shorter time than the read may take"
-
-
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [
         ((lease, "filesystem_type", lambda _: 0x6969), "other machines may write to its file system"),
-        (
-            (lease, "safe_seconds", lambda: 1.0),
-            "the kernel lets a writer wait for a shorter time than the read may take",
-        ),
+        ((lease, "safe_seconds", lambda: 1.0), TOO_SHORT),
         ((page_cache, "_BYTES_PER_SECOND", 1.0), TOO_SHORT),
     ],
 )
-def test_refusals(
-    change: tuple[object, str, object], refusal: str, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals(change: Any, refusal: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*change)
     with OpenFiles({}) as files:
         assert lease_files(whole(path), files) == refusal
@@ -103,6 +97,17 @@ def test_where_the_kernel_does_not_say_what_is_in_the_page_cache(path: Path, mon
     monkeypatch.setattr(linux, "_mincore", None)
     with OpenFiles({}) as files:
         assert not bring_into_cache(whole(path), files)
+
+
+@pytest.mark.parametrize("kept", [0, SIZE // 2])
+def test_what_the_page_cache_lacks_is_read(path: Path, kept: int) -> None:
+    evict(path)
+    with OpenFiles({}) as files, path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reads ahead
+        file.read(kept)
+        assert cached_share(path) == kept / SIZE
+        assert bring_into_cache(whole(path), files)
+    assert cached_share(path) == 1
 
 
 def test_pages_that_are_evicted_meanwhile_are_read_again(path: Path) -> None:

@@ -448,9 +448,8 @@ def test_weights_of_many_blocks(name: str, dtype: torch.dtype, kind: str, tmp_pa
 def test_the_memory_for_rows_does_not_grow_with_their_number(name: str, tmp_path: Path) -> None:
     def peak(rows: int) -> int:
         model = nn.Linear(512, rows, bias=False)
-        save_file(model.state_dict(), tmp_path / "x.safetensors")
-        quantize = ms.loading.Quantize(CONFIGS[name]())
-        return ms.plan(model, tmp_path / "x.safetensors", transform=quantize).peak_memory_bytes
+        save_file(model.state_dict(), path := tmp_path / "x.safetensors")
+        return ms.plan(model, path, transform=ms.loading.Quantize(CONFIGS[name]())).peak_memory_bytes
 
     assert peak(20_000) == peak(40_000)
 

@@ -223,16 +223,15 @@ def test_a_function_that_returns_one_buffer_again_and_again(make: Any, wrap: Any
         assert torch.equal(value, (expected * 2 if expected.is_floating_point() else expected).to(value.dtype)), name
 
 
-@pytest.mark.parametrize("view", [lambda t: torch.stack([t] * 9)[1], lambda t: torch.complex(t, -t).conj().imag])
+@pytest.mark.parametrize("view", [lambda t: torch.stack([t] * 9)[1], lambda t: torch.complex(t, -t).conj()])
 @pytest.mark.parametrize("make", [Net, skeleton])
 def test_a_result_that_is_a_view_gets_memory_of_its_own(make: Any, view: Any, path: Path) -> None:
     model = make()
     ms.load(model, path, transform=lambda name, tensor: view(tensor) if tensor.is_floating_point() else tensor)
     for name, value in model.state_dict().items():
-        assert value.is_contiguous()
-        assert not value.is_neg()
-        assert value.untyped_storage().nbytes() == value.nbytes
-        assert torch.equal(value, saved(path)[name])
+        found = value.is_contiguous(), value.is_conj(), value.untyped_storage().nbytes()
+        assert found == (True, False, value.nbytes)
+        assert torch.equal(value, view(saved(path)[name]) if name != "count" else saved(path)[name])
 
 
 @pytest.mark.slow_except(8)
