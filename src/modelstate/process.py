@@ -81,11 +81,7 @@ def try_start(thread: threading.Thread) -> bool:
 
 
 def _has_memory_for_a_thread() -> bool:
-    import resource  # only where threads are started
-
-    stack_bytes = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
-    if stack_bytes == resource.RLIM_INFINITY:
-        stack_bytes = _USUAL_STACK_BYTES
+    stack_bytes = threading.stack_size() or _USUAL_STACK_BYTES  # to import `resource` takes longer than to start one
     try:
         mmap.mmap(-1, stack_bytes + _START_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError as error:

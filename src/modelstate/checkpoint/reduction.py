@@ -33,7 +33,7 @@ from modelstate.formats.block_writer import check_expanded
 from modelstate.io.engine import OpenFiles, Request, coalesce, for_each, read_batch, read_ranges, read_threads
 from modelstate.io.files import FileFingerprint
 from modelstate.io.memory import aligned, empty_cpu
-from modelstate.io.page_cache import read_ahead
+from modelstate.io.page_cache import look, read_ahead
 from modelstate.io.tensors import read_tensor
 from modelstate.process import progress_bar
 from modelstate.spec import (
@@ -260,7 +260,7 @@ def reduce(
     buffers = [empty_cpu((_BLOCK_BYTES,), torch.uint8) for _ in range(min(read_threads(), len(jobs)))]
     total_bytes = sum(math.prod(operand.shape) * operand.dtype.itemsize for operands in items for operand in operands)
     with progress_bar(progress, total_bytes, what) as advance, OpenFiles(fingerprints) as opened:
-        read_ahead([extent for job in jobs for piece in job for extent in piece.extents], opened)
+        read_ahead(look((extent for job in jobs for piece in job for extent in piece.extents), opened), opened)
         for_each(jobs, [partial(work, buffer) for buffer in buffers], on_done, with_torch=True)
         opened.check_unchanged()
     return total_bytes

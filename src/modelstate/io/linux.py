@@ -81,10 +81,10 @@ def drop_cached(descriptor: int) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def resident(descriptor: int, start: int, nbytes: int, *, step: int = 0, piece_bytes: int = 0) -> bytes | None:
+def resident(descriptor: int, start: int, nbytes: int, *, step: int = 0) -> bytes | None:
     """A byte for each page of a range of a file: 1 where the page cache has it, read without an error, else 0.
 
-    With a `step`, only those of pieces of `piece_bytes` that begin every `step` bytes.
+    With a `step`, only for one page in every so many bytes.
 
     Unlike `cachestat` it does not count pages whose read has failed, or is not over. Returns None where the kernel does
     not say. For a file that the user neither owns nor may write to, all pages seem to be there.
@@ -98,14 +98,12 @@ def resident(descriptor: int, start: int, nbytes: int, *, step: int = 0, piece_b
     if address == _MAP_FAILED:
         return None
     try:
-        found = bytearray()
-        for at in range(0, nbytes, step // mmap.PAGESIZE * mmap.PAGESIZE or nbytes):
-            length = min(piece_bytes or nbytes, nbytes - at)
-            pages = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
-            if _mincore(address + at, length, pages):
+        step, length = (step // mmap.PAGESIZE * mmap.PAGESIZE, 1) if step else (nbytes, nbytes)
+        pages = ctypes.create_string_buffer(-(-nbytes // (step if length == 1 else mmap.PAGESIZE)))
+        for number, at in enumerate(range(0, nbytes, step)):
+            if _mincore(address + at, length, ctypes.addressof(pages) + number):
                 return None
-            found += pages.raw
-        return bytes(found)
+        return pages.raw
     finally:
         _munmap(address, nbytes)
 

@@ -43,9 +43,8 @@ _LEAST_BYTES_DIRECT = 64 << 20
 _JOINED_BYTES = 1 << 20
 _STEP_BYTES = 128 << 10
 """The length of one read-ahead request. The kernel silently cuts a larger one to the read-ahead of its block device."""
-_LOOKS, _SAMPLE_BYTES = 8, 64 << 10
-_LEAST_SAMPLES, _MOST_BYTES_BETWEEN = 16, 1 << 20
-"""Of a range, `bring_into_cache` looks at so many pages at least, and at one of so many bytes."""
+_SAMPLES, _LEAST_STEP_BYTES, _CLOSE_STEP_BYTES = 16, 64 << 10, 1 << 20
+"""The pages of a range that `look` asks for, and the bytes from one to the next."""
 _LEAST_SECONDS = 5.0
 """With a shorter break time there are no leases."""
 _BYTES_PER_SECOND = 2e9
@@ -56,44 +55,33 @@ _READ_BYTES = 1 << 20
 """What a thread reads at once of a range that the page cache lacks."""
 
 
-# Reads ahead.
+# What is in the page cache.
 
 
-def read_ahead(ranges: Iterable[ByteRange], files: OpenFiles) -> int:
-    """Makes the kernel start to read those of the ranges that are not in the page cache, without waiting for them.
+def look(ranges: Iterable[ByteRange], files: OpenFiles, *, closely: bool = False) -> dict[ByteRange, bytes | None]:
+    """Asks the kernel for some pages of ranges: to ask for all takes a seventh of the time of a load.
 
-    Returns the number of bytes that the kernel is asked for, at most half of the available memory. It is 0 where the
-    ranges are cached already, where the kernel does not say whether they are, and where they are too small to matter.
+    Returns a byte for each of these pages, 1 where the page cache has it, by the ranges; ranges with small gaps between
+    them become one. None is for files of which the kernel does not say it.
+
+    Args:
+        ranges: Ranges of files.
+        files: The files.
+        closely: Asks for a page of each MB at least, not for sixteen pages of a range.
+
+    Raises:
+        ReadFailedError: A file cannot be opened, or has changed.
     """
-    cold = _cold(ranges, files)
-    total = min(sum(span.nbytes for span in cold), most_to_read()) if cold else 0
-    if total:
-        run_detached(partial(_read_ahead, cold, total, files.fingerprints))
-    return total
-
-
-def skip_page_cache(ranges: Iterable[ByteRange], files: OpenFiles) -> int:
-    """Lets reads go past the page cache where it has little of the ranges: it would take longer than the disk.
-
-    Returns the number of bytes of these ranges. Each thread that reads them takes `HUGE_PAGE_BYTES` of memory.
-    """
-    total, windows = 0, list[Buffer]()
-    for path, _, nbytes in _cold(ranges, files):
-        file = files[path]
-        if nbytes >= _LEAST_BYTES_DIRECT and isinstance(file, LocalFile) and file.skip_page_cache(windows):
-            total += nbytes
-    return total
-
-
-def _cold(ranges: Iterable[ByteRange], files: OpenFiles) -> list[ByteRange]:
-    """The ranges that are not in the page cache, as far as the kernel says so; none where they are too small."""
-    spans = merged(ranges)
-    if sum(span.nbytes for span in spans) < LEAST_BYTES_AHEAD:
-        return []
-    try:
-        return [span for span in spans if is_cold(span, files)]
-    except ReadFailedError:
-        return []  # the read itself reports it
+    found: dict[ByteRange, bytes | None] = {}
+    for span in merged(ranges):
+        file = files[span.path]
+        step = max(span.nbytes // _SAMPLES, _LEAST_STEP_BYTES)
+        step = min(step, _CLOSE_STEP_BYTES) if closely else step
+        if isinstance(file, LocalFile):
+            found[span] = linux.resident(file.descriptor, span.start, span.nbytes, step=step)
+        else:
+            found[span] = None
+    return found
 
 
 def merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
@@ -113,17 +101,45 @@ def most_to_read() -> int:
     return linux.available_bytes() // 2
 
 
-def is_cold(span: ByteRange, files: OpenFiles) -> bool:
-    """Returns whether less than half of a range seems to be in the page cache; False where the kernel does not say.
+# Reads ahead.
 
-    It looks at pieces of the range, since a look at each page of a large file takes milliseconds.
+
+def read_ahead(looks: Mapping[ByteRange, bytes | None], files: OpenFiles) -> int:
+    """Makes the kernel start to read those of the ranges that are not in the page cache, without waiting for them.
+
+    Returns the number of bytes that the kernel is asked for, at most half of the available memory. It is 0 where the
+    ranges are cached already, where the kernel does not say whether they are, and where they are too small to matter.
+
+    Args:
+        looks: The result of `look`.
+        files: The files.
     """
-    file = files[span.path]
-    if not isinstance(file, LocalFile):
-        return False
-    step = max(span.nbytes // _LOOKS, _SAMPLE_BYTES)
-    pages = linux.resident(file.descriptor, span.start, span.nbytes, step=step, piece_bytes=_SAMPLE_BYTES) or b""
-    return 2 * pages.count(1) < len(pages)
+    cold = _cold(looks)
+    total = sum(span.nbytes for span in cold)
+    if total < LEAST_BYTES_AHEAD:
+        return 0
+    total = min(total, most_to_read())
+    run_detached(partial(_read_ahead, cold, total, files.fingerprints))
+    return total
+
+
+def skip_page_cache(looks: Mapping[ByteRange, bytes | None], files: OpenFiles) -> int:
+    """Lets reads go past the page cache where it has little of the ranges: it would take longer than the disk.
+
+    Returns the number of bytes of these ranges. Each thread that reads them takes `HUGE_PAGE_BYTES` of memory. The
+    arguments are those of `read_ahead`.
+    """
+    total, windows = 0, list[Buffer]()
+    for path, _, nbytes in _cold(looks):
+        file = files[path]
+        if nbytes >= _LEAST_BYTES_DIRECT and isinstance(file, LocalFile) and file.skip_page_cache(windows):
+            total += nbytes
+    return total
+
+
+def _cold(looks: Mapping[ByteRange, bytes | None]) -> list[ByteRange]:
+    """The ranges of which the page cache has less than half, as far as the kernel says so."""
+    return [span for span, pages in looks.items() if pages is not None and 2 * pages.count(1) < len(pages)]
 
 
 def _read_ahead(spans: Sequence[ByteRange], total: int, fingerprints: Mapping[str, FileFingerprint]) -> None:
@@ -160,9 +176,8 @@ def bring_into_cache(
 ) -> bool:
     """Reads what the page cache lacks of the ranges, on several threads, and waits.
 
-    The kernel is asked about one page of each MB, and about all pages where it lacks one of these: to ask about all
-    takes a seventh of the time of the load. It evicts what has not been used for the longest time, which are neighbours
-    in a file that was read in order.
+    The kernel is asked about all pages where `look` finds that it lacks one. It evicts what has not been used for the
+    longest time, which are neighbours in a file that was read in order.
 
     Returns whether the page cache has the ranges now, as far as was asked. It has not where they do not fit, and where
     the kernel does not say what it has.
@@ -176,19 +191,16 @@ def bring_into_cache(
         ReadFailedError: A range cannot be read, or a file has changed.
     """
     missing: list[ByteRange] = []
-    for path, first, nbytes in merged(extents):
-        file = files[path]
-        if not isinstance(file, LocalFile):
+    for (path, first, nbytes), sample in look(extents, files, closely=True).items():
+        if sample is None:
             return False
-        for start in range(first, first + nbytes, _LOOK_BYTES):
-            end = min(start + _LOOK_BYTES, first + nbytes)
-            step = min(max((end - start) // _LEAST_SAMPLES, _SAMPLE_BYTES), _MOST_BYTES_BETWEEN)
-            pages = linux.resident(file.descriptor, start, end - start, step=step, piece_bytes=mmap.PAGESIZE)
-            if pages is not None and 0 in pages:
-                pages = linux.resident(file.descriptor, start, end - start)
+        file, end = files[path], first + nbytes
+        for start in range(first, end if 0 in sample else first, _LOOK_BYTES):
+            assert isinstance(file, LocalFile)  # others have no sample
+            pages = linux.resident(file.descriptor, start, min(_LOOK_BYTES, end - start))
             if pages is None:
                 return False
-            missing += _absent(pages, path, start, end)
+            missing += _absent(pages, path, start, min(start + _LOOK_BYTES, end))
     if not missing:
         return True
     if sum(span.nbytes for span in missing) > most_to_read():

@@ -25,7 +25,7 @@ from modelstate.io import system
 from modelstate.io.engine import LocalFile, OpenFiles, read_ranges
 from modelstate.io.linux import MAP_NORESERVE
 from modelstate.io.memory import HUGE_PAGE_BYTES
-from modelstate.io.page_cache import LEAST_BYTES_AHEAD, bring_into_cache, lease_files, read_ahead, skip_page_cache
+from modelstate.io.page_cache import LEAST_BYTES_AHEAD, bring_into_cache, lease_files, look, read_ahead, skip_page_cache
 from modelstate.io.tensors import compute
 from modelstate.loading.values import Staging, read_whole, stage_one, streamed_read
 from modelstate.planning.planner import refusal_of_writes
@@ -83,12 +83,14 @@ def stage(staging: Staging, executions: Iterable[Execution]) -> list[str]:
     nbytes, how = 0, "ahead"
     if sum(item.transfers.nbytes for item in unread) >= LEAST_BYTES_AHEAD:
         extents, options = [extent for item in unread for extent in item.transfers.extents], staging.options
+        looks = look(extents, staging.files, closely=not (waiting or options.in_place))
+        staging.is_cached = not waiting and all(pages and 0 not in pages for pages in looks.values())
         is_alone = not (dist.is_available() and dist.is_initialized())
         if options.in_place and options.max_memory_bytes is None and is_alone:
-            nbytes, how = skip_page_cache(extents, staging.files), "past it"
+            nbytes, how = skip_page_cache(looks, staging.files), "past it"
             staging.peak_memory_bytes += staging.strategy.threads * HUGE_PAGE_BYTES if nbytes else 0
         if not nbytes:
-            nbytes, how = read_ahead(extents, staging.files), "ahead"
+            nbytes, how = read_ahead(looks, staging.files), "ahead"
     for item in waiting:
         if item.transfers.way is Way.MAP:
             item.finals = item.transfers.mapped()
@@ -343,7 +345,8 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[C
         # Progress may be shown in a way that fails, so it comes before the commit.
         extents = [extent for item in waiting for extent in item.transfers.extents]
         refusal = lease_files(extents, staging.files)
-        if not (refusal or bring_into_cache(extents, staging.files, lambda _: staging.progress(0))):
+        is_cached = staging.is_cached or refusal  # asked for right before
+        if not (is_cached or bring_into_cache(extents, staging.files, lambda _: staging.progress(0))):
             refusal = "the page cache has not all of it"
         if not refusal:
             staging.progress(sum(item.transfers.nbytes for item in waiting))

@@ -70,6 +70,8 @@ class Staging(msgspec.Struct, eq=False, dict=True):
     """Counts values that casts make infinite or NaN."""
     peak_memory_bytes: int = 0
     """The most memory that the load takes at once in addition to the final tensors."""
+    is_cached: bool = False
+    """Whether the page cache has what is read at the commit, and nothing has been read since it was asked."""
     shared: list[SharedRead] = msgspec.field(default_factory=list)
     """The values that one rank reads for several."""
     progress: Progress = lambda _: None
