@@ -1,6 +1,7 @@
 """Files that are not in the page cache are asked for before they are needed."""
 
 import errno
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,23 @@ def test_only_what_is_wanted_is_asked_for(cold: Path) -> None:
         part = nn.Sequential(*[nn.Linear(2048, 1024, bias=False) for _ in range(3)])
     report = ms.load(part, cold, map=False, allow_unexpected=["3.*", "4.*", "5.*", "6.*", "7.*"])
     assert "25.2 MB of it are read ahead" in " ".join(report.notes)
+
+
+@pytest.mark.parametrize("kept", [0, 60 << 20])
+def test_a_disk_that_fails_is_an_error_before_the_commit(kept: int, cold: Path) -> None:
+    with cold.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # the kernel reads no more than that
+        file.read(kept)
+
+    def fail(request: Request) -> None:
+        if request.call == "preadv" and request.nbytes >= 64 << 10:  # not the header
+            raise OSError(errno.EIO, "bad sector")
+
+    module = filled()
+    before = [value.clone() for value in module.parameters()]
+    with faulty_reads(before=fail), pytest.raises(ms.errors.ReadFailedError, match="bad sector"):
+        ms.load(module, cold)
+    assert all(map(torch.equal, module.parameters(), before))
 
 
 @pytest.mark.slow
