@@ -14,7 +14,7 @@ from torch import nn
 from modelstate.process import ThreadValue
 from modelstate.torch_compat.modules import MethodOverride, Overrides, modules_of, own_parameters
 from modelstate.torch_compat.plain import is_plain
-from modelstate.torch_compat.private import is_unwritten, marked_empties
+from modelstate.torch_compat.private import is_unwritten, marked_empties, unwatched
 from modelstate.transaction.swap_tensors import give_memory
 
 _FILLS = ("normal_", "uniform_", "log_normal_", "exponential_", "cauchy_", "geometric_", "erfinv_", "clamp_")
@@ -100,7 +100,8 @@ def _register(stock: Callable[..., None], module: nn.Module, name: str, param: n
     # A parameter of an existing model keeps its memory.
     if param is not None and created is not None and id(param) in created and is_plain(param) and not param.is_meta:
         _devices.value[id(param)] = param.device
-        give_memory(param, torch.empty_like(param, device="meta", requires_grad=False))
+        with unwatched():
+            give_memory(param, torch.empty_like(param, device="meta", requires_grad=False))
 
 
 def _init(stock: Callable[..., None], module: nn.Module, *args: object, **named: object) -> None:
