@@ -116,7 +116,7 @@ def test_the_copies_of_two_prefixes_are_guesses() -> None:
     assert not any(rule for rule in ms.suggest(model, state) if not isinstance(rule, ms.rules.Guess))
 
 
-@pytest.mark.parametrize("names", [("conv2", "conv1"), ("h.1.mixer", "blocks.0.mixer")])
+@pytest.mark.parametrize("names", [("conv2", "conv1"), ("h.1.mixer", "blocks.0.mixer"), ("h.0.norm", "norm")])
 def test_another_number_is_a_guess_where_something_lacks_a_match(names: tuple[str, str]) -> None:
     source, target = ({f"{name}.weight": torch.ones(4, 4), "a": torch.ones(3)} for name in names)
     found = checked(MadeUp(Tree(target | {"grown": torch.ones(5)}), source, {"a": (("a",), False)}))

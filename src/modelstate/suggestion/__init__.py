@@ -2,16 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from modelstate.suggestion.suggest import Suggestion
 
-from modelstate.lazy import attach
-
-if TYPE_CHECKING:
-    from modelstate.suggestion.suggest import Suggestion as Suggestion
-else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "modelstate.suggestion.suggest": ("Suggestion",),
-        },
-    )
+__all__ = ["Suggestion"]

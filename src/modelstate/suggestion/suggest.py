@@ -32,7 +32,7 @@ from modelstate.rules.rule import Entries, Entry, Guess, Rule, Value, as_code, t
 from modelstate.rules.schema import Applied, apply_rules
 from modelstate.rules.tensors import Transpose
 from modelstate.spec import Stored
-from modelstate.suggestion.match import LONGEST_NAME, Leaf, Matches, by_signature, exclude, match
+from modelstate.suggestion.match import LONGEST_NAME, PASSES, Leaf, Matches, by_signature, exclude, match
 from modelstate.suggestion.words import concepts
 from modelstate.text_format import count as text_count, folded, folded_label, listed, printable, without_numbers
 from modelstate.transaction.slots import HIDDEN, Slots, slots_of
@@ -212,8 +212,8 @@ def suggest(
         if len(name) <= LONGEST_NAME or name in named
     }
     leaves = [Leaf.of(name, entry.tensor) for name, entry in entries.items() if entry.tensor is not None]
-    matches = match(leaves, targets, {name: slot.names for slot in wanted for name in slot.names})
     shapes = {leaf.name: leaf.shape for leaf in targets}
+    matches = match(leaves, targets, {name: slot.names for slot in wanted for name in slot.names})
     rules = _rules(matches, entries, shapes)
     return _reported(matches, rules, apply_rules(rules, entries, _unread), checkpoint, slots)
 
@@ -251,15 +251,14 @@ def _rules(matches: Matches, entries: Entries, shapes: _Shapes) -> list[Rule]:
     for turned in (matches.transposed, matches.inferred):
         single = [(name,) for name in entries if name in turned]
         rules += [Transpose(pattern) for (pattern,) in _patterns(single, entries, slice(1))]
-    for fusion, rows in matches.fusions.items():
-        for whole, *parts in _patterns(rows, entries, slice(1) if fusion.is_split else slice(1, None)):
-            if fusion.is_split:
-                rules.append(Split(whole, tuple(parts), fusion.dim, fusion.sizes))
-            else:
-                rules.append(Concat(tuple(parts), whole, fusion.dim, fusion.sizes))
+    for (is_split, sizes), rows in matches.fusions.items():
+        for whole, *parts in _patterns(rows, entries, slice(1) if is_split else slice(1, None)):
+            names = tuple(parts)
+            rules.append(Split(whole, names, sizes=sizes) if is_split else Concat(names, whole, sizes=sizes))
     goals = {name: name for name in matches.expected.keys() - {*matches.pairs.values()}} | matches.pairs
     # Names of the model without a match, to which a rule for others could give an unused value by chance.
-    unused = [name for name in entries if name not in matches.used]
+    used = matches.sources.names.keys() - matches.sources.open.keys()
+    unused = [name for name in entries if name not in used]
     unused_shapes = {tuple(tensor.shape) for name in unused if (tensor := entries[name].tensor) is not None}
     barred = [name for name, shape in shapes.items() if name not in matches.expected and shape in unused_shapes]
     return [*rules, *_rename_rules(goals, unused, barred)]
@@ -421,7 +420,7 @@ def _ambiguous(matches: Matches, unused: set[str], missing: set[str]) -> list[Am
     """Returns groups of unmatched tensors on both sides that could match each other, and removes them from the sets."""
     groups: list[Ambiguous] = []
     sides = (matches.targets, missing), (matches.sources, unused)
-    for varying in matches.passes:
+    for varying in PASSES:
         for side, of_side in sides:
             side.open = {name: tensor for name, tensor in side.names.items() if name in of_side}
         first, second = (by_signature(side.kinds(varying)) for side, _ in sides)

@@ -80,7 +80,6 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_a-zA-Z]+")
 _NORM = re.compile(r"(pre|post|input)_(\w+_)?\w*norm")
 _SANDWICH = re.compile(r"(pre|post)_(feedforward|feed_forward|ffn|ffw|mlp|self_attn)_\w*norm")
 """Norms of layers that have norms behind attention and the MLP too, as in OLMo-2 and Gemma-2."""
-_SHARED, _GENERIC_SHARED = 1.0, 0.05
 
 
 def role_of(last: str) -> tuple[str, str]:
@@ -120,18 +119,11 @@ def contradict(first: frozenset[str], second: frozenset[str]) -> bool:
     return any(first & group and second & group and not first & second & group for group in _EXCLUSIVE)
 
 
-@lru_cache(maxsize=65536)
-def shared(first: frozenset[str], second: frozenset[str]) -> float:
-    """Returns the score of the concepts that two names have in common."""
-    return sum(_GENERIC_SHARED if word in GENERIC else _SHARED for word in first & second)
-
-
 def meanings_beside(members: Mapping[str, Shape]) -> dict[str, frozenset[str]]:
     """Returns the concepts of members of a module that mean something else beside the other members.
 
     Args:
-        members: The members, such as "w1" or "post_attention_layernorm", with the shapes of their weights; () for one
-            whose shape differs between layers.
+        members: The members, such as "w1" or "post_attention_layernorm", with the shapes of their weights.
     """
     known: dict[str, frozenset[str]] = {}
     if any(map(_SANDWICH.fullmatch, members)):
