@@ -98,7 +98,7 @@ def nested(parameters: int, experts: int = 3) -> dict[str, torch.Tensor]:
     ("tensors", "says"),
     [
         (nested(2), r"fits several of moe\.w1, moe\.w2"),
-        (nested(1), "another matrix"),
+        (nested(1), r"1 pair of matrices for moe\.w1, moe\.w2"),
         (nested(2, experts=2), "does not fit"),
         (nested(2) | {"base_model.model.moe.lora_magnitude_vector": torch.ones(4)}, "fits several"),
     ],

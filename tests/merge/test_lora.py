@@ -144,7 +144,7 @@ def test_an_embedding_that_is_saved_beside_its_adapter(tmp_path: Path) -> None:
     assert same(checkpoint.tensor("lin.weight"), wanted["lin.weight"])
     difference = checkpoint.tensor("emb.weight") - (wanted["emb.weight"] + 2 * base.emb.weight)
     assert difference.abs().max() < 1e-5
-    with pytest.raises(CombineError, match="after something is added to it"):
+    with pytest.raises(CombineError, match="another tensor has changed"):
         ms.open(
             [BASE, matrices("lin"), {"base_model.model.lin.weight": torch.ones(4, 3)}], combine=ms.merge.LoRA(alpha=2)
         )
@@ -224,7 +224,7 @@ def test_modules_to_save(tmp_path: Path) -> None:
     half = {"base_model.model.lin.bias": torch.full((4,), 2.0)}
     merged = ms.open([BASE | {"lin.bias": torch.ones(4).half()}, half], combine=ms.merge.LoRA())
     assert same(merged.tensor("lin.bias"), torch.full((4,), 2.0).half())
-    with pytest.raises(CombineError, match="and so does"):
+    with pytest.raises(CombineError, match="another tensor has changed"):
         ms.open([BASE, half, half], combine=ms.merge.LoRA())
 
 
@@ -279,7 +279,7 @@ def test_a_square_weight_that_could_be_either() -> None:
         (matrices("lin") | {"base_model.model.lin.lora_embedding_A": torch.ones(2, 3)}, "counterpart"),
         (matrices("lin") | {"base_model.model.lin.weight": torch.ones(5, 3)}, "replaces by another shape"),
         (matrices("lin") | {"lin.lora_A.weight": torch.ones(2, 3)}, "another matrix for the same"),
-        (matrices("lin") | {"base_model.model.lin.lora_magnitude_vector": torch.ones(3)}, "magnitude_vector' of"),
+        (matrices("lin") | {"base_model.model.lin.lora_magnitude_vector": torch.ones(3)}, "vector' does not fit"),
         (matrices("lin") | {"base_model.model.lin.lora_B.bias": torch.ones(3)}, "lora_B.bias"),
         ({name: t.half() if "_A" in name else t for name, t in matrices("lin").items()}, "float16"),
         (matrices("int"), "nothing can be added"),

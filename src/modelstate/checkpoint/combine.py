@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -41,14 +41,11 @@ def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:
         # Combines parts of one model: every name is in exactly one of them.
         holders = holders_of([{**source.flat.tensors, **source.flat.values} for source in sources])
         twice = [f"{name!r} in {_places(indices)}" for name, indices in holders.items() if len(indices) > 1]
-        if twice:
-            raise CombineError(
-                f"names that are in more than one checkpoint ({len(twice):,})",
-                where=where(sources),
-                found=listed(twice),
-                remedy="choose how they are combined: combine=ms.merge.Average() averages checkpoints of one model; "
-                "combine=ms.merge.LoRA() merges adapters into the first; a function of name and tensors does the rest",
-            )
+        remedy = (
+            "choose how they are combined: combine=ms.merge.Average() averages checkpoints of one model; "
+            "combine=ms.merge.LoRA() merges adapters into the first; a function of name and tensors does the rest"
+        )
+        refuse("names that are in more than one checkpoint", sources, twice, [remedy])
         tensors = {name: stored for source in sources for name, stored in source.flat.tensors.items()}
         values = {name: value for source in sources for name, value in source.flat.values.items()}
         merged = FlatTree(tensors, values, containers_of(sources), versions_of(sources))
@@ -89,6 +86,17 @@ def where(sources: Sequence[Checkpoint]) -> str:
 def label(sources: Sequence[Checkpoint], index: int) -> str:
     """A source by its index and its path, for messages."""
     return f"[{index}] {sources[index].source}"
+
+
+def refuse(title: str, sources: Sequence[Checkpoint], found: Collection[str], remedies: Iterable[str]) -> None:
+    """Raises `CombineError` with all problems that were found, if there are any."""
+    if found:
+        raise CombineError(
+            f"{title} ({len(found):,})",
+            where=where(sources),
+            found=listed(found, most=12, between="; "),
+            remedy="; ".join(dict.fromkeys(filter(None, remedies))),
+        )
 
 
 def holders_of(parts: Sequence[Mapping[str, object]]) -> dict[str, list[int]]:
@@ -165,15 +173,12 @@ def check_values(sources: Sequence[Checkpoint], *, in_all: bool = False) -> None
         lacking = in_all and len(indices) < len(sources)
         if lacking or not all(same_value(values[0], value) for value in values[1:]):
             differing.append(f"{name!r} in {_places(indices)}")
-    if differing:
-        raise CombineError(
-            f"values that are not tensors differ ({len(differing):,})",
-            where=where(sources),
-            expected="the same in all checkpoints" + ("" if in_all else " that have them"),
-            found=listed(differing),
-            remedy="open the parts that hold the weights alone, with key=; or take them from one of the checkpoints: "
-            'ms.merge.Average(others="first")',
-        )
+    remedy = (
+        "open the parts that hold the weights alone, with key=; or take them from one of the checkpoints: "
+        'ms.merge.Average(others="first")'
+    )
+    others = "" if in_all else " that have them"
+    refuse(f"values that are not tensors must be the same in all checkpoints{others}", sources, differing, [remedy])
 
 
 def containers_of(sources: Sequence[Checkpoint]) -> list[str]:

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.combine import Combination, check_values, label, versions_of, where
+from modelstate.checkpoint.combine import Combination, check_values, holders_of, label, refuse, versions_of
 from modelstate.checkpoint.reduction import kind_of
 from modelstate.errors import CombineError, OptionError
 from modelstate.formats.tree import FlatTree
@@ -23,24 +23,11 @@ from modelstate.problems import ProblemKind, join_remedies, remedies_for
 from modelstate.rules.joining import SCALABLE
 from modelstate.spec import Allocate, Blocks, Combined, FillBlock, Stored, bytes_key
 from modelstate.text_format import count, listed
+from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import same_values
 
 _CHUNK_BYTES = 1 << 19
 """The bytes of the sums that are computed at once. They stay in the second-level cache of a processor."""
-_SHOWN = 3
-"""The most names that a remedy lists."""
-_LARGEST_WEIGHT = torch.finfo(torch.float32).max
-"""torch multiplies no float32 with a larger number."""
-_COMPUTED_IN = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float32: torch.float64,
-    torch.float64: torch.float64,
-    torch.complex64: torch.complex128,
-    torch.complex128: torch.complex128,
-}
-"""The dtype of a sum, which is rounded once at its end to the dtype of the file. A dtype that is not listed, such as
-float8 with its scales in other tensors, cannot be averaged."""
 _BY_DIFFERENCES = {torch.float32: 2.0**-30, torch.float64: 2.0**-50, torch.complex128: 2.0**-50}
 """The dtypes whose averages are computed by differences, and how far the sum of the weights may be from 1.
 
@@ -90,7 +77,8 @@ class Average(Combination):
                 expected='weights=: a number for each checkpoint; others=: "equal", "first", "last" or an index',
                 found=str(error),
             ) from error
-        if weights is not None and not all(abs(weight) <= _LARGEST_WEIGHT for weight in weights):  # also False for NaN
+        largest = torch.finfo(torch.float32).max  # torch multiplies no float32 with a larger number
+        if weights is not None and not all(abs(weight) <= largest for weight in weights):  # also False for NaN
             raise CombineError("the weights of an average must be finite in float32", found=weights)
 
     def merge(self, sources: Sequence[Checkpoint]) -> FlatTree:
@@ -108,35 +96,17 @@ class Average(Combination):
         Examples:
             >>> checkpoint = ms.open(["a.safetensors", "b.safetensors"], combine=ms.merge.Average())
         """
-        weights = [1 / len(sources)] * len(sources) if self.weights is None else list(self.weights)
+        weights = [1 / len(sources)] * len(sources) if self.weights is None else self.weights
         positions = {"equal": None, "first": 0, "last": len(sources) - 1}
         chosen = self.others if isinstance(self.others, int) else positions[self.others]
-        if len(weights) != len(sources) or (isinstance(chosen, int) and not 0 <= chosen < len(sources)):
-            raise CombineError(
-                "the arguments of the average are for another number of checkpoints",
-                where=where(sources),
-                expected=f"{len(sources)} weights, and an index below {len(sources)} for others=",
-                found=f"{len(weights)} weights, others={self.others!r}",
-            )
-        differences, remedies = _differences(sources, chosen)
-        if differences:
-            raise CombineError(
-                f"the checkpoints differ in {count(len(differences), 'place')}, so they have no average",
-                where=where(sources),
-                expected="the same names, shapes and dtypes in all",
-                found=listed(differences, most=12, between="; "),
-                remedy="; ".join(remedies),
-            )
+        found, remedies = _differences(sources, chosen)
+        if len(weights) != len(sources):
+            found.append(f"weights= has {count(len(weights), 'number')} for {count(len(sources), 'checkpoint')}")
+        if chosen not in (None, *range(len(sources))):
+            found.append(f"others={chosen} is the index of no checkpoint")
+        refuse("an average takes a weight for each, and equal names, shapes and dtypes", sources, found, remedies)
         if chosen is None:
             check_values(sources, in_all=True)
-        elif quantized := stored_quantized(sources[0]):
-            raise CombineError(
-                "weights that are stored with scales cannot be taken from one checkpoint: the scales are averaged",
-                where=quantized[0].name,
-                found=f"{quantized[0].found} in {count(len(quantized), 'weight')}",
-                remedy=f"write plain weights of each first, with modelstate.convert_checkpoint: "
-                f"{join_remedies(remedies_for(ProblemKind.QUANTIZED_WEIGHT, quantized))}",
-            )
         averages: dict[object, Stored] = {}
         tensors: dict[str, Stored] = {}
         for name in sources[0]:
@@ -159,7 +129,7 @@ class Average(Combination):
         if factors == [1]:
             return used[0][0]
         by_differences = len(used) > 1 and abs(math.fsum(factors) - 1) <= _BY_DIFFERENCES.get(dtype, -1)
-        compute, wide = (_average, dtype) if by_differences else (_sum, _COMPUTED_IN[dtype])
+        compute, wide = (_mean, dtype) if by_differences else (_sum, _wide(dtype))
         chunk = min(_CHUNK_BYTES // wide.itemsize, math.prod(shape))
 
         def begin(_: Sequence[torch.Tensor], allocate: Allocate) -> FillBlock:
@@ -187,9 +157,7 @@ def _sum(out: torch.Tensor, pieces: Sequence[torch.Tensor], weights: Sequence[fl
     out.copy_(total)
 
 
-def _average(
-    out: torch.Tensor, pieces: Sequence[torch.Tensor], weights: Sequence[float], scratch: torch.Tensor
-) -> None:
+def _mean(out: torch.Tensor, pieces: Sequence[torch.Tensor], weights: Sequence[float], scratch: torch.Tensor) -> None:
     """Computes a weighted sum whose weights add up to 1, in the dtype of the tensors.
 
     The weighted differences to the first tensor are subtracted from it: what is rounded is small where the tensors are
@@ -209,57 +177,68 @@ def _average(
     result = out if is_usual is None else torch.empty_like(out)
     torch.mul(total, 0.5, out=result) if halves else torch.sub(base, total, out=result)
     if is_usual is not None:
-        _sum(out, pieces, weights, torch.empty(scratch.shape, dtype=_COMPUTED_IN[out.dtype], device="cpu"))
+        _sum(out, pieces, weights, torch.empty(scratch.shape, dtype=_wide(out.dtype), device="cpu"))
         out.copy_(torch.where(is_usual, result, out))
 
 
 def _same(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the first tensor. Raises `CombineError` if another one differs."""
-    differing = [index for index, tensor in enumerate(tensors) if not same_values(tensors[0], tensor)]
+    differing = [f"[{index}]" for index, tensor in enumerate(tensors) if not same_values(tensors[0], tensor)]
     if differing:
+        remedy = 'take it from one of them: ms.merge.Average(others="first")'
+        if tensors[0].dtype in SCALABLE:
+            remedy = "if it has scales, write plain weights of each checkpoint first: modelstate.convert_checkpoint "
+            remedy += "with the rule Dequantize; or open other tensors alone, with key="
         raise CombineError(
             "a tensor that cannot be averaged differs between the checkpoints",
             where=name,
             expected=f"the same {tensors[0].dtype} values in all",
-            found=f"others than in the first in {', '.join(f'[{index}]' for index in differing)}",
-            remedy="if it has scales, write plain weights of each checkpoint first: modelstate.convert_checkpoint with "
-            "the rule Dequantize; or open other tensors alone, with key="
-            if tensors[0].dtype in SCALABLE
-            else 'take it from one of them: ms.merge.Average(others="first")',
+            found=f"others than in the first in {', '.join(differing)}",
+            remedy=remedy,
         )
     return tensors[0]
 
 
 def _has_average(tensor: Stored) -> bool:
-    return tensor.dtype in _COMPUTED_IN and kind_of(tensor) == "strided"
+    """Whether sums make sense: they do not for numbers whose scales are other tensors, such as float8."""
+    dtype = tensor.dtype
+    return kind_of(tensor) == "strided" and (dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of a sum, which is rounded once at its end to the dtype of the file."""
+    return torch.promote_types(dtype, torch.float32 if dtype.itemsize == 2 else torch.float64)
 
 
 def _differences(sources: Sequence[Checkpoint], chosen: int | None) -> tuple[list[str], list[str]]:
-    """Returns the differences that show that the checkpoints are not of one model, and what to do about them."""
-    first, found, remedies = sources[0], list[str](), dict[str, None]()
-    unfit: dict[str, None] = {}
-    for index, other in enumerate(sources[1:], 1):
-        at = label(sources, index)
-        found += [f"{name!r} is not in {at}" for name in first if name not in other]
-        found += [f"{name!r} is in {at} alone, or not in [0]" for name in other if name not in first]
-        unfit |= dict.fromkeys(name for name in [*first, *other] if name not in first or name not in other)
-        for name, spec in first.items():
-            like = other.get(name)
-            if like is None or (like.shape, like.dtype) == (spec.shape, spec.dtype):
+    """Returns the differences that show that the checkpoints have no average, and what to do about them."""
+    found, remedies, unfit = list[str](), dict[str, None](), list[str]()
+    for name, indices in holders_of([source.flat.tensors for source in sources]).items():
+        specs = {index: sources[index][name] for index in indices}
+        shapes, dtypes = {spec.shape for spec in specs.values()}, {spec.dtype for spec in specs.values()}
+        if len(specs) < len(sources):
+            unfit.append(name)
+        elif len(shapes) == len(dtypes) == 1:
+            continue
+        elif not all(_has_average(spec.stored) for spec in specs.values()):
+            if chosen is not None:
                 continue
-            if not (_has_average(first.stored(name)) and _has_average(other.stored(name))):
-                if chosen is not None:
-                    continue
-                remedies['take tensors without an average from one of them: ms.merge.Average(others="first")'] = None
-            elif like.shape == spec.shape:
-                dtype = str(spec.dtype).removeprefix("torch.")
-                remedies[f"write {at} in another dtype: ms.convert_checkpoint(path, new_path, dtype={dtype!r})"] = None
-            else:
-                unfit[name] = None
-            found.append(f"{name!r} is {like.dtype} of shape {like.shape} in {at}, {spec.dtype} of {spec.shape} in [0]")
+            remedies['take tensors without an average from one of them: ms.merge.Average(others="first")'] = None
+        elif len(shapes) > 1:
+            unfit.append(name)
+        else:
+            how = f"ms.convert_checkpoint(path, new_path, dtype={short(specs[0].dtype)!r})"
+            others = [index for index, spec in specs.items() if spec.dtype != specs[0].dtype]
+            remedies |= dict.fromkeys(f"write {label(sources, index)} in another dtype: {how}" for index in others)
+        places = listed(f"{spec.dtype} of shape {spec.shape} in [{index}]" for index, spec in specs.items())
+        found.append(f"{name!r} is {places}" + (" alone" if len(specs) < len(sources) else ""))
     for index, source in enumerate(sources):
         if rules := [f"ms.rules.Ignore({name!r})" for name in unfit if name in source]:
-            shown = ", ".join(rules[:_SHOWN]) + (", ..." if len(rules) > _SHOWN else "")
+            shown = ", ".join(rules[:3]) + (", ..." if len(rules) > 3 else "")
             how = f"ms.convert_checkpoint(path, new_path, rules=[{shown}])"
             remedies[f"write {label(sources, index)} without them: {how}"] = None
+    if chosen is not None and (quantized := stored_quantized(sources[0])):
+        found += [f"{each.name!r} is {each.found}, and only the scales have an average" for each in quantized]
+        how = join_remedies(remedies_for(ProblemKind.QUANTIZED_WEIGHT, quantized))
+        remedies[f"write plain weights of each first, with modelstate.convert_checkpoint: {how}"] = None
     return found, list(remedies)
