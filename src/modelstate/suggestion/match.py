@@ -113,11 +113,6 @@ class Leaf(msgspec.Struct, eq=False):
         """The path of the layer, with # for numbers."""
         return self.path[: self.path.rfind("#") + 1]
 
-    def text(self, varied: Collection[int]) -> str:
-        """Returns the name, with # for the numbers of these indices."""
-        numbers = ["#" if at in varied else number for at, number in enumerate(self.numbers)]
-        return "".join(text + number for text, number in zip(self.texts, [*numbers, ""], strict=True))
-
 
 class Kind(msgspec.Struct, eq=False, dict=True):
     """Tensors whose names differ only in numbers."""
@@ -203,7 +198,8 @@ class Side:
         kinds: dict[str, Kind] = {}
         for leaf in filter(lambda leaf: _ORDINARY.fullmatch(leaf.name), self.open.values()):
             varied = tuple(at for at, (_, count) in enumerate(leaf.ranks) if count > 1)[:varying]
-            text = leaf.text(varied)
+            numbers = ["#" if at in varied else number for at, number in enumerate(leaf.numbers)]
+            text = "".join(map("".join, zip(leaf.texts, [*numbers, ""], strict=True)))
             kind = kinds.setdefault(text, Kind(leaf, varied, text, {}))
             kind.leaves[tuple(leaf.ranks[at][0] for at in varied)] = leaf
         return list(kinds.values())
@@ -386,27 +382,20 @@ def _best_pairs(sources: Sequence[Kind], targets: Sequence[Kind], matches: Match
     """Returns pairs that clearly are each other's best match."""
     if len(sources) * len(targets) > _MOST_CANDIDATES:
         return []
-    scores = [
-        (matches.score(source, target), source, target)
-        for source in sources
-        for target in targets
-        if not exclude(source, target) and _is_ordered(source, target, matches)
-    ]
+    scores = {
+        pair: matches.score(*pair)
+        for pair in product(sources, targets)
+        if not exclude(*pair) and _is_ordered(*pair, matches)
+    }
     ranked: dict[Kind, list[float]] = defaultdict(list)
-    for score, *pair in scores:
+    for pair, score in scores.items():
         for kind in pair:
             ranked[kind].append(score)
-    best: dict[Kind, float] = {}
-    for kind, of_kind in ranked.items():
-        *others, first = sorted(of_kind)
-        if not others or first - others[-1] >= _MARGIN:
-            best[kind] = first
-    pairs = [(source, target) for score, source, target in scores if best.get(source) == best.get(target) == score]
+    second = {kind: [-1.0, *sorted(of_kind)][-2] for kind, of_kind in ranked.items()}
+    pairs = [pair for pair, score in scores.items() if max(second[kind] for kind in pair) + _MARGIN <= score]
     moved = [pair for pair in pairs if _may_have_moved(*pair, matches.pairs)]
     if moved:
-        matches.notes[
-            "names that fit as they are may each have moved by one; then only a Rename written by hand says so"
-        ] = None
+        matches.notes["equal names may each have moved by one; then only a Rename written by hand says so"] = None
     return [pair for pair in pairs if pair not in moved]
 
 
