@@ -416,9 +416,11 @@ class _AdapterMatcher:
                 raise _MisfitError(f"{full!r} is not one finite number")
         elif alpha is None:
             alpha = _by_pattern(config.alpha_pattern, path, config.lora_alpha)
-        if alpha is None:  # it is the rank by the convention of diffusers and of kohya's tools
-            if first.startswith(PEFT_PREFIX) or not first.endswith((".lora_A.weight", ".lora_down.weight")):
-                raise _MisfitError(f"{first!r} comes without adapter_config.json", "give ms.merge.LoRA(alpha=...)")
+        if alpha is None:  # without any setting it is the rank, by the convention of diffusers and of kohya's tools
+            is_usual = not first.startswith(PEFT_PREFIX) and first.endswith((".lora_A.weight", ".lora_down.weight"))
+            if config != _AdapterConfig() or not is_usual:
+                what = f"{first!r} comes without the lora_alpha of an adapter_config.json"
+                raise _MisfitError(what, "give ms.merge.LoRA(alpha=...)")
             alpha = rank
         by_root = config.use_rslora if self.options.rslora is None else self.options.rslora
         scaling = alpha / (math.sqrt(rank) if by_root else rank)
