@@ -13,7 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations, permutations, product
 
 import msgspec
 from msgspec.structs import replace
@@ -33,11 +33,8 @@ from modelstate.suggestion.words import (
 )
 from modelstate.text_format import folded, without_numbers
 
-Ranks = tuple[int, ...]
-
 LONGEST_NAME = 1000
-"""The most characters of a name that is compared with similar ones, which takes time with the square of its length.
-Its numbers are short enough for Python, which converts none of over 4,300 digits."""
+"""Longer names are not compared: it takes time with the square of their length, and Python limits digits of an int."""
 _ORDINARY = re.compile(rf"[^*#\n]{{1,{LONGEST_NAME}}}")
 """Names that contain the wildcards of patterns cannot be matched by a pattern, and long ones are of no model."""
 _NUMBER = re.compile(r"(\d+)(?![^\W_])")
@@ -123,7 +120,7 @@ class Kind(msgspec.Struct, eq=False, dict=True):
     """The indices of the numbers in which the names differ."""
     text: str
     """The name, with # for these numbers."""
-    leaves: dict[Ranks, Leaf]
+    leaves: dict[tuple[int, ...], Leaf]
     """The tensors by the ranks of these numbers."""
     parts: Sequence[Kind] = ()
     """Of a join, which is in no file, the kinds that it consists of: query, key and value."""
@@ -138,8 +135,7 @@ class Kind(msgspec.Struct, eq=False, dict=True):
         """The concepts of the name."""
         *path, last = self.first.words
         rank, count = self.first.ranks[-1] if self.first.ranks else (0, 0)
-        is_numbered = self.first.owner[-1:].isdecimal()
-        if last == {"norm"} and is_numbered and count < 3:
+        if last == {"norm"} and self.first.owner[-1:].isdecimal() and count < 3:
             # Of two norms in a layer, the first belongs to attention and the second to the MLP.
             rank = rank if count > 1 else int(self.first.numbers[-1]) - 1
             last |= {("first", "second")[rank]} if rank in (0, 1) else set()
@@ -175,8 +171,7 @@ class Side:
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.names = {leaf.name: leaf for leaf in leaves}
-        self.open = dict(self.names)
-        """The tensors without a match."""
+        self.open = dict(self.names)  # the tensors without a match
         places: dict[str, set[str]] = defaultdict(set)
         members: dict[str, dict[str, Shape]] = defaultdict(dict)
         for leaf in leaves:
@@ -213,8 +208,7 @@ class Matches(msgspec.Struct):
     pairs: dict[str, str] = {}
     """From names of the checkpoint to names of the model."""
     fusions: dict[tuple[bool, tuple[int, ...] | None], list[tuple[str, ...]]] = {}
-    """The names of tensors of the checkpoint that are split (True), and of the model that are joined, each with its
-    parts; by the sizes of the parts, None if they are equal."""
+    """Names of wholes, each with its parts, by whether the checkpoint has the wholes, and by sizes that are unequal."""
     links: list[tuple[Kind, Kind]] = []
     """The kinds that match; a kind of fused tensors with that of each of its parts."""
     expected: dict[str, tuple[str, ...]] = {}
@@ -294,17 +288,16 @@ def match(sources: Sequence[Leaf], targets: Sequence[Leaf], ties: Mapping[str, S
 
 def _match_names(matches: Matches) -> None:
     """Matches kinds that are clearly each other's best match, joins first."""
-    for varying in PASSES:
-        for here, there in ((iter, _joined), (_joined, iter), (iter, iter)):
-            is_changing = True
-            while is_changing:
-                is_changing = False
-                first = by_signature(here(matches.sources.kinds(varying)))
-                second = by_signature(there(matches.targets.kinds(varying)))
-                for signature, left in first.items():
-                    for pair in _best_pairs(left, second.get(signature, []), matches):
-                        matches.link(*pair)
-                        is_changing = True
+    for varying, (here, there) in product(PASSES, ((iter, _joined), (_joined, iter), (iter, iter))):
+        is_changing = True
+        while is_changing:
+            is_changing = False
+            first = by_signature(here(matches.sources.kinds(varying)))
+            second = by_signature(there(matches.targets.kinds(varying)))
+            for signature, left in first.items():
+                for pair in _best_pairs(left, second.get(signature, []), matches):
+                    matches.link(*pair)
+                    is_changing = True
 
 
 # Transposed weights.
@@ -353,13 +346,11 @@ def _find_turned_squares(matches: Matches) -> None:
     unclear = {leaf.layer for leaf in others} - {leaf.layer for leaf in others if leaf.name in sure}
     doubtful = []
     for name, goal in matches.pairs.items():
-        if not first[name].is_square:
-            continue
-        here, there = first[name].is_turned, second[goal].is_turned
-        if here is None or there is None:
-            doubtful += [name] if is_mixed or (name != goal and first[name].layer in unclear) else []
-        elif here != there:
+        here, states = first[name], {first[name].is_turned, second[goal].is_turned}
+        if here.is_square and states == {True, False}:
             matches.inferred.add(name)
+        elif here.is_square and None in states and (is_mixed or (name != goal and here.layer in unclear)):
+            doubtful.append(name)
     for names, what in ((sorted(matches.inferred), "transposed as the weights beside it"), (doubtful, "left as it is")):
         matches.guesses.update(matches.pairs[name] for name in names)
         if names:
@@ -424,11 +415,6 @@ def _may_have_moved(source: Kind, target: Kind, pairs: Mapping[str, str]) -> boo
     return longer.endswith(f".{shorter}") and any(pairs.get(rest) == rest for rest in rests)
 
 
-def _is_end(first: str, second: str) -> bool:
-    """Whether one of two names is the other one behind a prefix."""
-    return f".{first}".endswith(f".{second}") or f".{second}".endswith(f".{first}")
-
-
 def _is_ordered(source: Kind, target: Kind, matches: Matches) -> bool:
     """Whether the numbers of two kinds cannot be exchanged; also where not all of them vary any more.
 
@@ -459,30 +445,26 @@ def _words_before(kind: Kind) -> list[frozenset[str]]:
 def _joined(kinds: Iterable[Kind]) -> Iterator[Kind]:
     """Yields what siblings join to that are named query, key and value, or like the parts of another fused tensor.
 
-    They have the names of the first parts.
+    They have the names of the first parts, and fit together in the same way in every layer.
     """
     whole_of = {part: whole for whole, names in PARTS.items() for part in names if whole != "kv"}
     stems: dict[tuple[str, str], dict[str, Kind]] = defaultdict(dict)
     for kind in kinds:
         path = kind.text.split(".")
         path[len(kind.first.words) - 1] = "?"
-        for word in kind.first.words[-1] & whole_of.keys():
-            stems[".".join([*path, kind.first.role]), whole_of[word]][word] = kind
+        named = kind.first.words[-1] & whole_of.keys()
+        if len(named) == 1 and kind.first.shape:
+            (name,) = named
+            stems[".".join([*path, kind.first.role]), whole_of[name]][name] = kind
     for (_, whole), members in stems.items():
         parts = [members[name] for name in PARTS[whole] if name in members]
-        if len(parts) == len(PARTS[whole]) and (leaves := _joined_leaves(parts)):
-            first = replace(parts[0].first, words=[*parts[0].first.words[:-1], frozenset({whole})])
-            yield Kind(first, parts[0].varied, parts[0].text, leaves, parts)
-
-
-def _joined_leaves(parts: Sequence[Kind]) -> dict[Ranks, Leaf]:
-    """Returns the tensors that the parts join to; none unless they fit together, in the same way in every layer."""
-    rests = {frozenset((ranks, x.shape[1:], x.is_float) for ranks, x in part.leaves.items()) for part in parts}
-    sizes = [{leaf.shape[:1] for leaf in part.leaves.values()} for part in parts]
-    if len(rests) > 1 or any(len(of_part) > 1 or () in of_part for of_part in sizes):
-        return {}
-    size = sum(part.first.shape[0] for part in parts)
-    return {ranks: replace(leaf, shape=(size, *leaf.shape[1:])) for ranks, leaf in parts[0].leaves.items()}
+        rests = {frozenset((ranks, x.shape[1:], x.is_float) for ranks, x in part.leaves.items()) for part in parts}
+        sizes = {(part.text, leaf.shape[:1]) for part in parts for leaf in part.leaves.values()}
+        if len(parts) == len(PARTS[whole]) == len(sizes) and len(rests) == 1:
+            size = sum(part.first.shape[0] for part in parts)
+            words = [*parts[0].first.words[:-1], frozenset({whole})]
+            leaves = {rank: replace(x, shape=(size, *x.shape[1:]), words=words) for rank, x in parts[0].leaves.items()}
+            yield Kind(replace(parts[0].first, words=words), parts[0].varied, parts[0].text, leaves, parts)
 
 
 # Certainty.
@@ -500,16 +482,15 @@ def _find_guesses(matches: Matches, is_whole: bool) -> None:
     counts = [Counter(leaf.size for leaf in side.names.values()) for side in sides]
     left = list(matches.links)
     owners: set[tuple[str, str]] = set()  # modules with a sure match
+    # Kinds of both sides without a sure match, by the sizes of their tensors.
     rivals: list[dict[object, set[Kind]]] = []
-    """Kinds of both sides without a sure match, by the sizes of their tensors."""
 
     def has_rival(at: int, kind: Kind, facts: frozenset[str]) -> bool:
         others = (rivals[at][leaf.size] for leaf in kind.leaves.values())
         return any(other is not kind and facts <= other.claims for of_size in others for other in of_size)
 
     def is_only_one(at: int, kind: Kind) -> bool:
-        sizes = {leaf.size for leaf in kind.leaves.values()}
-        return len(kind.leaves) == sum(counts[at][size] for size in sizes)
+        return len(kind.leaves) == sum(counts[at][size] for size in {leaf.size for leaf in kind.leaves.values()})
 
     def is_sure(source: Kind, target: Kind) -> bool:
         if (source.first.owner, target.first.owner) in owners:
@@ -517,8 +498,8 @@ def _find_guesses(matches: Matches, is_whole: bool) -> None:
         common = source.claims & target.claims
         here, there = source.means - GENERIC - target.claims, target.means - GENERIC - source.claims
         # A norm in the only layer is not the one behind all layers.
-        paths = source.first.path, target.first.path
-        is_layer_lost = any(".#." in one and ".#" not in other for one, other in (paths, paths[::-1]))
+        paths = permutations((source.first.path, target.first.path))
+        is_layer_lost = any(".#." in path and ".#" not in other for path, other in paths)
         if (
             is_layer_lost
             or CONVENTION in here | there
@@ -526,7 +507,8 @@ def _find_guesses(matches: Matches, is_whole: bool) -> None:
         ):
             return False
         is_placed = any(fact[0] == "#" for fact in common)
-        is_named = bool(_own(source) & common and _own(target) & common) or _is_end(source.text, target.text)
+        is_end = any(f".{text}".endswith(f".{end}") for text, end in permutations((source.text, target.text)))
+        is_named = bool(_own(source) & common and _own(target) & common) or is_end
         is_left = is_whole and (is_placed or (is_only_one(0, source) and is_only_one(1, target)))
         return (is_named or is_left) and not any(
             has_rival(at, kind, facts)

@@ -33,16 +33,11 @@ from modelstate.rules.schema import Applied, apply_rules
 from modelstate.rules.tensors import Transpose
 from modelstate.spec import Stored
 from modelstate.suggestion.match import LONGEST_NAME, PASSES, Leaf, Matches, by_signature, exclude, match
-from modelstate.suggestion.words import concepts
+from modelstate.suggestion.words import Shape, concepts
 from modelstate.text_format import count as text_count, folded, folded_label, listed, printable, without_numbers
 from modelstate.transaction.slots import HIDDEN, Slots, slots_of
 
-_LISTED = 12
-"""The number of names of a list that are printed."""
 Names = tuple[str, ...]
-_Shapes = Mapping[str, tuple[int, ...]]
-Goals = dict[str, str | None]
-"""Names with the names that they are to get. A name without a goal may become anything that is not barred."""
 
 
 class Ambiguous(msgspec.Struct, frozen=True):
@@ -161,7 +156,7 @@ def _grouped(names: Sequence[str], between: str = "\n") -> str:
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[without_numbers(name)].append(name)
-    return listed([printable(folded_label(group)) for group in groups.values()], _LISTED, between)
+    return listed([printable(folded_label(group)) for group in groups.values()], most=12, between=between)
 
 
 @checked_call("ms.suggest")
@@ -245,7 +240,7 @@ def _unread(stored: Stored) -> torch.Tensor:
 # From matches to rules.
 
 
-def _rules(matches: Matches, entries: Entries, shapes: _Shapes) -> list[Rule]:
+def _rules(matches: Matches, entries: Entries, shapes: Mapping[str, Shape]) -> list[Rule]:
     """Returns the rules that transpose, then those that split and join, then those that rename."""
     rules: list[Rule] = []
     for turned in (matches.transposed, matches.inferred):
@@ -296,7 +291,7 @@ def _rename_rules(pairs: Mapping[str, str], loose: Collection[str], barred: Coll
         loose: Names without a goal, which may become anything except a barred name and the goal of another.
         barred: Names that a loose name must not become.
     """
-    goals: Goals = {**dict.fromkeys(loose), **pairs}
+    goals: dict[str, str | None] = {**dict.fromkeys(loose), **pairs}
     barred = {*barred, *pairs.values()}
     families = _families((name, goal) for name, goal in pairs.items() if name != goal)
     rules: list[Rule] = []
@@ -312,9 +307,9 @@ def _rename_rules(pairs: Mapping[str, str], loose: Collection[str], barred: Coll
     return rules
 
 
-def _renamed(rule: Rule, goals: Goals, barred: Collection[str]) -> Goals | None:
+def _renamed(rule: Rule, goals: dict[str, str | None], barred: Collection[str]) -> dict[str, str | None] | None:
     """Returns the goals by the names after a rule; None where a name gets another than its goal, or a taken one."""
-    result: Goals = {}
+    result: dict[str, str | None] = {}
     for name, goal in goals.items():
         after = rule.rename(name)
         if after is None or after == name:
@@ -399,8 +394,9 @@ def _reported(
     if interleaved and missing:
         names = ", ".join(folded(interleaved))
         notes.append(f"{names}: query, key and value may take turns in it, head by head; it is not cut")
-    left, lacking = {*unused}, {*missing}
-    ambiguous = _ambiguous(matches, left, lacking)
+    ambiguous = _ambiguous(matches, missing, unused)
+    doubted = {name for group in ambiguous for name in group.names}
+    candidates = {name for group in ambiguous for name in group.candidates}
     total = len(wanted) + len(slots.extra)
     counts = Counter(rule for of_name in rules_of.values() for rule in of_name)
     return Suggestion(
@@ -409,28 +405,27 @@ def _reported(
         explained=total - len(missing),
         total=total,
         guesses=guesses,
-        missing=tuple(name for name in missing if name in lacking),
-        unused=tuple(name for name in unused if name in left),
+        missing=tuple(name for name in missing if name not in doubted),
+        unused=tuple(name for name in unused if name not in candidates),
         ambiguous=tuple(ambiguous),
         notes=tuple(notes),
     )
 
 
-def _ambiguous(matches: Matches, unused: set[str], missing: set[str]) -> list[Ambiguous]:
-    """Returns groups of unmatched tensors on both sides that could match each other, and removes them from the sets."""
+def _ambiguous(matches: Matches, missing: Sequence[str], unused: Sequence[str]) -> list[Ambiguous]:
+    """Returns groups of unmatched tensors on both sides that could match each other."""
     groups: list[Ambiguous] = []
     sides = (matches.targets, missing), (matches.sources, unused)
+    for side, of_side in sides:
+        side.open = {name: side.names[name] for name in of_side if name in side.names}
     for varying in PASSES:
-        for side, of_side in sides:
-            side.open = {name: tensor for name, tensor in side.names.items() if name in of_side}
         first, second = (by_signature(side.kinds(varying)) for side, _ in sides)
         for signature, left in first.items():
-            right = second.get(signature, [])
-            possible = [(a, b) for a in left for b in right if not exclude(a, b)]
+            possible = [pair for pair in product(left, second.get(signature, [])) if not exclude(*pair)]
             if possible:
                 kinds = [dict.fromkeys(side) for side in zip(*possible, strict=True)]
                 names = [tuple(leaf.name for kind in side for leaf in kind.leaves.values()) for side in kinds]
                 groups.append(Ambiguous(*names))
-                missing.difference_update(names[0])
-                unused.difference_update(names[1])
+                for (side, _), of_group in zip(sides, names, strict=True):
+                    side.open = {name: leaf for name, leaf in side.open.items() if name not in of_group}
     return groups
