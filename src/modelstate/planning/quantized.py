@@ -7,6 +7,7 @@ scales, it computes with them, and nothing is reported.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 
 from modelstate.problems import Problem, ProblemKind
 from modelstate.rules.joining import SCALABLE, Dequantize
-from modelstate.rules.rule import as_code, template
+from modelstate.rules.rule import as_code
 from modelstate.tensor_spec import TensorSpec
 from modelstate.torch_compat.dtypes import short
 
@@ -23,7 +24,9 @@ _COMPRESSED = "transformers with compressed-tensors reads it and decompresses it
 _MXFP4 = "transformers reads it, and quantization_config=Mxfp4Config(dequantize=True) makes plain weights"
 _AWQ = "transformers with autoawq reads it, or with gptqmodel"
 
-_BESIDE_WEIGHT = {
+# Names are given by their ends. One that begins with "." or "_" follows the name of the weight, as in "weight_scale";
+# another one takes the place of "weight".
+_LAYOUTS = {
     ".quant_state.bitsandbytes__nf4": ("NF4 of bitsandbytes", _BITSANDBYTES),
     ".quant_state.bitsandbytes__fp4": ("FP4 of bitsandbytes", _BITSANDBYTES),
     ".absmax": ("4 bits of bitsandbytes", _BITSANDBYTES),
@@ -32,26 +35,18 @@ _BESIDE_WEIGHT = {
     "_scale_2": ("NVFP4", "vLLM or modelopt reads it"),
     "_zero_point": ("integers with zero points of compressed-tensors", _COMPRESSED),
     "._data": ("integers of quanto", "optimum-quanto reads it"),
-}
-"""What follows the name of a weight in a layout that no rule reads, with the name of the layout and what reads it."""
-_BESIDE_MODULE = {
     "SCB": ("LLM.int8() of bitsandbytes", _BITSANDBYTES),
     "g_idx": ("GPTQ", "transformers with gptqmodel reads it"),
     "qweight": ("AWQ, or GPTQ without g_idx", _AWQ),
     "W_q": ("HQQ", "hqq reads it"),
 }
-"""What replaces `weight` in names beside it, in the same way."""
-_PARTS = {
-    *("weight_scale", "weight_shape", "weight_g_idx", "weight_global_scale", "weight_format", "weight._scale"),
-    *("qzeros", "scales", "scale", "zero", "meta"),
-}
-"""Further names of these layouts in a module."""
-_SCALES_OF_WEIGHT = ("_scale", "_scale_inv")
-_SCALES_OF_MODULE = ("scale_weight", "scale_inv", "scale")
+"""The name in a layout that no rule reads, with the name of the layout and what reads it. The first one decides."""
+_FURTHER = ("qzeros", "scales", "scale", "zero", "meta")
+"""Further names in these layouts."""
+_SCALES = ("_scale", "_scale_inv", "scale_weight", "scale_inv", "scale")
 _OF_ACTIVATIONS = ("input_scale", "scale_input", "output_scale")
 _MARKER = "scaled_fp8"
 """The tensor by which ComfyUI recognises scaled float8."""
-_POWERS = [1 << power for power in range(17)]
 Names = tuple[str, ...]
 
 
@@ -78,51 +73,60 @@ def quantized_weights(
         left: the names of the checkpoint that fill no slot of the model.
         then: the code of rules that follow the proposed ones.
     """
-    beside: dict[str, set[str]] = {}
+    within = defaultdict[str, set[str]](set)
     for name in left:
-        beside.setdefault(name.rpartition(".")[0], set()).add(name)
-    problems: list[Problem] = []
-    scaled: list[tuple[str, str, str]] = []
-    guessed: set[str] = set()
-    used: set[str] = set()
+        within[name.rpartition(".")[0]].add(name)
+    problems, used = list[Problem](), set[str]()
+    scaled: list[tuple[str, Names, str]] = []
+    """The name in the model, the weight and its scale in the checkpoint, and whether the scale is a guess."""
     for name, source, has_numbers in candidates:
-        module = source.rpartition(".")[0]
-        prefix, is_weight = f"{module}." if module else "", source.rpartition(".")[2] == "weight"
-        near = {*beside.get(module, ()), *beside.get(source, ()), *beside.get(f"{source}.quant_state", ())}
-        ends = [(source + end, layout) for end, layout in _BESIDE_WEIGHT.items()]
-        ends += [(prefix + last, layout) for last, layout in _BESIDE_MODULE.items()] if is_weight else []
-        scales = [source + end for end in _SCALES_OF_WEIGHT]
-        scales += [prefix + last for last in _SCALES_OF_MODULE] if is_weight else []
-        layout = next((layout for other, layout in ends if other in near), None)
-        scale = next((other for other in scales if other in near and other in part), "")
-        if layout is None and has_numbers and not scale and (scale := _likely_scale(source, near, part)):
-            guessed.add(name)
-        if layout is None and has_numbers and scale:
-            if part[scale].dtype.is_floating_point:
-                scaled.append((name, source, scale))
-                continue
-            layout = ("MXFP8", "vLLM or modelopt reads it")
+        near = {*within[source.rpartition(".")[0]], *within[source], *within[f"{source}.quant_state"]}
+        layout = next((_LAYOUTS[end] for other, end in _beside(source, _LAYOUTS).items() if other in near), None)
+        if layout is None and has_numbers:
+            scale = next((other for other in _beside(source, _SCALES) if other in near and other in part), "")
+            why = "" if scale else "a guess by name and shape"
+            scale = scale or _likely_scale(source, near, part)
+            if scale and part[scale].dtype.is_floating_point:
+                scaled.append((name, (source, scale), why))
+            elif scale:
+                layout = "MXFP8", "vLLM or modelopt reads it"
         if layout is not None:
             own = {other for other in near if other.startswith((f"{source}.", f"{source}_"))}
-            own |= near & {prefix + last for last in (*_BESIDE_MODULE, *_PARTS)} if is_weight else set()
+            own |= near.intersection(_beside(source, (*_LAYOUTS, *_FURTHER)))
             used |= own
+            found, remedy = layout
             others = tuple(sorted(own))
-            problems.append(
-                Problem(ProblemKind.QUANTIZED_WEIGHT, name, found=layout[0], others=others, remedy=layout[1])
-            )
-    modules = {source.rpartition(".")[0] for _, source, _ in scaled}
-    extra = sorted(name for module in modules for name in beside.get(module, ()) if name.endswith(_OF_ACTIVATIONS))
-    extra += [_MARKER] if scaled and _MARKER in left else []
+            problems.append(Problem(ProblemKind.QUANTIZED_WEIGHT, name, found=found, others=others, remedy=remedy))
+    modules = {source.rpartition(".")[0] for _, (source, _), _ in scaled}
+    extra = sorted(name for module in modules for name in within[module] if name.endswith(_OF_ACTIVATIONS))
+    extra += [_MARKER] if scaled and _MARKER in left and _MARKER in part else []
     ignored = [f"ms.rules.Ignore({pattern!r})" for (pattern,) in _patterns([(name,) for name in extra], part)]
-    code = _rules([(source, scale) for _, source, scale in scaled], part)
-    for name, source, scale in scaled:
-        rule, layout_name = code[source, scale], f"{short(part[source].dtype)} with scales"
+    code = _rules([pair for _, pair, _ in scaled], part)
+    for name, (source, scale), why in scaled:
+        found, rule = f"{short(part[source].dtype)} with scales", code[source, scale]
         rules = (rule, *ignored, *then) if rule else ()
-        why = "a guess by name and shape" if name in guessed else ""
-        problems.append(
-            Problem(ProblemKind.QUANTIZED_WEIGHT, name, found=layout_name, why=why, others=(scale,), rules=rules)
-        )
-    return problems, {*used, *extra, *(scale for *_, scale in scaled)}
+        problem = Problem(ProblemKind.QUANTIZED_WEIGHT, name, found=found, why=why, others=(scale,), rules=rules)
+        problems.append(problem)
+    return problems, {*used, *extra, *(scale for _, (_, scale), _ in scaled)}
+
+
+def stored_quantized(tensors: Mapping[str, TensorSpec]) -> list[Problem]:
+    """Returns the weights that a checkpoint stores as numbers and scales, without regard to a model."""
+    candidates = []
+    for name, tensor in tensors.items():
+        if tensor.dtype in SCALABLE or tensor.dtype == torch.uint8:
+            candidates.append(QuantizedCandidate(name, name, has_numbers=True))
+        weights = [name.removesuffix(end) for end in _LAYOUTS if end[0] in "._" and name.endswith(end)]
+        if (last := name.rpartition(".")[2]) in _LAYOUTS:
+            weights = [name.removesuffix(last) + "weight"]
+        candidates += [QuantizedCandidate(weight, weight) for weight in weights]
+    return quantized_weights(dict.fromkeys(candidates), tensors, tensors.keys())[0]
+
+
+def _beside(source: str, ends: Iterable[str]) -> dict[str, str]:
+    """Returns the names with these ends beside a weight, each with its end."""
+    module, is_weight = source.removesuffix("weight"), f".{source}".endswith(".weight")
+    return {(source if end[0] in "._" else module) + end: end for end in ends if is_weight or end[0] in "._"}
 
 
 def _likely_scale(source: str, near: Collection[str], part: Mapping[str, TensorSpec]) -> str:
@@ -132,32 +136,13 @@ def _likely_scale(source: str, near: Collection[str], part: Mapping[str, TensorS
         return ""
     for name in sorted(near):
         is_named = "scal" in name.rpartition(".")[2] or name.startswith((f"{source}_", f"{source}."))
-        if not is_named or name.endswith(_OF_ACTIVATIONS) or name not in part:
-            continue
-        scale = part[name]
-        if scale.dtype.is_floating_point and (
-            math.prod(scale.shape) == 1 or _block([(source, name)], part) is not None
-        ):
+        is_scale = name in part and part[name].dtype.is_floating_point and not name.endswith(_OF_ACTIVATIONS)
+        if is_named and is_scale and _block([(source, name)], part) is not None:
             return name
     return ""
 
 
-def stored_quantized(tensors: Mapping[str, TensorSpec]) -> list[Problem]:
-    """Returns the weights that a checkpoint stores as numbers and scales, without regard to a model."""
-    candidates = []
-    for name, tensor in tensors.items():
-        if tensor.dtype in SCALABLE or tensor.dtype == torch.uint8:
-            candidates.append(QuantizedCandidate(name, name, has_numbers=True))
-        last = name.rpartition(".")[2]
-        if last in _BESIDE_MODULE:
-            weights = [name.removesuffix(last) + "weight"]
-        else:
-            weights = [name.removesuffix(end) for end in _BESIDE_WEIGHT if name.endswith(end)]
-        candidates += [QuantizedCandidate(weight, weight) for weight in weights]
-    return quantized_weights(dict.fromkeys(candidates), tensors, tensors.keys())[0] if candidates else []
-
-
-def _rules(pairs: Sequence[Names], part: Mapping[str, TensorSpec]) -> dict[Names, str]:
+def _rules(pairs: Iterable[Names], part: Mapping[str, TensorSpec]) -> dict[Names, str]:
     """Returns the code of a rule for each weight and its scale; empty where the shapes do not determine the block."""
     code: dict[Names, str] = {}
     for patterns, members in _patterns(pairs, part).items():
@@ -174,11 +159,8 @@ def _block(pairs: Iterable[Names], part: Mapping[str, TensorSpec]) -> tuple[int,
 
     A block divides a dimension, or it is a power of two. Its sizes are certain where one number fits all weights.
     """
-    shapes = []
-    for weight, scale in pairs:
-        sizes, counts = part[weight].shape, part[scale].shape
-        if math.prod(counts) != 1:
-            shapes.append((sizes, (*counts, *(1,) * (len(sizes) - len(counts)))))
+    all_shapes = ((part[weight].shape, part[scale].shape) for weight, scale in pairs)
+    shapes = [(size, (*of, *(1,) * (len(size) - len(of)))) for size, of in all_shapes if math.prod(of) != 1]
     if any(len(sizes) != len(counts) for sizes, counts in shapes):
         return None
     if all(count in (1, size) for sizes, counts in shapes for size, count in zip(sizes, counts, strict=True)):
@@ -187,13 +169,14 @@ def _block(pairs: Iterable[Names], part: Mapping[str, TensorSpec]) -> tuple[int,
         return None
     block = []
     for dim in range(-min(2, *(len(sizes) for sizes, _ in shapes)), 0):
-        pairs_of_dim = [(sizes[dim], counts[dim]) for sizes, counts in shapes]
-        possible = {*_POWERS, *(size // count for size, count in pairs_of_dim if size % count == 0)}
-        fitting = sorted(of for of in possible if all(-(-size // of) == count for size, count in pairs_of_dim))
-        is_whole = all(count == 1 for _, count in pairs_of_dim)  # then each of them gives the same
-        if not fitting or (len(fitting) > 1 and not is_whole):
+        of_dim = [(sizes[dim], counts[dim]) for sizes, counts in shapes]
+        divisors = (size // count for size, count in of_dim if size % count == 0)
+        possible = {*(1 << power for power in range(17)), *divisors}
+        fitting = [of for of in possible if all(-(-size // of) == count for size, count in of_dim)]
+        # One block for the whole dimension is the same, whatever its size.
+        if not fitting or (len(fitting) > 1 and any(count != 1 for _, count in of_dim)):
             return None
-        block.append(128 if 128 in fitting else fitting[0])
+        block.append(128 if 128 in fitting else min(fitting))
     return tuple(block)
 
 
@@ -202,18 +185,16 @@ def _patterns(groups: Iterable[Names], names: Collection[str]) -> dict[Names, li
 
     A pattern that also matches another group among `names` is not used: the names of its groups are the patterns.
     """
-    by_pattern: dict[Names, list[Names]] = {}
+    by_ends = defaultdict[Names, dict[Names, None]](dict)
     for group in groups:
         module = group[0].rpartition(".")[0]
-        pattern = tuple(f"*{name[len(module) :]}" for name in group) if module else group
-        by_pattern.setdefault(pattern, []).append(group)
+        by_ends[tuple(name.removeprefix(module) for name in group)][group] = None
     result: dict[Names, list[Names]] = {}
-    for pattern, members in by_pattern.items():
-        known = set(members)
-        matches = (template(pattern[0]).match(name) for name in names)
-        filled = (tuple(template(text).fill(parts) for text in pattern) for parts in matches if parts is not None)
-        if all(group in known or not all(name in names for name in group) for group in filled):
-            result[pattern] = members
+    for ends, members in by_ends.items():
+        modules = (name.removesuffix(ends[0]) for name in names if name.endswith(ends[0]))
+        matching = sum(all(module + end in names for end in ends) for module in modules)
+        if matching == len(members) and ends[0].startswith("."):
+            result[tuple(f"*{end}" for end in ends)] = [*members]
         else:
             result |= {member: [member] for member in members}
     return result
