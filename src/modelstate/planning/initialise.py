@@ -9,7 +9,6 @@ changed and no large copy is allocated.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -19,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.errors import ModelCodeError, keep_interrupt
-from modelstate.torch_compat.modules import own_buffers, own_modules, own_parameters
+from modelstate.torch_compat.modules import own_buffers, own_modules, own_parameters, tensors_of
 from modelstate.torch_compat.plain import is_plain, is_sharded
 from modelstate.torch_compat.private import recorded_fills, storage_id
 from modelstate.torch_compat.sharding import without_fsdp
@@ -50,120 +49,103 @@ class Initialisers:
 
         The methods are called on a copy without memory. The model and the random generator of the CPU do not change.
         """
-        path, _, attribute = name.rpartition(".")
-        chain = list(_chain(self._model, path))
-        tensor = _own_tensors(chain[-1][1]).get(attribute)
+        tensor = _own_tensors(self._model, name).get(name)
         if tensor is None or is_lazy(tensor) or not (is_plain(tensor) or is_sharded(tensor)):
             return None
-        initialising = [place for place in chain if _own_method(place[1]) or _initialises_children(place[1])]
-        if not initialising:
-            return None
-        top_path, top = initialising[0]
-        copies = self._copies.setdefault(top_path, _Copies(top, top_path))
-        within = name[len(top_path) + 1 :] if top_path else name
-        how = copies.methods_for(within)
-        return Initialiser(how, partial(copies.value, within)) if how else None
+        for prefix, module in _chain(self._model, name).items():
+            if _own_method(module) or _initialises_children(module):
+                copies, within = self._copies.setdefault(prefix, _Copies(module, prefix)), name.removeprefix(prefix)
+                how = copies.methods_for(within)
+                return Initialiser(how, partial(copies.value, within)) if how else None
+        return None
 
 
 class _Copies:
-    """Copies of a module that initialises tensors below it."""
+    """Copies of a module that initialises tensors in it. The names of the tensors are those within the module."""
 
-    def __init__(self, top: nn.Module, path: str) -> None:
-        self._top, self._path = top, path
-        self._tried: dict[str, dict[str, str]] = {}
+    def __init__(self, top: nn.Module, prefix: str) -> None:
+        self._top, self._prefix = top, prefix
+        self._methods: dict[str, dict[str, str]] = {}
+        """The methods that write a tensor, by the prefix of its module and by its name."""
         self._trial: nn.Module | None = None
-        self._wanted: dict[str, None] = {}
+        self._requested: dict[str, None] = {}
         self._values: dict[str, torch.Tensor] = {}
-        self._has_run = False
 
     def methods_for(self, name: str) -> str:
         """The methods that write a tensor; empty if they do not write the whole tensor."""
-        owner = name.rpartition(".")[0]
-        if owner not in self._tried:
-            self._tried[owner] = self._try(owner)
-        how = self._tried[owner].get(name, "")
-        if how:
-            self._wanted[name] = None
+        owner = _owner(name)
+        if owner not in self._methods:
+            self._methods[owner] = self._try(owner)
+        if how := self._methods[owner].get(name, ""):
+            self._requested[name] = None
         return how
 
     def value(self, name: str) -> torch.Tensor:
         """Returns the value of a tensor. The first call computes all requested values, in the constructor's order."""
         if name not in self._values:
-            self._values |= self._make([name] if self._has_run else self._wanted)
-            self._has_run = True
+            self._values |= self._make([*{**self._requested, name: None}])
+            self._requested.clear()
         return self._values.pop(name)
 
     def _try(self, owner: str) -> dict[str, str]:
         """Runs the methods for one module on meta. Returns the methods by the names of the tensors that they write."""
+        fills: list[tuple[str, dict[int, int]]] = []
         try:
-            trial = self._trial = self._copied(()) if self._trial is None else self._trial
-            tensors = _own_tensors(dict(_chain(trial, owner))[owner])
-            before = {attribute: (storage_id(tensor), max(tensor.numel(), 1)) for attribute, tensor in tensors.items()}
-            filled: Counter[int] = Counter()
-            writers: dict[int, dict[str, None]] = {}
+            if self._trial is None:
+                self._trial = self._copied(())
+            tensors = _own_tensors(self._trial, owner)
+            sizes = {name: (storage_id(tensor), max(tensor.numel(), 1)) for name, tensor in tensors.items()}
             with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
-                for label, call in _calls(trial, {owner}):
-                    with recorded_fills() as written:
+                for label, call in _calls(self._trial, {owner}):
+                    with recorded_fills() as filled:
                         call()
-                    filled.update(written)
-                    for storage in written:
-                        writers.setdefault(storage, {})[label] = None
+                    fills.append((label, filled))
         except Exception as error:  # code that reads values or cannot be copied; its writes are unknown
             keep_interrupt(error)
             return {}
-        prefix = f"{owner}." if owner else ""
-        whole = {attribute: storage for attribute, (storage, count) in before.items() if filled[storage] >= count}
-        return {prefix + attribute: ", ".join(writers[storage]) for attribute, storage in whole.items()}
+        methods: dict[str, str] = {}
+        for name, (storage, count) in sizes.items():
+            if sum(filled.get(storage, 0) for _, filled in fills) >= count:
+                methods[name] = ", ".join(dict.fromkeys(label for label, filled in fills if storage in filled))
+        return methods
 
-    def _make(self, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
+    def _make(self, names: list[str]) -> dict[str, torch.Tensor]:
         """Computes the requested values in one run of the methods."""
-        names, label = list(wanted), "a copy of the module"
-        owners = {name.rpartition(".")[0] for name in names}
+        name, label = names[0], "a copy of the module"
         try:
             module_copy = self._copied(names)
             with torch.inference_mode(False), torch.no_grad():
-                for label, call in _calls(module_copy, owners):  # noqa: B007  (for the error)
+                for label, call in _calls(module_copy, set(map(_owner, names))):  # noqa: B007  (for the error)
                     call()
-            values = {name: _at(module_copy, name).detach() for name in names}
+            values = {name: _own_tensors(module_copy, name)[name].detach() for name in names}
+            for name, tensor in values.items():
+                label, original = self.methods_for(name), _own_tensors(self._top, name)[name]
+                if (tensor.shape, tensor.dtype) != (original.shape, original.dtype) or tensor.is_meta:
+                    raise ValueError(f"it made {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}")
+                if tensor.dtype in _CAN_BE_NAN and bool(tensor.isnan().any()):
+                    raise ValueError("it did not write all elements, or wrote NaN")
         except Exception as error:
-            raise self._failed(names[0], f"{label}: {type(error).__name__}: {error}") from error
-        for name, tensor in values.items():
-            original = _at(self._top, name)
-            if (tensor.shape, tensor.dtype) != (original.shape, original.dtype) or tensor.is_meta:
-                found = f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
-                raise self._failed(name, f"{self.methods_for(name)} made {found}")
-            if tensor.dtype in _CAN_BE_NAN and bool(tensor.isnan().any()):
-                raise self._failed(name, f"{self.methods_for(name)} did not write all elements, or wrote NaN")
+            raise ModelCodeError(
+                "the model's own initialisation did not compute a value; nothing has been changed",
+                where=self._prefix + name,
+                found=f"{label}: {type(error).__name__}: {error}",
+                remedy=f"pass the value: rules=[modelstate.rules.Fill({self._prefix + name!r}, value)]",
+            ) from error
         return values
 
-    def _failed(self, name: str, why: str) -> ModelCodeError:
-        whole = f"{self._path}.{name}" if self._path else name
-        return ModelCodeError(
-            "the model's own initialisation did not compute a value; nothing has been changed",
-            where=whole,
-            found=why,
-            remedy=f"pass the value: rules=[modelstate.rules.Fill({whole!r}, value)]",
-        )
-
     @torch.inference_mode(False)
-    def _copied(self, wanted: Iterable[str]) -> nn.Module:
-        """Returns a copy in which the requested tensors are filled with NaN, and all others are on meta."""
-        real = {id(_at(self._top, name)) for name in wanted}
-        memo: dict[int, object] = {}
-        for module in self._top.modules():
-            for tensor in _own_tensors(module).values():
-                if not is_lazy(tensor) and id(tensor) not in memo:
-                    memo[id(tensor)] = _empty(tensor, id(tensor) in real)
-        return without_fsdp(self._top, memo)
+    def _copied(self, names: Iterable[str]) -> nn.Module:
+        """Returns a copy in which the tensors of these names are filled with NaN, and all others are on meta."""
+        real = {id(_own_tensors(self._top, name)[name]) for name in names}
+        tensors = {id(tensor): tensor for tensor in tensors_of(self._top.modules()) if not is_lazy(tensor)}
+        return without_fsdp(self._top, {key: _empty(tensor, key in real) for key, tensor in tensors.items()})
 
 
 def _empty(tensor: torch.Tensor, with_memory: bool) -> torch.Tensor:
-    if not with_memory:
-        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    elif is_sharded(tensor):  # whole, and on the CPU, whose random generator the ranks of a load share
-        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    else:
+    if with_memory and not is_sharded(tensor):
         fresh = torch.empty_like(tensor, device="cpu" if tensor.is_meta else tensor.device, requires_grad=False)
+    else:  # a DTensor whole, and on the CPU, whose random generator the ranks of a load share
+        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if with_memory else "meta")
     if with_memory and fresh.dtype in _CAN_BE_NAN:
         fresh.fill_(float("nan"))
     return nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
@@ -171,47 +153,47 @@ def _empty(tensor: torch.Tensor, with_memory: bool) -> torch.Tensor:
 
 def _calls(top: nn.Module, owners: set[str]) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yields the calls that initialise some modules, with their names, in the order of the constructor of `top`."""
-    modules = {path: module for owner in owners for path, module in _chain(top, owner)}
-    ordered = list(_children_first(top, "", modules))
-    for path in ordered:
-        if name := _own_method(modules[path]):
-            yield f"{type(modules[path]).__name__}.{name}", getattr(modules[path], name)
-    for path in ordered:
-        above = [module for _, module in _chain(top, path) if _initialises_children(module)]
+    modules = {prefix: module for owner in owners for prefix, module in _chain(top, owner).items()}
+    ordered = list(_children_first("", modules))
+    for prefix in ordered:
+        if name := _own_method(modules[prefix]):
+            yield f"{type(modules[prefix]).__name__}.{name}", getattr(modules[prefix], name)
+    for prefix in ordered:
+        above = [module for module in _chain(top, prefix).values() if _initialises_children(module)]
         if above:
             method = getattr(above[-1], _INITIALISES_CHILDREN)
-            yield f"{type(above[-1]).__name__}.{_INITIALISES_CHILDREN}", partial(method, modules[path])
+            yield f"{type(above[-1]).__name__}.{_INITIALISES_CHILDREN}", partial(method, modules[prefix])
 
 
-def _chain(root: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules from the root to a path, with their paths."""
-    yield "", root
-    at, module = "", root
-    for name in path.split(".") if path else ():
-        child = own_modules(module)[name]
+def _children_first(prefix: str, modules: dict[str, nn.Module]) -> Iterator[str]:
+    for name in own_modules(modules[prefix]):
+        if f"{prefix}{name}." in modules:
+            yield from _children_first(f"{prefix}{name}.", modules)
+    yield prefix
+
+
+def _owner(name: str) -> str:
+    """The prefix of the module that has a tensor: "encoder.0." of "encoder.0.weight"."""
+    return name[: name.rfind(".") + 1]
+
+
+def _chain(root: nn.Module, name: str) -> dict[str, nn.Module]:
+    """Returns the modules from the root to the one that has this name, by the prefixes of their names."""
+    chain, prefix = {"": root}, ""
+    for part in name.split(".")[:-1]:
+        child = own_modules(chain[prefix])[part]
         assert child is not None
-        at, module = f"{at}.{name}" if at else name, child
-        yield at, module
+        prefix += f"{part}."
+        chain[prefix] = child
+    return chain
 
 
-def _children_first(module: nn.Module, path: str, wanted: dict[str, nn.Module]) -> Iterator[str]:
-    for name in own_modules(module):
-        below = f"{path}.{name}" if path else name
-        if below in wanted:
-            yield from _children_first(wanted[below], below, wanted)
-    yield path
-
-
-def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a module itself."""
+def _own_tensors(root: nn.Module, name: str) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of the module that has this name, by their whole names."""
+    owner = _owner(name)
+    module = _chain(root, owner)[owner]
     own = {**own_parameters(module), **own_buffers(module)}
-    return {name: tensor for name, tensor in own.items() if tensor is not None}
-
-
-def _at(root: nn.Module, name: str) -> torch.Tensor:
-    path, _, attribute = name.rpartition(".")
-    tensor: torch.Tensor = getattr(dict(_chain(root, path))[path], attribute)
-    return tensor
+    return {owner + name: tensor for name, tensor in own.items() if tensor is not None}
 
 
 def _own_method(module: nn.Module) -> str:
