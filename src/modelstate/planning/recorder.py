@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
 from copy import copy
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -94,70 +93,71 @@ def walk(
 
     Passes on every exception of the model's own code.
     """
-    modules = list(slots.modules.values())
-    recording = _Recording(
-        sink, sink.transaction, IncompatibleKeys(), set(map(id, modules)), versions, assign, calls_own
-    )
-    ordered = OrderedDict(state_dict)
-    if versions is not None:
-        set_version_metadata(ordered, versions)
-    has_code = any(map(overrides_loading, modules)) or (calls_own and any(map(has_own_load, modules)))
-    with ExitStack() as patched:
-        if has_code:  # calls of the base class method are redirected to the recording, in this thread
-            patched.enter_context(_recording.replaced(recording))
-            patched.enter_context(_overrides.used())
-        _visit(recording, root, ordered, "", is_root=True)
+    recording = _Recording(sink, set(map(id, slots.modules.values())), versions, assign, calls_own)
+    with _overrides.used():
+        _visit_alone(recording, root, state_dict)
     return recording.outcome
 
 
-class _Recording(msgspec.Struct, eq=False, weakref=True):
+class _Recording(msgspec.Struct, eq=False):
     sink: LoadSink
-    transaction: Transaction
-    outcome: IncompatibleKeys
     modules: set[int]
     versions: Versions
     assign: bool
     calls_own: bool
     prefix: str = ""
     """Of the names of a module that is visited as if it were loaded alone."""
+    outcome: IncompatibleKeys = msgspec.field(default_factory=IncompatibleKeys)
+    load: Callable[..., ReturnedKeys] | None = None
+    """Called in place of torch's `load_state_dict`, by the override of a module."""
 
 
-def _visit(
-    recording: _Recording, module: nn.Module, state_dict: dict[str, object], prefix: str, is_root: bool = False
+def _visit_alone(
+    recording: _Recording, root: nn.Module, state_dict: Mapping[str, object], prefix: str = "", calls_root: bool = True
 ) -> None:
-    if is_root and recording.calls_own and has_own_load(module):
-        _call_own(recording, module, state_dict)
-        return
+    """Visits a module as if it were loaded alone: its code sees a state dict of its own, without a prefix."""
+    cut, versions, outcome = len(prefix), recording.versions, recording.outcome
+    own = OrderedDict(((key[cut:], value) for key, value in state_dict.items()) if prefix else state_dict)
+    if versions is not None and prefix:
+        versions = {path[cut:]: saved for path, saved in versions.items() if f"{path}.".startswith(prefix)}
+    if versions is not None:
+        set_version_metadata(own, versions)
+    of_root = IncompatibleKeys(called=outcome.called)
+    alone = replace(recording, prefix=recording.prefix + prefix, versions=versions, outcome=of_root)
+    visit: Callable[..., None] = _call_own if calls_root and recording.calls_own and has_own_load(root) else _visit
+    with _recording.replaced(alone):
+        visit(alone, root, own)
+    outcome.missing += [prefix + key for key in of_root.missing]
+    outcome.unexpected += [prefix + key for key in of_root.unexpected]
+    outcome.errors += of_root.errors
+
+
+def _visit(recording: _Recording, module: nn.Module, state_dict: dict[str, object], prefix: str = "") -> None:
+    transaction, outcome, versions = recording.sink.transaction, recording.outcome, recording.versions
     # A copy: torch writes the flag below into the state dict's own metadata, where it decides the next load too.
-    local_metadata = {} if recording.versions is None else copy(recording.versions.get(prefix[:-1], {}))
+    local_metadata = {} if versions is None else copy(versions.get(prefix[:-1], {}))
     if recording.assign:
         local_metadata["assign_to_params_buffers"] = True
     recording.modules.add(id(module))
-    outcome = recording.outcome
-    lists = (outcome.missing, outcome.unexpected, outcome.errors)
-    own: set[str] | None = None
+    lists = outcome.missing, outcome.unexpected, outcome.errors
     if overrides_loading(module):
-        with recording.transaction.model_code():
+        with transaction.model_code():
             load_from_state_dict(module)(state_dict, prefix, local_metadata, True, *lists)
     else:
-        own = _load_local(recording, module, state_dict, prefix, local_metadata, True, *lists)
-    parts, rest = _by_child(state_dict, prefix, own_modules(module))
-    if own is not None and not own.issuperset(rest):
-        outcome.unexpected += [key for key in rest if key not in own]
-    # Children and values are looked up in each iteration, because code of earlier children may have replaced them.
-    count = len(state_dict)
+        _load_local(recording, module, state_dict, prefix, local_metadata, True, *lists)
+    parts, _ = _by_child(state_dict, prefix, own_modules(module))
+    # Children are looked up in each iteration, because code of earlier children may have replaced them.
     for name, child in own_modules(module).items():
         if child is not None:
-            if len(state_dict) != count or name not in parts:
+            if name not in parts:
                 parts, _ = _by_child(state_dict, prefix, own_modules(module))
-                count = len(state_dict)
             is_alone = isinstance(module, ModuleContainer) and not isinstance(child, ModuleContainer)
             has_own_pair = recording.calls_own and has_own_load(child) and has_own_state_dict(child)
-            visit = _visit_alone if is_alone or has_own_pair else _visit
+            visit: Callable[..., None] = _visit_alone if is_alone or has_own_pair else _visit
             visit(recording, child, parts[name], f"{prefix}{name}.")
     incompatible = ReturnedKeys(outcome.missing, outcome.unexpected)
     for hook in load_post_hooks(module):
-        with recording.transaction.model_code():
+        with transaction.model_code():
             returned = hook(module, incompatible)
         if returned is not None:
             raise AssertionError(
@@ -167,93 +167,61 @@ def _visit(
             )
 
 
-def _visit_alone(recording: _Recording, root: nn.Module, state_dict: Mapping[str, object], prefix: str) -> None:
-    """Visits a module as if it were loaded alone: its code sees its own state dict, without a prefix."""
-    cut, versions = len(prefix), recording.versions
-    own = OrderedDict((key[cut:], value) for key, value in state_dict.items())
-    if versions is not None:
-        versions = {path[cut:]: version for path, version in versions.items() if f"{path}.".startswith(prefix)}
-        set_version_metadata(own, versions)
-    alone = replace(recording, prefix=recording.prefix + prefix, outcome=IncompatibleKeys(), versions=versions)
-    with _recording.replaced(alone) if _recording.value is recording else nullcontext():
-        _visit(alone, root, own, "", is_root=True)
-    recording.outcome.called += alone.outcome.called
-    recording.outcome.missing += [prefix + key for key in alone.outcome.missing]
-    recording.outcome.unexpected += [prefix + key for key in alone.outcome.unexpected]
-    recording.outcome.errors += alone.outcome.errors
-
-
-class _OwnLoad:
-    """A call of the `load_state_dict` of a module that overrides it.
-
-    What it calls of torch's own method, for the module or for modules in it, is recorded as a load without an override.
-    """
-
-    def __init__(self, recording: _Recording, root: nn.Module) -> None:
-        self.recording = recording
-        self.paths = {id(module): path for path, module in root.named_modules()}
-        self.outcomes: dict[int, tuple[str, IncompatibleKeys]] = {}
-        """The prefix of each module for which torch's method was called, and what the last call found."""
-        self.refused: RuntimeError | None = None
-        """The error of a strict call of torch's method. The names in it are problems of the load."""
-
-    def load(self, module: nn.Module, state_dict: Mapping[str, object], strict: bool, assign: bool) -> ReturnedKeys:
-        """Does what torch's method does, with the sink in place of writes."""
-        path, outcome = self.paths[id(module)], IncompatibleKeys()
-        own = OrderedDict(state_dict)
-        versions: Any = version_metadata(state_dict)
-        recording = replace(self.recording, outcome=outcome, versions=versions, assign=assign)
-        if versions is not None:
-            set_version_metadata(own, versions)
-        with recording.transaction.library_code(), _recording.replaced(recording):
-            _visit(recording, module, own, "")
-        self.outcomes[id(module)] = f"{path}." if path else "", outcome
-        self.recording.outcome.called += outcome.called
-        if outcome.errors or (strict and (outcome.missing or outcome.unexpected)):
-            self.refused = RuntimeError(
-                f"Error(s) in loading state_dict for {type(module).__name__}: "
-                f"missing keys {outcome.missing}, unexpected keys {outcome.unexpected} {outcome.errors}"
-            )
-            raise self.refused
-        return ReturnedKeys(outcome.missing, outcome.unexpected)
-
-
 def _call_own(recording: _Recording, module: nn.Module, state_dict: dict[str, object]) -> None:
     """Calls the `load_state_dict` of a module that overrides it.
+
+    What it calls of torch's own method, for the module or for modules in it, is recorded as a load without an override.
 
     Names are as strict as with torch's own method: whatever the override tolerates, each name that the module's own
     `state_dict` gives has to be there, and others are unexpected. Names that the override takes itself are known to it.
     """
-    own, outcome = _OwnLoad(recording, module), recording.outcome
-    versions = version_metadata(state_dict)
+    transaction, outcome = recording.sink.transaction, recording.outcome
+    prefixes = {id(inner): f"{path}." if path else "" for path, inner in module.named_modules()}
+    outcomes: dict[str, IncompatibleKeys] = {}
+    """What the last call of torch's method for each module found, by the prefix of the module."""
+    refused: list[RuntimeError] = []
+    """The errors of strict calls of torch's method. The names in them are problems of the load."""
 
-    def given() -> dict[str, object]:
-        copied = state_dict.copy()
-        if versions is not None:
-            set_version_metadata(copied, versions)
-        return copied
+    def load(
+        stock: Callable[..., ReturnedKeys],
+        inner: nn.Module,
+        given: Mapping[str, object],
+        strict: bool = True,
+        assign: bool = False,
+    ) -> ReturnedKeys:
+        """Does what torch's method does, with the sink in place of writes."""
+        if id(inner) not in prefixes or not isinstance(given, Mapping):
+            return stock(inner, given, strict, assign)
+        of_inner = IncompatibleKeys(called=outcome.called)
+        as_root = replace(recording, versions=version_metadata(given), assign=assign, outcome=of_inner)
+        with transaction.library_code():
+            _visit_alone(as_root, inner, given, calls_root=False)
+        outcomes[prefixes[id(inner)]] = of_inner
+        if of_inner.errors or (strict and (of_inner.missing or of_inner.unexpected)):
+            message = f"missing keys {of_inner.missing}, unexpected keys {of_inner.unexpected} {of_inner.errors}"
+            refused.append(RuntimeError(f"Error(s) in loading state_dict for {type(inner).__name__}: {message}"))
+            raise refused[-1]
+        return ReturnedKeys(of_inner.missing, of_inner.unexpected)
 
-    load: Callable[..., object] = module.load_state_dict
-    with recording.transaction.model_code(), _own_load.replaced(own), _base_loads.used():
+    recording.load, own_load = load, module.load_state_dict
+    with transaction.model_code():
         saved = own_state(module)
         names = [name for name, _ in leaves(saved) if name]
         try:
-            load(given())
+            own_load(copy(state_dict))
         except RuntimeError as error:
-            if error is not own.refused:
+            if error not in refused:
                 raise
-            own.outcomes.clear()
-            load(given(), strict=False)  # options of the load may allow these names
+            outcomes.clear()
+            own_load(copy(state_dict), strict=False)  # options of the load may allow these names
     outcome.called.append(module)
-    has_base = False
-    for prefix, of_module in own.outcomes.values():
-        has_base = has_base or not prefix
-        outcome.missing += [prefix + name for name in of_module.missing]
-        outcome.unexpected += [name for name in of_module.unexpected if prefix + name not in {*names, *saved}]
-        outcome.errors += of_module.errors
-    if not has_base or outcome.missing:
-        known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} if has_base else set()
-        known.update(name for name, _ in leaves(state_dict))
+    for prefix, of_inner in outcomes.items():
+        outcome.missing += [prefix + name for name in of_inner.missing]
+        outcome.unexpected += [name for name in of_inner.unexpected if prefix + name not in {*names, *saved}]
+        outcome.errors += of_inner.errors
+    if "" not in outcomes or outcome.missing:
+        own = (*module.named_parameters(), *module.named_buffers()) if "" in outcomes else ()
+        known = {name for name, _ in (*own, *leaves(state_dict))}
         outcome.missing += [name for name in names if name not in known]
 
 
@@ -280,8 +248,6 @@ def _by_child(
     state_dict: Mapping[str, object], prefix: str, children: Mapping[str, object]
 ) -> tuple[dict[str, dict[str, object]], list[str]]:
     """Returns the items below each child, and the names below no child."""
-    if not children:
-        return {}, [key for key in state_dict if key.startswith(prefix)]
     parts: dict[str, dict[str, object]] = {name: {} for name in children.keys()}  # noqa: SIM118  (TorchScript's)
     rest: list[str] = []
     cut = len(prefix)
@@ -292,10 +258,8 @@ def _by_child(
                 parts[child][key] = value
             else:
                 rest.append(key)
-    for name in parts:
-        if "." in name:
-            parts[name].clear()
-            parts[name].update((key, value) for key, value in state_dict.items() if key.startswith(f"{prefix}{name}."))
+    for name in [name for name in parts if "." in name]:
+        parts[name] = {key: value for key, value in state_dict.items() if key.startswith(f"{prefix}{name}.")}
     return parts, rest
 
 
@@ -309,38 +273,29 @@ def _load_local(
     missing_keys: list[str],
     unexpected_keys: list[str],
     error_msgs: list[str],
-) -> set[str]:
-    """Does what the base class does for one module, with the sink in place of writes, and without unexpected keys.
-
-    Returns the keys that the module expects for itself, present or not.
-    """
+) -> None:
+    """Does what the base class does for one module, with the sink in place of writes."""
+    transaction, extra_key = recording.sink.transaction, prefix + EXTRA_STATE
     for hook in load_pre_hooks(module):
-        with recording.transaction.model_code():
+        with transaction.model_code():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
     owner = module if local_metadata.get("assign_to_params_buffers", False) else None
-    extra_key = prefix + EXTRA_STATE
-    own = {extra_key}
-    # The module's own parameters and persistent buffers, without entries that are None.
-    tensors: list[tuple[str, torch.Tensor]] = [(name, p) for name, p in own_parameters(module).items() if p is not None]
-    if buffers := own_buffers(module):
-        hidden = non_persistent_buffers(module)
-        tensors += [(name, b) for name, b in buffers.items() if b is not None and name not in hidden]
-    for name, param in tensors:
-        key = prefix + name
-        own.add(key)
-        if key in state_dict:
-            recording.sink.tensor(recording.prefix + key, param, state_dict[key], owner, error_msgs)
-        elif strict:
-            missing_keys.append(key)
-    if type(module).set_extra_state is not nn.Module.set_extra_state:
-        if extra_key in state_dict:
-            with recording.transaction.model_code():
-                recording.sink.extra_state(module, recording.prefix + extra_key, state_dict[extra_key])
-        elif strict:
-            missing_keys.append(extra_key)
-    elif strict and extra_key in state_dict:
-        unexpected_keys.append(extra_key)
-    return own
+    hidden, tensors = non_persistent_buffers(module), {**own_parameters(module), **own_buffers(module)}
+    own = {prefix + name: param for name, param in tensors.items() if param is not None and name not in hidden}
+    has_extra = type(module).set_extra_state is not nn.Module.set_extra_state
+    for key in (*own, extra_key) if has_extra else own:
+        if key not in state_dict:
+            if strict:
+                missing_keys.append(key)
+        elif key in own:
+            recording.sink.tensor(recording.prefix + key, own[key], state_dict[key], owner, error_msgs)
+        else:
+            with transaction.model_code():
+                recording.sink.extra_state(module, recording.prefix + key, state_dict[key])
+    if strict:
+        _, rest = _by_child(state_dict, prefix, own_modules(module))
+        unexpected = [key for key in rest if key not in own and not (has_extra and key == extra_key)]
+        unexpected_keys += sorted(unexpected, key=lambda key: key != extra_key)
 
 
 KEEPS_NAMES = "modelstate_keeps_names"
@@ -349,15 +304,13 @@ KEEPS_NAMES = "modelstate_keeps_names"
 
 def loads_names_itself(module: nn.Module) -> bool:
     """Whether loading code of the module, other than torch's and this library's, may change the meaning of names."""
-    if not all(getattr(hook, KEEPS_NAMES, False) for hook in load_pre_hooks(module)):
-        return True
     holders = (vars(module), *map(vars, type(module).__mro__))
-    for method in (holder["_load_from_state_dict"] for holder in holders if "_load_from_state_dict" in holder):
-        function = getattr(method, "__func__", method)
+    methods = [holder["_load_from_state_dict"] for holder in holders if "_load_from_state_dict" in holder]
+    for function in (getattr(method, "__func__", method) for method in methods):
         is_torchs = getattr(function, "__module__", "").startswith("torch.nn.modules.")  # as that of batch norms
-        if function is not _override.replacement and not getattr(function, KEEPS_NAMES, is_torchs):
+        if not getattr(function, KEEPS_NAMES, is_torchs):
             return True
-    return False
+    return not all(getattr(hook, KEEPS_NAMES, False) for hook in load_pre_hooks(module))
 
 
 def device_after(module: nn.Module, param: torch.Tensor) -> torch.device:
@@ -373,45 +326,26 @@ def recording_of(module: nn.Module) -> _Recording | None:
 
 
 _recording = ThreadValue[_Recording | None](None)
-"""The recording that has the calls of the base class method in a thread."""
+"""The recording that has the calls of torch's own methods in a thread."""
 
 
-def _load_from_state_dict(
-    stock: Callable[..., None],
-    self: nn.Module,
-    state_dict: Any,
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    lists = missing_keys, unexpected_keys, error_msgs
+def _load_from_state_dict(stock: Callable[..., None], self: nn.Module, *args: object, **named: object) -> None:
     recording = recording_of(self)
     if recording is None:
-        stock(self, state_dict, prefix, local_metadata, strict, *lists)
-        return
-    with recording.transaction.library_code():
-        own = _load_local(recording, self, state_dict, prefix, local_metadata, strict, *lists)
-    if strict:
-        _, rest = _by_child(state_dict, prefix, own_modules(self))
-        unexpected_keys += [key for key in rest if key not in own]
+        stock(self, *args, **named)
+    else:
+        with recording.sink.transaction.library_code():
+            _load_local(recording, self, *args, **named)  # type: ignore[arg-type]
 
 
-_override = MethodOverride(nn.Module, "_load_from_state_dict", _load_from_state_dict, over_others=False)
-_overrides = Overrides(_override)
+def _load_state_dict(stock: Callable[..., ReturnedKeys], *args: object, **named: object) -> ReturnedKeys:
+    recording = _recording.value
+    if recording is None or recording.load is None:
+        return stock(*args, **named)
+    return recording.load(stock, *args, **named)
 
 
-def _load_state_dict(
-    stock: Callable[..., ReturnedKeys], self: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False
-) -> ReturnedKeys:
-    own = _own_load.value
-    if own is None or id(self) not in own.paths or not isinstance(state_dict, Mapping):
-        return stock(self, state_dict, strict, assign)
-    return own.load(self, state_dict, strict, assign)
-
-
-_own_load = ThreadValue[_OwnLoad | None](None)
-"""The call of an override of `load_state_dict` in a thread."""
-_base_loads = Overrides(MethodOverride(nn.Module, "load_state_dict", _load_state_dict))
+_overrides = Overrides(
+    MethodOverride(nn.Module, "_load_from_state_dict", _load_from_state_dict, over_others=False),
+    MethodOverride(nn.Module, "load_state_dict", _load_state_dict),
+)
