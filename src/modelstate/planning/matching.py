@@ -27,7 +27,7 @@ from modelstate.errors import AmbiguousCheckpointError, CodecError, keep_interru
 from modelstate.formats.tree import leaves, nodes_of, refused_in
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.recorder import loads_names_itself, outermost, own_state
-from modelstate.problems import Problem, ProblemKind, one_line, option
+from modelstate.problems import Problem, ProblemKind, one_line, option, wrong_shape
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, to_be_computed
 from modelstate.rules.known import WRAPPERS
@@ -479,14 +479,14 @@ def one_prefix(
     *,
     fitting: Collection[str] = (),
     optional: Collection[str] = (),
-) -> tuple[Problem | None, dict[str, str]]:
-    """Returns a problem with the rule for the one prefix by which all missing and unexpected names differ.
+) -> list[Problem]:
+    """Returns a problem with the rule for the one prefix by which all missing and unexpected names differ, if any.
 
     The rule is certain. Every unexpected name is the prefix and a missing name, or every missing name is the prefix and
     an unexpected name; no name is left on either side, except for missing names that are `optional`. There is no rule
     where most shapes differ, and none where a part of the prefix leads to a `fitting` name, as from "a.a.w" to "a.w":
-    all names may then have an additional "a.". The rule does not change `fitting` names. The second result is the
-    pairs, from missing to unexpected names; it is empty without a problem.
+    all names may then have an additional "a.". The rule does not change `fitting` names. Problems of shapes that differ
+    follow.
     """
     required = missing.keys() - set(optional)
     candidates: list[tuple[str, bool]] = []
@@ -500,13 +500,13 @@ def one_prefix(
         if len(pairs) == len(unexpected) and required <= pairs.keys():
             proved.append((prefix, strips, pairs))
     if len(proved) != 1:
-        return None, {}
+        return []
     ((prefix, strips, pairs),) = proved
     longer = pairs.values() if strips else pairs.keys()
     if any(name[len(part) :] in fitting for name in longer for part in prefixes(name) if len(part) < len(prefix)):
-        return None, {}
+        return []
     if 2 * sum(missing[name] == unexpected[source] for name, source in pairs.items()) <= len(pairs):
-        return None, {}
+        return []
     start, put = (rf"^{re.escape(prefix)}", "") if strips else ("^", prefix.replace("\\", r"\\"))
     whole = Prefix(strip=prefix) if strips else Prefix(add=prefix)
     rules: list[tuple[Prefix | Rename, str]] = [(whole, option(f"--{'strip' if strips else 'add'}-prefix", prefix))]
@@ -527,8 +527,10 @@ def one_prefix(
                 rules=(as_code(rule),),
                 options=options,
             )
-            return problem, pairs
-    return None, {}
+            shapes = ((name, missing[name], unexpected[source]) for name, source in pairs.items())
+            known = [(name, own, other) for name, own, other in shapes if own is not None and other is not None]
+            return [problem, *(wrong_shape(name, own, other) for name, own, other in known if own != other)]
+    return []
 
 
 # Other names.
