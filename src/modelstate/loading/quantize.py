@@ -16,7 +16,7 @@ from modelstate.io.engine import BLOCK_BYTES
 from modelstate.io.memory import fresh_tensors
 from modelstate.planning.transforms import BlockTransform
 from modelstate.spec import contiguous_stride
-from modelstate.torch_compat.plain import in_a_row
+from modelstate.torch_compat.plain import same_values
 
 _HIGHEST, _LOWEST = 127, -128
 _STEPS = (_HIGHEST - _LOWEST) / 2
@@ -25,8 +25,18 @@ _MOST_COLUMNS = 1 << 16
 """The most columns of a sample, which then has 2 MB; torchao copies it several times."""
 _HEAP_IN_PLACE_BYTES = 8 << 20
 """Memory that the heap of a thread keeps between two calls of the quantization in place."""
+_HEAP_BYTES = 32 << 20
+"""Memory that the heap of a thread keeps between two calls of torchao."""
+# Numbers of copies, by a part of the config's name. Measured with torchao 0.18 on float32 and bfloat16 weights: two
+# copies for these configs, and four for others. One is added, because free blocks of the heap that are too small to be
+# used can add up to the size of a weight.
+_COPIES = {"Int8WeightOnly": 3, "Int8DynamicActivation": 3, "IntxWeightOnly": 3}
+_MOST_COPIES = 5
+_INT8 = {"Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"}
+_ROW_BY_ROW = {*_INT8, "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"}
 _PARTS = {"qdata", "scale"}
 _CONSTANT = "zero_point"
+_INSTALL = {"mslk": "pip install mslk-cuda, or mslk-rocm; the package of the name mslk alone may be empty"}
 
 
 class QuantizedRows:
@@ -56,18 +66,17 @@ class QuantizedRows:
         for name, part in parts.items():
             part.copy_(getattr(result, name))
 
-    def is_exact(self, sample: torch.Tensor, expected: Any) -> bool:
+    def is_exact(self, sample: torch.Tensor) -> bool:
         """Whether the rows of a sample, in two blocks, are what torchao makes of all of them, bit for bit."""
-        names, context = expected.__tensor_flatten__()
-        if any(len(getattr(expected, name)) != len(sample) for name in names):
+        if any(len(part) != len(sample) for part in self._parts.values()):
             return False
         parts, half = self.parts(len(sample)), len(sample) // 2
         for rows in (slice(0, half), slice(half, None)):
             self.write(sample[rows].clone(), {name: part[rows] for name, part in parts.items()})
-        pairs = [(parts[name], getattr(expected, name)) for name in names]
-        same = all(a.dtype == b.dtype and a.stride() == b.stride() for a, b in pairs)
-        same = same and all(torch.equal(*(in_a_row(part).view(torch.uint8) for part in pair)) for pair in pairs)
-        return same and repr(self.whole(parts, sample.shape).__tensor_flatten__()[1]) == repr(context)  # type: ignore[attr-defined]
+        whole: Any = self.whole(parts, sample.shape)
+        pairs = [(parts[name], expected) for name, expected in self._parts.items()]
+        is_same = repr(whole.__tensor_flatten__()[1]) == repr(self._context)
+        return is_same and all(a.stride() == b.stride() and same_values(a, b) for a, b in pairs)
 
 
 class Int8Rows(QuantizedRows):
@@ -95,9 +104,8 @@ class Int8Rows(QuantizedRows):
 def _sample(columns: int) -> torch.Tensor:
     """Rows of both signs, of one sign, of zeros, and of very large and very small numbers."""
     like: Any = {"dtype": torch.float32, "device": "cpu"}  # the caller may have changed torch's defaults
-    waves = torch.arange(8 * columns, **like).mul(0.7).sin().view(8, columns)
     factors = torch.tensor([1.0, 0.02, 3e-8, 1e-38, 1e30, 1.0, 1.0, 0.0], **like).view(8, 1)
-    rows = waves * factors
+    rows = torch.arange(8 * columns, **like).mul(0.7).sin().view(8, columns) * factors
     rows[5].abs_()
     rows[6].abs_().neg_()
     return rows
@@ -128,7 +136,6 @@ class Quantize(BlockTransform):
     returns_plain: ClassVar[bool] = False
 
     config: Any
-    """A config of torchao, such as `Int8WeightOnlyConfig()`."""
     _checked: dict[tuple[int, torch.dtype], QuantizedRows | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -166,45 +173,33 @@ class Quantize(BlockTransform):
             name: The name of the tensor in the model.
             module: The module that owns the tensor.
         """
-        is_linear = isinstance(module, nn.Linear)
-        is_quantized = is_linear and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-        return is_quantized and name.rpartition(".")[2] == "weight"
+        is_left = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+        return isinstance(module, nn.Linear) and not is_left and name.rpartition(".")[2] == "weight"
 
     def __call__(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
         """Returns the weight of a Linear after `quantize_`."""
-        is_ordered = tensor.dim() == 2 and tensor.is_contiguous() and tensor.device.type == "cpu"
-        in_place = self._rows(tensor.shape[1], tensor.dtype) if is_ordered and len(tensor) else None
+        is_ordered = tensor.is_contiguous() and tensor.device.type == "cpu" and len(tensor)
+        in_place = self.block_function(tuple(tensor.shape), tensor.dtype) if is_ordered else None
         return in_place(tensor) if isinstance(in_place, Int8Rows) else self._by_torchao(name, tensor, module)
 
-    def _rows(self, columns: int, dtype: torch.dtype) -> QuantizedRows | None:
-        """The quantization by rows of so many columns; None where its result would differ from torchao's.
-
-        Both are compared on a sample, bit for bit.
-        """
-        key = columns, dtype
-        if key in self._checked:
-            return self._checked[key]
-        self._checked[key] = None
+    def _exact_rows(self, columns: int, dtype: torch.dtype) -> QuantizedRows | None:
+        """The quantization by rows of so many columns, whose result for a sample is torchao's, bit for bit."""
         if not 0 < columns <= _MOST_COLUMNS or not _by_rows(self.config):
             return None
-        layer = nn.Linear(1, 1, bias=False, device="meta")
-        quantize = partial(self._by_torchao, "some rows", module=layer)
+        quantize = partial(self._by_torchao, "some rows", module=nn.Linear(1, 1, bias=False, device="meta"))
         sample = _sample(columns).to(dtype)
         try:
             expected: Any = quantize(sample.clone())
+            names = set(expected.__tensor_flatten__()[0])
         except Exception as error:  # a shape that torchao refuses, for example; it raises again for the weight itself
             keep_interrupt(error)
             return None
-        names = set(expected.__tensor_flatten__()[0]) if hasattr(expected, "__tensor_flatten__") else set[str]()
-        found = list[QuantizedRows]()
+        of_block = self._copies * 4 * max(BLOCK_BYTES // dtype.itemsize, columns)
+        found = [QuantizedRows(quantize, expected, of_block + _HEAP_BYTES)]
         is_int8 = type(self.config).__name__ in _INT8 and _PARTS <= names <= {*_PARTS, _CONSTANT}
         if is_int8 and dtype == torch.float32 and expected.scale.shape == (len(sample), 1):  # one scale for each row
-            found.append(Int8Rows(quantize, expected, _HEAP_IN_PLACE_BYTES))
-        if names:
-            of_block = self._copies * 4 * max(BLOCK_BYTES // dtype.itemsize, columns)
-            found.append(QuantizedRows(quantize, expected, of_block + _HEAP_BYTES))
-        self._checked[key] = next((rows for rows in found if rows.is_exact(sample, expected)), None)
-        return self._checked[key]
+            found.insert(0, Int8Rows(quantize, expected, _HEAP_IN_PLACE_BYTES))
+        return next((rows for rows in found if rows.is_exact(sample)), None)
 
     @property
     def _copies(self) -> int:
@@ -214,7 +209,12 @@ class Quantize(BlockTransform):
     def _by_torchao(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
         from torchao.quantization import quantize_
 
-        layer = _linear(tensor, module)
+        has_bias = getattr(module, "bias", None) is not None
+        layer = nn.Linear(1, 1, has_bias, device="meta")
+        layer.out_features, layer.in_features = tensor.shape
+        layer.weight = nn.Parameter(tensor, requires_grad=getattr(module.weight, "requires_grad", True))
+        if has_bias:
+            layer.bias = nn.Parameter(torch.zeros(len(tensor), dtype=tensor.dtype, device=tensor.device))
         bias, container = layer.bias, nn.Sequential(layer)  # which keeps a layer that replaces this one
         try:
             quantize_(container, self.config)
@@ -251,7 +251,12 @@ class Quantize(BlockTransform):
 
     def block_function(self, shape: tuple[int, ...], dtype: torch.dtype) -> QuantizedRows | None:
         """Returns the quantization by rows; None where its result would differ from torchao's."""
-        return self._rows(shape[1], dtype) if len(shape) == 2 else None
+        if len(shape) != 2:
+            return None
+        key = shape[1], dtype
+        if key not in self._checked:
+            self._checked[key] = self._exact_rows(*key)
+        return self._checked[key]
 
     def extra_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """The memory for torchao's copies of the weight in float32.
@@ -260,18 +265,9 @@ class Quantize(BlockTransform):
             shape: The shape of the weight.
             dtype: The dtype of the weight.
         """
-        if len(shape) == 2 and isinstance(self._rows(shape[1], dtype), Int8Rows):
+        if isinstance(self.block_function(shape, dtype), Int8Rows):
             return _HEAP_IN_PLACE_BYTES
         return self._copies * torch.Size(shape).numel() * max(dtype.itemsize, 4) + _HEAP_BYTES
-
-
-# Numbers of copies, by a part of the config's name. Measured with torchao 0.18 on float32 and bfloat16 weights: two
-# copies for these configs, and four for others. One is added, because free blocks of the heap that are too small to be
-# used can add up to the size of a weight.
-_COPIES = {"Int8WeightOnly": 3, "Int8DynamicActivation": 3, "IntxWeightOnly": 3}
-_MOST_COPIES = 5
-_HEAP_BYTES = 32 << 20
-"""Memory that the heap of a thread keeps between two calls of torchao."""
 
 
 def _by_rows(config: Any) -> bool:
@@ -287,30 +283,3 @@ def _by_rows(config: Any) -> bool:
     if isinstance(granularity, PerRow):
         return getattr(granularity, "dim", -1) == -1
     return isinstance(granularity, PerGroup) or (isinstance(granularity, PerAxis) and granularity.axis == 0)
-
-
-_INT8 = {"Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"}
-_ROW_BY_ROW = {
-    "Int8WeightOnlyConfig",
-    "Int8DynamicActivationInt8WeightConfig",
-    "Float8WeightOnlyConfig",
-    "IntxWeightOnlyConfig",
-}
-
-
-def _linear(weight: torch.Tensor, like: nn.Module) -> nn.Linear:
-    """A Linear with this weight, and with a bias if `like` has one."""
-    layer = nn.Linear.__new__(nn.Linear)  # the constructor would allocate and initialise a weight
-    nn.Module.__init__(layer)
-    layer.out_features, layer.in_features = weight.shape
-    needs_grad = like.weight.requires_grad if isinstance(like.weight, torch.Tensor) else True
-    layer.weight = nn.Parameter(weight, requires_grad=needs_grad)
-    has_bias: bool = getattr(like, "bias", None) is not None
-    if has_bias:
-        layer.bias = nn.Parameter(torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device))
-    else:
-        layer.register_parameter("bias", None)
-    return layer
-
-
-_INSTALL = {"mslk": "pip install mslk-cuda, or mslk-rocm; the package of the name mslk alone may be empty"}
