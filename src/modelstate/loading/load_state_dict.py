@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -81,20 +81,16 @@ def load_state_dict(
                 for key in common:
                     sink.tensor(key, slots.by_name[key].tensor, state_dict[key], None, outcome.errors)
         errors = outcome.errors
-        if strict and outcome.unexpected:
-            errors.insert(0, f"Unexpected key(s) in state_dict: {_quoted(outcome.unexpected)}. ")
-        if strict and outcome.missing:
-            errors.insert(0, f"Missing key(s) in state_dict: {_quoted(outcome.missing)}. ")
+        for kind, keys in (("Unexpected", outcome.unexpected), ("Missing", outcome.missing)) if strict else ():
+            if keys:
+                quoted = ", ".join(f'"{key}"' for key in keys)
+                errors.insert(0, f"{kind} key(s) in state_dict: {quoted}. ")
         if errors:
             lines = "\n\t".join(errors)
             raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{lines}")
         transaction.register_undo(refresh_shards(model.modules()))
         transaction.commit()
     return ReturnedKeys(outcome.missing, outcome.unexpected)
-
-
-def _quoted(keys: list[str]) -> str:
-    return ", ".join(f'"{key}"' for key in keys)
 
 
 class _TorchSink:
@@ -153,17 +149,17 @@ class _TorchSink:
             )
 
     def _write(self, key: str, param: torch.Tensor, value: torch.Tensor, owner: nn.Module | None) -> None:
-        transaction = self.transaction
-        for tensor in () if owner is not None else (param, value):  # torch would access memory that is freed
+        transaction, assigns, cannot_fail = self.transaction, owner is not None, False
+        for tensor in () if assigns else (param, value):  # torch would access memory that is freed
             if is_plain(tensor) and not tensor.is_meta and not has_its_memory(tensor):
                 raise RuntimeError(f"the memory of the {'parameter' if tensor is param else 'value'} has been freed")
-        write: Write
+        write = Write(param, value)
         if self._swaps:
-            cannot_fail = _swap_cannot_fail(param, value, owner is not None)
-            write = _ModuleLoad(param, value, owner is not None, checked=cannot_fail)
+            cannot_fail = _swap_cannot_fail(param, value, assigns)
+            write = _Call(param, value, partial(_module_load, param, value, assigns, cannot_fail))
         elif owner is not None:
             name = key.rpartition(".")[2]
-            write, cannot_fail = _Assign(owner, name, param, value), False
+            write = _Call(param, value, partial(_assign, owner, name, param, value))
             if _assign_cannot_fail(owner, param, value):
                 # At once, since code of the model can see the new object without a use of the tensor.
                 transaction.register_undo(partial(setattr, owner, name, param))
@@ -172,65 +168,61 @@ class _TorchSink:
         elif is_plain(param, value) and same_place(param, value):
             return
         else:
-            write, cannot_fail = Write(param, value), copy_cannot_fail(param, value)
+            cannot_fail = copy_cannot_fail(param, value)
         if cannot_fail:
             transaction.add(write)
         else:
             transaction.run_now(write)
 
 
-class _Assign(Write):
-    __slots__ = ("name", "owner")
+class _Call(Write):
+    """A write that calls a function."""
 
-    def __init__(self, owner: nn.Module, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+    __slots__ = ("call",)
+
+    def __init__(self, target: torch.Tensor, value: torch.Tensor, call: Callable[..., None]) -> None:
         super().__init__(target, value)
-        self.owner, self.name = owner, name
+        self.call = call
 
     def run(self, transaction: Transaction | None) -> None:
-        value, requires_grad = self.value, self.target.requires_grad
-        if isinstance(self.target, nn.Parameter):
-            if not isinstance(value, nn.Parameter):
-                value = nn.Parameter(value, requires_grad=requires_grad)
-            else:
-                before = value.requires_grad
-                value.requires_grad_(requires_grad)
-                if transaction is not None and before != requires_grad:
-                    transaction.register_undo(partial(setattr, value, "requires_grad", before))
-        setattr(self.owner, self.name, value)
+        self.call(transaction)
 
 
-class _ModuleLoad(Write):
-    __slots__ = ("assign", "checked")
+def _assign(owner: nn.Module, name: str, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:
+    if isinstance(param, nn.Parameter):
+        if isinstance(value, nn.Parameter):
+            transaction.register_undo(partial(setattr, value, "requires_grad", value.requires_grad))
+        value = _as_parameter(value, param.requires_grad)
+    setattr(owner, name, value)
 
-    def __init__(self, target: torch.Tensor, value: torch.Tensor, assign: bool, checked: bool) -> None:
-        super().__init__(target, value)
-        self.assign = assign
-        self.checked = checked
-        """Whether torch's checks have been passed. References that are created later are not checked."""
 
-    def run(self, transaction: Transaction | None) -> None:
-        param = self.target
-        if transaction is not None:
-            transaction.save_tensor(param)
-        with torch.no_grad():
-            new = param.module_load(self.value, assign=self.assign)  # type: ignore[no-untyped-call]
-            if new is self.value or new is param:
-                raise RuntimeError(
-                    "module_load returned one of self or other, please .detach() "
-                    "the result if returning one of the inputs in module_load"
-                )
-            if isinstance(param, nn.Parameter):
-                if not isinstance(new, nn.Parameter):
-                    new = nn.Parameter(new, requires_grad=param.requires_grad)
-                else:
-                    new.requires_grad_(param.requires_grad)
-            if self.checked:
-                undo = exchange(param, new)
-            else:
-                torch.utils.swap_tensors(param, new)  # type: ignore[no-untyped-call]
-                undo = partial(exchange, param, new)
-        if transaction is not None:
-            transaction.register_undo(undo)
+def _as_parameter(value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    if isinstance(value, nn.Parameter):
+        return value.requires_grad_(requires_grad)
+    return nn.Parameter(value, requires_grad=requires_grad)
+
+
+def _module_load(
+    param: torch.Tensor, value: torch.Tensor, assign: bool, is_checked: bool, transaction: Transaction | None
+) -> None:
+    """Does what torch does when swapping is switched on.
+
+    `is_checked` says that torch's checks have been passed. References that are created later are not checked.
+    """
+    if transaction is not None:
+        transaction.save_tensor(param)
+    with torch.no_grad():
+        new = param.module_load(value, assign=assign)  # type: ignore[no-untyped-call]
+        if new is value or new is param:
+            raise RuntimeError(
+                "module_load returned one of self or other, please .detach() "
+                "the result if returning one of the inputs in module_load"
+            )
+        if isinstance(param, nn.Parameter):
+            new = _as_parameter(new, param.requires_grad)
+        (exchange if is_checked else torch.utils.swap_tensors)(param, new)
+    if transaction is not None:
+        transaction.register_undo(partial(exchange, param, new))
 
 
 def _assign_cannot_fail(module: nn.Module, param: torch.Tensor, value: torch.Tensor) -> bool:
@@ -248,8 +240,6 @@ def _assign_cannot_fail(module: nn.Module, param: torch.Tensor, value: torch.Ten
 
 def _swap_cannot_fail(param: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
     """Whether torch's `module_load` and `swap_tensors` cannot fail."""
-    if not is_plain(param, value) or value.is_inference() or weakref.getweakrefs(param):
-        return False
-    if assign and param.requires_grad and not (value.is_floating_point() or value.is_complex()):
-        return False
-    return use_count(param) == 1 and (assign or copy_cannot_fail(param, value))
+    fits = not (assign and param.requires_grad) or value.is_floating_point() or value.is_complex()
+    is_free = is_plain(param, value) and not value.is_inference() and not weakref.getweakrefs(param)
+    return fits and is_free and use_count(param) == 1 and (assign or copy_cannot_fail(param, value))
