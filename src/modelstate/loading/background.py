@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 from msgspec.structs import replace
-from torch.nn.parameter import is_lazy
 
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import BackgroundCancelledError, OptionError
 from modelstate.loading.stage import stage
-from modelstate.loading.values import Progress, Staging
+from modelstate.loading.values import Staging
 from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner
 from modelstate.planning.transfer import Execution
@@ -35,28 +34,11 @@ class LoadHandle:
         ...     report = handle.result()
     """
 
-    def __init__(self, staged: StagedLoad, progress: bool | None, commit: Callable[[], LoadReport]) -> None:
-        grad_enabled = torch.is_grad_enabled()
-
-        def read(task: BackgroundTask[None]) -> None:
-            def on_progress(nbytes: int) -> None:
-                task.check()
-                advance(nbytes)
-
-            with (
-                stopped_by(lambda: task.is_cancelled),
-                torch.set_grad_enabled(grad_enabled),
-                progress_bar(progress, staged.nbytes, "loading") as advance,
-            ):
-                staged.read(on_progress)
-
+    def __init__(self, staged: StagedLoad, commit: Callable[[], LoadReport]) -> None:
         # The task does not refer to the handle, so that a handle can be dropped.
+        where = f"{staged.plan.source} into {staged.plan.target}"
         self._task = BackgroundTask(
-            read,
-            kind="load",
-            where=f"{staged.plan.source} into {staged.plan.target}",
-            at_exit=AtExit.CANCEL,
-            discard=staged.release,
+            staged.read, kind="load", where=where, at_exit=AtExit.CANCEL, discard=staged.release
         )
         self._commit: Callable[[], LoadReport] | None = commit
         self._outcome: LoadReport | BaseException | None = None
@@ -189,58 +171,56 @@ class StagedLoad:
     again; values that depend on the model's values; and values that need no read.
     """
 
-    def __init__(self, plan: LoadPlan, staging: Staging, executions: Iterable[Execution], verify: bool) -> None:
+    def __init__(self, plan: LoadPlan, staging: Staging, executions: Iterable[Execution]) -> None:
         """Takes over what a load reads, before the transaction in which it was planned is undone.
 
         Args:
             plan: The plan of the load.
-            staging: How the values are read. The caller must not use it afterwards.
+            staging: How the values are read. The load that commits takes it over.
             executions: What the plan reads. The caller must not use it afterwards.
-            verify: Whether `read` compares the file with its checksums.
 
         Raises:
             ChecksumError: `verify` is true and the checkpoint has no checksums.
         """
-        self.plan = plan
-        self.verified_bytes = 0
-        self._verification = staging.checkpoint.verification() if verify else None
+        self.plan, self.staging, self.verified_bytes = plan, staging, 0
+        self._verification = staging.checkpoint.verification() if staging.options.verify else None
         self._notes: list[str] = []
-        self._executions = [item for item in executions if item.transfers.is_from_files and not item.finals]
+        self._executions = [item for item in executions if not item.finals]
+        self._grad_enabled = torch.is_grad_enabled()
         if staging.options.transform is not None:
             _ = staging.own_memory  # computed now, in the thread that uses the model
-        self.staging = staging
-        """How the values are read, which the load that commits takes over."""
-        self.nbytes = sum(item.transfers.nbytes for item in self._executions)
 
-    def read(self, progress: Progress) -> None:
-        """Reads, casts and transforms the values.
-
-        Args:
-            progress: Called with numbers of bytes that are done; may raise to end the read.
+    def read(self, task: BackgroundTask[None]) -> None:
+        """Reads, casts and transforms the values, until the task is cancelled.
 
         Raises:
             ReadFailedError: A file cannot be read, or has changed since it was opened.
             ChecksumError: The file is damaged.
             TransformError: A transform raises, or returns a tensor that cannot be loaded.
         """
-        # The result of a transform depends on its slot, and only the commit initialises that of a lazy module.
-        executions = [
-            item
-            for item in self._executions
-            if (own := item.transfers.own) is None or not (own.is_transformed and is_lazy(item.transfers.param))
-        ]
-        staging = self.staging
-        if self._verification:
-            self.verified_bytes = self._verification.run(lambda _: progress(0))
-        before, staging.progress = staging.progress, progress
-        try:
-            with staging.files as files:
-                self._notes += stage(staging, executions)
-                files.check_unchanged()
-        finally:
-            staging.progress = before  # which refers to no task
+        self._executions = [item for item in self._executions if item.transfers.is_from_files]
+        staging, nbytes = self.staging, sum(item.transfers.nbytes for item in self._executions)
+
+        def progress(nbytes: int) -> None:
+            task.check()
+            advance(nbytes)
+
+        with (
+            stopped_by(lambda: task.is_cancelled),
+            torch.set_grad_enabled(self._grad_enabled),
+            progress_bar(staging.options.progress, nbytes, "loading") as advance,
+            staging.files as files,
+        ):
+            if self._verification:
+                self.verified_bytes = self._verification.run(lambda _: progress(0))
+            staging.progress = progress
+            try:
+                self._notes += stage(staging, self._executions)
+            finally:
+                staging.progress = lambda _: None  # which refers to no task
+            files.check_unchanged()
         # Other threads use the tensors on other streams: the copies on the streams of this thread must have ended.
-        for device in {final.device for item in executions for final in item.finals}:
+        for device in {final.device for item in self._executions for final in item.finals}:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 

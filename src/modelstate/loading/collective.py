@@ -11,21 +11,19 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-import msgspec
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.distributed.agreement import Agreement, Digest, agreement_of
-from modelstate.io.engine import Request, read_ranges
-from modelstate.io.memory import fresh_tensors
-from modelstate.planning.matching import MatchedCheckpoint
+from modelstate.io.engine import read_ranges
+from modelstate.io.tensors import runs
 from modelstate.planning.plan import RankReport
 from modelstate.planning.planner import Planner
-from modelstate.planning.transfer import Execution, Way
+from modelstate.planning.transfer import Execution, Way, final_memory
 from modelstate.rules.expression import Derived, leaves, read_bytes
 from modelstate.spec import AT_ONCE_BYTES, ByteRange, StoredTensor, pieces
 from modelstate.text_format import count, size
@@ -44,16 +42,20 @@ _SAMPLE_BYTES = 64
 def digests_of(planner: Planner) -> list[Digest]:
     """Returns what must be equal on all ranks of a load, whatever part of it a rank reads.
 
-    Paths are not compared: each machine may have a copy of its own.
+    Paths are not compared: each machine may have a copy of its own. Neither are addresses and indices of devices.
     """
-    checkpoint, matched = planner.checkpoint, planner.matched
-    model, _ = planner.names
-    slots = planner.slots_before.tensors
-    devices = sorted({slot.tensor.device.type for slot in slots})
+    matched, slots = planner.matched, planner.slots_before.tensors
+    devices = ", ".join(sorted({slot.tensor.device.type for slot in slots}))
+    model = f"{planner.names[0]} with {count(len(slots), 'tensor')} on {devices}"
+    given = {
+        name: text_of(value.type if isinstance(value, torch.device) else value)
+        for name, value in matched.options.of_plan().items()
+    }
+    options = ", ".join(f"{name}={text}" for name, text in given.items()) or "no options"
     return [
-        Digest.of("the models", f"{model} with {count(len(slots), 'tensor')} on {', '.join(devices)}", _slots(planner)),
-        digest_of_source(checkpoint),
-        Digest.of("the rules and options", _text(matched), [_text(matched), *map(text_of, matched.rules)]),
+        Digest.of("the models", model, _slots(planner)),
+        digest_of_source(planner.checkpoint),
+        Digest.of("the rules and options", options, [options, *map(text_of, matched.rules)]),
     ]
 
 
@@ -77,8 +79,7 @@ def before_call(call: str) -> Callable[..., AbstractContextManager[object]]:
 def described(state: object) -> Iterator[object]:
     """Yields what a digest of a tree of containers and values has of it: of a tensor shape, dtype and a few bytes."""
     if isinstance(state, torch.Tensor):
-        data = _middle(state) if _has_bytes(state) else b""
-        yield tuple(state.shape), state.dtype, data
+        yield tuple(state.shape), state.dtype, _sample(state)
     elif isinstance(state, Mapping):
         for key, value in state.items():
             yield key
@@ -87,31 +88,28 @@ def described(state: object) -> Iterator[object]:
         yield len(state)
         for value in state:
             yield from described(value)
-    elif isinstance(state, str | int | float | None):
-        yield repr(state)
     else:
-        yield type(state).__name__
+        yield repr(state) if isinstance(state, str | int | float | None) else type(state).__name__
 
 
-def rank_reports(
-    planner: Planner, shared: Sequence[SharedRead], agreement: Agreement
-) -> tuple[tuple[RankReport, ...], int]:
+def text_of(value: object) -> str:
+    """Returns the text of a value without addresses, which differ from process to process."""
+    return re.sub(_ADDRESS, "", repr(value))
+
+
+def rank_reports(planner: Planner, agreement: Agreement) -> tuple[tuple[RankReport, ...], int]:
     """Returns what each rank has read, and the bytes that more than one rank has read, counted for each further rank.
 
     A rank sends four numbers, whatever the size of the model.
     """
     in_columns = [item.transfers for item in planner.executions if item.transfers.own is None]  # in no DTensor
     read_bytes_here = whole_bytes = sum(item.nbytes for item in in_columns if item.maps is None)
-    is_read_here = set(map(id, to_read_here(planner.singles, shared)))
     for item in planner.singles:
-        facts = item.transfers.facts
-        stored, whole = facts.stored, facts.stored
-        if stored is None or item.transfers.maps is not None:
-            continue
-        if facts.sharded is not None:
-            whole = planner.incoming.origin_of(facts.sharded.value)[1]
-        read_bytes_here += read_bytes(stored) if id(item) in is_read_here else 0
-        whole_bytes += 0 if whole is None else read_bytes(whole)
+        facts, stored = item.transfers.facts, item.transfers.facts.stored
+        if stored is not None and item.transfers.maps is None:
+            whole = stored if facts.sharded is None else planner.incoming.origin_of(facts.sharded.value)[1]
+            read_bytes_here += read_bytes(stored) if item.reader in (None, agreement.rank) else 0
+            whole_bytes += 0 if whole is None else read_bytes(whole)
     times = [int(agreement.seconds.get(name, 0) * 1e9) for name in (PLANNING, READING, COMMIT)]
     ranks = [
         RankReport(rank, nbytes, *(nanoseconds / 1e9 for nanoseconds in phases))
@@ -152,162 +150,95 @@ def _source(checkpoint: Checkpoint) -> Iterator[object]:
     yield from checkpoint.extra
     yield sorted(fingerprint.nbytes for fingerprint in checkpoint.fingerprints.values())
     yield from (checksum.value for checksum in checkpoint.checksums.values())
-    yield _samples(checkpoint)
-
-
-def _samples(checkpoint: Checkpoint) -> bytes:
-    """Returns a few bytes from the middle of the tensors that have no checksum, or of some where they are very many."""
-    known = checkpoint.checksums
-    tensors = [
-        piece
-        for stored in checkpoint.flat.tensors.values()
-        for leaf in leaves(stored)
-        for piece in pieces(leaf)
-        if (isinstance(piece, StoredTensor) and piece.nbytes and piece.storage not in known)
-        or (isinstance(piece, torch.Tensor) and _has_bytes(piece))
-    ]
-    chosen = tensors[:: -(-len(tensors) // _MOST_SAMPLES) or 1]
-    buffer = torch.zeros(len(chosen) * _SAMPLE_BYTES, dtype=torch.uint8, device="cpu")
-    requests = []
-    for index, piece in enumerate(chosen):
-        place = buffer[index * _SAMPLE_BYTES : (index + 1) * _SAMPLE_BYTES]
-        if isinstance(piece, StoredTensor):
-            path, start, nbytes = piece.extent
+    # A few bytes from the middle of the tensors that have no checksum, or of some where they are very many.
+    parts = [part for stored in checkpoint.flat.tensors.values() for leaf in leaves(stored) for part in pieces(leaf)]
+    known, in_files = checkpoint.checksums, list[StoredTensor]()
+    parts = [part for part in parts if not (isinstance(part, StoredTensor) and part.storage in known)]
+    for part in parts[:: -(-len(parts) // _MOST_SAMPLES) or 1]:
+        if isinstance(part, StoredTensor):
+            path, start, nbytes = part.extent
             sampled = ByteRange(path, start + nbytes // 2, min(_SAMPLE_BYTES, nbytes - nbytes // 2))
-            requests.append(Request(sampled, place.data_ptr()))
+            in_files.append(StoredTensor.whole("uint8", (sampled.nbytes,), sampled))
         else:
-            data = _middle(piece)
-            place[: len(data)] = data
-    read_ranges(requests, files=checkpoint.fingerprints)
-    return buffer.numpy().tobytes()
+            yield _sample(part)
+    yield [part.numpy().tobytes() for part in runs(in_files, partial(read_ranges, files=checkpoint.fingerprints))]
 
 
-def _middle(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a few bytes from the middle of a tensor."""
-    return tensor.detach().reshape(-1).view(torch.uint8)[tensor.nbytes // 2 :][:_SAMPLE_BYTES]
-
-
-def _has_bytes(tensor: torch.Tensor) -> bool:
-    is_view = tensor.is_conj() or tensor.is_neg()  # its memory has other values
-    return is_plain(tensor) and tensor.is_contiguous() and not is_view and not tensor.is_meta and tensor.numel() > 0
-
-
-def text_of(value: object) -> str:
-    """Returns the text of a value without addresses, which differ from process to process."""
-    return re.sub(_ADDRESS, "", repr(value))
-
-
-def _text(matched: MatchedCheckpoint) -> str:
-    """Returns the options that are not the default, without addresses and without indices of devices."""
-    texts = [
-        f"{name}={text_of(value.type if isinstance(value, torch.device) else value)}"
-        for name, value in matched.options.of_plan().items()
-    ]
-    return ", ".join(texts) or "no options"
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Returns a few bytes from the middle of a tensor; none where its memory has no values, or others."""
+    if not is_plain(tensor) or tensor.is_meta or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return b""
+    middle = tensor.detach().reshape(-1).view(torch.uint8)[tensor.nbytes // 2 :][:_SAMPLE_BYTES]
+    return middle.cpu().numpy().tobytes()
 
 
 # Values that one rank reads for several.
 
 
-class SharedRead(msgspec.Struct, frozen=True):
-    """A value that one rank reads for several."""
-
-    execution: Execution
-    ranks: tuple[int, ...]
-    """The ranks that hold the same part of the tensor."""
-    reader: int
-    """The rank that reads it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the value as it is loaded."""
-        return self.execution.transfers.param.numel() * self.execution.transfers.dtype.itemsize
-
-
-def shared_reads(executions: Sequence[Execution], agreement: Agreement) -> list[SharedRead]:
+def share_reads(executions: Sequence[Execution], agreement: Agreement) -> list[str]:
     """Chooses the values that one rank reads for its replicas, and has them staged before the commit.
 
     The ranks of a group take turns by bytes. All of them come to the same choice, since their transfers are the same.
+    Returns notes on how many values these are.
     """
     turns: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
-    found: list[SharedRead] = []
+    numbers, sizes = Counter[int](), Counter[int]()
     for execution in executions:
         item, facts = execution.transfers, execution.transfers.facts
-        ranks = agreement.ranks
-        if facts.sharded is not None:
-            ranks = replicas_of(facts.sharded.tensor)
-        stored = facts.stored
+        ranks = agreement.ranks if facts.sharded is None else replicas_of(facts.sharded.tensor)
+        stored, nbytes = facts.stored, item.param.numel() * item.dtype.itemsize
         is_computed = facts.is_transformed or item.way is Way.CODE
-        is_certain = stored.is_certain if isinstance(stored, Derived) else True
-        in_file = stored is not None and not facts.is_live
-        has_bytes = item.param.numel() > 0 and item.maps is None
-        if len(ranks) < 2 or not (in_file and is_certain and has_bytes and item.on_cpu and not is_computed):
+        is_certain = stored.is_certain if isinstance(stored, Derived) else stored is not None and not facts.is_live
+        if len(ranks) < 2 or not (is_certain and nbytes and item.maps is None and item.on_cpu and not is_computed):
             continue
-        reader = min(ranks, key=turns[ranks].__getitem__)
-        turns[ranks][reader] += item.nbytes
-        found.append(SharedRead(execution, ranks, reader))
+        execution.ranks, execution.reader = ranks, min(ranks, key=turns[ranks].__getitem__)
+        turns[ranks][execution.reader] += item.nbytes
+        numbers[len(ranks)] += 1
+        sizes[len(ranks)] += nbytes
         if item.way in (Way.INTO, Way.STAGED):
-            execution.stage_instead(f"rank {reader} reads it for {len(ranks)} ranks")
-    return found
-
-
-def notes_on_shared(shared: Sequence[SharedRead]) -> list[str]:
-    """Says how many values one rank reads for others."""
-    by_size = Counter(len(read.ranks) for read in shared)
+            execution.stage_instead(f"rank {execution.reader} reads it for {len(ranks)} ranks")
     return [
-        f"{count(number, 'tensor')} of {size(sum(read.nbytes for read in shared if len(read.ranks) == ranks))} read by "
-        f"one of {ranks} ranks and broadcast"
-        for ranks, number in sorted(by_size.items())
+        f"{count(number, 'tensor')} of {size(sizes[ranks])} read by one of {ranks} ranks and broadcast"
+        for ranks, number in sorted(numbers.items())
     ]
 
 
-def to_read_here(executions: Sequence[Execution], shared: Sequence[SharedRead]) -> list[Execution]:
-    """Returns what this rank reads itself."""
-    if not shared:
-        return list(executions)
-    rank = dist.get_rank()
-    received = {id(read.execution) for read in shared if read.reader != rank}
-    return [item for item in executions if id(item) not in received]
-
-
-def broadcast(shared: Sequence[SharedRead], agreement: Agreement) -> None:
+def broadcast(shared: Sequence[Execution], agreement: Agreement) -> None:
     """Sends the values that this rank has read to its replicas, and receives the others.
 
     All values of a group and a reader go together, the groups in the order of their first values: a rank may have no
     part of a value between them. All ranks of a group see the same order, so none waits for a rank that waits for it.
     Small values are sent in a buffer of limited size. Raises `RankLostError` where a rank does not take part.
     """
-    rank = dist.get_rank()
-    received = [read.execution for read in shared if read.reader != rank]
-    finals = fresh_tensors([layout for item in received for layout in item.transfers.layouts()])
-    for item, final in zip(received, finals, strict=True):
-        item.finals = [final]
-    groups: dict[tuple[tuple[int, ...], int], list[SharedRead]] = defaultdict(list)
-    for read in shared:
-        groups[read.ranks, read.reader].append(read)
-    for (ranks, reader), reads in groups.items():
-        batch, left = list[SharedRead](), AT_ONCE_BYTES
-        for read in reads:
-            if batch and read.nbytes > left:
-                _send(batch, ranks, reader, agreement)
-                batch, left = [], AT_ONCE_BYTES
-            batch.append(read)
-            left -= read.nbytes
-        _send(batch, ranks, reader, agreement)
+    received = [item for item in shared if item.reader != agreement.rank]
+    for item, targets in zip(received, final_memory(received), strict=True):
+        item.finals = targets
+    groups: dict[tuple[tuple[int, ...], int], list[torch.Tensor]] = defaultdict(list)
+    for item in shared:
+        assert item.reader is not None
+        groups[item.ranks, item.reader] += item.finals
+    for (ranks, reader), finals in groups.items():
+        batches, left = list[list[torch.Tensor]](), 0
+        for final in finals:
+            if not batches or final.nbytes > left:
+                batches.append([])
+                left = AT_ONCE_BYTES
+            batches[-1].append(final)
+            left -= final.nbytes
+        for batch in batches:
+            _send(batch, ranks, reader, agreement)
 
 
-def _send(batch: Sequence[SharedRead], ranks: tuple[int, ...], reader: int, agreement: Agreement) -> None:
-    finals = [read.execution.final for read in batch if read.execution.final is not None]
+def _send(finals: Sequence[torch.Tensor], ranks: tuple[int, ...], reader: int, agreement: Agreement) -> None:
     # Their elements may lie in another order on each rank.
     values = [final.detach().contiguous() for final in finals]
     tensors = [value.view(-1).view(torch.uint8) for value in values]
     buffer = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     agreement.broadcast(buffer, ranks, reader)
-    if reader == dist.get_rank():
+    if reader == agreement.rank:
         return
-    for final, value, tensor, part in zip(
-        finals, values, tensors, torch.split(buffer, [len(tensor) for tensor in tensors]), strict=True
-    ):
+    parts = torch.split(buffer, [len(tensor) for tensor in tensors])
+    for final, value, tensor, part in zip(finals, values, tensors, parts, strict=True):
         if len(tensors) > 1:
             tensor.copy_(part)
         if not final.is_contiguous():

@@ -211,14 +211,14 @@ def load(
             if item.transfers.way is Way.INTO:
                 item.stage_instead("the model is in use until then")
         limit_memory(staging, executions)
-        staged = StagedLoad(planner.plan(), staging, executions, checked.verify)
+        staged = StagedLoad(planner.plan(), staging, executions)
 
     def commit() -> LoadReport:
         options = replace(checked, progress=False)
         with exclusive(model), paused_gc(), Transaction(model) as transaction:
             return execute(transaction, staged.plan, options, None, started=started, staged=staged)
 
-    return LoadHandle(staged, checked.progress, commit)
+    return LoadHandle(staged, commit)
 
 
 def _ranks_of(
@@ -300,13 +300,14 @@ def execute(
             else:
                 notes += staged.hand_over(staging, planner)
             executions = planner.executions
-        here = collective.to_read_here(executions, staging.shared) if staging.shared else executions
-        to_stage = [*planner.moves, *here]
+        rank = None if agreement is None else agreement.rank
+        to_stage = [*planner.moves, *(item for item in executions if item.reader in (None, rank))]
+        shared = [item for item in planner.singles if item.reader is not None]
         nbytes = sum(item.transfers.nbytes for item in to_stage)
         staging.progress = held.enter_context(progress_bar(options.progress, nbytes, "loading"))
         with phase(collective.READING), ExitStack() as random:
             if agreement is not None:  # first of all, because the other ranks wait here for this one
-                for replicas in dict.fromkeys(read.ranks for read in staging.shared):
+                for replicas in dict.fromkeys(item.ranks for item in shared):
                     agreement.connect(replicas)
                 random.enter_context(collective.shared_generator(planner, agreement))
             if staged is not None:
@@ -314,9 +315,9 @@ def execute(
             else:
                 verified = staging.checkpoint.verify() if options.verify else 0
             notes += stage(staging, to_stage)
-        if agreement is not None and staging.shared:
+        if agreement is not None and shared:
             with phase(collective.SHARING), agreement.barrier():
-                collective.broadcast(staging.shared, agreement)
+                collective.broadcast(shared, agreement)
         effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
         with phase(collective.LAST_CHECKS, decides=True, effect=effect):
             finals = {
@@ -343,7 +344,7 @@ def execute(
         with phase(collective.COMMIT, effect="all other ranks have loaded"):
             last = [partial(state.__setitem__, key, value) for state, key, value in new_state]
             commit_values(transaction, executions, at_commit, last)
-        reports = None if agreement is None else collective.rank_reports(planner, staging.shared, agreement)
+        reports = None if agreement is None else collective.rank_reports(planner, agreement)
     ranks, reread_bytes = reports or ((), 0)
     target, source_name = planner.names
     return LoadReport(
@@ -394,8 +395,7 @@ def prepare(
         else:
             _bind(planner, source, _MAKE_AGAIN if staged is None else _LOAD_AGAIN)
         if options.read_once:
-            staging.shared = collective.shared_reads(planner.singles, agreement or agreement_of(transaction.root))
-            planner.notes += collective.notes_on_shared(staging.shared)
+            planner.notes += collective.share_reads(planner.singles, agreement or agreement_of(transaction.root))
         return planner, staging
 
 

@@ -6,40 +6,22 @@ Each value is read into its final memory where possible. What is read straight i
 from __future__ import annotations
 
 import math
-import mmap
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
-from torch.autograd.graph import increment_version
 
-from modelstate.checkpoint.mapped import views_of
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError, code_errors
-from modelstate.io import system
-from modelstate.io.engine import LocalFile, OpenFiles, read_ranges
-from modelstate.io.linux import MAP_NORESERVE
+from modelstate.io.engine import OpenFiles
 from modelstate.io.memory import HUGE_PAGE_BYTES
 from modelstate.io.page_cache import LEAST_BYTES_AHEAD, bring_into_cache, lease_files, look, read_ahead, skip_page_cache
-from modelstate.io.tensors import compute
-from modelstate.loading.values import Staging, read_whole, stage_one, streamed_read
+from modelstate.loading.values import Staging, copies_from_maps, reads
 from modelstate.planning.planner import refusal_of_writes
-from modelstate.planning.transfer import (
-    Execution,
-    Memory,
-    Sink,
-    Transfers,
-    Way,
-    copy_cannot_fail,
-    final_memory,
-    peak_bytes,
-)
-from modelstate.process import run_detached
+from modelstate.planning.transfer import Execution, Sink, Transfers, Way, copy_cannot_fail, peak_bytes
 from modelstate.remote.location import CONNECTIONS
 from modelstate.text_format import listed, size
 from modelstate.torch_compat.dtypes import can_overflow
@@ -78,16 +60,14 @@ def stage(staging: Staging, executions: Iterable[Execution]) -> list[str]:
     goes past the page cache instead, which is faster, where no other rank reads the file too. Returns remarks for the
     report. Raises `ReadFailedError` and `TransformError`.
     """
-    unread = [item for item in executions if not item.finals]
+    unread, options = [item for item in executions if not item.finals], staging.options
     waiting = [item for item in unread if item.transfers.way is not Way.INTO]
-    nbytes, how = 0, "ahead"
+    nbytes, how = 0, "past it"
     if sum(item.transfers.nbytes for item in unread) >= LEAST_BYTES_AHEAD:
-        extents, options = [extent for item in unread for extent in item.transfers.extents], staging.options
-        looks = look(extents, staging.files, closely=not (waiting or options.in_place))
-        staging.is_cached = not waiting and all(pages and 0 not in pages for pages in looks.values())
+        looks = look([extent for item in unread for extent in item.transfers.extents], staging.files)
         is_alone = not (dist.is_available() and dist.is_initialized())
         if options.in_place and options.max_memory_bytes is None and is_alone:
-            nbytes, how = skip_page_cache(looks, staging.files), "past it"
+            nbytes = skip_page_cache(looks, staging.files)
             staging.peak_memory_bytes += staging.strategy.threads * HUGE_PAGE_BYTES if nbytes else 0
         if not nbytes:
             nbytes, how = read_ahead(looks, staging.files), "ahead"
@@ -98,62 +78,6 @@ def stage(staging: Staging, executions: Iterable[Execution]) -> list[str]:
     for read in reads(staging, (item for item in waiting if not item.finals)):
         read()
     return [f"the file was not in the page cache: {size(nbytes)} of it are read {how}"] if nbytes else []
-
-
-def reads(staging: Staging, executions: Iterable[Execution]) -> Iterator[Callable[[], object]]:
-    """Yields functions that read values into their final memory, one after the other, in the order of the files.
-
-    When a function is yielded, that memory and the buffers for blocks have been allocated. Each function raises
-    `ReadFailedError` where a read fails; memory of slots is then partly overwritten.
-    """
-    by_sink = defaultdict[Sink, list[Execution]](list)
-    for item in executions:
-        by_sink[item.transfers.sink].append(item)
-    for sink in (Sink.COMPUTED, Sink.WHOLE):  # what is read in blocks or as ranges is sorted there
-        by_sink[sink].sort(key=lambda item: item.transfers.extents[:1])
-    if blocks := by_sink[Sink.BLOCKS]:
-        yield streamed_read(staging, blocks)
-    for sink, read in ((Sink.COMPUTED, _compute), (Sink.MEMORY, _read)):
-        if items := by_sink[sink]:
-            yield partial(_fill, read, staging, items, final_memory(items))
-    for item in by_sink[Sink.WHOLE]:
-        yield partial(read_whole, staging, item)
-
-
-ReadInto = Callable[[Staging, Sequence[Execution], Memory], None]
-
-
-def _fill(read: ReadInto, staging: Staging, items: Sequence[Execution], memory: Memory) -> None:
-    """Reads values into their final memory with `_read` or `_compute`. Raises `ReadFailedError`."""
-    started = time.perf_counter()
-    try:
-        read(staging, items, memory)
-    finally:
-        for item in items:
-            if item.transfers.way is Way.INTO and item.transfers.sink is Sink.MEMORY:
-                increment_version(item.transfers.params)  # autograd has not seen the writes
-    seconds, total = time.perf_counter() - started, sum(item.transfers.nbytes for item in items)
-    for item, finals in zip(items, memory, strict=True):
-        item.finals = finals
-        item.seconds += seconds * item.transfers.nbytes / max(total, 1)
-
-
-def _read(staging: Staging, items: Sequence[Execution], memory: Memory) -> None:
-    """Reads values that are ranges of files into tensors. Raises `ReadFailedError`."""
-    staging.read_requests(
-        [request for item, targets in zip(items, memory, strict=True) for request in item.transfers.requests(targets)],
-        on_read=staging.progress,
-        is_new_memory=any(item.transfers.way is not Way.INTO for item in items),
-    )
-
-
-def _compute(staging: Staging, items: Sequence[Execution], memory: Memory) -> None:
-    """Computes combined tensors. Raises `ReadFailedError`."""
-    combined = [item.transfers.facts.combined for item in items]
-    targets = [(stored, final) for stored, (final,) in zip(combined, memory, strict=True) if stored is not None]
-    read_here = partial(read_ranges, files=staging.files, threads=1)
-    compute(targets, read_here, read_whole=staging.read, on_block=lambda: staging.progress(0))
-    staging.progress(sum(item.transfers.nbytes for item in items))
 
 
 class Place(Write):
@@ -182,60 +106,71 @@ class Place(Write):
 
     def run(self, transaction: Transaction | None) -> None:
         execution, param = self.execution, self.target
-        if execution.final is None:
-            if transaction is not None:
-                used = "code of the model uses it"
-                way = execution.transfers.way
-                if way is Way.INTO and self.staging.options.in_place is None:
-                    execution.stage_instead(used)
-                elif way is Way.MAP:
-                    execution.transfers = replace(execution.transfers, way=Way.NEW, why=f"was on meta: {used}")
-                execution.transfers = replace(execution.transfers, maps=None)  # the value is read
-            stage_one(self.staging, execution)
-        transfer, final = execution.transfers, execution.final
-        sharded = transfer.facts.sharded
-        assert final is not None
+        if not execution.finals:
+            used, transfer = "code of the model uses it", execution.transfers
+            if transfer.way is Way.INTO:
+                execution.stage_instead(used)
+            elif transfer.way is Way.MAP:
+                execution.transfers = replace(transfer, way=Way.NEW, why=f"was on meta: {used}", maps=None)
+            for read in reads(self.staging, [execution]):
+                read()
+        transfer, (final,) = execution.transfers, execution.finals
+        (held,) = transfer.slot_tensors
         if final is param:
             return  # the value was read in place
         with torch.no_grad():
             if transaction is None:
                 param.copy_(final)
-            elif sharded is not None and (param.is_meta or not _keeps_memory(transfer) or not is_plain(final)):
-                # The DTensor stays the same object. In inference mode it would become one that cannot be trained.
-                held = sharded.tensor
-                with torch.inference_mode(final.is_inference()), torch.no_grad():
-                    transaction.save_metadata(held)
-                    transaction.register_undo(become(held, dtensor_like(held, final), _converted_grad(held, final)))
-            elif param.is_meta and transfer.way is not Way.CODE and is_plain(final):
-                transaction.register_undo(give_memory(param, final))
             elif transfer.way is Way.CODE:
                 transaction.save_tensor(param)
-                with torch.inference_mode(param.is_inference()), torch.no_grad():
-                    target = param.to(transfer.dtype) if self.casts_slot else param
-                # As torch does when swapping is switched on.
-                new = target.module_load(final, assign=param.is_meta)  # type: ignore[no-untyped-call]
-                if self.casts_slot and new.dtype != transfer.dtype:
-                    raise RuntimeError(f"its class would keep the dtype {new.dtype}")
-                if new is final or new is param:
-                    raise RuntimeError("module_load returned self or other; it must return a new tensor")
-                if is_plain(new) and not is_plain(param):
-                    what = "no handler converts a plain tensor to this class"
-                    raise RuntimeError(f"its class would no longer be {type(param).__name__}: {what}")
-                _take_over(execution, param, new, transaction)
+                self._become(transaction, param, self._by_module_load(final))
+            elif held is not param and (param.is_meta or not _keeps_memory(transfer) or not is_plain(final)):
+                # The DTensor stays the same object. In inference mode it would become one that cannot be trained.
+                with torch.inference_mode(final.is_inference()), torch.no_grad():
+                    self._become(transaction, held, dtensor_like(held, final))
             elif not is_plain(final):
-                transaction.save_metadata(param)
-                _take_over(execution, param, final, transaction)
+                self._become(transaction, param, final)
+            elif param.is_meta:
+                transaction.register_undo(give_memory(param, final))
             elif _keeps_memory(transfer):
                 transaction.save_tensor(param)
                 param.copy_(final)
             else:
                 transaction.register_undo(point_to(param, final, _converted_grad(param, final)))
-        (slot_tensor,) = transfer.slot_tensors
-        if execution.freezes and slot_tensor.requires_grad:
+        if execution.freezes and held.requires_grad:
             if transaction is not None:
-                transaction.save_metadata(slot_tensor)
-            slot_tensor.grad = None
-            slot_tensor.requires_grad_(False)
+                transaction.save_metadata(held)
+            held.grad = None
+            held.requires_grad_(False)
+
+    def _by_module_load(self, final: torch.Tensor) -> torch.Tensor:
+        """Returns what the handler of the tensor makes of a value, as torch does when swapping is switched on."""
+        param, dtype = self.target, self.execution.transfers.dtype
+        with torch.inference_mode(param.is_inference()), torch.no_grad():
+            target = param.to(dtype) if self.casts_slot else param
+        new: torch.Tensor = target.module_load(final, assign=param.is_meta)  # type: ignore[no-untyped-call]
+        if self.casts_slot and new.dtype != dtype:
+            raise RuntimeError(f"its class would keep the dtype {new.dtype}")
+        if new is final or new is param:
+            raise RuntimeError("module_load returned self or other; it must return a new tensor")
+        if is_plain(new) and not is_plain(param):
+            what = "no handler converts a plain tensor to this class"
+            raise RuntimeError(f"its class would no longer be {type(param).__name__}: {what}")
+        return new
+
+    def _become(self, transaction: Transaction, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Gives a tensor the class and memory of a value. A gradient stays, cast within a class, if it fits."""
+        for error in refusals({self.execution.transfers.name: tensor}):
+            raise error
+        own_grad = tensor.grad if tensor.is_leaf else None
+        grad = _converted_grad(tensor, value) if type(tensor) is type(value) else own_grad
+        fits = grad is not None and (grad.shape, grad.dtype, grad.device) == (value.shape, value.dtype, value.device)
+        # An inference tensor can only be changed in inference mode. Other tensors must not become inference tensors,
+        # which cannot be trained.
+        in_inference_mode = tensor.is_inference() or value.is_inference()
+        with nullcontext() if in_inference_mode else torch.inference_mode(False):
+            transaction.register_undo(become(tensor, value, grad if fits else None))
+        self.execution.transfers = replace(self.execution.transfers, dtypes=[tensor.dtype], device=tensor.device)
 
 
 def _keeps_memory(transfer: Transfers) -> bool:
@@ -249,24 +184,16 @@ def _converted_grad(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor |
     return None if grad is None else grad.to(value.device, value.dtype)
 
 
-def _take_over(execution: Execution, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:
-    """Gives `param` the class, metadata and memory of `value`. A gradient stays, cast within a class, if it fits."""
-    for error in refusals({execution.transfers.name: param}):
-        raise error
-    own_grad = param.grad if param.is_leaf else None
-    grad = _converted_grad(param, value) if type(param) is type(value) else own_grad
-    fits = grad is not None and (grad.shape, grad.dtype, grad.device) == (value.shape, value.dtype, value.device)
-    # An inference tensor can only be changed in inference mode. Other tensors must not become inference tensors, which
-    # cannot be trained.
-    in_inference_mode = param.is_inference() or value.is_inference()
-    with nullcontext() if in_inference_mode else torch.inference_mode(False):
-        transaction.register_undo(become(param, value, grad if fits else None))
-    execution.transfers = replace(execution.transfers, dtypes=[param.dtype], device=param.device)
-
-
 def _waiting(executions: Iterable[Execution]) -> list[Execution]:
     """Returns what is read straight into its slots, and has not been read."""
     return [item for item in executions if item.transfers.way is Way.INTO and not item.finals]
+
+
+def _damage(error: Exception, what: str, where: str, remedy: str) -> ModelStateError:
+    """Returns the error for a read into slots that has failed: of a file, or of torch that could not cast or copy."""
+    is_own = isinstance(error, ReadFailedError | MemoryBudgetError)
+    kind = type(error) if isinstance(error, ReadFailedError | MemoryBudgetError) else PlacementError
+    return kind(what, where=where, found=error if is_own else f"{type(error).__name__}: {error}", remedy=remedy)
 
 
 def overwrite(staging: Staging, executions: Iterable[Execution]) -> None:
@@ -284,14 +211,11 @@ def overwrite(staging: Staging, executions: Iterable[Execution]) -> None:
             read()
         staging.files.check_unchanged()
     except Exception as error:
-        kind: type[ModelStateError] = PlacementError  # of torch: what was read could not be cast or copied
-        if isinstance(error, ReadFailedError | MemoryBudgetError):
-            kind = type(error)
-        raise kind(
+        raise _damage(
+            error,
             "the model was read in place, and that has failed: its values may be partly overwritten",
-            where=getattr(error, "where", ""),
-            found=error if kind is type(error) else f"{type(error).__name__}: {error}",
-            remedy="load again; without in_place=True, the old values are kept until all is read and cast",
+            getattr(error, "where", ""),
+            "load again; without in_place=True, the old values are kept until all is read and cast",
         ) from error
 
 
@@ -303,13 +227,12 @@ def place_fallible(transaction: Transaction, executions: Iterable[Execution]) ->
             with without_modes():
                 give_memory_to_all(transfers.params, item.finals, transaction.register_undo)
     for write in transaction.writes:
-        if not isinstance(write, Place) or write.done or write.execution.transfers.way is Way.INTO:
-            continue
-        target, given = write.target, f"a {type(write.value).__name__} of {write.value.dtype}"
-        if target.is_meta or not write.cannot_fail:
+        if isinstance(write, Place) and write.execution.transfers.way is not Way.INTO and not write.cannot_fail:
+            target = write.target
             with code_errors(
                 PlacementError,
-                f"{given} cannot be put in its place; nothing has been changed",
+                f"a {type(write.value).__name__} of {write.value.dtype} cannot be put in its place; nothing has been "
+                "changed",
                 where=write.execution.transfers.name,
                 expected=f"{type(target).__name__}, {target.dtype}",
                 remedy=refusal_of_writes(target)[1]
@@ -340,27 +263,23 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[C
         ReadFailedError: A file cannot be read, or has changed.
         MemoryBudgetError: The values have to be staged, and need too much memory.
     """
+    stage_unleased(executions, staging.files)
     waiting = _waiting(executions)
-    if waiting:
-        # Progress may be shown in a way that fails, so it comes before the commit.
-        extents = [extent for item in waiting for extent in item.transfers.extents]
-        refusal = lease_files(extents, staging.files)
-        is_cached = staging.is_cached or refusal  # asked for right before
-        if not (is_cached or bring_into_cache(extents, staging.files, lambda _: staging.progress(0))):
-            refusal = "the page cache has not all of it"
-        if not refusal:
-            staging.progress(sum(item.transfers.nbytes for item in waiting))
-            staging.progress = lambda _: None
-            staging.files.check_unchanged()
-            by_map = defaultdict[bool, list[Execution]](list)
-            for item in waiting:
-                by_map[_is_cast_from_map(item.transfers)].append(item)
-            copies = _copies_from_maps(staging, by_map[True])
-            rest = by_map[False] if copies else waiting
-            return [*copies, *reads(staging, rest), staging.files.check_unchanged]
-        staging.files.release()
+    extents = [extent for item in waiting for extent in item.transfers.extents]
+    # Progress may be shown in a way that fails, so it comes before the commit.
+    if waiting and bring_into_cache(extents, staging.files, lambda _: staging.progress(0)):
+        staging.progress(sum(item.transfers.nbytes for item in waiting))
+        staging.progress = lambda _: None
+        staging.files.check_unchanged()
+        by_map = defaultdict[bool, list[Execution]](list)
         for item in waiting:
-            item.stage_instead(refusal)
+            by_map[_is_cast_from_map(item.transfers)].append(item)
+        copies = copies_from_maps(staging, by_map[True])
+        return [*copies, *reads(staging, by_map[False] if copies else waiting), staging.files.check_unchanged]
+    staging.files.release()
+    for item in waiting:
+        item.stage_instead("the page cache has not all of it")
+    if not all(item.finals for item in executions):
         limit_memory(staging, executions)
         stage(staging, executions)
     staging.files.check_unchanged()
@@ -374,34 +293,6 @@ def _is_cast_from_map(transfers: Transfers) -> bool:
         return False
     are_aligned = all(start % stored.itemsize == 0 for start in columns.starts)
     return are_aligned and not any(can_overflow(stored, dtype) for dtype in {*transfers.dtypes})
-
-
-def _copies_from_maps(staging: Staging, executions: Sequence[Execution]) -> list[Callable[[], object]]:
-    """Returns a function that copies values out of maps of their files, which are leased and in the page cache.
-
-    Returns none where the system has no room for a map.
-    """
-    columns, maps = [item.transfers.rows for item in executions], dict[str, mmap.mmap]()
-    try:
-        for path in {path for each in columns for path in each.paths}:
-            file = staging.files[path]
-            assert isinstance(file, LocalFile)  # others are not leased
-            maps[path] = system.mmap(file.descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
-    except (OSError, ValueError):
-        return []
-    memory = [item.transfers.params for item in executions]
-    params, values = ([*chain.from_iterable(each)] for each in (memory, [views_of(maps, each) for each in columns]))
-
-    def unmap() -> None:
-        values.clear()
-        for mapped in maps.values():
-            mapped.close()  # without the interpreter lock
-
-    def copy(*_: object) -> None:
-        copy_each(params, values)
-        run_detached(unmap)  # which takes a quarter of the time of the copy
-
-    return [partial(_fill, copy, staging, executions, memory)] if params else []
 
 
 def commit_values(
@@ -438,16 +329,14 @@ def commit_values(
         for item in waiting:
             item.finals = item.transfers.params  # also after an error: nothing reads them again
         for item in staged:
-            for param, value in zip(item.transfers.params, item.finals, strict=True):
-                param.copy_(value)
+            copy_each(item.transfers.params, item.finals)
 
     transaction.commit(*last, first=first if reads or staged else None)
     if error is not None:
-        kind = ReadFailedError if isinstance(error, ReadFailedError) else PlacementError
-        raise kind(
+        raise _damage(
+            error,
             "values could not be read into the model at the commit: these tensors may be old or damaged, and all "
             "others are loaded",
-            where=listed([name for item in waiting for name in item.transfers.names], 8),
-            found=error if isinstance(error, ModelStateError) else f"{type(error).__name__}: {error}",
-            remedy="load again with in_place=False, which keeps the old values until all is read",
+            listed([name for item in waiting for name in item.transfers.names], 8),
+            "load again with in_place=False, which keeps the old values until all is read",
         ) from error

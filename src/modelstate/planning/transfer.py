@@ -20,6 +20,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
 from modelstate.io.engine import ROWS_BYTES, ReadStrategy, Request, Rows, read_threads
@@ -274,7 +275,9 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
         if facts is None:
             return True
         stays = self.way is Way.STAGED and facts.is_live and not facts.is_transformed
-        return facts.stored is not None and _is_from_checkpoint(facts.stored) and not stays
+        # The result of a transform depends on its slot, and only the commit initialises that of a lazy module.
+        waits = facts.is_transformed and is_lazy(self.param)
+        return facts.stored is not None and _is_from_checkpoint(facts.stored) and not (stays or waits)
 
     @property
     def is_read_into_place(self) -> bool:
@@ -298,10 +301,12 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
     def layouts(self) -> list[Layout]:
         """Shape, stride and dtype of new memory for each slot. The stride is None unless it is a dense format.
 
-        The shapes are not those of the slots, which may change during a load in the background.
+        The shapes are not those of the slots, which may change during a load in the background. A block function
+        allocates the memory of its result.
         """
         if self.own is not None:
-            return [(self.own.value.size(), self.own.own_stride, self.dtype)]
+            is_new = self.own.block_function is None
+            return [(self.own.value.size(), self.own.own_stride, self.dtype)] if is_new else []
         return [(torch.Size(shape), None, dtype) for shape, dtype in zip(self.rows.shapes, self.dtypes, strict=True)]
 
     def mapped(self) -> list[torch.Tensor]:
@@ -373,6 +378,10 @@ class Execution(msgspec.Struct, eq=False):
     seconds: float = 0.0
     freezes: bool = False
     """Whether the result of a module's transform clears `requires_grad` of the slot."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that one rank reads the value for."""
+    reader: int | None = None
+    """That rank; None where each rank reads the value itself."""
 
     @property
     def final(self) -> torch.Tensor | None:
