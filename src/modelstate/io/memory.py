@@ -13,6 +13,8 @@ from modelstate.io import linux
 from modelstate.spec import span
 
 if TYPE_CHECKING:
+    from typing import Self
+
     import torch
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -100,8 +102,8 @@ def new_mapping(nbytes: int) -> mmap.mmap:
         ) from error
 
 
-class Buffer:
-    """Memory that one thread reads and writes files through, in huge pages where there are some.
+class Buffer(mmap.mmap):
+    """Memory that one thread reads and writes files through, or that a device copies from: in huge pages, if possible.
 
     The disk of a virtual machine takes a few hundred contiguous pieces of memory at a time: with small pages, which
     are scattered, O_DIRECT was measured to be slower than the page cache.
@@ -109,14 +111,21 @@ class Buffer:
     Raises `OSError` where no memory is available.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __new__(cls, nbytes: int, *advice: linux.Advice) -> Self:
         # Larger than asked for, so that it can begin and end at a huge page; the rest is never touched.
-        self._memory = mmap.mmap(-1, nbytes + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        offset = -first % HUGE_PAGE_BYTES
-        self.address = first + offset
-        self.view = memoryview(self._memory)[offset : offset + nbytes]
+        return super().__new__(cls, -1, nbytes + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __init__(self, nbytes: int, *advice: linux.Advice) -> None:
+        """Advises the kernel; by default it allocates all pages."""
+        first, unit = ctypes.addressof(ctypes.c_char.from_buffer(self)), mmap.PAGESIZE
+        self._start, self._end = -first % HUGE_PAGE_BYTES, -first % HUGE_PAGE_BYTES + nbytes
+        self.address = first + self._start
         if nbytes >= HUGE_PAGE_BYTES:
-            nbytes = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-            for advice in (linux.Advice.HUGEPAGE, linux.Advice.POPULATE_WRITE, linux.Advice.COLLAPSE):
-                linux.madvise(self.address, nbytes, advice)
+            unit = HUGE_PAGE_BYTES
+        for each in advice or (linux.Advice.HUGEPAGE, linux.Advice.POPULATE_WRITE, linux.Advice.COLLAPSE):
+            linux.madvise(self.address, -(-nbytes // unit) * unit, each)
+
+    @property
+    def view(self) -> memoryview:
+        """The memory, which stays while there is a view of it."""
+        return memoryview(self)[self._start : self._end]

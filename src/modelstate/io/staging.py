@@ -8,21 +8,19 @@ power of two. Here huge pages are allocated by several threads, and then registe
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 
 import torch
 
 from modelstate.io import linux
 from modelstate.io.engine import for_each, read_threads
-from modelstate.io.memory import HUGE_PAGE_BYTES, aligned, empty_cpu
+from modelstate.io.memory import Buffer, aligned, empty_cpu
 from modelstate.process import deferred_signals
-from modelstate.spec import contiguous_stride
 from modelstate.torch_compat.private import copy_each
 
 _BLOCK_BYTES = 4 << 20
@@ -46,22 +44,16 @@ class StagingBuffer:
         Raises torch's error where there is not enough memory.
         """
         tensors = list(tensors)
-        starts, end = [], 0
-        for tensor in tensors:
-            starts.append(end)
-            end += aligned(tensor.nbytes)
+        *starts, end = accumulate((aligned(tensor.nbytes) for tensor in tensors), initial=0)
         device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
         buffer = self._buffer
         if buffer is None or buffer.numel() < end or (device is not None and not buffer.is_pinned()):
             self._buffer = buffer = None  # released before the new one is allocated
             buffer = empty_cpu((max(end, 1),), torch.uint8) if device is None else pinned_memory(end, device)
             self._buffer = buffer
-        storage = buffer.untyped_storage()
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             copies = [
-                torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-                    storage, start // tensor.itemsize, tuple(tensor.shape), contiguous_stride(tensor.shape)
-                )
+                buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 for tensor, start in zip(tensors, starts, strict=True)
             ]
         copy_all(tensors, copies)
@@ -116,13 +108,13 @@ def pinned_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 
     Raises `RuntimeError` where the system, or a limit on pinned memory, does not allow for it.
     """
-    mapping = _registered(nbytes + HUGE_PAGE_BYTES, device) if nbytes else None
-    if mapping is None:
+    buffer = _registered(nbytes, device) if nbytes else None
+    if buffer is None:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=_offset(mapping))
+    return torch.frombuffer(buffer.view, dtype=torch.uint8)
 
 
-class _Mapping(mmap.mmap):
+class _Pinned(Buffer):
     """Memory that is registered with the driver until nothing refers to it any more, or the process ends."""
 
     unregister: Callable[[], object] | None = None
@@ -132,21 +124,13 @@ class _Mapping(mmap.mmap):
             self.unregister()
 
 
-def _offset(mapping: mmap.mmap) -> int:
-    """Where the first huge page begins."""
-    return -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % HUGE_PAGE_BYTES
-
-
-def _registered(size: int, device: torch.device) -> _Mapping | None:
+def _registered(nbytes: int, device: torch.device) -> _Pinned | None:
     try:
-        mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # The device goes on with the pages that it has pinned: a write after a fork must not copy them to others.
+        buffer = _Pinned(nbytes, linux.Advice.HUGEPAGE, linux.Advice.WIPEONFORK)
     except OSError:
         return None
-    offset = _offset(mapping)
-    first, nbytes = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + offset, size - HUGE_PAGE_BYTES
-    # The device goes on with the pages that it has pinned: a write after a fork must not copy them to others.
-    for advice in (linux.Advice.HUGEPAGE, linux.Advice.WIPEONFORK):
-        linux.madvise(first, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, advice)
+    first = buffer.address
 
     def populate(at: int) -> None:
         linux.madvise(first + at, min(_PIECE_BYTES, nbytes - at), linux.Advice.POPULATE_WRITE)
@@ -166,5 +150,5 @@ def _registered(size: int, device: torch.device) -> _Mapping | None:
             with suppress(RuntimeError):  # the next call of torch would raise the error
                 torch.zeros(1, device=device)
             return None
-        mapping.unregister = unregister
-    return mapping
+        buffer.unregister = unregister
+    return buffer

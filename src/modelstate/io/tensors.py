@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -42,7 +42,12 @@ def read_tensor(stored: Stored, read_all: ReadAll) -> torch.Tensor:
         with torch.inference_mode(False):
             return read_tensor(stored, read_all)
     if isinstance(stored, StoredTensor):
-        return _read_strided(stored, read_all)
+        if stored.nbytes == 0:
+            return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
+        runs = stored.runs()
+        (value,) = fresh_tensors([(torch.Size(stored.shape), runs.stride, stored.dtype)])
+        read_all([Request(source, value.data_ptr() + at) for source, at in runs.places()])
+        return value
     if isinstance(stored, StoredComposite):
         return stored.build([read_tensor(part, read_all) for part in stored.parts])
     if isinstance(stored, Combined):
@@ -71,7 +76,7 @@ def elements(stored: StoredTensor, start: int, count: int, read_all: ReadAll) ->
     """
     itemsize, extent = stored.dtype.itemsize, stored.extent
     source = ByteRange(extent.path, extent.start + start * itemsize, count * itemsize)
-    return _read_strided(StoredTensor.whole(stored.dtype_name, (count,), source), read_all)
+    return runs([StoredTensor.whole(stored.dtype_name, (count,), source)], read_all)[0]
 
 
 def runs(tensors: Sequence[StoredTensor], read_all: ReadAll) -> list[torch.Tensor]:
@@ -96,21 +101,11 @@ def same_bytes(first: ByteRange, second: ByteRange, read_all: ReadAll) -> bool:
     return True
 
 
-def _read_strided(stored: StoredTensor, read_all: ReadAll) -> torch.Tensor:
-    if stored.nbytes == 0:
-        return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
-    runs = stored.runs()
-    (value,) = fresh_tensors([(torch.Size(stored.shape), runs.stride, stored.dtype)])
-    read_all([Request(source, value.data_ptr() + at) for source, at in runs.places()])
-    return value
-
-
-Targets = Sequence[tuple[Combined, torch.Tensor]]
-"""Combined tensors, each with the contiguous memory of its result. Each is computed by `Blocks`."""
+_Part = StoredTensor | torch.Tensor
 
 
 def compute(
-    targets: Targets,
+    targets: Sequence[tuple[Combined, torch.Tensor]],
     read: ReadAll,
     *,
     read_whole: Callable[[Stored], torch.Tensor],
@@ -119,7 +114,7 @@ def compute(
     """Computes combined tensors block by block on several threads, each with memory for one block.
 
     Args:
-        targets: The tensors and the memory of their results.
+        targets: The tensors, which are computed by `Blocks`, and the contiguous memory of their results.
         read: Reads a block in the thread of its caller; threads call it at the same time.
         read_whole: Returns a part that is not a contiguous range of a file.
         on_block: Called after each block, by one thread at a time; may raise to end the computation.
@@ -127,32 +122,27 @@ def compute(
     Raises:
         ReadFailedError: A part cannot be read. The memory of the results is then partly overwritten.
     """
-    blocks: list[tuple[int, int]] = []
     computed = [_ComputedTensor(stored, out, read_whole) for stored, out in targets]
-    for index, tensor in enumerate(computed):
-        blocks.extend((index, first) for first in range(0, tensor.out.numel(), max(tensor.step, 1)))
+    blocks = [(tensor, first) for tensor in computed for first in range(0, tensor.out.numel(), max(tensor.step, 1))]
     if not blocks:
         return
-    threads = min(read_threads(), len(blocks))
     nbytes = max(stored.thread_bytes for stored, _ in targets)
 
-    def worker(buffer: torch.Tensor) -> Callable[[tuple[int, int]], None]:
-        current = -1
-        compute_block: Callable[[int], None]
+    def worker(buffer: torch.Tensor) -> Callable[[tuple[_ComputedTensor, int]], None]:
+        @lru_cache(maxsize=1)
+        def begun(tensor: _ComputedTensor) -> Callable[[int], None]:
+            return tensor.begin(buffer, read)
 
         @torch.inference_mode(False)
         @torch.no_grad()
-        def process(item: tuple[int, int]) -> None:
-            nonlocal current, compute_block
-            index, first = item
-            if index != current:
-                compute_block, current = computed[index].begin(buffer, read), index
-            compute_block(first)
+        def process(item: tuple[_ComputedTensor, int]) -> None:
+            tensor, first = item
+            begun(tensor)(first)
 
         return process
 
     # Memory that is written to must not be left half written: the buffers are there before.
-    workers = [worker(empty_cpu((nbytes,), torch.uint8)) for _ in range(threads)]
+    workers = [worker(empty_cpu((nbytes,), torch.uint8)) for _ in range(min(read_threads(), len(blocks)))]
     for_each(blocks, workers, lambda *_: on_block(), with_torch=True)
 
 
@@ -174,9 +164,9 @@ class _ComputedTensor:
     def begin(self, buffer: torch.Tensor, read: ReadAll) -> Callable[[int], None]:
         """Reads the parts that are needed whole; returns the function that computes the block from an element on.
 
-        Each byte of the buffer is used for one thing.
+        Each byte of the buffer is used for one thing: the whole parts, what the computation allocates, then the block.
         """
-        at, requests = 0, list[Request]()
+        build, at, requests = self.build, 0, list[Request]()
 
         def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             nonlocal at
@@ -184,39 +174,35 @@ class _ComputedTensor:
             start, at = at, at + aligned(nbytes)
             return buffer[start : start + nbytes].view(dtype).view(tuple(shape))
 
-        def request(part: StoredTensor, first: int, memory: torch.Tensor) -> torch.Tensor:
+        def piece(part: _Part, first: int, end: int, memory: torch.Tensor | None = None) -> torch.Tensor:
+            """Returns elements of a flat part, after the next read."""
+            if not isinstance(part, StoredTensor):
+                return part[first:end]
+            memory = allocate((end - first,), part.dtype) if memory is None else memory
             start = part.extent.start + first * part.dtype.itemsize
             requests.append(Request(ByteRange(part.extent.path, start, memory.nbytes), memory.data_ptr()))
             return memory
 
-        pieces, whole = self.build.pieces, list[torch.Tensor]()
-        for part in self._whole if pieces is None else ():
-            if isinstance(part, StoredTensor):
-                part = request(part, 0, allocate(part.shape, part.dtype))
-            whole.append(part)
+        whole = [
+            piece(part, 0, part.numel).view(part.shape) if isinstance(part, StoredTensor) else part
+            for part in (self._whole if build.pieces is None else ())
+        ]
         read(requests)
-        buffers: list[torch.Tensor | None] = []
-        for index, part in enumerate(self._aligned):
-            is_read = isinstance(part, StoredTensor) and (index > 0 or part.dtype != self.out.dtype)
-            buffers.append(allocate((self.step,), part.dtype) if is_read else None)
-        memory = allocate((self.build.piece_bytes,), torch.uint8)
-        fill = self.build.begin(whole, allocate)
+        fill = build.begin(whole, allocate)
+        at_block = at
 
         def block(first: int) -> None:
-            out, used, values = self.out[first : first + self.step], 0, list[torch.Tensor]()
+            nonlocal at
+            out, at = self.out[first : first + self.step], at_block
+            end = first + len(out)
             requests.clear()
-            for part, own in zip(self._aligned, buffers, strict=True):
-                if isinstance(part, StoredTensor):
-                    values.append(request(part, first, out if own is None else own[: len(out)]))
-                else:
-                    values.append(part[first : first + self.step])
-            for part, (begin, end) in zip(self._whole, pieces(first, first + len(out)), strict=True) if pieces else ():
-                if isinstance(part, StoredTensor):
-                    nbytes = (end - begin) * part.dtype.itemsize
-                    values.append(request(part, begin, memory[used : used + nbytes].view(part.dtype)))
-                    used += nbytes
-                else:
-                    values.append(part[begin:end])
+            values = [
+                piece(part, first, end, out if index == 0 and part.dtype == out.dtype else None)
+                for index, part in enumerate(self._aligned)
+            ]
+            if build.pieces is not None:
+                bounds = zip(self._whole, build.pieces(first, end), strict=True)
+                values += [piece(part, begin, stop) for part, (begin, stop) in bounds]
             read(requests)
             fill(out, values, first)
 
