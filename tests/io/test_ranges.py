@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import system
-from modelstate.io.engine import Batch, Request, coalesce, read_ranges
+from modelstate.io.engine import Block, Request, in_blocks, read_ranges
 from modelstate.io.files import SourceFile
 from modelstate.spec import ByteRange
 from tests.faults import Request as SystemCall, faulty_reads
@@ -23,7 +23,7 @@ FILE_BYTES = 96
 ranges = st.builds(
     ByteRange, st.sampled_from(["a", "b"]), st.integers(0, FILE_BYTES // 2), st.integers(0, FILE_BYTES // 2)
 )
-limits = {"batch_bytes": st.integers(1, 40), "gap_bytes": st.integers(0, 12)}
+block_limit, gap_limit = st.integers(1, 40), st.integers(0, 12)
 
 
 def requests_for(sources: list[ByteRange], base: int = 1) -> list[Request]:
@@ -35,16 +35,19 @@ def requests_for(sources: list[ByteRange], base: int = 1) -> list[Request]:
     return made
 
 
-def bytes_of(batches: list[Batch]) -> list[tuple[int, str, int]]:
-    """For every byte that reaches memory: where it goes, and where it comes from."""
-    found = []
-    for batch in batches:
-        at = batch.start
-        for address, length in batch.pieces:
-            if address is not None:
-                found += [(address + i, batch.path, at + i) for i in range(length)]
-            at += length
-    return found
+def plan(sources: list[ByteRange], block_bytes: int, gap_bytes: int) -> list[Block]:
+    wanted = [(source, 1) for source in sources]
+    return in_blocks(wanted, block_bytes, gap_bytes=gap_bytes, is_scattered=True)
+
+
+def bytes_of(blocks: list[Block]) -> list[tuple[int, int, str, int]]:
+    """For every byte that reaches memory: its range, its place in the range, and where it comes from."""
+    return [
+        (part.which, part.first + i, block.source.path, block.source.start + part.at + i)
+        for block in blocks
+        for part in block.parts
+        for i in range(part.nbytes)
+    ]
 
 
 def overlap(sources: list[ByteRange]) -> bool:
@@ -56,36 +59,32 @@ def overlap(sources: list[ByteRange]) -> bool:
 
 
 @pytest.mark.slow
-@given(st.lists(ranges, max_size=12), limits["batch_bytes"], limits["gap_bytes"])
-def test_every_byte_of_every_request_is_read_once(sources: list[ByteRange], batch_bytes: int, gap_bytes: int) -> None:
-    requests = requests_for(sources)
-    wanted = [(r.address + i, r.source.path, r.source.start + i) for r in requests for i in range(r.source.nbytes)]
-    batches = coalesce(requests, batch_bytes=batch_bytes, gap_bytes=gap_bytes)
-    assert sorted(bytes_of(batches)) == sorted(wanted)
+@given(st.lists(ranges, max_size=12), block_limit, gap_limit)
+def test_every_byte_of_every_range_is_read_once(sources: list[ByteRange], block_bytes: int, gap_bytes: int) -> None:
+    wanted = [(which, i, s.path, s.start + i) for which, s in enumerate(sources) for i in range(s.nbytes)]
+    assert sorted(bytes_of(plan(sources, block_bytes, gap_bytes))) == wanted
 
 
 @pytest.mark.slow
-@given(st.lists(ranges, max_size=12), limits["batch_bytes"], limits["gap_bytes"])
-def test_batches_keep_their_limits(sources: list[ByteRange], batch_bytes: int, gap_bytes: int) -> None:
-    batches = coalesce(requests_for(sources), batch_bytes=batch_bytes, gap_bytes=gap_bytes)
+@given(st.lists(ranges, max_size=12), block_limit, gap_limit)
+def test_blocks_keep_their_limits(sources: list[ByteRange], block_bytes: int, gap_bytes: int) -> None:
+    blocks = plan(sources, block_bytes, gap_bytes)
     if not overlap(sources):
-        assert [(b.path, b.start) for b in batches] == sorted((b.path, b.start) for b in batches)
-    for batch in batches:
-        lengths = [length for _, length in batch.pieces]
-        assert 0 < batch.wanted_bytes <= batch.nbytes == sum(lengths) <= batch_bytes
-        assert min(lengths) > 0
-        assert all(length <= gap_bytes for address, length in batch.pieces if address is None)
-        assert batch.pieces[0][0] is not None
-        assert batch.pieces[-1][0] is not None
+        assert [block.source for block in blocks] == sorted(block.source for block in blocks)
+    for block in blocks:
+        assert 0 < block.wanted_bytes <= block.source.nbytes <= block_bytes
+        ends = [0, *(part.at + part.nbytes for part in block.parts)]
+        assert min(part.nbytes for part in block.parts) > 0
+        assert all(0 <= part.at - end <= gap_bytes for part, end in zip(block.parts, ends, strict=False))
+        assert (block.parts[0].at, ends[-1]) == (0, block.source.nbytes)
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_batch_has_no_more_pieces_than_one_call_takes(step: int) -> None:
-    sources = [ByteRange("a", i * step, 1) for i in range(3000)]
-    batches = coalesce(requests_for(sources), batch_bytes=1 << 20, gap_bytes=1)
-    assert len(bytes_of(batches)) == 3000
-    assert 1000 < max(len(batch.pieces) for batch in batches) <= 1024
-    assert len(batches) == -(-3000 * step // 1023)
+def test_a_block_has_no_more_parts_than_one_call_takes(step: int) -> None:
+    blocks = plan([ByteRange("a", i * step, 1) for i in range(3000)], 1 << 20, 1)
+    assert len(bytes_of(blocks)) == 3000
+    assert 1000 < max(len(block.parts) * step for block in blocks) <= 1024
+    assert len(blocks) == -(-3000 * step // 1023)
 
 
 # Carrying it out.
@@ -128,7 +127,7 @@ def truth(sources: list[ByteRange]) -> bytes:
 def test_what_is_read_is_what_is_in_the_file(files: dict[str, str], data: st.DataObject, threads: int) -> None:
     sources = [ByteRange(files[s.path], s.start, s.nbytes) for s in data.draw(st.lists(ranges, max_size=8))]
     heard: list[int] = []
-    batch_bytes = data.draw(limits["batch_bytes"])
+    batch_bytes = data.draw(block_limit)
     assert read(sources, threads=threads, on_read=heard.append, batch_bytes=batch_bytes) == truth(sources)
     assert sum(heard) == sum(source.nbytes for source in sources)
 

@@ -28,7 +28,7 @@ def test_blocks_have_every_byte_once_in_whole_units(wanted: list[tuple[ByteRange
     blocks = in_blocks(wanted, block_bytes)
     parts = [(block.source, part) for block in blocks for part in block.parts]
     for which, (source, unit) in enumerate(wanted):
-        mine = sorted(part[1:] for _, part in parts if part.which == which)
+        mine = sorted((part.first, part.nbytes, part.at) for _, part in parts if part.which == which)
         assert [first for first, _, _ in mine] == [sum(each[1] for each in mine[:i]) for i in range(len(mine))]
         assert sum(nbytes for _, nbytes, _ in mine) == source.nbytes
         assert all(nbytes % unit == 0 for _, nbytes, _ in mine[:-1])

@@ -110,7 +110,7 @@ BAD = {
     "half a file": Bad(half_a_file, "TruncatedFileError"),
     "a file that has changed": Bad(changed_since, "ReadFailedError", "has changed since it was opened"),
     "a file that is overwritten while it is read": Bad(
-        path_in, "ReadFailedError", "has changed while it was read", during=changing(overwritten)
+        path_in, "ReadFailedError", "has changed since it was opened", during=changing(overwritten)
     ),
     "a file that is cut off while it is read": Bad(
         path_in, "ReadFailedError", during=changing(lambda path: os.truncate(path, path.stat().st_size - 300))

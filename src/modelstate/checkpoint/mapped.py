@@ -7,6 +7,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from modelstate.errors import OPEN_AGAIN, ReadFailedError, SourceTypeError
 from modelstate.forks import fork_safe_lock
 from modelstate.io import system
 from modelstate.io.engine import read_ranges
-from modelstate.io.files import FileFingerprint, check_mapped, open_regular, open_unchanged, read_failed
+from modelstate.io.files import FileFingerprint, fingerprint_of, open_regular, open_unchanged, read_failed
 from modelstate.io.lease import NAMELESS, hold
 from modelstate.io.linux import MAP_NORESERVE
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor, TensorColumns
@@ -124,7 +125,10 @@ class Maps:
         for path, mapped in self._maps.items():
             fingerprint = self._fingerprints.get(path)
             if mapped is not None and fingerprint is not None:
-                check_mapped(path, fingerprint, mapped.size())
+                found = fingerprint_of(path)
+                if found is None or (found.inode, found.device) != (fingerprint.inode, fingerprint.device):
+                    found = replace(fingerprint, nbytes=mapped.size())  # the path names another file now
+                fingerprint.check(path, found)
 
     def is_mappable(self, path: str) -> bool:
         """Whether a file of the checkpoint can be mapped: it is on this machine, and its file system has maps.

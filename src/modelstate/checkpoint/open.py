@@ -41,7 +41,7 @@ from modelstate.formats import safetensors, sharded
 from modelstate.formats.recognise import DCP_METADATA, Format, no_checkpoint, recognise, tensorflow_prefix, unpacked
 from modelstate.formats.tree import Contents
 from modelstate.io import system
-from modelstate.io.files import NOT_FOUND, SourceFile, cannot_open, local_path, mode_of, no_access, not_found
+from modelstate.io.files import NOT_FOUND, SourceFile, cannot_open, local_path, mode_of, not_found
 from modelstate.process import gc_paused
 from modelstate.remote.location import is_remote, is_repository, locate
 from modelstate.tensor_spec import TensorSpec
@@ -265,7 +265,7 @@ def _at_no_file(path: str, argument: str) -> str:
             raise of_archive
         return find_in(path) if stat.S_ISDIR(mode) else path
     except PermissionError as error:
-        raise no_access(path, error) from error
+        raise cannot_open(path, path, error) from error
 
 
 def _repository(source: str) -> str | None:

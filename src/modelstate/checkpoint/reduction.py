@@ -30,14 +30,13 @@ import torch
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ComparisonError, UnsupportedTensorError
 from modelstate.formats.block_writer import check_expanded
-from modelstate.io.engine import OpenFiles, Request, coalesce, for_each, read_batch, read_ranges, read_threads
+from modelstate.io.engine import OpenFiles, Request, for_each, read_ranges, read_threads
 from modelstate.io.files import FileFingerprint
 from modelstate.io.memory import aligned, empty_cpu
 from modelstate.io.page_cache import look, read_ahead
 from modelstate.io.tensors import read_tensor
 from modelstate.process import progress_bar
 from modelstate.spec import (
-    GAP_BYTES,
     Assemble,
     Box,
     ByteRange,
@@ -248,8 +247,7 @@ def reduce(
                     used += aligned(region.nbytes)
                     requests.append(Request(region.extent, part.data_ptr()))
                     flat[-1].append(part.view(operand.dtype))
-        for batch in coalesce(requests, batch_bytes=_BLOCK_BYTES, gap_bytes=GAP_BYTES):
-            read_batch(opened[batch.path], batch)
+        read_ranges(requests, files=opened, threads=1)
         for piece, values in zip(job, flat, strict=True):
             for first in range(0, piece.elements, _CHUNK_ELEMENTS):
                 fold(piece.item, tuple(each[first : first + _CHUNK_ELEMENTS] for each in values))

@@ -11,7 +11,6 @@ write.
 from __future__ import annotations
 
 import ctypes
-import errno
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,10 +46,6 @@ TOGETHER_BYTES = 64 << 10
 """The memory of tensors that are read together where each tensor needs less."""
 
 
-_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""The errors of a file system that does not support O_DIRECT."""
-
-
 class Uncached:
     """A file that any thread can write to at any offset, with O_DIRECT as far as possible."""
 
@@ -74,7 +69,7 @@ class Uncached:
             return system.pwritev(self._descriptor, [buffer[:nbytes]], offset)
         except OSError as error:
             # A file system may accept the flag and refuse the write, or require larger blocks.
-            if error.errno not in _UNSUPPORTED:
+            if error.errno not in system.UNSUPPORTED:
                 raise
             self._is_refused = True
             return 0

@@ -27,21 +27,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from modelstate.errors import LockedError, ModelStateError, TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.io import linux, system
 from modelstate.io.files import Descriptor, mode_of
-from modelstate.io.lock import NO_LOCKS, WRITE_REMEDIES, descriptors_to_close, unlock
+from modelstate.io.lock import WRITE_REMEDIES, descriptors_to_close, unlock
 from modelstate.text_format import printable
 
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
-"""The errors of a file system that cannot sync a directory."""
-_NO_PREALLOCATION = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENODEV)
 _UNTOUCHED = "what was there before is untouched"
-_NO_LOCKS = (*NO_LOCKS, errno.EBADF)
-_NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
-
 SUFFIX = ".unfinished"
 _BEGINNING_BYTES = 200
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
-"""The errors of a file system that makes no second name of a file: it has no hard links, the file has the most that it
-may have, or, with `EXDEV`, the file counts for another quota than its directory."""
 LOCK_TIMEOUT_SECONDS = 60.0
 """How long a save waits for the lock of the directory, which other saves hold for a few file operations."""
 
@@ -61,7 +52,7 @@ class Output:
 
     def reserve(self, nbytes: int) -> None:
         """Allocates the blocks of the file, so that a full disk is an error before anything is written."""
-        with _ignored(_NO_PREALLOCATION):
+        with system.if_supported():
             system.fallocate(self.descriptor, nbytes)
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
@@ -79,7 +70,7 @@ class Output:
         """Flushes the file to the disk."""
         system.fsync(self.descriptor)
         if self.is_uncached:
-            linux.drop_cached(self.descriptor)
+            linux.advise(self.descriptor, "POSIX_FADV_DONTNEED")
         self.is_synced = True
 
     def append(self, data: bytes | memoryview) -> None:
@@ -127,7 +118,7 @@ def unfinished_file(path: str, mode: int | None, lock_timeout_seconds: float) ->
             output = opened.enter_context(new_file(unfinished, mode))
             opened.callback(descriptors_to_close.discard, output.descriptor)
             descriptors_to_close.add(output.descriptor)
-            with _ignored(_NO_LOCKS):  # on a file system without locks no leftover is ever removed
+            with system.if_supported():  # on a file system without locks no leftover is ever removed
                 fcntl.flock(output.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield output
 
@@ -142,20 +133,17 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     output = Output(Descriptor(system.open_to_write(path, flags, 0o666 if mode is None else mode)), path)
     try:
-        try:
-            if mode is not None:  # the umask may have removed permission bits, which some file systems lack
-                with _ignored(_NO_MODES):
-                    system.fchmod(output.descriptor, mode)
-            yield output
-            if not output.is_synced:
-                output.sync()
-        finally:
-            try:
-                output.descriptor.close(system.close)
-            except OSError:
-                if not output.is_synced:  # a file that is synced cannot lose data any more
-                    raise
+        if mode is not None:  # the umask may have removed permission bits, which some file systems lack
+            with system.if_supported():
+                system.fchmod(output.descriptor, mode)
+        yield output
+        if not output.is_synced:
+            output.sync()
+        with suppress(OSError):  # a file that is synced cannot lose data any more
+            output.descriptor.close(system.close)
     except BaseException:
+        with suppress(OSError):
+            output.descriptor.close(system.close)
         remove_all([path])
         raise
 
@@ -186,13 +174,12 @@ def put_durably(unfinished: str, path: str, overwrite: bool, instead_of: str | N
 
     Raises `WriteFailedError` where the new file stays, and `OSError` or `TargetExistsError` where it does not.
     """
-    directory, exists = os.path.dirname(path), os.path.lexists(path)
-    stem = unfinished.removesuffix(SUFFIX)
+    directory, stem, is_new = os.path.dirname(path), unfinished.removesuffix(SUFFIX), not os.path.lexists(path)
     kept, moved = f"{stem}.0{SUFFIX}", f"{stem}.00{SUFFIX}"
-    if exists:
-        with _ignored(_NO_LINKS):
+    if not is_new:
+        with system.if_supported():
             system.link(path, kept)
-    is_kept = os.path.lexists(kept)
+    is_put_back = is_new or os.path.lexists(kept)
     try:
         put(unfinished, path, overwrite)
         try:
@@ -201,13 +188,11 @@ def put_durably(unfinished: str, path: str, overwrite: bool, instead_of: str | N
                 system.replace(instead_of, moved)
                 sync_directory(directory)
         except BaseException as error:
-            is_put_back = is_kept or not exists
             try:
-                if instead_of is not None and os.path.lexists(moved):
-                    system.replace(moved, instead_of)
-                if is_kept:
-                    system.replace(kept, path)
-                elif not exists:
+                for file, original in ((moved, instead_of), (kept, path)):
+                    if original is not None and os.path.lexists(file):
+                        system.replace(file, original)
+                if is_new:
                     system.unlink(path)
             except OSError:
                 is_put_back = False
@@ -234,7 +219,7 @@ def put(unfinished: str, path: str, overwrite: bool) -> None:
     except FileExistsError:
         raise TargetExistsError("the target exists already", where=path) from None
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in system.UNSUPPORTED:
             raise
         check_target(path, overwrite=False)
         system.replace(unfinished, path)
@@ -247,19 +232,15 @@ def existing_mode(*paths: str) -> int | None:
 
     A file that replaces it gets the same bits, so that only users who could read the old file can read the new one.
     """
-    for path in paths:
-        with suppress(OSError):
-            status = os.stat(path)  # follows a link: its target is what could be read at the path
-            if stat.S_ISREG(status.st_mode):
-                return stat.S_IMODE(status.st_mode) & 0o777
-    return None
+    modes = map(mode_of, paths)  # of a link that of its target, which is what could be read at the path
+    return next((mode & 0o777 for mode in modes if stat.S_ISREG(mode)), None)
 
 
 def sync_directory(path: str) -> None:
     """Makes the names of files in a directory durable."""
     descriptor = Descriptor(system.open_to_write(path or ".", os.O_RDONLY))
     try:
-        with _ignored(_NO_SYNC):
+        with system.if_supported():
             system.fsync(descriptor)
     finally:
         with suppress(OSError):  # the sync has already succeeded or failed
@@ -271,24 +252,17 @@ def make_directory(path: str) -> None:
 
     An empty directory may be that of a process that was killed before its name was durable.
     """
-    parent = os.path.dirname(path)
-    if not os.path.isdir(path or "."):
+    parent, is_new = os.path.dirname(path), not os.path.isdir(path or ".")
+    if is_new:
         make_directory(parent)
         try:
             system.mkdir(path)
         except FileExistsError:
             if not os.path.isdir(path):
                 raise
-    elif not path or not _is_empty(path):
-        return
     with suppress(PermissionError):  # names can be added to a directory that cannot be opened
-        sync_directory(parent)
-
-
-def _is_empty(path: str) -> bool:
-    with suppress(OSError), os.scandir(path) as entries:
-        return next(entries, None) is None
-    return False
+        if is_new or (path and not os.listdir(path)):
+            sync_directory(parent)
 
 
 def remove_all(paths: Iterable[str]) -> None:
@@ -325,7 +299,7 @@ def locked_directory(directory: str, timeout_seconds: float) -> Iterator[None]:
     opened = [Descriptor(system.open_to_write(directory or ".", os.O_RDONLY))]
     try:
         descriptors_to_close.update(opened)
-        with _ignored(_NO_LOCKS):
+        with system.if_supported():
             _lock(opened[0], directory or ".", timeout_seconds)
         yield
     finally:
@@ -372,16 +346,6 @@ def _describe_process(pid: int) -> str:
         if command := file.read(200).replace(b"\0", b" ").decode(errors="replace").strip():
             return f"process {pid} ({printable(command)})"
     return f"process {pid}"
-
-
-@contextmanager
-def _ignored(numbers: tuple[int, ...]) -> Iterator[None]:
-    """Ends the block at an `OSError` that has one of these numbers."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in numbers:
-            raise
 
 
 def _remove_leftovers(path: str) -> None:

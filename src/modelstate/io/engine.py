@@ -1,4 +1,4 @@
-"""Executes read requests: coalesces byte ranges, reads them on several threads, and hands blocks to who consumes them.
+"""Executes read requests: cuts ranges into blocks, reads them on several threads, and hands them to who consumes them.
 
 Invariants:
 
@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from modelstate.errors import OPEN_AGAIN, ReadFailedError
 from modelstate.io import lease, linux, system
-from modelstate.io.files import Descriptor, FileFingerprint, Opened, open_unchanged, read_failed
+from modelstate.io.files import Descriptor, FileFingerprint, Opened, fingerprint_of, open_unchanged, read_failed
 from modelstate.io.memory import DIRECT_ALIGN_BYTES, HUGE_PAGE_BYTES, Buffer, fresh_tensors
 from modelstate.process import parallel_for
 from modelstate.remote.location import CACHE_BLOCK_BYTES, CONNECTIONS
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
     from modelstate.remote.file import RemoteFile
 
-BATCH_BYTES = 4 << 20
-"""The most that one call reads: large enough to amortise the call, small enough to share the work out evenly, and for
-what is checked right after the read to be in the processor's cache."""
 _LEAST_REMOTE_BYTES, _MOST_REMOTE_BYTES = 1 << 20, 8 << 20
 """One request to a server for a part of a larger range: reading the least takes longer than the wait for the answer."""
 _REPLY_BYTES = 5 << 19
@@ -49,7 +46,8 @@ _LEAST_DIRECT_BYTES = 256 << 10
 """Less is read from the page cache, which reads ahead."""
 _PyBUF_WRITE = 0x200
 BLOCK_BYTES = 4 << 20
-"""What a thread reads before it casts it: smaller blocks lose more to the interpreter lock than the cache saves."""
+"""The most that one call reads: large enough to amortise the call, small enough to share the work out evenly, and for
+what is cast or checked right after the read to be in the processor's cache."""
 _LARGE_TRANSFER_BYTES = 256 << 20
 """From so many bytes on, the blocks for a device are larger."""
 _LEAST_BLOCK_BYTES = 64 << 10
@@ -155,13 +153,8 @@ class LocalFile:
         return refusal
 
     def _compare(self) -> None:
-        # After the last read and before the descriptor is closed: a change during the read may have been read in part.
-        try:
-            found = FileFingerprint.of(system.fstat(self.descriptor))
-        except OSError as error:
-            raise read_failed("the file's size and time cannot be read", self.path, error) from error
-        if self._fingerprint is not None and found != self._fingerprint:
-            raise self._fingerprint.changed(self.path, found)
+        if self._fingerprint is not None:
+            self._fingerprint.check(self.path, fingerprint_of(self.path, self.descriptor) or self._fingerprint)
 
     def release(self) -> None:
         """Releases the lease, if there is one: a writer that waits goes on."""
@@ -224,6 +217,7 @@ class LocalFile:
         A leased file has not changed before a writer has waited for too long.
         """
         if self._leased_at is None:
+            # After the last read and before the file is closed: a change during the read may have been read in part.
             self._compare()
         elif not lease.is_intact(self.descriptor) and time.monotonic() - self._leased_at > lease.safe_seconds():
             raise ReadFailedError(
@@ -235,8 +229,7 @@ class LocalFile:
 
     def close(self) -> None:
         """Closes the file, and releases its lease."""
-        if self._leased_at is not None:
-            self.release()
+        self.release()
         if self._direct is not None:
             self._direct.close()
         self.descriptor.close()
@@ -338,6 +331,89 @@ def for_each(
         work(threading.Event())
 
 
+# Cutting ranges into blocks.
+
+
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """A piece of a range, in a block."""
+
+    which: int
+    """The index of the range among those that are requested."""
+    first: int
+    """Bytes from the beginning of the range."""
+    nbytes: int
+    at: int
+    """Bytes from the beginning of the block."""
+
+
+class Block(msgspec.Struct, frozen=True):
+    """A run of a file that is read at once, and the parts of ranges in it, between which there may be gaps."""
+
+    source: ByteRange
+    parts: tuple[Part, ...]
+
+    @property
+    def wanted_bytes(self) -> int:
+        """The bytes of the parts, without the gaps between them."""
+        return sum(part.nbytes for part in self.parts)
+
+
+def in_blocks(
+    wanted: Iterable[tuple[ByteRange, int]],
+    block_bytes: int,
+    align_bytes: int = 1,
+    *,
+    gap_bytes: int = GAP_BYTES,
+    is_scattered: bool = False,
+) -> list[Block]:
+    """Cuts every byte of every range once into blocks, in the order of the files.
+
+    Ranges with small gaps between them share a block. A block has at most `block_bytes`, or the bytes of a larger unit.
+
+    Args:
+        wanted: The ranges, each with its unit. The length of every part but the last is a multiple of the unit, and so
+            is its place in the block.
+        block_bytes: The size of a buffer.
+        align_bytes: A block that ends within a range ends at a multiple of this in the file, if there is one.
+        gap_bytes: The largest gap in a block.
+        is_scattered: Whether a block is read to several places in memory by one call. Then its parts do not overlap,
+            there are no more of them than the call takes, and each full block ends at a multiple of `align_bytes`.
+    """
+    runs, parts = list[tuple[str, int, list[Part]]](), list[Part]()
+    of_block, begin, end, limit, vectors = "", 0, 0, 0, 0
+    for ((path, start, nbytes), unit), which in sorted(zip(wanted, count(), strict=False)):
+        done = 0
+        while done < nbytes:
+            at, left = start + done, nbytes - done
+            is_next = path == of_block and begin <= at < limit and at - end <= gap_bytes and (at - begin) % unit == 0
+            if is_scattered and (at < end or vectors >= _IOV_MAX - 1):
+                is_next = False
+            if not is_next:
+                parts, vectors = [], 0
+                runs.append((path, at, parts))
+                of_block, begin, end, limit = path, at, at, at + block_bytes
+                if is_scattered and limit - limit % align_bytes > at:
+                    limit -= limit % align_bytes
+            length = left
+            if at + left > limit:
+                aligned = limit - limit % align_bytes
+                length = ((aligned if aligned > at else limit) - at) // unit * unit
+                if not length and at > begin:
+                    limit = at
+                    continue
+                length = length or min(unit, left)
+                limit = at + length
+            parts.append(Part(which, done, length, at - begin))
+            vectors += 2 if at > end else 1
+            done += length
+            if at + length > end:
+                end = at + length
+    return [
+        Block(ByteRange(path, start, max(part.at + part.nbytes for part in parts)), tuple(parts))
+        for path, start, parts in runs
+    ]
+
+
 # Reading ranges to addresses.
 
 
@@ -384,22 +460,6 @@ class Rows(msgspec.Struct, frozen=True):
             yield Rows(source, address, min(most, self.count - first), self.file_step, self.memory_step)
 
 
-Piece = tuple[int | None, int]
-"""The destination of a part of a file: an address, or None for bytes that are discarded, and a length in bytes."""
-
-
-class Batch(msgspec.Struct, frozen=True):
-    """One read call: a contiguous run of a file that is scattered to several places in memory."""
-
-    path: str
-    start: int
-    """Bytes from the beginning of the file."""
-    pieces: tuple[Piece, ...]
-    nbytes: int
-    wanted_bytes: int
-    """The bytes that were requested, without the gaps between them."""
-
-
 def read_ranges(
     requests: Sequence[Request | Rows],
     *,
@@ -415,96 +475,61 @@ def read_ranges(
         requests: The byte ranges and their destinations.
         files: The files, whose owner compares them when all has been read; or what each file must be before the first
             byte is read and after the last.
-        on_read: Called with the number of requested bytes after each batch, by one thread at a time.
+        on_read: Called with the number of requested bytes after each read, by one thread at a time.
         threads: The number of threads; by default one for each processor, up to 8.
-        batch_bytes: The most that one call reads; by default `BATCH_BYTES`, and of servers a share for each thread.
+        batch_bytes: The most that one call reads; by default `BLOCK_BYTES`, and of servers a share for each thread.
         is_new_memory: Whether the destinations may not have memory yet.
 
     Raises:
         ReadFailedError: The first I/O error, a short read, or a file that has changed.
     """
-    single, rows = list[Request](), list[Rows]()
-    for request in requests:
-        if isinstance(request, Request):
-            single.append(request)
-        else:
-            rows.extend(request.split(ROWS_BYTES))
-    paths = {request.source.path for request in single} | {request.source.path for request in rows}
+    single = [request for request in requests if isinstance(request, Request)]
+    rows = [each for request in requests if isinstance(request, Rows) for each in request.split(ROWS_BYTES)]
+    paths = {request.source.path for request in single} | {each.source.path for each in rows}
     known = files.fingerprints if isinstance(files, OpenFiles) else files
-    remote = [path for path in paths if path in known and known[path].is_remote]
-    align_bytes = common_align_bytes(remote, known) if remote or batch_bytes is None else 1
-    threads = threads or (CONNECTIONS if remote else read_threads())
-    if batch_bytes is None:
-        batch_bytes = BATCH_BYTES
-        if remote:
-            share = sum(request.source.nbytes for request in single) // threads
-            batch_bytes = min(max(share, _LEAST_REMOTE_BYTES), _MOST_REMOTE_BYTES)
-    batches = coalesce(single, batch_bytes=batch_bytes, gap_bytes=GAP_BYTES, align_bytes=align_bytes)
-    items: list[Batch | Rows] = [*batches, *rows]
-    threads = min(threads, len(items))
+    is_remote = any(path in known and known[path].is_remote for path in paths)
+    threads = threads or (CONNECTIONS if is_remote else read_threads())
+    align_bytes = common_align_bytes(paths, known)
+    if is_remote:
+        share = sum(request.source.nbytes for request in single) // threads
+        share = min(max(share, _LEAST_REMOTE_BYTES), _MOST_REMOTE_BYTES)
+        batch_bytes = max(batch_bytes or share, align_bytes)  # not two requests for a block of the cache
+    wanted = [(request.source, 1) for request in single]
+    blocks = in_blocks(wanted, batch_bytes or BLOCK_BYTES, align_bytes, is_scattered=True)
+    items: list[Block | Rows] = [*blocks, *rows]
+    addresses = [request.address for request in single]
 
-    def process(buffer: memoryview, item: Batch | Rows) -> None:
-        if isinstance(item, Batch):
-            for address, nbytes in item.pieces if is_new_memory else ():
-                if address is not None:
-                    linux.populate(address, nbytes)
-            read_batch(opened[item.path], item)
-        else:
-            _read_rows(opened[item.source.path], item, buffer if item.has_small_gaps else None)
+    def process(buffer: memoryview, item: Block | Rows) -> None:
+        file = opened[item.source.path]
+        if isinstance(item, Rows):
+            _read_rows(file, item, buffer if item.has_small_gaps else None)
+            return
+        for part in item.parts if is_new_memory else ():
+            linux.populate(addresses[part.which] + part.first, part.nbytes)
+        _read_scattered(file, item, addresses)
 
     # The buffers are there before memory is written to that must not be left half written.
     span = max((entry.count * entry.file_step for entry in rows if entry.has_small_gaps), default=0)
-    workers = [partial(process, memoryview(bytearray(span))) for _ in range(threads)]
+    workers = [partial(process, memoryview(bytearray(span))) for _ in range(min(threads, len(items)))]
 
     on_done = None if on_read is None else lambda item, _: on_read(item.wanted_bytes)
     with nullcontext(files) if isinstance(files, OpenFiles) else OpenFiles(files) as opened:
         for path in paths:
             _ = opened[path]
-        for_each(items, workers, on_done, with_torch=bool(span), takes_part=not remote)
+        for_each(items, workers, on_done, with_torch=bool(span), takes_part=not is_remote)
         if opened is not files:
             opened.check_unchanged()
 
 
-def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int, align_bytes: int = 1) -> list[Batch]:
-    """Returns the fewest read calls that execute `requests`, in the order of the file.
-
-    A call reads at most `batch_bytes`; larger requests are split. Two ranges that lie at most `gap_bytes` apart share
-    a call. The batches cover every byte of every request once. A full batch ends at a multiple of `align_bytes`.
-    """
-    runs: list[tuple[str, int, list[Piece]]] = []
-    pieces: list[Piece] = []
-    path, end, limit, is_open = "", 0, 0, False  # the last run ends at the limit, and may go on as long as it is open
-    batch_bytes = max(batch_bytes // align_bytes, 1) * align_bytes
-    # An empty request must not open a gap: the request behind it would count that gap again.
-    for source, address in sorted(request for request in requests if request.source.nbytes):
-        taken, gap = 0, source.start - end
-        is_open = is_open and source.path == path and 0 <= gap <= gap_bytes and source.start < limit
-        if gap and is_open:
-            pieces.append((None, gap))
-        while taken < source.nbytes:
-            if not is_open:
-                path, start, pieces = source.path, source.start + taken, []
-                runs.append((path, start, pieces))
-                limit = start + batch_bytes - start % align_bytes
-            length = min(source.nbytes - taken, max(limit - source.start - taken, 1))
-            pieces.append((address + taken, length))
-            taken += length
-            end = source.start + taken
-            is_open = end < limit and len(pieces) < _IOV_MAX - 1
-    batches = list[Batch]()
-    for path, start, pieces in runs:
-        nbytes = sum(length for _, length in pieces)
-        gaps = sum(length for address, length in pieces if address is None)
-        batches.append(Batch(path, start, tuple(pieces), nbytes, nbytes - gaps))
-    return batches
-
-
-def read_batch(file: RangeFile, batch: Batch) -> None:
-    """Reads a batch in the calling thread."""
-    largest_gap = max((length for address, length in batch.pieces if address is None), default=0)
-    scratch = memoryview(bytearray(largest_gap))
-    views = [memory_at(address, n) if address is not None else scratch[:n] for address, n in batch.pieces]
-    read_fully(file, views, batch.start, batch.nbytes)
+def _read_scattered(file: RangeFile, block: Block, addresses: Sequence[int]) -> None:
+    """Reads a block in the calling thread: each part to its place behind the address of its range."""
+    views, end = list[memoryview](), 0
+    for part in block.parts:
+        if part.at > end:
+            views.append(memoryview(bytearray(part.at - end)))
+        views.append(memory_at(addresses[part.which] + part.first, part.nbytes))
+        end = part.at + part.nbytes
+    read_fully(file, views, block.source.start, end)
 
 
 def _read_rows(file: RangeFile, rows: Rows, buffer: memoryview | None) -> None:
@@ -560,29 +585,6 @@ _view_of_memory: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
 # Reading blocks, which the thread that has read one consumes while another one reads the next.
 
 
-class Part(NamedTuple):
-    """A piece of a range, in a block."""
-
-    which: int
-    """The index of the range among those that are requested."""
-    first: int
-    """Bytes from the beginning of the range."""
-    nbytes: int
-    at: int
-    """Bytes from the beginning of the block."""
-
-
-class Block(msgspec.Struct, frozen=True):
-    """A run of a file that is read into a buffer at once, and the parts of ranges in it."""
-
-    source: ByteRange
-    parts: tuple[Part, ...]
-
-    @property
-    def wanted_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-
 Wait = Callable[[], object]
 Consume = Callable[[Block, "torch.Tensor"], Wait | None]
 """Consumes a block from a byte buffer. The function that it returns is called before the buffer is used again."""
@@ -620,72 +622,22 @@ def stream(
     """
     import torch
 
-    waits: list[Wait | None] = [None] * len(buffers)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def wait_for(number: int) -> None:
-        wait, waits[number] = waits[number], None
-        if wait is not None:
-            wait()
+    waits: dict[int, Wait] = {}
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def process(number: int, buffer: torch.Tensor, block: Block) -> None:
-        wait_for(number)
+        if (wait := waits.pop(number, None)) is not None:
+            wait()
         path, start, nbytes = block.source
         read_fully(files[path], [memory_at(buffer.data_ptr(), nbytes)], start, nbytes)
-        waits[number] = consume(block, buffer)
+        if (wait := consume(block, buffer)) is not None:
+            waits[number] = wait
 
     try:
         workers = [partial(process, number, buffer) for number, buffer in enumerate(buffers)]
         for_each(blocks, workers, on_block, with_torch=True)
     finally:
-        for number in range(len(waits)):
-            wait_for(number)
-
-
-def in_blocks(wanted: Iterable[tuple[ByteRange, int]], block_bytes: int, align_bytes: int = 1) -> list[Block]:
-    """Cuts every byte of every range once into blocks, in the order of the files.
-
-    Ranges with small gaps between them share a block. A block has at most `block_bytes`, or the bytes of a larger unit.
-    Where it ends within a range, it ends at a multiple of `align_bytes` in the file, if there is one.
-
-    Args:
-        wanted: The ranges, each with its unit. The length of every part but the last is a multiple of the unit, and so
-            is its place in the block.
-        block_bytes: The size of a buffer.
-        align_bytes: Where blocks end in the file.
-    """
-    blocks: list[Block] = []
-    parts: list[Part] = []
-    path, begin, end = "", 0, 0
-
-    def close() -> None:
-        if parts:
-            blocks.append(Block(ByteRange(path, begin, end - begin), tuple(parts)))
-            parts.clear()
-
-    for (source, unit), which in sorted(zip(wanted, count(), strict=False)):
-        of_file, at, left = source
-        while left:
-            nbytes = left
-            if not (parts and of_file == path and begin <= at <= end + GAP_BYTES and (at - begin) % unit == 0):
-                close()
-                path, begin, end = of_file, at, at
-            if nbytes > begin + block_bytes - at:
-                nbytes = (begin + block_bytes - at) // unit * unit
-                excess = -(-((at + nbytes) % align_bytes) // unit) * unit
-                nbytes -= excess if excess < nbytes else 0
-            if nbytes <= 0:
-                if parts:
-                    close()
-                    continue
-                nbytes = min(unit, left)
-            parts.append(Part(which, source.nbytes - left, nbytes, at - begin))
-            at, left = at + nbytes, left - nbytes
-            end = max(end, at)
-            if left:
-                close()
-    close()
-    return blocks
+        with torch.inference_mode(False), torch.no_grad():
+            for wait in waits.values():
+                wait()

@@ -12,12 +12,11 @@ import re
 import shlex
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from modelstate.errors import (
     OPEN_AGAIN,
@@ -70,34 +69,27 @@ def local_path(path: str) -> str:
 
     Raises `SourceTypeError` for any other URL, and for a string that cannot be a path.
     """
-    if "\0" in path or not path:
-        raise SourceTypeError("this cannot be a path", where=repr(path[:80]), remedy="give the path of a checkpoint")
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError as error:
-        raise SourceTypeError("this cannot be a path", where=repr(path[:80]), found=error) from error
+    given = path
     if re.match(_URL, path):
         scheme, _, rest = path.partition("://")
-        if scheme.lower() != "file" or rest.partition("/")[0] not in ("", "localhost"):
-            shown = redacted_url(path)
-            download = _DOWNLOADS.get(scheme.lower(), "").format(url=shlex.quote(shown))
+        lower, shown = scheme.lower(), redacted_url(path)
+        if lower != "file" or rest.partition("/")[0] not in ("", "localhost"):
+            download = _DOWNLOADS.get(lower, "").format(url=shlex.quote(shown))
             if hub := re.fullmatch(_HUB, path):
                 words = ["hf", "download", hub["repository"], hub["file"] or ""]
                 words += ["--revision", hub["revision"]] if hub["revision"] else []
                 download = shlex.join(filter(None, words))
-            can_be_read = is_remote(f"{scheme.lower()}://")
+            remedy = f"download it first: {download}".rstrip(": ")
+            if is_remote(f"{lower}://") and not is_remote(path):
+                remedy = f"write {lower}:// in lower case"
             raise SourceTypeError(
                 "URLs of this kind are not opened",
                 where=shown,
                 expected="a path, or a URL of s3://, gs://, az://, https://, http:// or hf://",
                 found=f"a URL of {scheme}://",
-                remedy=f"write {scheme.lower()}:// in lower case"
-                if can_be_read and not is_remote(path)
-                else f"download it first: {download}".rstrip(": "),
+                remedy=remedy,
             )
-        path, given = os.fsdecode(unquote_to_bytes(os.fsencode(urlsplit(path).path))), path
-        if "\0" in path or not path:
-            raise SourceTypeError("this cannot be a path", where=given, remedy="write file:///DIRECTORY/FILE")
+        path = unquote(urlsplit(path).path, errors="surrogateescape")
     elif (url := re.match(_MISSPELT_URL, path)) and not os.path.lexists(path.partition("/")[0]):
         scheme = url[1].lower()
         right = redacted_url(f"{scheme}://{'/' if scheme == 'file' else ''}{path[url.end() :]}")
@@ -105,17 +97,20 @@ def local_path(path: str) -> str:
             f"this is a misspelt URL, perhaps of {right}",
             remedy="write the URL as a str: pathlib.Path makes one slash of two. A path like this needs ./ before it",
         )
+    try:
+        is_path = path != "" and b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path:
+        remedy = "give the path of a checkpoint; its URL is file:///DIRECTORY/FILE"
+        raise SourceTypeError("this cannot be a path", where=repr(given[:80]), remedy=remedy)
     given, path = path, os.path.expanduser(path)
     try:
         # Normalizing `x/..` away would be wrong where x is a symbolic link.
         absolute = os.path.abspath(path) if ".." not in path.split(os.sep) else os.path.join(os.getcwd(), path)
     except FileNotFoundError as error:
-        raise SourceTypeError(
-            "a relative path leads nowhere: the working directory has been removed",
-            where=path,
-            found=error,
-            remedy="change to a directory that is there, or give an absolute path",
-        ) from error
+        what = "a relative path leads nowhere: the working directory has been removed"
+        raise SourceTypeError(what, where=path, found=error, remedy="change to a directory that is there") from error
     if absolute != given or given_directories:
         note_given(absolute, given)
     return absolute
@@ -124,19 +119,12 @@ def local_path(path: str) -> str:
 def not_found(path: str, given: str) -> SourceNotFoundError:
     """The error for a path at which there is no file; `given` is the path as the caller wrote it."""
     if os.path.islink(path):
-        if os.path.islink(os.path.realpath(path)):
-            return SourceNotFoundError(
-                "this is a symbolic link that leads back to itself",
-                where=path,
-                found=f"a link to {os.readlink(path)}",
-                remedy="remove the link, and copy or link the file itself",
-            )
-        return SourceNotFoundError(
-            "this is a symbolic link to something that is not there",
-            where=path,
-            found=os.path.realpath(path),
-            remedy="finish the download, or mount what it points to",
-        )
+        target, what = os.path.realpath(path), "this is a symbolic link to something that is not there"
+        remedy = "finish the download, or mount what it points to"
+        if os.path.islink(target):
+            what = "this is a symbolic link that leads back to itself"
+            remedy = "remove the link, and copy or link the file itself"
+        return SourceNotFoundError(what, where=path, found=target, remedy=remedy)
     parent = os.path.dirname(path)
     while not os.path.exists(parent) and parent != os.path.dirname(parent):
         parent = os.path.dirname(parent)
@@ -180,29 +168,24 @@ def _is_misspelling(given: str, name: str) -> bool:
     return other in {one[:at] + one[at + 1] + one[at] + one[at + 2 :] for at in range(len(one) - 1)}
 
 
-def no_access(path: str, error: Exception) -> SourceAccessError:
-    """The error for a file that this process may not read."""
+def cannot_open(path: str, given: str, error: OSError) -> SourceAccessError | SourceNotFoundError | ReadFailedError:
+    """The error for a path that cannot be opened; `given` is the path as the caller wrote it."""
+    if error.errno in NOT_FOUND:
+        return not_found(path, given)
+    if not isinstance(error, PermissionError):
+        return read_failed("the file cannot be opened", path, error)
     try:
         status = os.stat(path)
-        found = f"{stat.filemode(status.st_mode)}, owner {status.st_uid}; this process is user {os.geteuid()}"
+        found = f"{stat.filemode(status.st_mode)}, owner {status.st_uid}"
     except OSError:
-        found = f"{getattr(error, 'strerror', '') or error}; this process is user {os.geteuid()}"
+        found = str(error.strerror)
     return SourceAccessError(
         "the permission to read is missing",
         where=path,
-        found=found,
+        found=f"{found}; this process is user {os.geteuid()}",
         remedy=f"ask the owner for: chmod +r {shlex.quote(path)} (and +x on the directories above), or copy it as the "
         "owner",
     )
-
-
-def cannot_open(path: str, given: str, error: OSError) -> SourceAccessError | SourceNotFoundError | ReadFailedError:
-    """The error for a path that cannot be opened; `given` is the path as the caller wrote it."""
-    if isinstance(error, PermissionError):
-        return no_access(path, error)
-    if error.errno in NOT_FOUND:
-        return not_found(path, given)
-    return read_failed("the file cannot be opened", path, error)
 
 
 def mode_of(path: str) -> int:
@@ -317,18 +300,17 @@ class FileFingerprint:
         """Returns the fingerprint of a file of this machine."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
-    def changed(
-        self, path: str, found: FileFingerprint, what: str = "the file has changed while it was read"
-    ) -> ReadFailedError:
-        """Returns the error for a file that has another fingerprint."""
-        other = ", another file under the same name" if found.inode != self.inode else ""
-        return ReadFailedError(
-            what,
-            where=path,
-            expected=f"{self.nbytes} bytes, modified at {self.modified_ns} ns",
-            found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns{other}",
-            remedy=OPEN_AGAIN,
-        )
+    def check(self, path: str, found: FileFingerprint) -> None:
+        """Raises `ReadFailedError` where a file has another fingerprint."""
+        if found != self:
+            other = ", another file under the same name" if found.inode != self.inode else ""
+            raise ReadFailedError(
+                "the file has changed since it was opened",
+                where=path,
+                expected=f"{self.nbytes} bytes, modified at {self.modified_ns} ns",
+                found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns{other}",
+                remedy=OPEN_AGAIN,
+            )
 
 
 def read_failed(
@@ -338,23 +320,21 @@ def read_failed(
     remedy: str = "look at the disk, or at the network that the file comes over, and try again",
 ) -> ReadFailedError:
     """Returns the error for a file that cannot be read. Where a limit is the cause, it has a remedy of its own."""
-    limit = _LIMITS.get(error.errno or 0, "") if isinstance(error, OSError) else ""
-    found = error.found if isinstance(error, SourceTypeError) else error
-    return ReadFailedError(what, where=where, found=found, remedy=limit or remedy)
+    remedy = _LIMITS.get(getattr(error, "errno", None) or 0, remedy)
+    return ReadFailedError(what, where=where, found=getattr(error, "found", error), remedy=remedy)
 
 
-def check_mapped(path: str, expected: FileFingerprint, nbytes: int) -> None:
-    """Raises `ReadFailedError` where a mapped file has changed, whose descriptor is closed; `nbytes` is its size."""
+def fingerprint_of(path: str, descriptor: int | None = None) -> FileFingerprint | None:
+    """Returns the fingerprint of an open file; without a descriptor of the file at a path, None where there is none.
+
+    Raises `ReadFailedError`.
+    """
     try:
-        found = FileFingerprint.of(system.stat(path))
-    except FileNotFoundError:
-        found = replace(expected, nbytes=nbytes)
+        return FileFingerprint.of(system.stat(path) if descriptor is None else system.fstat(descriptor))
     except OSError as error:
+        if descriptor is None and isinstance(error, FileNotFoundError):
+            return None
         raise read_failed("the file's size and time cannot be read", path, error) from error
-    if (found.inode, found.device) != (expected.inode, expected.device):
-        found = replace(expected, nbytes=nbytes)  # the path now names another file
-    if found != expected:
-        raise expected.changed(path, found)
 
 
 Opened = tuple[Descriptor, os.stat_result]
@@ -372,7 +352,7 @@ def open_unchanged(path: str, fingerprint: FileFingerprint | None, opened: Opene
     found = FileFingerprint.of(status)
     if fingerprint is not None and found != fingerprint:
         descriptor.close()
-        raise fingerprint.changed(path, found, "the file has changed since it was opened")
+        fingerprint.check(path, found)
     return descriptor, status
 
 
@@ -401,7 +381,7 @@ MAX_STRUCTURE_BYTES = 2**31
 _AT_ONCE_BYTES = 1 << 16
 
 
-class SourceFile(AbstractContextManager["SourceFile"]):
+class SourceFile:
     """Reads exact pieces of a file. Use it as a context manager.
 
     The fingerprint is from before the first read. What is read later under it is of the same version of the file.
@@ -443,12 +423,13 @@ class SourceFile(AbstractContextManager["SourceFile"]):
         try:
             self.head = self._data = self.read(0, min(self.nbytes, HEAD_BYTES), "its beginning")
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __enter__(self) -> SourceFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._remote is not None:
             return
         kept = _kept.value
@@ -477,10 +458,12 @@ class SourceFile(AbstractContextManager["SourceFile"]):
         if self._remote is not None:
             data = self._remote.read(at, nbytes)
         else:
-            data, piece = b"", b"-"
+            data = b""
             try:
-                while piece and len(data) < nbytes:  # one call may return less than was asked for
-                    piece = system.pread(self._descriptor, nbytes - len(data), at + len(data))
+                # One call may return less than was asked for.
+                while len(data) < nbytes and (
+                    piece := system.pread(self._descriptor, nbytes - len(data), at + len(data))
+                ):
                     data += piece
             except OSError as error:
                 raise read_failed(f"{what} cannot be read", self.path, error) from error

@@ -68,17 +68,11 @@ def populate(address: int, nbytes: int) -> None:
     madvise(first, whole, Advice.POPULATE_WRITE)
 
 
-def will_need(descriptor: int, start: int, nbytes: int) -> None:
-    """Makes the kernel start to read a range of a file into the page cache, where it can be asked to."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, start, nbytes, os.POSIX_FADV_WILLNEED)
-
-
-def drop_cached(descriptor: int) -> None:
-    """Takes a file that has been flushed out of the page cache, where the kernel can be asked to."""
+def advise(descriptor: int, advice: str, start: int = 0, nbytes: int = 0) -> None:
+    """Advises the kernel about a range of a file in the page cache, or all of it, where it can be told."""
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(descriptor, start, nbytes, getattr(os, advice))
 
 
 def resident(descriptor: int, start: int, nbytes: int, *, step: int = 0) -> bytes | None:
@@ -140,14 +134,10 @@ def function(name: str, *arguments: type, result: type = ctypes.c_int) -> Callab
 
     `arguments` and `result` are the ctypes of the function's arguments, and of its result.
     """
-    if not IS_LINUX:
-        return None
-    try:
-        symbol = getattr(ctypes.CDLL(None, use_errno=True), name)
-    except (OSError, AttributeError):
-        return None
-    symbol.argtypes, symbol.restype = arguments or None, result
-    return cast(Callable[..., int], symbol)
+    symbol = getattr(ctypes.CDLL(None, use_errno=True), name, None) if IS_LINUX else None
+    if symbol is not None:
+        symbol.argtypes, symbol.restype = arguments or None, result
+    return cast("Callable[..., int] | None", symbol)
 
 
 _madvise = function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

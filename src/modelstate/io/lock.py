@@ -29,7 +29,6 @@ from modelstate.text_format import printable
 LOCK_FILE = ".lock"
 _MAX_TEXT_BYTES = 4096
 _TRIES = 100
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 WRITE_REMEDIES = {
     errno.ENOENT: "create the directory first; if it is there, its file system takes no new files",
     **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "give a path in a directory"),  # a file stands in the place of one
@@ -125,7 +124,7 @@ class WriterLock:
             text = os.pread(descriptor, _MAX_TEXT_BYTES, 0)
             raise self._locked(holder_text(text, f"{LOCK_FILE} does not name the process that has locked it")) from None
         except OSError as error:
-            if error.errno not in NO_LOCKS:
+            if error.errno not in system.UNSUPPORTED:
                 raise
             raise WriteFailedError(
                 "the file system has no locks, which keep two writers apart",

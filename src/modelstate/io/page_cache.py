@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -49,8 +50,6 @@ _LEAST_SECONDS = 5.0
 """With a shorter break time there are no leases."""
 _BYTES_PER_SECOND = 2e9
 """The least speed of a read from the page cache. A read must take at most half of the break time."""
-_LOOK_BYTES = 1 << 30
-"""What the kernel is asked about at once. Between two calls, an interrupt ends the load."""
 _READ_BYTES = 1 << 20
 """What a thread reads at once of a range that the page cache lacks."""
 
@@ -73,27 +72,15 @@ def look(ranges: Iterable[ByteRange], files: OpenFiles, *, closely: bool = False
         ReadFailedError: A file cannot be opened, or has changed.
     """
     found: dict[ByteRange, bytes | None] = {}
-    for span in merged(ranges):
-        file = files[span.path]
-        step = max(span.nbytes // _SAMPLES, _LEAST_STEP_BYTES)
+    for block in in_blocks(((span, 1) for span in ranges), sys.maxsize, gap_bytes=_JOINED_BYTES):
+        path, start, nbytes = block.source
+        step = max(nbytes // _SAMPLES, _LEAST_STEP_BYTES)
         step = min(step, _CLOSE_STEP_BYTES) if closely else step
+        file = files[path]
+        found[block.source] = None
         if isinstance(file, LocalFile):
-            found[span] = linux.resident(file.descriptor, span.start, span.nbytes, step=step)
-        else:
-            found[span] = None
+            found[block.source] = linux.resident(file.descriptor, start, nbytes, step=step)
     return found
-
-
-def merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
-    """The ranges in the order of their files; ranges with small gaps between them become one."""
-    spans: list[ByteRange] = []
-    for path, start, nbytes in sorted(span for span in ranges if span.nbytes):
-        last = spans[-1] if spans else None
-        if last is not None and last.path == path and start - last.start - last.nbytes <= _JOINED_BYTES:
-            spans[-1] = last._replace(nbytes=max(last.nbytes, start + nbytes - last.start))
-        else:
-            spans.append(ByteRange(path, start, nbytes))
-    return spans
 
 
 def most_to_read() -> int:
@@ -148,7 +135,7 @@ def _read_ahead(spans: Sequence[ByteRange], total: int, fingerprints: Mapping[st
             end = first + min(nbytes, total)
             with open_unchanged(path, fingerprints.get(path))[0] as descriptor:
                 for start in range(first, end, _STEP_BYTES):
-                    linux.will_need(descriptor, start, min(_STEP_BYTES, end - start))
+                    linux.advise(descriptor, "POSIX_FADV_WILLNEED", start, min(_STEP_BYTES, end - start))
             total -= end - first
 
 
@@ -191,16 +178,16 @@ def bring_into_cache(
         ReadFailedError: A range cannot be read, or a file has changed.
     """
     missing: list[ByteRange] = []
-    for (path, first, nbytes), sample in look(extents, files, closely=True).items():
-        if sample is None:
+    for (path, start, nbytes), pages in look(extents, files, closely=True).items():
+        file, origin = files[path], start // mmap.PAGESIZE * mmap.PAGESIZE
+        if pages is not None and 0 in pages and isinstance(file, LocalFile):
+            pages = linux.resident(file.descriptor, start, nbytes)
+        if pages is None:
             return False
-        file, end = files[path], first + nbytes
-        for start in range(first, end if 0 in sample else first, _LOOK_BYTES):
-            assert isinstance(file, LocalFile)  # others have no sample
-            pages = linux.resident(file.descriptor, start, min(_LOOK_BYTES, end - start))
-            if pages is None:
-                return False
-            missing += _absent(pages, path, start, min(start + _LOOK_BYTES, end))
+        for absent in re.finditer(rb"\0+", pages):
+            first = max(origin + absent.start() * mmap.PAGESIZE, start)
+            end = min(origin + absent.end() * mmap.PAGESIZE, start + nbytes)
+            missing.append(ByteRange(path, first, end - first))
     if not missing:
         return True
     if sum(span.nbytes for span in missing) > most_to_read():
@@ -209,12 +196,3 @@ def bring_into_cache(
     buffers = block_buffers(blocks, read_threads())
     stream(blocks, buffers, lambda *_: None, files=files, on_block=lambda block, _: on_read(block.wanted_bytes))
     return True
-
-
-def _absent(pages: bytes, path: str, start: int, end: int) -> Iterator[ByteRange]:
-    """The parts of a range that have pages which are 0; the first page has the byte `start`."""
-    origin = start // mmap.PAGESIZE * mmap.PAGESIZE
-    for absent in re.finditer(rb"\0+", pages):
-        first = max(origin + absent.start() * mmap.PAGESIZE, start)
-        until = min(origin + absent.end() * mmap.PAGESIZE, end)
-        yield ByteRange(path, first, until - first)
