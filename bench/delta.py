@@ -161,18 +161,18 @@ class Weights(nn.Module):
 
     def __init__(self, mb: int) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(0)
-        values = (torch.randn(TENSOR_ELEMENTS, generator=self.generator) * 0.02).bfloat16()
+        self.generator, self.elements = torch.Generator().manual_seed(0), min(TENSOR_ELEMENTS, mb << 19)
+        values = (torch.randn(self.elements, generator=self.generator) * 0.02).bfloat16()
         count = max(round(mb * 1e6 / values.nbytes), 1)
         self.layers = nn.ParameterList([nn.Parameter(values.roll(layer).view(-1, 1024)) for layer in range(count)])
 
     def change(self, share: float = SHARE) -> None:
         """Changes a share of the elements by some steps in the order of the floats."""
-        places = (torch.rand(TENSOR_ELEMENTS, generator=self.generator) < share).nonzero().view(-1)
+        places = (torch.rand(self.elements, generator=self.generator) < share).nonzero().view(-1)
         steps = torch.randn(len(places), generator=self.generator).mul_(2).clamp(-100, 100).to(torch.int16)
         steps += (steps >= 0).to(torch.int16)
         for layer, parameter in enumerate(self.layers):
-            parameter.data.view(torch.int16).view(-1)[(places + 1000 * layer) % TENSOR_ELEMENTS] += steps
+            parameter.data.view(torch.int16).view(-1)[(places + 1000 * layer) % self.elements] += steps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.layers[0].view(-1)[0].float()
@@ -198,7 +198,7 @@ def apply(*, delta: bool, mb: int) -> None:
     model.change()
     after = [parameter.detach().view(-1) for parameter in model.layers]
     advanced = [formats.advance(old.clone(), new, new.nbytes) for old, new in zip(before, after, strict=True)]
-    payloads = [each.payload(TENSOR_ELEMENTS) for each in advanced if each is not None]
+    payloads = [each.payload(model.elements) for each in advanced if each is not None]
 
     def read_nothing(*_: object, **__: object) -> None:
         """All is in memory."""

@@ -29,7 +29,7 @@ def test_the_bytes_of_a_step(share: float) -> None:
 
 @pytest.mark.slow
 def test_the_times(capsys: pytest.CaptureFixture[str]) -> None:
-    delta.main(["--steps", "0", "--mb", "20", "--runs", "1"])
+    delta.main(["--steps", "0", "--mb", "1", "--runs", "1"])
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[0].split(",")[0] for row in rows] == [
         *(["| publish a step"] * 2 + ["| apply a step", "| pause of requests at a swap"]),

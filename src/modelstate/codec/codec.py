@@ -166,7 +166,9 @@ def _array(tree: Tree, decoder: Decoder) -> object:
         if stored.dtype != torch.uint8 or stored.device.type != "cpu":
             raise decoder.fail("the data of an array are not bytes")
         raw = stored.contiguous().view(-1).numpy()
-        if math.prod(sizes) * dtype.itemsize != len(raw):
+        # The product of other sizes could take very long.
+        is_shape = len(sizes) <= 64 and all(0 <= size < 2**63 for size in sizes)
+        if not is_shape or math.prod(sizes) * dtype.itemsize != len(raw):
             raise decoder.fail("the bytes of an array are not as many as its shape and dtype need", found=len(raw))
         return np.frombuffer(bytearray(raw), dtype).reshape(sizes, order=order) if len(raw) else np.empty(sizes, dtype)
 
