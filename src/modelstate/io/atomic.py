@@ -37,6 +37,16 @@ LOCK_TIMEOUT_SECONDS = 60.0
 """How long a save waits for the lock of the directory, which other saves hold for a few file operations."""
 
 
+@contextmanager
+def _if_supported() -> Iterator[None]:
+    """Ends the block at the error of a file system that lacks what a call needs."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in system.UNSUPPORTED:
+            raise
+
+
 class Output:
     """An open file that any thread can write to at any offset."""
 
@@ -52,7 +62,7 @@ class Output:
 
     def reserve(self, nbytes: int) -> None:
         """Allocates the blocks of the file, so that a full disk is an error before anything is written."""
-        with system.if_supported():
+        with _if_supported():
             system.fallocate(self.descriptor, nbytes)
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
@@ -118,7 +128,7 @@ def unfinished_file(path: str, mode: int | None, lock_timeout_seconds: float) ->
             output = opened.enter_context(new_file(unfinished, mode))
             opened.callback(descriptors_to_close.discard, output.descriptor)
             descriptors_to_close.add(output.descriptor)
-            with system.if_supported():  # on a file system without locks no leftover is ever removed
+            with _if_supported():  # on a file system without locks no leftover is ever removed
                 fcntl.flock(output.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield output
 
@@ -134,7 +144,7 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
     output = Output(Descriptor(system.open_to_write(path, flags, 0o666 if mode is None else mode)), path)
     try:
         if mode is not None:  # the umask may have removed permission bits, which some file systems lack
-            with system.if_supported():
+            with _if_supported():
                 system.fchmod(output.descriptor, mode)
         yield output
         if not output.is_synced:
@@ -177,7 +187,7 @@ def put_durably(unfinished: str, path: str, overwrite: bool, instead_of: str | N
     directory, stem, is_new = os.path.dirname(path), unfinished.removesuffix(SUFFIX), not os.path.lexists(path)
     kept, moved = f"{stem}.0{SUFFIX}", f"{stem}.00{SUFFIX}"
     if not is_new:
-        with system.if_supported():
+        with _if_supported():
             system.link(path, kept)
     is_put_back = is_new or os.path.lexists(kept)
     try:
@@ -240,7 +250,7 @@ def sync_directory(path: str) -> None:
     """Makes the names of files in a directory durable."""
     descriptor = Descriptor(system.open_to_write(path or ".", os.O_RDONLY))
     try:
-        with system.if_supported():
+        with _if_supported():
             system.fsync(descriptor)
     finally:
         with suppress(OSError):  # the sync has already succeeded or failed
@@ -299,7 +309,7 @@ def locked_directory(directory: str, timeout_seconds: float) -> Iterator[None]:
     opened = [Descriptor(system.open_to_write(directory or ".", os.O_RDONLY))]
     try:
         descriptors_to_close.update(opened)
-        with system.if_supported():
+        with _if_supported():
             _lock(opened[0], directory or ".", timeout_seconds)
         yield
     finally:

@@ -9,24 +9,14 @@ import errno
 import fcntl
 import mmap as _mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 _FAILURES = (errno.EINVAL, errno.EBADF, errno.EPERM, errno.ENODEV, errno.EMLINK, errno.EXDEV)
 UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, *_FAILURES)
 """The errors of a file system that lacks what a call needs: locks, permission bits, syncs of directories, second names
 of a file. A file may also have the most names, or, with `EXDEV`, count for another quota than its directory."""
-
-
-@contextmanager
-def if_supported() -> Iterator[None]:
-    """Ends the block at the error of a file system that lacks what a call needs."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
 
 
 # Reads.

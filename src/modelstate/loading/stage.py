@@ -263,6 +263,9 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[C
         ReadFailedError: A file cannot be read, or has changed.
         MemoryBudgetError: The values have to be staged, and need too much memory.
     """
+    if not _waiting(executions):
+        staging.files.check_unchanged()
+        return []
     stage_unleased(executions, staging.files)
     waiting = _waiting(executions)
     extents = [extent for item in waiting for extent in item.transfers.extents]
@@ -279,9 +282,8 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[C
     staging.files.release()
     for item in waiting:
         item.stage_instead("the page cache has not all of it")
-    if not all(item.finals for item in executions):
-        limit_memory(staging, executions)
-        stage(staging, executions)
+    limit_memory(staging, executions)
+    stage(staging, executions)
     staging.files.check_unchanged()
     return []
 
