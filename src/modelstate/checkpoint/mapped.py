@@ -7,6 +7,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -125,9 +126,11 @@ class Maps:
         for path, mapped in self._maps.items():
             fingerprint = self._fingerprints.get(path)
             if mapped is not None and fingerprint is not None:
-                found = fingerprint_of(path)
-                if found is None or (found.inode, found.device) != (fingerprint.inode, fingerprint.device):
-                    found = replace(fingerprint, nbytes=mapped.size())  # the path names another file now
+                found = replace(fingerprint, nbytes=mapped.size())
+                with suppress(FileNotFoundError):  # the path may name another file now, or none
+                    at_path = fingerprint_of(path)
+                    if (at_path.inode, at_path.device) == (fingerprint.inode, fingerprint.device):
+                        found = at_path
                 fingerprint.check(path, found)
 
     def is_mappable(self, path: str) -> bool:

@@ -271,8 +271,13 @@ def make_directory(path: str) -> None:
             if not os.path.isdir(path):
                 raise
     with suppress(PermissionError):  # names can be added to a directory that cannot be opened
-        if is_new or (path and not os.listdir(path)):
+        if is_new or (path and _is_empty(path)):
             sync_directory(parent)
+
+
+def _is_empty(path: str) -> bool:
+    with os.scandir(path) as entries:  # a list of a large directory would take long
+        return next(entries, None) is None
 
 
 def remove_all(paths: Iterable[str]) -> None:

@@ -154,7 +154,7 @@ class LocalFile:
 
     def _compare(self) -> None:
         if self._fingerprint is not None:
-            self._fingerprint.check(self.path, fingerprint_of(self.path, self.descriptor) or self._fingerprint)
+            self._fingerprint.check(self.path, fingerprint_of(self.path, self.descriptor))
 
     def release(self) -> None:
         """Releases the lease, if there is one: a writer that waits goes on."""

@@ -324,16 +324,16 @@ def read_failed(
     return ReadFailedError(what, where=where, found=getattr(error, "found", error), remedy=remedy)
 
 
-def fingerprint_of(path: str, descriptor: int | None = None) -> FileFingerprint | None:
-    """Returns the fingerprint of an open file; without a descriptor of the file at a path, None where there is none.
+def fingerprint_of(path: str, descriptor: int | None = None) -> FileFingerprint:
+    """Returns the fingerprint of an open file, or without a descriptor that of the file at a path.
 
-    Raises `ReadFailedError`.
+    Raises `FileNotFoundError` where there is no file at the path, and `ReadFailedError` for other errors.
     """
     try:
         return FileFingerprint.of(system.stat(path) if descriptor is None else system.fstat(descriptor))
+    except FileNotFoundError:
+        raise
     except OSError as error:
-        if descriptor is None and isinstance(error, FileNotFoundError):
-            return None
         raise read_failed("the file's size and time cannot be read", path, error) from error
 
 

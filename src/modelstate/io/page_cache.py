@@ -61,7 +61,7 @@ def look(ranges: Iterable[ByteRange], files: OpenFiles, *, closely: bool = False
     """Asks the kernel for some pages of ranges: to ask for all takes a seventh of the time of a load.
 
     Returns a byte for each of these pages, 1 where the page cache has it, by the ranges; ranges with small gaps between
-    them become one. None is for files of which the kernel does not say it.
+    them become one. The value is None for a file whose pages the kernel does not tell.
 
     Args:
         ranges: Ranges of files.
@@ -125,7 +125,7 @@ def skip_page_cache(looks: Mapping[ByteRange, bytes | None], files: OpenFiles) -
 
 
 def _cold(looks: Mapping[ByteRange, bytes | None]) -> list[ByteRange]:
-    """The ranges of which the page cache has less than half, as far as the kernel says so."""
+    """Returns the ranges that lack over half of the pages asked for. Ranges without an answer are left out."""
     return [span for span, pages in looks.items() if pages is not None and 2 * pages.count(1) < len(pages)]
 
 
