@@ -21,7 +21,7 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from modelstate.errors import LockedError, ModelStateError, TargetExistsError, UnsavableError, WriteFailedError
@@ -37,13 +37,17 @@ LOCK_TIMEOUT_SECONDS = 60.0
 """How long a save waits for the lock of the directory, which other saves hold for a few file operations."""
 
 
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+"""The errors of a file system that cannot sync a directory. After any other one its names may not be durable."""
+
+
 @contextmanager
-def _if_supported() -> Iterator[None]:
-    """Ends the block at the error of a file system that lacks what a call needs."""
+def _if_supported(numbers: Container[int | None] = system.UNSUPPORTED) -> Iterator[None]:
+    """Ends the block at the error of a file system that lacks what a call needs: one that has one of these numbers."""
     try:
         yield
     except OSError as error:
-        if error.errno not in system.UNSUPPORTED:
+        if error.errno not in numbers:
             raise
 
 
@@ -250,7 +254,7 @@ def sync_directory(path: str) -> None:
     """Makes the names of files in a directory durable."""
     descriptor = Descriptor(system.open_to_write(path or ".", os.O_RDONLY))
     try:
-        with _if_supported():
+        with _if_supported(_NO_SYNC):
             system.fsync(descriptor)
     finally:
         with suppress(OSError):  # the sync has already succeeded or failed
