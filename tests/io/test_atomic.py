@@ -194,7 +194,7 @@ def test_the_error_says_which_file_is_there(
     def sync_files(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             monkeypatch.setattr(system, broken, fail)
-            raise OSError(errno.EIO, "the disk fails")
+            raise OSError(errno.EPERM if is_there else errno.EIO, "the disk fails")
         sync(descriptor)
 
     monkeypatch.setattr(system, "fsync", sync_files)
