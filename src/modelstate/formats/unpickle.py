@@ -12,7 +12,9 @@ time. It allocates the memo by the largest index: five bytes of a pickle ask for
 
 from __future__ import annotations
 
+import math
 import pickle
+import re
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
@@ -25,8 +27,9 @@ import torch
 
 from modelstate.errors import DamagedFileError, OpenError, TruncatedFileError, UnknownFormatError
 from modelstate.process import gc_paused
-from modelstate.spec import ByteRange, Refused, set_version_metadata
+from modelstate.spec import ByteRange, Refused, StoredTensor, contiguous_stride, set_version_metadata
 from modelstate.text_format import excerpt
+from modelstate.torch_compat.dtypes import QUANTIZED
 
 # What a pickle becomes before any object of it is created.
 
@@ -207,6 +210,18 @@ _u16 = struct.Struct("<H").unpack_from
 _u32 = struct.Struct("<I").unpack_from
 _i32 = struct.Struct("<i").unpack_from
 
+_u32_of_8 = struct.Struct("<8I").unpack
+
+_NUMBER = rb"(?:K.|M..|J....)"
+_TUPLE = rb"(%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,8}t)" % ((_NUMBER,) * 4)
+_TENSOR = re.compile(
+    rb"r(....)h(.)\(\(h(.)h(.)X(.)\0\0\0([0-9]{1,10})r(....)h(.)(%b)tr(....)QK\0" % _NUMBER
+    + rb"%br(....)%br(....)\x89h(.)\)Rr(....)tr(....)Rr(....)" % (_TUPLE, _TUPLE),
+    re.DOTALL,
+)
+"""The opcodes of a tensor behind its name in a dict, where it begins with its storage and requires no gradient. `r`
+sets the memo, and `h` refers to an index below 256."""
+
 
 def unpickle(
     data: bytes, start: int, persistent: Callable[[tuple[object, ...]], object], find: Find
@@ -263,6 +278,8 @@ class _Machine:
         self.budget = 4 * (len(data) - start) + 1000
         """The number of items and bytes that may still be copied."""
         self.keys = Keys()
+        self.layouts: dict[tuple[bytes, ...], tuple[int, tuple[int, ...], tuple[int, ...]] | None] = {}
+        """What `_layout` has returned."""
 
     def run(self) -> object:
         # Files with many tensors consist almost entirely of the opcodes in this loop; the table has the others.
@@ -297,6 +314,10 @@ class _Machine:
                         raise _ends_early(len(data))
                     stack.append(str(data[pos + 4 : end], "utf-8", "surrogatepass"))
                     pos = end
+                    usual = _TENSOR.match(data, pos)
+                    if usual is not None and (tensor := self.usual_tensor(stack[-1], usual)) is not None:
+                        stack.append(tensor)
+                        pos = usual.end()
                 elif op == 0x71:  # BINPUT
                     memo[data[pos]] = stack[-1]
                     pos += 1
@@ -331,6 +352,41 @@ class _Machine:
                     pos, stack = self.pos, self.stack
         finally:
             self.pos = pos
+
+    def usual_tensor(self, name: str, match: re.Match[bytes]) -> StoredTensor | None:
+        """Executes all opcodes of `_TENSOR`, for a contiguous tensor that fills its storage. Returns None for another.
+
+        Nearly every tensor that `torch.save` writes is such a one. With thousands of them, one pattern takes a third of
+        the time of the single opcodes.
+        """
+        (name_at, function, word, kind, key_size, key, key_at, device, numel, id_at, shape, shape_at, stride,
+         stride_at, hooks, hooks_at, args_at, at) = match.groups()  # fmt: skip
+        memo, layout = self.memo, (numel, shape, stride)
+        if layout not in self.layouts:
+            self.layouts[layout] = _layout(*map(_integers, layout))
+        indices = _u32_of_8(b"".join((name_at, key_at, id_at, shape_at, stride_at, hooks_at, args_at, at)))
+        rebuild, hooks_type, known = memo.get(function[0]), memo.get(hooks[0]), self.layouts[layout]
+        if (
+            known is None
+            or min(indices) < 256
+            or len(key) != key_size[0]
+            or getattr(rebuild, "name", "") != "torch._utils._rebuild_tensor_v2"
+            or getattr(hooks_type, "real", None) is not OrderedDict
+        ):
+            return None
+        count, sizes, steps = known
+        persistent_id = memo[word[0]], memo[kind[0]], key.decode(), memo[device[0]], count
+        storage = self.persistent(persistent_id)
+        if type(storage) is not Storage or storage.dtype in QUANTIZED:
+            return None
+        if storage.region.nbytes != count * storage.dtype.itemsize:
+            return None
+        tensor = StoredTensor.whole(str(storage.dtype).removeprefix("torch."), sizes, storage.region)
+        no_hooks = OrderedDict[str, object]()
+        args = storage, 0, sizes, steps, False, no_hooks
+        values = name, persistent_id[2], persistent_id, sizes, steps, no_hooks, args, tensor
+        memo.update(zip(indices, values, strict=True))
+        return tensor
 
     # Reading the data.
 
@@ -499,6 +555,20 @@ class _Machine:
         self.protocol = self.number(1)
         if self.protocol > pickle.HIGHEST_PROTOCOL:
             raise damaged("a protocol that does not exist", self.protocol)
+
+
+def _integers(opcodes: bytes) -> tuple[int, ...]:
+    """The integers that these opcodes push."""
+    found = re.findall(_NUMBER, opcodes, re.DOTALL)
+    return tuple(int.from_bytes(each[1:], "little", signed=each[0] == 0x4A) for each in found)
+
+
+def _layout(
+    numel: tuple[int, ...], shape: tuple[int, ...], stride: tuple[int, ...]
+) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+    """Returns the number of elements, the shape and the stride; None unless they are those of a contiguous tensor."""
+    is_usual = min(shape) > 0 and numel == (math.prod(shape),) and stride == contiguous_stride(shape)
+    return (numel[0], shape, stride) if is_usual else None
 
 
 _ACTIONS: dict[int, Callable[[_Machine], object]] = {
