@@ -43,7 +43,7 @@ from modelstate.planning.plan import LoadPlan, LoadReport
 from modelstate.planning.planner import Planner
 from modelstate.planning.recorder import IncompatibleKeys, walk
 from modelstate.planning.transfer import Way
-from modelstate.problems import glob_patterns
+from modelstate.problems import glob_patterns, plan_error
 from modelstate.process import deferred_signals, gc_paused, progress_bar
 from modelstate.text_format import count, listed
 from modelstate.torch_compat.modules import needs_protocol
@@ -481,7 +481,7 @@ def check_plan(planner: Planner, optimizers: Sequence[torch.optim.Optimizer]) ->
     A transform of modules must not replace a parameter of an optimizer: the state that fits the new tensor is unknown.
     """
     if planner.problems:
-        raise planner.error()
+        raise plan_error(*planner.names, planner.problems, given=planner.matched.given) from planner.cause
     optimized = {param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
     replaced = [
         item.transfers

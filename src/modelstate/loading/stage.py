@@ -291,7 +291,7 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[C
 def _is_cast_from_map(transfers: Transfers) -> bool:
     """Whether torch may cast the values out of a map: nothing has to look at them, and it is faster than in blocks."""
     columns, stored = transfers.columns, transfers.stored_dtype
-    if transfers.sink is not Sink.BLOCKS or columns is None or not transfers.on_cpu or not transfers.nbytes:
+    if transfers.sink is not Sink.BLOCKS or not (transfers.on_cpu and transfers.nbytes):
         return False
     are_aligned = all(start % stored.itemsize == 0 for start in columns.starts)
     return are_aligned and not any(can_overflow(stored, dtype) for dtype in {*transfers.dtypes})

@@ -396,7 +396,7 @@ def _in_blocks(staging: Staging, items: Sequence[Execution], memory: Memory) -> 
     wanted, values = list[tuple[ByteRange, int]](), list[_Value | _Rows]()
     for item, targets in zip(items, memory, strict=True):
         transfer, dtype, unit_bytes = item.transfers, item.transfers.stored_dtype, item.transfers.unit_bytes
-        wanted += [(source, unit_bytes) for source in transfer.rows.ranges()]
+        wanted += [(source, unit_bytes) for source in transfer.columns.ranges()]
         if transfer.own is not None and transfer.own.block_function is not None:
             values.append(_Rows(item, transfer.own.block_function, targets))
         else:
@@ -488,7 +488,7 @@ def copies_from_maps(staging: Staging, items: Sequence[Execution]) -> list[Calla
 
     Returns none where there are no values, and where the system has no room for a map.
     """
-    columns, maps = [item.transfers.rows for item in items], dict[str, mmap.mmap]()
+    columns, maps = [item.transfers.columns for item in items], dict[str, mmap.mmap]()
     try:
         for path in {path for each in columns for path in each.paths}:
             file = staging.files[path]

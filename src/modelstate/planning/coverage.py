@@ -21,8 +21,8 @@ from modelstate.planning.planner import Planner
 from modelstate.planning.recorder import IncompatibleKeys, outermost
 from modelstate.planning.transfer import Transfers
 from modelstate.problems import Problem, ProblemKind
-from modelstate.rules.expression import Source, lacks_values
-from modelstate.rules.rule import Value
+from modelstate.rules.expression import Derived, Source, lacks_values
+from modelstate.rules.rule import Entry, Value
 from modelstate.spec import StoredComposite
 from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import short
@@ -110,7 +110,7 @@ def _becomes_plain(checkpoint: Checkpoint, item: Transfers) -> bool:
     value = checkpoint.read(stored) if isinstance(stored, StoredComposite) else item.facts.value.detach()
     try:
         param = torch.empty_like(item.param)
-        target = nn.Parameter(param, False) if item.kind == PARAMETER else param
+        target = nn.Parameter(param, False) if item.kinds == [PARAMETER] else param
         target.module_load(value, assign=False)  # type: ignore[no-untyped-call]
     except Exception as error:
         keep_interrupt(error)
@@ -128,7 +128,7 @@ class _Coverage:
         self.may_miss = Patterns("allow_missing", self.options.allow_missing)
         self.may_exceed = Patterns("allow_unexpected", self.options.allow_unexpected)
         values = [single.transfers for single in planner.singles]
-        self.computed = [item.name for item in values if not item.facts.given and item.kind != HIDDEN]
+        self.computed = [item.name for item in values if not item.facts.given and item.kinds != [HIDDEN]]
         """Names that the checkpoint lacks and whose values the model's code computed."""
         known = planner.used.union(outcome.unexpected, planner.extra_states, planner.uninitialised)
         self.taken = sorted(self.entries.keys() - known)
@@ -240,7 +240,7 @@ class _Coverage:
         left, passed, equal = [], [], []
         for name in dict.fromkeys(self.outcome.unexpected):
             slot = self.slots.by_name.get(name)
-            if self.may_exceed.allow(name) or self.may_exceed.allow(self.planner.incoming.source_of(name)):
+            if self.may_exceed.allow(name) or self.may_exceed.allow(self.planner.source_of(name)):
                 passed.append(name)
             elif slot is None or slot.kind != HIDDEN:
                 left.append(name)
@@ -263,10 +263,11 @@ class _Coverage:
             if is_settled or not (is_required or slot.tensor.is_meta):
                 continue
             if (initialiser := planner.view.initialiser_of(slot)) is not None:
-                value = planner.incoming.initialised(slot.name, slot.tensor, initialiser)
-                planner.assign(slot.name, slot.kind, slot.tensor, value)
-                planner.initialised.update(slot.names)
-                initialised[slot.name] = initialiser.how
+                tensor, how = slot.tensor, initialiser.how
+                stored = Derived(tensor.dtype, tuple(tensor.shape), (), initialiser.make, is_certain=False)
+                planner.initialised.update(dict.fromkeys(slot.names, Entry(stored, (), (how,))))
+                planner.tensor(slot.name, tensor, planner.incoming.value(slot.name), None, [])
+                initialised[slot.name] = how
         return initialised
 
     # Problems.

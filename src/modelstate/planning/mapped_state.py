@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -24,9 +24,6 @@ from modelstate.torch_compat.modules import has_own_load, load_pre_hooks, overri
 from modelstate.torch_compat.plain import same_place, same_values
 from modelstate.torch_compat.private import storage_id
 from modelstate.transaction.transaction import Transaction, Write
-
-if TYPE_CHECKING:
-    from modelstate.planning.initialise import Initialiser
 
 
 class DeferredValue(Write):
@@ -50,24 +47,22 @@ class MappedState:
     A tensor that no rule changes is mapped when it is accessed.
     """
 
-    def __init__(self, matched: MatchedCheckpoint, transaction: Transaction) -> None:
+    def __init__(self, matched: MatchedCheckpoint, transaction: Transaction, initialised: Mapping[str, Entry]) -> None:
         self._checkpoint, self._transaction = matched.part, transaction
+        self._entries, self._initialised = matched.applied.entries, initialised
         self.maps = Maps(matched.part.fingerprints, matched.part.format)
         self._deferred: dict[int, DeferredValue] = {}
         self._deferred_by_source: dict[object, DeferredValue] = {}
-        self.entries = matched.applied.entries
-        """Entries by the names of the model."""
-        self._initialised: dict[str, Entry] = {}
-        """Entries of tensors that the checkpoint lacks, and that the model's own code initialises."""
         self._values: dict[str, object] = {}
         self._origins: dict[int, tuple[str, Source | None]] = {}
         """Names and sources by the ids of the tensors of the state dict."""
 
     def value(self, name: str) -> object:
         """Returns the value of a name of the model; None for an unknown name."""
-        if name in self._values or name not in self.entries:
+        entry = self._initialised.get(name) or self._entries.get(name)
+        if name in self._values or entry is None:
             return self._values.get(name)
-        content = self.entries[name].content
+        content = entry.content
         if isinstance(content, Value):
             # Code of the model finds the error of a value that cannot be decoded, or is not read as a whole.
             self._values[name] = content.value if content.error is None else content.error
@@ -100,7 +95,7 @@ class MappedState:
             for prefix in prefixes(name):
                 if prefix[:-1] in names_in:
                     names_in[prefix[:-1]].append(name)
-        renamed = {entry.sources[0]: name for name, entry in self.entries.items() if self._is_unchanged(entry)}
+        renamed = {entry.sources[0]: name for name, entry in self._entries.items() if self._is_unchanged(entry)}
         nested: dict[str, tuple[object, list[str]]] = {}
         for path, names in names_in.items():
             new = [renamed.get(name, "") for name in names]
@@ -139,15 +134,6 @@ class MappedState:
         used = self._transaction.used_storages
         return name, None if used and storage_id(value) in used else source
 
-    def entry_of(self, name: str) -> Entry | None:
-        """Returns the entry for a name of the model; None for an unknown name."""
-        return self._initialised.get(name) or self.entries.get(name)
-
-    def source_of(self, name: str) -> str:
-        """Returns the name in the checkpoint for a name of the model; several names for a result of several tensors."""
-        entry = self.entry_of(name)
-        return name if entry is None else ", ".join(entry.sources)
-
     def _deferred_value(self, stored: Derived | StoredTensor | StoredComposite) -> torch.Tensor:
         """Returns a tensor that gets its values when code uses them. Its pages are not allocated before."""
         if isinstance(stored, Derived) and stored.lacks_values:
@@ -161,14 +147,6 @@ class MappedState:
             self._deferred_by_source[key] = deferred = DeferredValue(value, stored, self.maps)
             self._transaction.add(deferred)
         self._deferred[id(value)] = deferred
-        return value
-
-    def initialised(self, name: str, param: torch.Tensor, initialiser: Initialiser) -> torch.Tensor:
-        """Returns a deferred initial value for a missing tensor, which the model's own code computes."""
-        stored = Derived(param.dtype, tuple(param.shape), (), initialiser.make, is_certain=False)
-        self._initialised[name] = Entry(stored, (), (initialiser.how,))
-        value = self._deferred_value(stored)
-        self._origins[id(value)] = name, stored
         return value
 
     def with_values(self, value: torch.Tensor) -> torch.Tensor:

@@ -107,9 +107,6 @@ class StoredEntries(Mapping[str, Entry]):
     def __getitem__(self, name: str) -> Entry:
         return Entry(self.tensors[name], (name,))
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
 
@@ -220,11 +217,8 @@ def match(checkpoint: Checkpoint, options: LoadOptions, view: ModelSchemaView) -
     applied, names = Applied(entries_of(part)), slots.by_name.keys()
     if rules:
         applied = apply_rules(rules, applied.entries, part.read, view.before)
-    elif applied.entries.keys() == names:
-        return MatchedCheckpoint(options, part, (), applied, {}, part.versions, tuple(notes))
     elif "transformers" in sys.modules and not applied.entries.keys() <= names:
-        applied, rules, note = _applied_mapping(part, applied, view)
-        notes += [note] if note else []
+        applied, rules = _applied_mapping(part, applied, view, notes)
     if rules:
         from modelstate.rules.transformers_mapping import notes_of
 
@@ -239,16 +233,13 @@ def match(checkpoint: Checkpoint, options: LoadOptions, view: ModelSchemaView) -
         if wrappers is None and saved != (own := {*names, *slots.extra, *slots.lazy}):
             wrappers = wrapper_rule(given, own, view.model, kept_names=kept)
         if wrappers is not None:
-            renamed, text = dict[str, Entry](), repr(wrappers)
-            for name, entry in applied.entries.items():
-                changed = wrappers.rename(name) if entry.sources else None
-                if changed is None:
-                    renamed[name] = entry
-                else:
-                    renamed[changed] = entry._replace(rules=(*entry.rules, text))
-                    before_wrappers[changed] = name
-            applied = replace(applied, entries=renamed)
-            all_rules = (*rules, wrappers)
+            before_wrappers = {new: name for name in given if (new := wrappers.rename(name)) is not None}
+            text, new_names = repr(wrappers), {name: new for new, name in before_wrappers.items()}
+            renamed = {
+                new_names.get(name, name): entry._replace(rules=(*entry.rules, text)) if name in new_names else entry
+                for name, entry in entries.items()
+            }
+            applied, all_rules = replace(applied, entries=renamed), (*rules, wrappers)
             notes.append(wrappers.note(len(before_wrappers)))
     versions = part.versions
     if versions is not None and all_rules:
@@ -256,25 +247,26 @@ def match(checkpoint: Checkpoint, options: LoadOptions, view: ModelSchemaView) -
     return MatchedCheckpoint(options, part, rules, applied, before_wrappers, versions, tuple(notes))
 
 
-def _applied_mapping(part: Checkpoint, own: Applied, view: ModelSchemaView) -> tuple[Applied, tuple[Rule, ...], str]:
+def _applied_mapping(
+    part: Checkpoint, own: Applied, view: ModelSchemaView, notes: list[str]
+) -> tuple[Applied, tuple[Rule, ...]]:
     """Applies the conversion mapping of transformers to its models, where more names of the model then match.
 
-    Returns the entries, their rules, and a note.
+    Returns the entries and their rules. Adds a note where the mapping cannot be used.
     """
     from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model
 
     names = view.slots.by_name.keys()
-    if not is_transformers_model(view.model) or wrapper_rule(list(own.entries), names, view.model) is not None:
-        return own, (), ""
-    try:
-        rules = from_transformers(view.model)
-        mapped = apply_rules(rules, own.entries, part.read)
-    except Exception as error:  # the mapping differs between versions of transformers
-        keep_interrupt(error)
-        return own, (), f"transformers' conversion mapping cannot be used: {one_line(error)}"
-    if mapped.problems or len(mapped.entries.keys() & names) <= len(own.entries.keys() & names):
-        return own, (), ""
-    return mapped, rules, ""
+    if is_transformers_model(view.model) and wrapper_rule(list(own.entries), names, view.model) is None:
+        try:
+            rules = from_transformers(view.model)
+            mapped = apply_rules(rules, own.entries, part.read)
+            if not mapped.problems and len(mapped.entries.keys() & names) > len(own.entries.keys() & names):
+                return mapped, rules
+        except Exception as error:  # the mapping differs between versions of transformers
+            keep_interrupt(error)
+            notes.append(f"transformers' conversion mapping cannot be used: {one_line(error)}")
+    return own, ()
 
 
 def matching_part(
@@ -285,29 +277,25 @@ def matching_part(
     A state dict with more than twice as many names as any other is selected. Otherwise raises
     `AmbiguousCheckpointError`, which lists the state dicts.
     """
-    bare_names = {without_wrappers(name) for name in wanted}
+    given: Collection[str] = checkpoint
+    containers = {"", *checkpoint.containers}
     if not checkpoint:  # NumPy arrays cannot be loaded; the problems name those of the part
         nodes = [node for name, value in checkpoint.flat.values.items() for node in nodes_of(value, name)]
-        arrays = [path for path, node in nodes if isinstance(node, np.ndarray)]
-        mappings = {"", *(path for path, node in nodes if isinstance(node, Mapping))}
-        counts = _matches(arrays, mappings, bare_names, without_wrappers)
-        best = max(counts, key=counts.__getitem__, default="")
-        return checkpoint.select(best) if best else checkpoint
-    containers = {"", *checkpoint.containers}
+        given = [path for path, node in nodes if isinstance(node, np.ndarray)]
+        containers = {"", *(path for path, node in nodes if isinstance(node, Mapping))}
     if len(containers) == 1:
         return checkpoint
     exact: Counter[str] = Counter()
     for rename in renamings:
-        exact |= _matches(checkpoint, containers, set(wanted), rename)
+        exact |= _matches(given, containers, set(wanted), rename)
     # Either side may have the prefix of a wrapper.
-    bare = _matches(checkpoint, containers, bare_names, without_wrappers)
-    counts = exact | bare
+    counts = exact | _matches(given, containers, {without_wrappers(name) for name in wanted}, without_wrappers)
     if not counts:
         ends = {name[len(prefix) :] for name in wanted for prefix in prefixes(name)}
-        counts = _matches(checkpoint, containers, ends, without_wrappers)
+        counts = _matches(given, containers, ends, without_wrappers)
     if not counts:
         # A file of Lightning has the states of optimizers beside such names: the problems propose the rule.
-        counts = _matches(checkpoint, containers, set(wanted), lambda name: _behind_prefix(name, wanted))
+        counts = _matches(given, containers, set(wanted), lambda name: _behind_prefix(name, wanted))
         innermost = [key for key in counts if key and not any(other.startswith(f"{key}.") for other in counts)]
         return checkpoint.select(innermost[0]) if len(innermost) == 1 else checkpoint
     best, most = max(counts.items(), key=lambda item: (item[1], exact[item[0]], len(item[0])))

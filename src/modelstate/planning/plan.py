@@ -121,20 +121,13 @@ class LoadSummary(Shown, msgspec.Struct, frozen=True, kw_only=True, dict=True, e
 
     def to_json(self) -> str:
         """Returns all of it as JSON."""
-        values = {
-            "target": self.target,
-            "source": self.source,
-            **self._own_values(),
-            "bytes": self.bytes,
-            "slots": self.slots,
-            "coverage": self.coverage,
-            "notes": list(self.notes),
-            "steps": [step.as_dict() for step in self.steps],
-        }
+        values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in ("make_steps", "binding")}
+        steps = [step.as_dict() for step in self.steps]
+        values |= {**self._own_values(), "bytes": self.bytes, "coverage": self.coverage, "steps": steps}
         return json.dumps(values, indent=1)
 
     def _own_values(self) -> dict[str, object]:
-        """The JSON values that a plan, or a report, has besides."""
+        """The JSON values that are not those of the fields."""
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
@@ -250,8 +243,7 @@ class LoadPlan(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
         return self._page_with(facts, self.notes, self._explanation())
 
     def _own_values(self) -> dict[str, object]:
-        problems = [problem.as_dict() for problem in self.problems]
-        return {"ok": self.ok, "peak_memory_bytes": self.peak_memory_bytes, "problems": problems}
+        return {"ok": self.ok, "problems": [problem.as_dict() for problem in self.problems]}
 
 
 class RankReport(msgspec.Struct, frozen=True):
@@ -358,16 +350,7 @@ class LoadReport(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
         return self._page_with(facts, (*self._of_ranks(), *self.notes))
 
     def _own_values(self) -> dict[str, object]:
-        return {
-            "seconds": self.seconds,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "verified_bytes": self.verified_bytes,
-            "references_lost": self.references_lost,
-            "left_behind": self.left_behind,
-            "action": self.action or "loaded",
-            "reread_bytes": self.reread_bytes,
-            "ranks": [asdict(rank) for rank in self.ranks],
-        }
+        return {"action": self.action or "loaded", "ranks": [asdict(rank) for rank in self.ranks]}
 
 
 def ways(steps: tuple[Step, ...]) -> list[str]:

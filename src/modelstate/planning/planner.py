@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
 from functools import partial
+from itertools import repeat
 
 import torch
 from msgspec.structs import replace
@@ -15,59 +16,21 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.mapped import UNALIGNED, Maps
-from modelstate.errors import CodecError, ExtraStateError, ModelStateError, PlanError
+from modelstate.errors import CodecError, ExtraStateError, ModelStateError
 from modelstate.io.engine import ReadStrategy
 from modelstate.planning.mapped_state import MappedState
 from modelstate.planning.matching import MatchedCheckpoint, ModelSchemaView, StoredEntries
 from modelstate.planning.plan import Binding, LoadPlan, Step
-from modelstate.planning.transfer import (
-    BY_SUBCLASS,
-    DEVICES_READ_INTO,
-    Execution,
-    RowFacts,
-    Transfers,
-    Way,
-    choose_way,
-    copy_cannot_fail,
-    peak_bytes,
-    plain_transfers,
-    single_transfer,
-)
-from modelstate.planning.transforms import (
-    BlockTransform,
-    Bound,
-    ShardedSlot,
-    Transforms,
-    block_shape_of,
-    extra_bytes_of,
-    sharded_slot,
-)
-from modelstate.problems import (
-    CHANGES_KIND,
-    LOSES_VALUES,
-    Problem,
-    ProblemKind,
-    one_line,
-    option,
-    plan_error,
-    wrong_shape,
-)
+from modelstate.planning.transfer import Execution, RowFacts, Transfers, Way, peak_bytes, plain_transfers, with_way
+from modelstate.planning.transforms import Bound, ShardedSlot, Transforms, sharded_slot
+from modelstate.problems import CHANGES_KIND, LOSES_VALUES, Problem, ProblemKind, one_line, option, wrong_shape
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, is_dequantized, lacks_values, read_bytes
-from modelstate.rules.rule import Entries
-from modelstate.spec import GAP_BYTES, ByteRange, Described, StoredTensor, StoredTensors, is_run
+from modelstate.rules.rule import Entry
+from modelstate.spec import GAP_BYTES, ByteRange, StoredTensor, StoredTensors, TensorColumns, is_run
 from modelstate.text_format import count, printable, size
 from modelstate.torch_compat.dtypes import cast_between, short
-from modelstate.torch_compat.plain import (
-    has_its_memory,
-    is_dense,
-    is_fake,
-    is_plain,
-    is_quantized,
-    is_sharded,
-    same_place,
-    same_values,
-)
+from modelstate.torch_compat.plain import has_its_memory, is_fake, is_plain, is_quantized, is_sharded, same_values
 from modelstate.torch_compat.private import shards_in_use, storage_id
 from modelstate.torch_compat.sharding import sharded_params
 from modelstate.transaction.slots import (
@@ -85,7 +48,6 @@ from modelstate.transaction.slots import (
 )
 from modelstate.transaction.transaction import Transaction, Write
 
-_CPU = torch.device("cpu")
 CHECK_EXTRA_STATE = "_modelstate_check_extra_state"
 """The method of modules that can check an extra state without setting it."""
 _LEAST_LEASED_BYTES = 1 << 20
@@ -138,8 +100,8 @@ class Planner:
         """Names, after the rules, whose values have been assigned to a slot."""
         self.uninitialised: dict[str, torch.Tensor] = {}
         """Lazy tensors that stay as they are: neither this module nor the saved one has initialised them."""
-        self.initialised: set[str] = set()
-        """Names of tensors that the checkpoint lacks, and that the model's own code initialises."""
+        self.initialised: dict[str, Entry] = {}
+        """By name, what the model's own code computes for tensors that the checkpoint lacks."""
         self.extra_states: list[str] = []
         self.filled: dict[int, Execution | None] = {}
         """By the ids of the tensors that get a value, under whatever name. None stands for a row of columns."""
@@ -156,14 +118,15 @@ class Planner:
         because it has quantized tensors: a layer computes in the dtype that its weight was quantized from, and a cast
         cannot change that dtype."""
         self._make_write, self._call_extra_state = make_write, call_extra_state
-        self._cause: Exception | None = None
+        self.cause: Exception | None = None
+        """The first error of a value that is not read."""
         if not call_extra_state:
             _ = self.signatures  # code of the model may change a lazy parameter before `plan` is called
 
     @cached_attribute
     def incoming(self) -> MappedState:
         """The values as a state dict. It is made when it is first used: plain values get into their slots without."""
-        return MappedState(self.matched, self.transaction)
+        return MappedState(self.matched, self.transaction, self.initialised)
 
     @cached_attribute
     def signatures(self) -> SlotSignatures:
@@ -186,7 +149,7 @@ class Planner:
             (item.nbytes, read_bytes(facts.stored))
             for item in (single.transfers for single in self.singles)
             for facts in [item.facts]
-            if facts.sharded is not None and facts.stored is not None and item.columns is None and item.nbytes
+            if facts.sharded is not None and facts.stored is not None and not item.columns.paths and item.nbytes
         ]
         if strided:
             needed, read = (sum(column) for column in zip(*strided, strict=True))
@@ -245,7 +208,7 @@ class Planner:
             if take is not None:
                 take(value)
         except (ExtraStateError, CodecError) as error:
-            self._cause = self._cause or error
+            self.cause = self.cause or error
             self.problems.append(Problem(ProblemKind.BAD_EXTRA_STATE, key, why=one_line(error)))
 
     def tensor(self, key: str, param: torch.Tensor, value: object, owner: nn.Module | None, errors: list[str]) -> None:
@@ -277,7 +240,7 @@ class Planner:
 
     def unread(self, key: str, error: ModelStateError) -> None:
         """Adds the problem of a value that is not read."""
-        self._cause = self._cause or error
+        self.cause = self.cause or error
         why = ": ".join(filter(None, (error.what, error.found)))
         self.problems.append(Problem(ProblemKind.UNREAD, key, why=printable(why), remedy=error.remedy))
 
@@ -322,28 +285,11 @@ class Planner:
             facts = self._local_facts(name, param, facts)
             if facts.sharded is not None:
                 param, device = facts.sharded.local, facts.sharded.device_after(options.device)
-        value, dtype, last = facts.value, param.dtype, facts.module_transform
-        if self.changes_dtypes and param.is_floating_point() and value.is_floating_point():
-            dtype = options.dtype or (value.dtype if param.is_meta else dtype)
+        dtype = param.dtype
+        if self.changes_dtypes and param.is_floating_point() and facts.value.is_floating_point():
+            dtype = options.dtype or (facts.value.dtype if param.is_meta else dtype)
         maps = self._maps_for(param, dtype, device, facts)
-        if last is not None:
-            transform, shape, block_function = last.transform, tuple(param.shape), None
-            in_order = param.is_contiguous() or not is_dense(param)
-            if isinstance(transform, BlockTransform) and in_order and is_run(facts.stored) and device == _CPU:
-                block_function = transform.block_function(shape, dtype)
-            nbytes = 0 if block_function is not None else extra_bytes_of(transform, name, shape, dtype)
-            facts = replace(facts, block_function=block_function, transform_bytes=nbytes)
-            way, why = Way.NEW, f"made by {last.transform}"
-        elif is_plain(param, value):
-            way, why = choose_way(
-                *(param, dtype, device),
-                can_map=maps is not None,
-                in_place=options.in_place,
-                can_read_into=self._can_read_into(param, device, facts),
-            )
-        else:
-            way, why = Way.CODE, BY_SUBCLASS
-        return single_transfer(name, kind, param, dtype, device, way, why, facts, maps)
+        return with_way(Transfers([name], [kind], [param], [dtype], device, maps=maps, own=facts), options.in_place)
 
     def _local_facts(self, name: str, param: torch.Tensor, facts: RowFacts) -> RowFacts:
         """Returns the facts of what is loaded into the local tensor of a DTensor.
@@ -353,7 +299,7 @@ class Planner:
         slot: ShardedSlot | Problem = sharded_slot(name, param, facts.value, self.options.device)
         if isinstance(slot, ShardedSlot) and facts.module_transform is not None:
             transform, needs = facts.module_transform.transform, ""
-            blocks = block_shape_of(transform, name, tuple(param.shape), param.dtype)
+            blocks = facts.module_transform.block_shape(name, tuple(param.shape), param.dtype)
             if not transform.returns_plain and id(param) in self._gathered:
                 needs = "makes tensors of a subclass, while FSDP2 gathers plain ones"
             elif not slot.shard.has_whole_blocks(blocks or tuple(param.shape)):
@@ -394,28 +340,12 @@ class Planner:
         self._mapped_storages.update([stored.storage] if stored.nbytes else [])
         return maps
 
-    def _can_read_into(self, param: torch.Tensor, device: torch.device, facts: RowFacts) -> bool:
-        """Whether a value can get into existing memory without temporary memory for all values."""
-        stored, in_place = facts.stored, self.options.in_place
-        if in_place is False or param.is_meta or facts.transform is not None:
-            return False
-        if not (isinstance(stored, Described | Derived) and copy_cannot_fail(param, facts.value)):
-            return False
-        by_parts = bool(facts.placed) or facts.combined is not None
-        if in_place:
-            if isinstance(stored, Derived):
-                return by_parts or (stored.is_certain and stored.of_files)
-            return by_parts or (isinstance(stored, StoredTensor) and stored.is_contiguous)
-        # Bytes of files are read, cast or combined block by block, without a call of other code.
-        in_order = param.is_contiguous() and not (param.is_conj() or param.is_neg())
-        by_parts = by_parts and device == _CPU and stored.dtype == param.dtype
-        return in_order and device.type in DEVICES_READ_INTO and (is_run(stored) or by_parts)
-
     def move(self, slot: Slot, device: torch.device) -> None:
         """Moves a tensor that gets no value to a device when the load is committed."""
         value, why = slot.tensor.detach(), f"moves to {device}"
         facts = RowFacts(value=value, given="", stored=value)
-        item = Execution(single_transfer(slot.name, slot.kind, slot.tensor, value.dtype, device, Way.NEW, why, facts))
+        columns = [slot.name], [slot.kind], [slot.tensor], [value.dtype]
+        item = Execution(with_way(Transfers(*columns, device, why=why, own=facts)))
         self.moves.append(item)
         self.transaction.add(self._make_write(item))
 
@@ -484,7 +414,7 @@ class Planner:
 
     def _clash(self, first: Transfers, second: Transfers) -> bool:
         is_whole = first.facts.sharded is None and second.facts.sharded is None
-        if is_whole and same_place(first.param, second.param):
+        if is_whole and place_of(first.param) == place_of(second.param):
             return not self.incoming.are_equal(first.facts.value, second.facts.value)
         return clash(first.param, self._values(first.facts), second.param, self._values(second.facts))
 
@@ -537,12 +467,6 @@ class Planner:
 
     # Results.
 
-    def error(self) -> PlanError:
-        """The error with all problems."""
-        error = plan_error(*self.names, self.problems, given=self.matched.given)
-        error.__cause__ = self._cause
-        return error
-
     def plan(self) -> LoadPlan:
         """Returns the frozen plan."""
         target, source = self.names
@@ -563,69 +487,73 @@ class Planner:
         tensors = sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or id(slot.tensor) in self.filled)
         return tensors + len(self.slots.extra) - len({id(param) for param in self.uninitialised.values()})
 
+    def entry_of(self, name: str) -> Entry | None:
+        """Returns the entry for a name of the model; None for an unknown name."""
+        return self.initialised.get(name) or self.matched.applied.entries.get(name)
+
+    def source_of(self, name: str) -> str:
+        """Returns the name in the checkpoint for a name of the model; several names for a result of several tensors."""
+        entry = self.entry_of(name)
+        return name if entry is None else ", ".join(entry.sources)
+
     def step_maker(self) -> Callable[[], tuple[Step, ...]]:
         """Returns a function that makes a step for each value and extra state, in the order of the slots.
 
         It holds no tensor.
         """
-        steps = [self._step(item.transfers, item.seconds) for item in self.singles]
+        makers, names = [*map(self._steps_of, self.executions)], [*self.slots.by_name] if self.executions[1:] else []
         passed = Way.CODE, "passed to set_extra_state"
-        extra = [Step(name, EXTRA, self.incoming.source_of(name), *passed) for name in self.extra_states]
-        entries = self.matched.applied.entries
-        plain = [steps_of(item, entries) for item in self.executions if item.transfers.own is None]
-        names = [*self.slots.by_name] if plain and len(plain) + len(steps) > 1 else []
+        extra = [Step(name, EXTRA, self.source_of(name), *passed) for name in self.extra_states]
 
         def make() -> tuple[Step, ...]:
-            unordered = [*steps, *(step for make_steps in plain for step in make_steps())]
             positions = {name: position for position, name in enumerate(names)}
-            return (*sorted(unordered, key=lambda step: positions.get(step.name, len(names))), *extra)
+            steps = [step for make_steps in makers for step in make_steps()]
+            return (*sorted(steps, key=lambda step: positions.get(step.name, len(names))), *extra)
 
         return make
 
-    def _step(self, item: Transfers, seconds: float) -> Step:
-        facts = item.facts
-        slot, entry = self.slots.by_name.get(item.name), self.incoming.entry_of(facts.given)
-        return Step(
-            name=item.name,
-            kind=item.kind,
-            source=facts.given if entry is None else ", ".join(entry.sources),
-            way=item.way,
-            why=item.why,
-            shape=item.slot_tensors[0].shape,
-            dtype=item.dtype,
-            stored_dtype=facts.value.dtype,
-            device=item.device,
-            nbytes=item.nbytes,
-            ties=() if slot is None else tuple(name for name in slot.names if name != item.name),
-            rules=() if entry is None else entry.rules,
-            mapped=item.maps is not None,
-            shard="" if facts.sharded is None else str(facts.sharded.shard),
-            seconds=seconds,
-        )
+    def _steps_of(self, execution: Execution) -> Callable[[], list[Step]]:
+        """Returns a function that makes the step of each row. It holds no tensor."""
+        item, own, columns = execution.transfers, execution.transfers.own, execution.transfers.columns
+        names, kinds, dtypes, device, way, why = item.names, item.kinds, item.dtypes, item.device, item.way, item.why
+        given, ties, shard, is_mapped = names, tuple[str, ...](), "", item.maps is not None
+        seconds = execution.seconds / max(item.nbytes, 1)
+        if own is not None:
+            given, shape = [own.given], item.slot_tensors[0].shape
+            columns = TensorColumns([short(own.value.dtype)], [shape], [""], [0], [item.nbytes])
+            slot = self.slots.by_name.get(item.name)
+            ties = () if slot is None else tuple(name for name in slot.names if name != item.name)
+            shard = "" if own.sharded is None else str(own.sharded.shard)
+        # An entry of stored tensors is created when it is accessed, and has the name in the model.
+        has_own_names = own is None and isinstance(self.matched.applied.entries, StoredEntries)
+        entries = [] if has_own_names else [(self.source_of(name), self.entry_of(name)) for name in given]
+        origins = [(source, () if entry is None else entry.rules) for source, entry in entries]
 
+        def make() -> list[Step]:
+            return [
+                Step(
+                    name=name,
+                    kind=kind,
+                    source=source,
+                    way=way,
+                    why=why,
+                    shape=torch.Size(shape),
+                    dtype=dtype,
+                    stored_dtype=stored_dtype,
+                    device=device,
+                    nbytes=nbytes,
+                    ties=ties,
+                    rules=rules,
+                    mapped=is_mapped,
+                    shard=shard,
+                    seconds=seconds * nbytes,
+                )
+                for name, kind, dtype, (source, rules), (stored_dtype, shape, _, _, nbytes) in zip(
+                    names, kinds, dtypes, origins or zip(names, repeat(())), columns.rows(), strict=True
+                )
+            ]
 
-def steps_of(execution: Execution, entries: Entries) -> Callable[[], list[Step]]:
-    """Returns a function that makes the step of each row without facts of its own. It holds no tensor."""
-    item, names = execution.transfers, execution.transfers.names
-    renamed = [None] * len(names) if isinstance(entries, StoredEntries) else [entries[name] for name in names]
-    columns, dtypes, kinds, way, why, device = item.rows, item.dtypes, item.kinds, item.way, item.why, item.device
-    is_mapped, seconds = item.maps is not None, execution.seconds / item.nbytes
-
-    def make() -> list[Step]:
-        return [
-            Step(
-                *(name, kind, name if entry is None else ", ".join(entry.sources), way, why),
-                *(torch.Size(shape), dtype, stored_dtype, device, nbytes),
-                rules=() if entry is None else entry.rules,
-                mapped=is_mapped,
-                seconds=seconds * nbytes,
-            )
-            for name, kind, dtype, entry, (stored_dtype, shape, _, _, nbytes) in zip(
-                names, kinds, dtypes, renamed, columns.rows(), strict=True
-            )
-        ]
-
-    return make
+        return make
 
 
 def refusal_of_writes(tensor: torch.Tensor) -> tuple[str, str]:

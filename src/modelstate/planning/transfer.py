@@ -11,10 +11,10 @@ later that a value takes another way: no read lease can be had, code of the mode
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, StrEnum
-from functools import cache
 
 import msgspec
 import torch
@@ -26,19 +26,10 @@ from modelstate.checkpoint.mapped import UNALIGNED, Maps
 from modelstate.io.engine import ROWS_BYTES, ReadStrategy, Request, Rows, read_threads
 from modelstate.io.memory import Layout, aligned, fresh_tensors
 from modelstate.planning.options import LoadOptions
-from modelstate.planning.transforms import BlockFunction, Bound, ShardedSlot, Transform
+from modelstate.planning.transforms import BlockFunction, BlockTransform, Bound, ShardedSlot, Transform
 from modelstate.process import cached_attribute
-from modelstate.rules.expression import Derived, Source, placed_runs
-from modelstate.spec import (
-    ByteRange,
-    Combined,
-    Described,
-    Runs,
-    StoredTensor,
-    StoredTensors,
-    TensorColumns,
-    is_run,
-)
+from modelstate.rules.expression import Derived, Source, pieces_of, placed_runs
+from modelstate.spec import ByteRange, Combined, Described, Runs, StoredTensor, StoredTensors, TensorColumns, is_run
 from modelstate.torch_compat.dtypes import cast_between, short
 from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain
 from modelstate.torch_compat.private import payload_of, storage_id
@@ -53,7 +44,7 @@ _DTYPE_NAMES = (
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
 COPYABLE = frozenset(_DTYPES.values())
 """Dtypes between which a copy of torch cannot fail."""
-DEVICES_READ_INTO = ("cpu", "cuda")
+_READ_INTO = ("cpu", "cuda")
 """The types of devices with memory that can be read into at the commit: no step of the way there allocates memory."""
 _LONG_RUN_BYTES = 256 << 10
 """Runs that are requested one by one, so that several threads share a run."""
@@ -74,6 +65,7 @@ class Way(StrEnum):
     """The value is passed to code: `module_load` of a tensor subclass, or `set_extra_state`."""
 
 
+_ON_META = "was on meta: gets memory"
 IN_PLACE = "into the existing memory, directly"
 LEASED = f"{IN_PLACE}, while a read lease holds the file"
 AFTER_READS = "into the existing memory, after all reads"
@@ -113,7 +105,7 @@ def choose_way(
         can_read_into: Whether a read into the memory of the slot can fail only because of the file.
     """
     if param.is_meta:
-        return (Way.MAP, "was on meta: becomes a map of the file") if can_map else (Way.NEW, "was on meta: gets memory")
+        return (Way.MAP, "was on meta: becomes a map of the file") if can_map else (Way.NEW, _ON_META)
     if dtype != param.dtype:
         return Way.NEW, f"changes its dtype to {short(dtype)}"
     if device != param.device:
@@ -194,29 +186,24 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
     """After the load."""
     device: torch.device
     """After the load."""
-    way: Way
-    why: str
+    way: Way = Way.NEW
+    why: str = ""
     """The reason for the way."""
-    columns: TensorColumns | None
-    """Where the values are in files; None for a row whose value is not one range of a file."""
-    sink: Sink
-    """All rows in blocks have one dtype in the files."""
-    nbytes: int
-    """Bytes to read."""
     maps: Maps | None = None
     """Maps the values; None where they are read."""
     own: RowFacts | None = None
     """What the only row has besides; None for rows without facts of their own."""
+    columns: TensorColumns = TensorColumns((), (), (), (), ())
+    """Where the values are in files; without rows for a value that is not one range of a file."""
+    sink: Sink = Sink.WHOLE
+    """All rows in blocks have one dtype in the files."""
+    nbytes: int = 0
+    """Bytes to read."""
 
     @property
     def name(self) -> str:
         """The name of the only row, or of the first one."""
         return self.names[0]
-
-    @property
-    def kind(self) -> str:
-        """The kind of the only row."""
-        return self.kinds[0]
 
     @property
     def param(self) -> torch.Tensor:
@@ -245,27 +232,17 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
         return self.device.type == "cpu"
 
     @property
-    def rows(self) -> TensorColumns:
-        """Where the values are in files. Called where each value is one range of a file."""
-        assert self.columns is not None
-        return self.columns
-
-    @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the first value in its file."""
-        return _DTYPES[self.rows.dtype_names[0]] if self.own is None else self.own.value.dtype
+        return _DTYPES[self.columns.dtype_names[0]] if self.own is None else self.own.value.dtype
 
     @property
     def extents(self) -> list[ByteRange]:
-        """The ranges of files that the values are read from. Ranges that adjoin are one, and so are equal ranges."""
-        if self.columns is not None:
+        """The ranges of files that the values are read from. Ranges of rows that adjoin are one."""
+        if self.columns.paths:
             return self.columns.extents
-        facts = self.facts
-        if isinstance(facts.stored, StoredTensor):
-            return [facts.stored.extent]
-        if facts.placed:
-            return [runs.extent for runs in facts.placed]
-        parts = () if facts.combined is None else facts.combined.parts
+        stored = self.facts.stored
+        parts = () if stored is None else pieces_of(stored)
         return [part.extent for part in parts if isinstance(part, StoredTensor)]
 
     @property
@@ -282,7 +259,7 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
     @property
     def is_read_into_place(self) -> bool:
         """Whether the values are ranges of files that can be read to where their elements belong."""
-        return self.columns is not None or bool(self.facts.placed)
+        return bool(self.columns.paths) or bool(self.facts.placed)
 
     def casts(self) -> list[tuple[str, torch.dtype, torch.dtype]]:
         """The name, the dtype in the file and the dtype after the load of each row that is cast."""
@@ -293,7 +270,7 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
 
     def requests(self, targets: Iterable[torch.Tensor]) -> list[Request | Rows]:
         """The reads of values into contiguous memory: a target for each row."""
-        if self.columns is not None:
+        if self.columns.paths:
             return [*map(Request, self.columns.ranges(), [target.data_ptr() for target in targets])]
         (address,) = [target.data_ptr() for target in targets]
         return [request for runs in self.facts.placed for request in _requests_of(runs, address)]
@@ -307,33 +284,30 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
         if self.own is not None:
             is_new = self.own.block_function is None
             return [(self.own.value.size(), self.own.own_stride, self.dtype)] if is_new else []
-        return [(torch.Size(shape), None, dtype) for shape, dtype in zip(self.rows.shapes, self.dtypes, strict=True)]
+        return [(torch.Size(shape), None, dtype) for shape, dtype in zip(self.columns.shapes, self.dtypes, strict=True)]
 
     def mapped(self) -> list[torch.Tensor]:
         """The values as maps of their files."""
         if self.own is not None:
             return [self.own.value]
         assert self.maps is not None
-        return self.maps.tensors(self.rows)
+        return self.maps.tensors(self.columns)
 
     # Memory that a load needs.
 
     @property
     def staged_bytes(self) -> int:
         """Bytes of memory that the values need until they are copied into their slots."""
-        facts = self.own
         if self.way is Way.CODE:
             # The value, which a handler copies, and the old tensor of the slot, for an undo.
             parts = [part for part in payload_of(self.param) if not part.is_meta and storage_id(part)]
             return self.nbytes + sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
-        if self.way is not Way.STAGED:
+        if self.way is not Way.STAGED or (self.own is not None and self.own.is_live):
             return 0
-        if facts is not None:
-            return 0 if facts.is_live else facts.value.numel() * self.dtype.itemsize
         if self.sink is Sink.MEMORY:
             return self.nbytes
-        itemsize, rows = self.stored_dtype.itemsize, zip(self.rows.nbytes, self.dtypes, strict=True)
-        return sum(nbytes // itemsize * dtype.itemsize for nbytes, dtype in rows)
+        shapes = self.columns.shapes if self.own is None else [self.own.value.shape]
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, self.dtypes, strict=True))
 
     @property
     def turn_bytes(self) -> int:
@@ -415,22 +389,32 @@ def final_memory(executions: Sequence[Execution]) -> Memory:
     return memory
 
 
-def single_transfer(
-    name: str,
-    kind: str,
-    param: torch.Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-    way: Way,
-    why: str,
-    facts: RowFacts,
-    maps: Maps | None = None,
-) -> Transfers:
-    """Returns the transfer of a value with facts of its own, without those that follow from its source and slot."""
-    stored, value, columns = facts.stored, facts.value, None
+def with_way(item: Transfers, in_place: bool | None = None) -> Transfers:
+    """Returns the transfer of a value with facts of its own, with its way and what follows from its source and slot.
+
+    Args:
+        item: The transfer. A way that has a reason stays.
+        in_place: The option of the load.
+    """
+    facts, param, value, stored, columns = item.facts, item.param, item.facts.value, item.facts.stored, item.columns
+    bound, way, why = facts.module_transform, item.way, item.why
+    if bound is not None:
+        transform, shape, block_function = bound.transform, tuple(param.shape), None
+        in_order = param.is_contiguous() or not is_dense(param)
+        if isinstance(transform, BlockTransform) and in_order and is_run(stored) and item.on_cpu:
+            block_function = transform.block_function(shape, item.dtype)
+        nbytes = 0 if block_function is not None else bound.extra_bytes(item.name, shape, item.dtype)
+        facts = replace(facts, block_function=block_function, transform_bytes=nbytes)
+        way, why = Way.NEW, f"made by {transform}"
+    elif not why and is_plain(param, value):
+        can_map, can_read_into = item.maps is not None, _can_read_into(item, in_place)
+        plain = param, item.dtype, item.device
+        way, why = choose_way(*plain, can_map=can_map, in_place=in_place, can_read_into=can_read_into)
+    elif not why:
+        way, why = Way.CODE, BY_SUBCLASS
     if is_run(stored):
-        column = [short(stored.dtype)], [stored.shape], [stored.extent.path], [stored.extent.start], [stored.nbytes]
-        columns = TensorColumns(*column)
+        path, start, nbytes = stored.extent
+        columns = TensorColumns([stored.dtype_name], [stored.shape], [path], [start], [nbytes])
     if isinstance(stored, Described | Derived):
         nbytes = stored.nbytes
     else:
@@ -438,16 +422,33 @@ def single_transfer(
     in_order = way is not Way.INTO or (param.is_contiguous() and not (param.is_conj() or param.is_neg()))
     if is_plain(param) and not param.is_contiguous() and is_dense(param):
         in_order, facts = False, replace(facts, own_stride=tuple(param.stride()))
-    is_final = value.dtype == dtype and device.type == "cpu" and facts.module_transform is None
-    sink = Sink.WHOLE
+    is_final, sink = value.dtype == item.dtype and item.on_cpu and bound is None, Sink.WHOLE
     if way is not Way.CODE and facts.transform is None and in_order:
         if is_final and facts.combined is not None:
             sink = Sink.COMPUTED
-        elif is_final and (columns is not None or facts.placed):
+        elif is_final and (columns.paths or facts.placed):
             sink = Sink.MEMORY
-        elif columns is not None and (facts.module_transform is None or facts.block_function is not None):
+        elif columns.paths and (bound is None or facts.block_function is not None):
             sink = Sink.BLOCKS
-    return Transfers([name], [kind], [param], [dtype], device, way, why, columns, sink, nbytes, maps, facts)
+    return replace(item, way=way, why=why, columns=columns, sink=sink, nbytes=nbytes, own=facts)
+
+
+def _can_read_into(item: Transfers, in_place: bool | None) -> bool:
+    """Whether a value can get into existing memory without temporary memory for all values."""
+    facts, param, stored = item.facts, item.param, item.facts.stored
+    if facts.transform is not None or not isinstance(stored, Described | Derived):
+        return False
+    if not copy_cannot_fail(param, facts.value):
+        return False
+    by_parts = bool(facts.placed) or facts.combined is not None
+    if in_place:
+        if isinstance(stored, Derived):
+            return by_parts or (stored.is_certain and stored.of_files)
+        return by_parts or (isinstance(stored, StoredTensor) and stored.is_contiguous)
+    # Bytes of files are read, cast or combined block by block, without a call of other code.
+    in_order = param.is_contiguous() and not (param.is_conj() or param.is_neg())
+    by_parts = by_parts and item.on_cpu and stored.dtype == param.dtype
+    return in_order and item.device.type in _READ_INTO and (is_run(stored) or by_parts)
 
 
 def _is_from_checkpoint(stored: Source) -> bool:
@@ -488,7 +489,7 @@ def peak_bytes(transfers: Iterable[Transfers], strategy: ReadStrategy) -> int:
 def _stream(blocks: Sequence[Transfers], strategy: ReadStrategy) -> int:
     """The memory of the threads of a stream of these values, and of a block on each device."""
     devices = {item.device for item in blocks if item.device.type == "cuda"}
-    total = sum(aligned(nbytes) for item in blocks for nbytes in item.rows.nbytes)
+    total = sum(aligned(nbytes) for item in blocks for nbytes in item.columns.nbytes)
     used = strategy.for_devices(total) if devices else strategy
     largest_unit = max(min(item.unit_bytes, item.nbytes) for item in blocks)
     block_bytes = min(aligned(max(used.block_bytes, largest_unit)), total)
@@ -502,6 +503,8 @@ def _stream(blocks: Sequence[Transfers], strategy: ReadStrategy) -> int:
 _PLAIN_CLASSES = (nn.Parameter, torch.Tensor)
 _Group = tuple[Way, str, str, torch.device]
 """The way, its reason, the stored dtype where values pass through blocks, and the device after the load."""
+_Kind = tuple[str, torch.dtype, torch.device, torch.device | None, str]
+"""The dtype in the file; dtype and device of the slot; for a slot on meta, its device after the load and the file."""
 _Row = tuple[Slot, int, torch.dtype]
 """A slot, the row of its value, and the dtype after the load."""
 
@@ -511,7 +514,7 @@ def plain_transfers(
 ) -> list[Transfers]:
     """Returns the transfers of the slots that get the tensor of their name in a way that cannot fail.
 
-    A slot whose memory overlaps that of another one is left out.
+    A slot whose memory overlaps that of another one is left out. No two slots map the same bytes.
 
     Args:
         slots: All slots of a model.
@@ -520,11 +523,11 @@ def plain_transfers(
         maps_of_load: Returns what maps values, where a slot may be a map.
     """
     rows, columns, by_tensor = tensors.rows, tensors.columns, options.device_of_meta
-    dtype_names, shapes, nbytes = columns.dtype_names, columns.shapes, columns.nbytes
+    dtype_names, shapes, nbytes, paths = columns.dtype_names, columns.shapes, columns.nbytes, columns.paths
     groups = defaultdict[_Group, list[_Row]](list)
-    kinds = dict[tuple[str, torch.dtype, torch.device, torch.device | None], tuple[list[_Row], torch.dtype] | None]()
-    """The rows of their group, and the dtype after the load, by what slots have in common that go the same way."""
-    with_memory: list[torch.Tensor] = []
+    kinds = dict[_Kind, tuple[list[_Row], torch.dtype, bool] | None]()
+    """The rows of the group, the dtype after the load, and whether they are maps, for slots that go the same way."""
+    with_memory, mapped = list[torch.Tensor](), set[int]()
     for slot in slots:
         names, slot_kind, param = slot
         row, is_meta, known = rows.get(names[0]), param.is_meta, None
@@ -540,25 +543,27 @@ def plain_transfers(
             and not (param.is_conj() or param.is_neg() or param.is_inference())
         ):
             after = by_tensor(param) if is_meta and by_tensor is not None else None
-            key = dtype_names[row], param.dtype, param.device, after
+            key = dtype_names[row], param.dtype, param.device, after, paths[row] if is_meta else ""
             try:
                 known = kinds[key]
             except KeyError:
-                group = _group_of(dtype_names[row], param, options)
-                known = kinds[key] = group and (groups[group[0]], group[1])
+                group = _group_of(dtype_names[row], param, options, paths[row], maps_of_load)
+                known = kinds[key] = group and (groups[group[0]], group[1], group[0][0] is Way.MAP)
             # The memory may have been freed, as `has_its_memory` says of any tensor.
             end_bytes = 0 if is_meta or known is None else param.storage_offset() * param.itemsize + param.nbytes
             if end_bytes and param.untyped_storage().nbytes() < end_bytes:
                 known = None
             if known is not None:
-                known[0].append((slot, row, known[1]))
+                of_group, dtype, is_map = known
+                if is_map and (columns.starts[row] % dtype.itemsize or row in mapped):
+                    of_group = groups[Way.NEW, _ON_META, "", _CPU]
+                    if row not in mapped:
+                        maps_of_load().note(UNALIGNED, paths[row])
+                elif is_map:
+                    mapped.add(row)
+                of_group.append((slot, row, dtype))
         if not is_meta and (known is not None or is_plain(param)):
             with_memory.append(param)
-    maps: Maps | None = None
-    for mapped in [group for group in groups if group[0] is Way.MAP]:
-        maps = maps_of_load()
-        groups[mapped], unmapped = _split_by_map(groups[mapped], columns, options.map, maps)
-        groups[Way.NEW, "was on meta: gets memory", *mapped[2:]] = unmapped
     shared = {id(tensor) for tensors in sharing(with_memory, with_memory) for tensor in tensors}
     found = list[Transfers]()
     for (way, why, in_blocks, device), of_group in groups.items():
@@ -566,21 +571,25 @@ def plain_transfers(
             of_slots, indices, dtypes = map(list, zip(*of_group, strict=True))
             of_names, of_kinds, params = map(list, zip(*of_slots, strict=True))
             before, values = ([name for (name,) in of_names], of_kinds, params), columns.selected(indices)
-            sink, of_way = Sink.BLOCKS if in_blocks else Sink.MEMORY, maps if way is Way.MAP else None
-            found.append(Transfers(*before, dtypes, device, way, why, values, sink, sum(values.nbytes), of_way))
+            sink, maps = Sink.BLOCKS if in_blocks else Sink.MEMORY, maps_of_load() if way is Way.MAP else None
+            found.append(Transfers(*before, dtypes, device, way, why, maps, None, values, sink, sum(values.nbytes)))
     return found
 
 
-def _group_of(stored_name: str, param: torch.Tensor, options: LoadOptions) -> tuple[_Group, torch.dtype] | None:
+def _group_of(
+    stored_name: str, param: torch.Tensor, options: LoadOptions, path: str, maps_of_load: Callable[[], Maps]
+) -> tuple[_Group, torch.dtype] | None:
     """Returns the group of a plain slot, and its dtype after the load; None where the value cannot be copied or cast.
 
     Args:
         stored_name: The name of the dtype in the file.
         param: The tensor of the slot, of the class and in the layout of plain tensors.
         options: The options of the load.
+        path: The file.
+        maps_of_load: See `plain_transfers`.
     """
     stored, dtype, device = _DTYPES.get(stored_name), param.dtype, options.device_after(param)
-    if stored is None or device.type not in DEVICES_READ_INTO or not (param.is_meta or param.device == device):
+    if stored is None or device.type not in _READ_INTO or not (param.is_meta or param.device == device):
         return None
     if options.dtype is not None and stored.is_floating_point and dtype.is_floating_point:
         dtype = options.dtype
@@ -588,25 +597,7 @@ def _group_of(stored_name: str, param: torch.Tensor, options: LoadOptions) -> tu
     if not (cast in ("same", "lossless") or (cast == "lossy" and dtype == options.dtype)):
         return None
     is_changed = device != _CPU or dtype != stored
-    can_map = options.map is not False and not is_changed
+    can_map = param.is_meta and options.map is not False and not is_changed
+    can_map = can_map and maps_of_load().can_map(ByteRange(path, 0, 1), options.map)
     way, why = choose_way(param, dtype, device, can_map=can_map, in_place=options.in_place, can_read_into=True)
     return (way, why, stored_name if is_changed else "", device), dtype
-
-
-def _split_by_map(
-    on_meta: list[_Row], columns: TensorColumns, requested: bool | None, maps: Maps
-) -> tuple[list[_Row], list[_Row]]:
-    """Returns the slots that may be maps of their file, and those that get memory. No two slots map the same bytes."""
-    can_map = cache(lambda path: maps.can_map(ByteRange(path, 0, 1), requested))
-    mapped: dict[int, _Row] = {}
-    rest: list[_Row] = []
-    for row in on_meta:
-        _, index, _ = row
-        path, is_mapped = columns.paths[index], False
-        if columns.starts[index] % _DTYPES[columns.dtype_names[index]].itemsize:
-            maps.note(UNALIGNED, path)
-        else:
-            is_mapped = can_map(path) and mapped.setdefault(index, row) is row
-        if not is_mapped:
-            rest.append(row)
-    return [*mapped.values()], rest

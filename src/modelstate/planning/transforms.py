@@ -20,7 +20,6 @@ from torch import nn
 from modelstate.distributed.shards import LocalShard, shard_of
 from modelstate.errors import DistributedError, TransformError, code_errors
 from modelstate.problems import Problem, ProblemKind, one_line
-from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, Operation, Source, lacks_values
 from modelstate.spec import StoredTensor, slices_of
 from modelstate.text_format import short_repr
@@ -125,9 +124,9 @@ class Transforms:
 
     def __init__(self, given: Transform | ModuleTransform | Pairs, root: nn.Module, slots: Slots) -> None:
         self.problems: list[Problem] = []
-        self._pairs: Pairs = given if isinstance(given, tuple) else (("*", given),)
         self._by_pattern = isinstance(given, tuple)
-        self._root = root
+        self._pairs: Pairs = given if isinstance(given, tuple) else (("*", given),)
+        self._modules = named_modules_of(root)
         self._matching, self._winning, self._applied = set[int](), set[int](), set[int]()
         """The positions of patterns that match, that are the first to match, and whose transforms apply."""
         self._chosen: dict[str, Transform | Bound | None] = {}
@@ -169,7 +168,7 @@ class Transforms:
             return transform
         owners: dict[str, nn.Module] = {}
         for name, path in zip(names, paths, strict=True):
-            module = self._modules_by_path.get(path)
+            module = self._modules.get(path)
             with _method_errors(name, "applies_to"):
                 if module is not None and transform.applies_to(name, module):
                     owners[name] = module
@@ -181,29 +180,31 @@ class Transforms:
             self.problems.append(Problem(ProblemKind.UNEVEN_TRANSFORM, first, found=str(transform), others=others))
         return Bound(transform, owners[first])
 
-    @cached_attribute
-    def _modules_by_path(self) -> dict[str, nn.Module]:
-        return named_modules_of(self._root)
 
+class Bound(msgspec.Struct, frozen=True):
+    """A transform of modules with the module that owns a tensor: a function of name and tensor."""
 
-def block_shape_of(
-    transform: ModuleTransform, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[int, ...] | None:
-    """Returns the checked result of `block_shape`. Raises `TransformError`."""
-    with _method_errors(name, "block_shape"):
-        blocks = transform.block_shape(shape, dtype)
-        if blocks is not None and not (len(blocks) == len(shape) and all(type(n) is int and n > 0 for n in blocks)):
-            raise ValueError(f"block_shape returned {blocks!r} for a tensor of shape {shape}")
-        return blocks
+    transform: ModuleTransform
+    module: nn.Module
 
+    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self.transform(name, tensor, self.module)
 
-def extra_bytes_of(transform: ModuleTransform, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Returns the checked result of `extra_bytes`. Raises `TransformError`."""
-    with _method_errors(name, "extra_bytes"):
-        nbytes = transform.extra_bytes(shape, dtype)
-        if not (type(nbytes) is int and nbytes >= 0):
-            raise TypeError(f"extra_bytes returned {nbytes!r}; it must return an integer >= 0")
-        return nbytes
+    def block_shape(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...] | None:
+        """Returns the checked result of `block_shape`. Raises `TransformError`."""
+        with _method_errors(name, "block_shape"):
+            blocks = self.transform.block_shape(shape, dtype)
+            if blocks is not None and not (len(blocks) == len(shape) and all(type(n) is int and n > 0 for n in blocks)):
+                raise ValueError(f"block_shape returned {blocks!r} for a tensor of shape {shape}")
+            return blocks
+
+    def extra_bytes(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Returns the checked result of `extra_bytes`. Raises `TransformError`."""
+        with _method_errors(name, "extra_bytes"):
+            nbytes = self.transform.extra_bytes(shape, dtype)
+            if not (type(nbytes) is int and nbytes >= 0):
+                raise TypeError(f"extra_bytes returned {nbytes!r}; it must return an integer >= 0")
+            return nbytes
 
 
 BY_TRANSFORM = "transform="
@@ -234,16 +235,6 @@ def transform_errors(name: str) -> AbstractContextManager[None]:
 def _method_errors(name: str, method: str) -> AbstractContextManager[None]:
     what = f"{method}() of the transform failed; nothing has been changed"
     return code_errors(TransformError, what, where=name)
-
-
-class Bound(msgspec.Struct, frozen=True):
-    """A module's transform as a function of name and tensor."""
-
-    transform: ModuleTransform
-    module: nn.Module
-
-    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return self.transform(name, tensor, self.module)
 
 
 # Slots that are DTensors.

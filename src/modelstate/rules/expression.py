@@ -71,7 +71,7 @@ class Derived(msgspec.Struct, frozen=True, eq=False):
     @property
     def of_files(self) -> bool:
         """Whether all stored tensors are in files, so that a load cannot change them while it runs."""
-        return not any(isinstance(piece, torch.Tensor) for leaf in leaves(self) for piece in pieces(leaf))
+        return not any(isinstance(piece, torch.Tensor) for piece in pieces_of(self))
 
     @property
     def scratch_bytes(self) -> int:
@@ -142,8 +142,7 @@ def region(source: Source, slices: Sequence[slice]) -> Source:
 
 def read_bytes(source: Source) -> int:
     """Returns the bytes that are read from files for the values of a source."""
-    tensors = (piece for leaf in leaves(source) for piece in pieces(leaf))
-    return sum(piece.read_bytes for piece in tensors if isinstance(piece, StoredTensor))
+    return sum(piece.read_bytes for piece in pieces_of(source) if isinstance(piece, StoredTensor))
 
 
 def leaves(source: Source) -> Iterator[Stored]:
@@ -153,6 +152,12 @@ def leaves(source: Source) -> Iterator[Stored]:
             yield from leaves(part)
     else:
         yield source
+
+
+def pieces_of(source: Source) -> Iterator[StoredTensor | torch.Tensor]:
+    """Yields the single tensors, in files or in memory, that a source is computed from."""
+    for leaf in leaves(source):
+        yield from pieces(leaf)
 
 
 def values_of(source: Source, read: Read, on_cast: OnCast | None = None) -> torch.Tensor:
@@ -166,7 +171,7 @@ def values_of(source: Source, read: Read, on_cast: OnCast | None = None) -> torc
     if not isinstance(source, Derived):
         return read(source)
     if isinstance(source.change, Concatenation):
-        in_memory = (piece for leaf in leaves(source) for piece in pieces(leaf) if isinstance(piece, torch.Tensor))
+        in_memory = (piece for piece in pieces_of(source) if isinstance(piece, torch.Tensor))
         first = next(in_memory, None)
         out = torch.empty(source.shape, dtype=source.dtype, device="cpu" if first is None else first.device)
         _read_into(out, source, read, on_cast)

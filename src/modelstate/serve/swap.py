@@ -327,8 +327,7 @@ def _load(
         if problems:
             has_values = not any(tensor.is_meta for tensor in serving.tensors)
             remedies = _REMEDIES if has_values else {**_REMEDIES, ProblemKind.MISSING: _COMPLETE}
-            cause = planner.error().__cause__
-            raise plan_error(target.name, part.source, problems, remedies, given=given) from cause
+            raise plan_error(target.name, part.source, problems, remedies, given=given) from planner.cause
 
     final = replace(
         options,
