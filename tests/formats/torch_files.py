@@ -128,6 +128,7 @@ def rich_tree() -> dict[str, Any]:
         "model_state": model.state_dict(),
         "optimizer_state": optimizer.state_dict(),
         "views": [base, base.t(), base[1:3, ::2], base[0].expand(3, 6), base.as_strided((3, 3), (2, 1), 1)],
+        "many": {str(i): torch.arange(6.0 * i).reshape(2, 3, i)[:, : 1 + i % 3] for i in range(1, 60)},
         "shared": (base.view(-1)[4:8], base.view(-1)[6:10]),
         "scalar": torch.tensor(2.5),
         "empty": [torch.empty(0), torch.empty(0, 3), torch.empty(2, 0, 5)[:, :, 1:3]],
