@@ -4,6 +4,7 @@
 calls on files, so that every call can be counted, delayed, shortened or made to fail.
 """
 
+import fcntl
 import os
 import re
 import signal
@@ -149,6 +150,8 @@ def _counted(module: ModuleType, names: Sequence[str], faults: Faults) -> dict[s
     def wrapped(name: str, real: Callable[..., object]) -> Callable[..., object]:
         def call(target: str | int, *args: Any) -> object:
             path = _path_of(target) if isinstance(target, int) else os.fspath(target)
+            if name == "close" and os.path.isfile(path) and not fcntl.fcntl(target, fcntl.F_GETFL) & os.O_ACCMODE:
+                return real(target)  # of a file that was read
             start, nbytes = _extent(name, args)
             try:
                 most = faults.handle(name, path, start, nbytes)

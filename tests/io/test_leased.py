@@ -15,8 +15,8 @@ import torch
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux, page_cache
-from modelstate.io.engine import LocalFile, OpenFiles, Request, read_ranges
-from modelstate.io.files import SourceFile
+from modelstate.io.engine import Request, read_ranges
+from modelstate.io.files import LocalFile, OpenFiles, SourceFile
 from modelstate.io.page_cache import bring_into_cache, lease_files
 from modelstate.spec import ByteRange
 from tests.faults import faulty_reads
@@ -64,8 +64,7 @@ def until_one_waits(path: Path, process: subprocess.Popen[bytes], files: OpenFil
     """Until the process waits for the lease, or has ended without a need to."""
     file = files[str(path)]
     assert isinstance(file, LocalFile)
-    descriptor = file.descriptor
-    while lease.is_intact(descriptor) and process.poll() is None:
+    while lease.is_intact(file.descriptor) and process.poll() is None:
         time.sleep(0.001)
 
 

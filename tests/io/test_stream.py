@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from modelstate.io.engine import Block, OpenFiles, Wait, block_buffers, in_blocks, stream
-from modelstate.io.files import SourceFile
+from modelstate.io.engine import Block, Wait, block_buffers, in_blocks, stream
+from modelstate.io.files import OpenFiles, SourceFile
 from modelstate.process import parallel_for
 from modelstate.spec import ByteRange
 
@@ -69,12 +69,9 @@ def streamed(path: str, threads: int, waits: bool = False, delay: float = 0.0) -
         return lambda: take(block, buffer)  # as a device does, which goes on while other blocks are read
 
     blocks = in_blocks(wanted, 9_000)
+    buffers = block_buffers(blocks, threads)
     with OpenFiles({path: SourceFile(path).fingerprint}) as files:
-        stream(
-            *(blocks, block_buffers(blocks, threads), consume),
-            files=files,
-            on_block=lambda block, seconds: told.append(block.wanted_bytes),
-        )
+        stream(blocks, buffers, consume, files=files, on_block=lambda block: told.append(block.wanted_bytes))
     assert sum(told) == 200_000
     content = Path(path).read_bytes()
     for (source, _), got in zip(wanted, found, strict=True):
@@ -102,7 +99,7 @@ def test_nothing_that_was_started_goes_on_after_an_error(threads: int, path: str
             started.append(number)
         return lambda: ended.append(number)
 
-    def on_block(block: Block, seconds: float) -> None:
+    def on_block(block: Block) -> None:
         if len(started) > 7:
             raise ValueError("cancelled")
 

@@ -37,8 +37,8 @@ from modelstate.formats.tree import (
     subtree,
 )
 from modelstate.html.page import Page, Shown
-from modelstate.io.engine import OpenFiles, RangeFile, Request, for_each, read_fully, read_ranges, read_threads
-from modelstate.io.files import FileFingerprint
+from modelstate.io.engine import Request, for_each, read_fully, read_ranges, read_threads
+from modelstate.io.files import FileFingerprint, OpenFiles, RangeFile
 from modelstate.process import cached_attribute
 from modelstate.remote.location import CONNECTIONS
 from modelstate.spec import (
@@ -722,7 +722,7 @@ class DigestCheck(msgspec.Struct, frozen=True):
                     values.append(hashed.hexdigest() if checksum.algorithm == ALGORITHM else f"{crc:08x}")
                 computed[storage] = "".join(values)
 
-        def on_done(run: list[ByteRange], _: float) -> None:
+        def on_done(run: list[ByteRange]) -> None:
             for storage in run:
                 if on_read:
                     on_read(storage.nbytes)

@@ -16,7 +16,7 @@ from modelstate.errors import OPEN_AGAIN, ReadFailedError, SourceTypeError
 from modelstate.forks import fork_safe_lock
 from modelstate.io import system
 from modelstate.io.engine import read_ranges
-from modelstate.io.files import FileFingerprint, fingerprint_of, open_regular, open_unchanged, read_failed
+from modelstate.io.files import FileFingerprint, LocalFile, fingerprint_of, open_unchanged, read_failed
 from modelstate.io.lease import NAMELESS, hold
 from modelstate.io.linux import MAP_NORESERVE
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor, TensorColumns
@@ -168,11 +168,12 @@ class Maps:
     def _protect(self, path: str, mapped: mmap.mmap, option: bool | None) -> bool:
         fingerprint = self._fingerprints.get(path)
         try:
-            descriptor, status = open_regular(path)
+            file = LocalFile(path)
         except (FileNotFoundError, NotADirectoryError, SourceTypeError):
             return True  # the mapped file has no name any more, by which it could be overwritten
         except OSError as error:
             raise read_failed("the file can no longer be opened", path, error) from error
+        status = file.status
         try:
             if fingerprint is not None and (status.st_ino, status.st_dev) != (fingerprint.inode, fingerprint.device):
                 return True  # the path names another file
@@ -184,9 +185,9 @@ class Maps:
             if is_overwritten and not option:
                 self.note(f"read into memory, not mapped: torch.save overwrites such files in place; {_MAPS_IT}", path)
                 return False
-            unprotected = hold(path, descriptor, mapped) if status.st_nlink else NAMELESS
+            unprotected = hold(path, file.descriptor, mapped) if status.st_nlink else NAMELESS
         finally:
-            descriptor.close()
+            file.close()
         if is_overwritten:
             self.note("mapped: torch.save onto it in this process ends the process; save beside it and rename", path)
         elif not unprotected or not status.st_mode & _WRITABLE:
@@ -226,7 +227,7 @@ class Maps:
         if path in self._maps or self._is_remote(path):
             return self._maps.get(path)
         fingerprint, mapped = self._fingerprints.get(path), None
-        with open_unchanged(path, fingerprint)[0] as descriptor:
+        with open_unchanged(path, fingerprint).descriptor as descriptor:
             try:
                 mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
             except (OSError, ValueError) as error:

@@ -30,8 +30,8 @@ import torch
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ComparisonError, UnsupportedTensorError
 from modelstate.formats.block_writer import check_expanded
-from modelstate.io.engine import OpenFiles, Request, for_each, read_ranges, read_threads
-from modelstate.io.files import FileFingerprint
+from modelstate.io.engine import Request, for_each, read_ranges, read_threads
+from modelstate.io.files import FileFingerprint, OpenFiles
 from modelstate.io.memory import aligned, empty_cpu
 from modelstate.io.page_cache import look, read_ahead
 from modelstate.io.tensors import read_tensor
@@ -252,7 +252,7 @@ def reduce(
             for first in range(0, piece.elements, _CHUNK_ELEMENTS):
                 fold(piece.item, tuple(each[first : first + _CHUNK_ELEMENTS] for each in values))
 
-    def on_done(job: list[_Piece], _: float) -> None:
+    def on_done(job: list[_Piece]) -> None:
         advance(sum(piece.elements * operand.dtype.itemsize for piece in job for operand in items[piece.item]))
 
     buffers = [empty_cpu((_BLOCK_BYTES,), torch.uint8) for _ in range(min(read_threads(), len(jobs)))]

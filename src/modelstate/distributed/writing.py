@@ -16,7 +16,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import starmap
 from typing import TYPE_CHECKING, cast
@@ -34,7 +34,7 @@ from modelstate.formats.safetensors import FileLayout, Written, write_header
 from modelstate.formats.writing import CheckpointWriter, Files, Outputs
 from modelstate.io import system
 from modelstate.io.atomic import Output, write_errors
-from modelstate.io.files import Descriptor
+from modelstate.io.system import Descriptor
 from modelstate.process import cached_attribute
 from modelstate.remote.location import is_remote
 from modelstate.text_format import count
@@ -424,12 +424,8 @@ class CollectiveWriter(CheckpointWriter):
 @contextmanager
 def _opened(path: str) -> Iterator[Output]:
     """Opens a file that is there, and closes it."""
-    output = Output(Descriptor(system.open_to_write(path, os.O_RDWR)), path)
-    try:
-        yield output
-    finally:
-        with suppress(OSError):  # the sync has reported what is wrong
-            output.descriptor.close(system.close)
+    with Descriptor(system.open_to_write(path, os.O_RDWR)) as descriptor:
+        yield Output(descriptor, path)
 
 
 def _check_visible(paths: Sequence[str], directory: str, rank: int) -> None:

@@ -29,8 +29,8 @@ from modelstate.formats.manifest import BLOCK_BYTES
 from modelstate.io import linux, system
 from modelstate.io.atomic import Output
 from modelstate.io.engine import for_each, memory_at, read_threads
-from modelstate.io.files import Descriptor
 from modelstate.io.memory import DIRECT_ALIGN_BYTES, Buffer, empty_cpu
+from modelstate.io.system import Descriptor
 from modelstate.io.tensors import ReadAll, elements, read_tensor, runs
 from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, elements_bytes, is_run, own_bytes, pieces
 from modelstate.text_format import size
@@ -86,11 +86,8 @@ def past_page_cache(output: Output, nbytes: int) -> Iterator[Output | Uncached]:
         yield output
         return
     output.is_uncached = True
-    try:
+    with descriptor:
         yield Uncached(output, descriptor)
-    finally:
-        with suppress(OSError):  # the sync of the other descriptor reports what is wrong
-            descriptor.close(system.close)
 
 
 Make = Callable[[int, int], torch.Tensor]
@@ -328,7 +325,7 @@ def write_blocks(
     starts = [*accumulate(sizes, initial=start)][:-1] if isinstance(start, int) else start
     jobs = _jobs(starts, tensors)
 
-    def on_done(job: _Job, _: float) -> None:
+    def on_done(job: _Job) -> None:
         on_written(job.nbytes)
 
     threads = min(threads or read_threads(), len(jobs))

@@ -26,8 +26,9 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from modelstate.errors import LockedError, ModelStateError, TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.io import linux, system
-from modelstate.io.files import Descriptor, mode_of
+from modelstate.io.files import mode_of
 from modelstate.io.lock import WRITE_REMEDIES, descriptors_to_close, unlock
+from modelstate.io.system import Descriptor
 from modelstate.text_format import printable
 
 _UNTOUCHED = "what was there before is untouched"
@@ -145,19 +146,17 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
     bits, and at no time more of them; otherwise it has those of new files.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-    output = Output(Descriptor(system.open_to_write(path, flags, 0o666 if mode is None else mode)), path)
+    descriptor = Descriptor(system.open_to_write(path, flags, 0o666 if mode is None else mode))
     try:
-        if mode is not None:  # the umask may have removed permission bits, which some file systems lack
-            with _if_supported():
-                system.fchmod(output.descriptor, mode)
-        yield output
-        if not output.is_synced:
-            output.sync()
-        with suppress(OSError):  # a file that is synced cannot lose data any more
-            output.descriptor.close(system.close)
+        with descriptor:
+            if mode is not None:  # the umask may have removed permission bits, which some file systems lack
+                with _if_supported():
+                    system.fchmod(descriptor, mode)
+            output = Output(descriptor, path)
+            yield output
+            if not output.is_synced:
+                output.sync()
     except BaseException:
-        with suppress(OSError):
-            output.descriptor.close(system.close)
         remove_all([path])
         raise
 
@@ -252,13 +251,8 @@ def existing_mode(*paths: str) -> int | None:
 
 def sync_directory(path: str) -> None:
     """Makes the names of files in a directory durable."""
-    descriptor = Descriptor(system.open_to_write(path or ".", os.O_RDONLY))
-    try:
-        with _if_supported(_NO_SYNC):
-            system.fsync(descriptor)
-    finally:
-        with suppress(OSError):  # the sync has already succeeded or failed
-            descriptor.close(system.close)
+    with Descriptor(system.open_to_write(path or ".", os.O_RDONLY)) as descriptor, _if_supported(_NO_SYNC):
+        system.fsync(descriptor)
 
 
 def make_directory(path: str) -> None:

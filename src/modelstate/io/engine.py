@@ -13,20 +13,19 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from modelstate.errors import OPEN_AGAIN, ReadFailedError
-from modelstate.io import lease, linux, system
-from modelstate.io.files import Descriptor, FileFingerprint, Opened, fingerprint_of, open_unchanged, read_failed
-from modelstate.io.memory import DIRECT_ALIGN_BYTES, HUGE_PAGE_BYTES, Buffer, fresh_tensors
+from modelstate.io import linux
+from modelstate.io.files import FileFingerprint, OpenFiles, RangeFile
+from modelstate.io.memory import DIRECT_ALIGN_BYTES, fresh_tensors
 from modelstate.process import parallel_for
 from modelstate.remote.location import CACHE_BLOCK_BYTES, CONNECTIONS
 from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
@@ -34,17 +33,12 @@ from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
 if TYPE_CHECKING:
     import torch
 
-    from modelstate.remote.file import RemoteFile
-
 _LEAST_REMOTE_BYTES, _MOST_REMOTE_BYTES = 1 << 20, 8 << 20
 """One request to a server for a part of a larger range: reading the least takes longer than the wait for the answer."""
 _REPLY_BYTES = 5 << 19
 """The memory of the client for the reply to one request, at most: measured 2.2 MB."""
 _IOV_MAX = 1024
 """The number of buffers that Linux accepts in one call."""
-_LEAST_DIRECT_BYTES = 256 << 10
-"""Less is read from the page cache, which reads ahead."""
-_PyBUF_WRITE = 0x200
 BLOCK_BYTES = 4 << 20
 """The most that one call reads: large enough to amortise the call, small enough to share the work out evenly, and for
 what is cast or checked right after the read to be in the processor's cache."""
@@ -117,186 +111,10 @@ class ReadStrategy(msgspec.Struct, frozen=True):
             yield replace(self, threads=threads, block_bytes=block_bytes)
 
 
-# Files that are read by range.
-
-
-class LocalFile:
-    """A file of this machine. A `RemoteFile` has the same methods.
-
-    Raises `ReadFailedError` where the file does not match the fingerprint.
-
-    Args:
-        path: The file.
-        fingerprint: What the file must be.
-        opened: The open file; by default it is opened.
-    """
-
-    _leased_at: float | None = None
-    """When the read lease was taken; None without one."""
-    _direct: Descriptor | None = None
-    """The file once more, with O_DIRECT."""
-
-    def __init__(self, path: str, fingerprint: FileFingerprint | None, opened: Opened | None = None) -> None:
-        self.path, self._fingerprint = path, fingerprint
-        self.descriptor, status = open_unchanged(path, fingerprint, opened)
-        self._has_name = status.st_nlink > 0
-
-    def lease(self) -> str:
-        """Takes a read lease. Returns an empty string, or the reason why there is none.
-
-        Raises `ReadFailedError` where the file is not what its fingerprint says.
-        """
-        refusal = lease.hold_for_now(self.descriptor) if self._has_name else lease.NAMELESS
-        if not refusal:
-            self._leased_at = time.monotonic()
-            self._compare()
-        return refusal
-
-    def _compare(self) -> None:
-        if self._fingerprint is not None:
-            self._fingerprint.check(self.path, fingerprint_of(self.path, self.descriptor))
-
-    def release(self) -> None:
-        """Releases the lease, if there is one: a writer that waits goes on."""
-        if self._leased_at is not None:
-            self._leased_at = None
-            lease.release(self.descriptor)
-
-    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Reads from `offset` on into the buffers, one after the other, and returns the number of bytes, 0 at the end.
-
-        What the page cache does not return at once of a leased file is read again. Raises `ReadFailedError`.
-        """
-        with suppress(OSError):  # which the usual call has again
-            if self._leased_at is not None:
-                count = system.preadv_cached(self.descriptor, buffers, offset)
-            else:
-                count = 0 if self._direct is None else self._read_window(self._direct, buffers, offset)
-            if count:
-                return count
-        try:
-            return system.preadv(self.descriptor, buffers, offset)
-        except OSError as error:
-            raise read_failed("reading failed", f"{self.path}, byte {offset}", error) from error
-
-    def skip_page_cache(self, windows: list[Buffer]) -> bool:
-        """Lets large reads go past the page cache. Returns whether the file system may have this.
-
-        `windows` are the buffers for it, which files share: a thread that finds none allocates one.
-        """
-        if linux.O_DIRECT and self._direct is None:
-            with suppress(OSError):
-                opened = system.open(f"/proc/self/fd/{int(self.descriptor)}", os.O_RDONLY | linux.O_DIRECT)
-                self._direct, self._windows = Descriptor(opened), windows
-        return self._direct is not None
-
-    def _read_window(self, direct: Descriptor, buffers: Sequence[memoryview], offset: int) -> int:
-        """Reads whole pages of the file into a huge page, and copies what is asked for. Returns its length, or 0."""
-        wanted, start = sum(map(len, buffers)), offset // DIRECT_ALIGN_BYTES * DIRECT_ALIGN_BYTES
-        if wanted < _LEAST_DIRECT_BYTES:
-            return 0
-        try:
-            window = self._windows.pop()
-        except IndexError:
-            window = Buffer(HUGE_PAGE_BYTES)
-        pages = -(-(offset + wanted - start) // DIRECT_ALIGN_BYTES)
-        end = system.preadv(direct, [window.view[: pages * DIRECT_ALIGN_BYTES]], start)
-        at = offset - start
-        for buffer in buffers:
-            if at >= end:
-                break
-            nbytes = min(len(buffer), end - at)
-            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), window.address + at, nbytes)
-            at += nbytes
-        self._windows.append(window)
-        return max(at - (offset - start), 0)
-
-    def check_unchanged(self) -> None:
-        """Raises `ReadFailedError` where the file has changed since it was opened.
-
-        A leased file has not changed before a writer has waited for too long.
-        """
-        if self._leased_at is None:
-            # After the last read and before the file is closed: a change during the read may have been read in part.
-            self._compare()
-        elif not lease.is_intact(self.descriptor) and time.monotonic() - self._leased_at > lease.safe_seconds():
-            raise ReadFailedError(
-                "a process that waited to write to the file was let go on before the read was over",
-                where=self.path,
-                expected=f"at most {lease.safe_seconds():.0f} seconds",
-                remedy=OPEN_AGAIN,
-            )
-
-    def close(self) -> None:
-        """Closes the file, and releases its lease."""
-        self.release()
-        if self._direct is not None:
-            self._direct.close()
-        self.descriptor.close()
-
-
-RangeFile: TypeAlias = "LocalFile | RemoteFile"
-
-
-class OpenFiles:
-    """Files, each opened at its first use. A context manager, whose end closes them.
-
-    A file without a fingerprint is one of this machine.
-
-    Args:
-        fingerprints: What each file must be, by path.
-        opened: Files that are open already, by path. They are taken out of it.
-    """
-
-    def __init__(self, fingerprints: Mapping[str, FileFingerprint], opened: dict[str, Opened] | None = None) -> None:
-        self.fingerprints, self._opened = fingerprints, {} if opened is None else opened
-        self._files: dict[str, RangeFile] = {}
-        self._lock = threading.Lock()
-
-    def __getitem__(self, path: str) -> RangeFile:
-        """Returns a file. Raises `ReadFailedError` where it does not match its fingerprint."""
-        with self._lock:
-            file = self._files.get(path)
-            if file is None:
-                known = self.fingerprints.get(path)
-                if known is not None and known.is_remote:
-                    from modelstate.remote.file import ObjectVersion, RemoteFile
-
-                    file = RemoteFile(path, ObjectVersion(known.nbytes, known.modified_ns, known.tag), known.cache)
-                else:
-                    file = LocalFile(path, known, self._opened.pop(path, None))
-                self._files[path] = file
-            return file
-
-    def check_unchanged(self) -> None:
-        """Raises `ReadFailedError` where a file has changed since it was opened."""
-        for file in self._files.values():
-            file.check_unchanged()
-
-    def release(self) -> None:
-        """Releases the leases: a writer that waits goes on."""
-        for file in self._files.values():
-            if isinstance(file, LocalFile):
-                file.release()
-
-    def close(self) -> None:
-        """Closes the files. The next use of a file opens it again."""
-        while self._opened:
-            self._opened.popitem()[1][0].close()
-        while self._files:
-            self._files.popitem()[1].close()
-
-    def __enter__(self) -> OpenFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 def for_each(
     items: Iterable[_Item],
     workers: Sequence[Callable[[_Item], object]],
-    on_done: Callable[[_Item, float], object] | None = None,
+    on_done: Callable[[_Item], object] | None = None,
     *,
     with_torch: bool = False,
     takes_part: bool = False,
@@ -306,7 +124,7 @@ def for_each(
     Args:
         items: The items. A thread takes the next one when it has processed the one before.
         workers: The function that processes an item, for each thread. A single thread is the caller's own.
-        on_done: Called with each processed item and the seconds that it took, by one thread at a time.
+        on_done: Called with each processed item, by one thread at a time.
         with_torch: See `parallel_for`.
         takes_part: See `parallel_for`.
     """
@@ -319,11 +137,10 @@ def for_each(
                 item = next(waiting, None)
             if item is None:
                 return
-            started = time.perf_counter()
             process(item)
             if on_done is not None:
                 with lock:
-                    on_done(item, time.perf_counter() - started)
+                    on_done(item)
 
     if len(free) > 1:
         parallel_for(work, len(free), with_torch=with_torch, takes_part=takes_part)
@@ -504,32 +321,28 @@ def read_ranges(
         if isinstance(item, Rows):
             _read_rows(file, item, buffer if item.has_small_gaps else None)
             return
-        for part in item.parts if is_new_memory else ():
-            linux.populate(addresses[part.which] + part.first, part.nbytes)
-        _read_scattered(file, item, addresses)
+        views, end = list[memoryview](), 0  # each part goes to its place behind the address of its range
+        for part in item.parts:
+            address = addresses[part.which] + part.first
+            if is_new_memory:
+                linux.populate(address, part.nbytes)
+            if part.at > end:
+                views.append(memoryview(bytearray(part.at - end)))
+            views.append(memory_at(address, part.nbytes))
+            end = part.at + part.nbytes
+        read_fully(file, views, item.source.start, end)
 
     # The buffers are there before memory is written to that must not be left half written.
     span = max((entry.count * entry.file_step for entry in rows if entry.has_small_gaps), default=0)
     workers = [partial(process, memoryview(bytearray(span))) for _ in range(min(threads, len(items)))]
 
-    on_done = None if on_read is None else lambda item, _: on_read(item.wanted_bytes)
+    on_done = None if on_read is None else lambda item: on_read(item.wanted_bytes)
     with nullcontext(files) if isinstance(files, OpenFiles) else OpenFiles(files) as opened:
         for path in paths:
             _ = opened[path]
         for_each(items, workers, on_done, with_torch=bool(span), takes_part=not is_remote)
         if opened is not files:
             opened.check_unchanged()
-
-
-def _read_scattered(file: RangeFile, block: Block, addresses: Sequence[int]) -> None:
-    """Reads a block in the calling thread: each part to its place behind the address of its range."""
-    views, end = list[memoryview](), 0
-    for part in block.parts:
-        if part.at > end:
-            views.append(memoryview(bytearray(part.at - end)))
-        views.append(memory_at(addresses[part.which] + part.first, part.nbytes))
-        end = part.at + part.nbytes
-    read_fully(file, views, block.source.start, end)
 
 
 def _read_rows(file: RangeFile, rows: Rows, buffer: memoryview | None) -> None:
@@ -572,14 +385,10 @@ def read_fully(file: RangeFile, views: list[memoryview], offset: int, left: int)
         views = [views[done][count:], *views[done + 1 :]]
 
 
-def memory_at(address: int, nbytes: int) -> memoryview:
-    """A writable view of memory at an address. The caller keeps the memory alive."""
-    return _view_of_memory(address, nbytes, _PyBUF_WRITE)
-
-
-_view_of_memory: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
+memory_at: Callable[[int, int], memoryview] = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
-)(("PyMemoryView_FromMemory", ctypes.pythonapi))
+)(("PyMemoryView_FromMemory", ctypes.pythonapi), ((1, "address"), (1, "nbytes"), (1, "flags", 0x200)))
+"""Returns a writable view (`PyBUF_WRITE`) of the bytes at an address. The caller keeps the memory alive."""
 
 
 # Reading blocks, which the thread that has read one consumes while another one reads the next.
@@ -604,7 +413,7 @@ def stream(
     consume: Consume,
     *,
     files: OpenFiles,
-    on_block: Callable[[Block, float], object],
+    on_block: Callable[[Block], object],
 ) -> None:
     """Reads blocks; the thread that has read a block consumes it while another one reads.
 
@@ -615,7 +424,7 @@ def stream(
         buffers: A buffer for each thread, such as those of `block_buffers`.
         consume: Called with each block and its buffer, without autograd and outside of inference mode.
         files: The files, whose owner compares them when all has been read.
-        on_block: Called with each consumed block and the seconds that it took, by one thread at a time.
+        on_block: Called with each consumed block, by one thread at a time.
 
     Raises:
         ReadFailedError: An I/O error, a short read, or a file that has changed. What `consume` raises passes through.

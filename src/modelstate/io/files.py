@@ -1,21 +1,25 @@
-"""Opens files that may come from untrusted places: paths, descriptors, regular files only, fingerprints, bounded reads.
+"""Opens files that may come from untrusted places: paths, regular files only, fingerprints, bounded reads.
 
 A `FileFingerprint` (size, time of modification, inode, device) is taken when a file is first opened. Every later open
-of the same checkpoint compares it, so that bytes of two versions of a file are never mixed.
+of the same checkpoint compares it, so that bytes of two versions of a file are never mixed. A `SourceFile` reads the
+headers of a file; the `OpenFiles` of a load are read by range (`modelstate.io.engine`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
 import shlex
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from modelstate.errors import (
@@ -28,7 +32,9 @@ from modelstate.errors import (
     TruncatedFileError,
     keep_interrupt,
 )
-from modelstate.io import system
+from modelstate.io import lease, linux, system
+from modelstate.io.memory import DIRECT_ALIGN_BYTES, HUGE_PAGE_BYTES, Buffer
+from modelstate.io.system import Descriptor
 from modelstate.process import ThreadValue
 from modelstate.remote.location import is_remote, redacted_url
 from modelstate.text_format import given_directories, note_given
@@ -200,86 +206,6 @@ def mode_of(path: str) -> int:
         return 0
 
 
-class Descriptor(int):
-    """The descriptor of an open file. The file is closed with this object: at the latest when nothing refers to it."""
-
-    is_open = True
-
-    def close(self, call: Callable[[int], object] = os.close) -> None:
-        """Closes the file with a call, which may be `system.close`. Another call of the method does nothing."""
-        if self.is_open:
-            self.is_open = False
-            call(self)
-
-    def __enter__(self) -> Descriptor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if self.is_open:  # in one call: an interrupt is lost here, and must not keep the file open
-            os.close(self)
-
-
-def open_regular(path: str) -> tuple[Descriptor, os.stat_result]:
-    """Opens a regular file for reading. Every file that may come from an untrusted place is opened here.
-
-    Opening a pipe waits for a writer, and reading a device may never end, so anything but a regular file is refused
-    before a byte of it is read.
-
-    Args:
-        path: The file. Symbolic links are followed.
-
-    Returns:
-        A descriptor, and the status of the file.
-
-    Raises:
-        SourceTypeError: The path names a pipe, a socket, a device or a directory.
-        OSError: The file cannot be opened.
-    """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
-    try:
-        descriptor = Descriptor(system.open(path, flags | os.O_NONBLOCK))
-    except BlockingIOError:
-        # A write lease of another process, which only regular files have.
-        descriptor = Descriptor(system.open(path, flags))
-    except OSError as error:
-        if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a device without a driver
-            raise special_file(path, os.stat(path).st_mode) from error
-        raise
-    try:
-        status = system.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise special_file(path, status.st_mode)
-        os.set_blocking(descriptor, True)  # some file systems fetch archived data only for blocking reads
-        return descriptor, status
-    except BaseException:
-        descriptor.close()
-        raise
-
-
-_SPECIAL = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a block device",
-}
-
-
-def special_file(path: str, mode: int) -> SourceTypeError:
-    """The error for a path that names something else than a regular file; `mode` is its `st_mode`."""
-    kind = _SPECIAL.get(stat.S_IFMT(mode), "something else")
-    return SourceTypeError(
-        "a checkpoint is read at many places, so it must be a file",
-        where=path,
-        expected="a regular file",
-        found=kind,
-        remedy="give the path of a file" if stat.S_ISDIR(mode) else "write what comes through it to a file first",
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class FileFingerprint:
     """Identifies a version of a file without reading it."""
@@ -337,40 +263,257 @@ def fingerprint_of(path: str, descriptor: int | None = None) -> FileFingerprint:
         raise read_failed("the file's size and time cannot be read", path, error) from error
 
 
-Opened = tuple[Descriptor, os.stat_result]
+# Open files.
 
 
-def open_unchanged(path: str, fingerprint: FileFingerprint | None, opened: Opened | None = None) -> Opened:
+class LocalFile:
+    """An open file of this machine. A `RemoteFile` has the same methods.
+
+    Every file that may come from an untrusted place is opened here. Opening a pipe waits for a writer, and reading a
+    device may never end, so anything but a regular file is refused before a byte of it is read.
+
+    Args:
+        path: The file. Symbolic links are followed.
+
+    Raises:
+        SourceTypeError: The path names a pipe, a socket, a device or a directory.
+        OSError: The file cannot be opened.
+    """
+
+    _leased_at: float | None = None
+    """When the read lease was taken; None without one."""
+    _direct: Descriptor | None = None
+    """The file once more, with O_DIRECT."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
+        try:
+            self.descriptor = Descriptor(system.open(path, flags | os.O_NONBLOCK))
+        except BlockingIOError:
+            # A write lease of another process, which only regular files have.
+            self.descriptor = Descriptor(system.open(path, flags))
+        except OSError as error:
+            if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a device without a driver
+                raise _special_file(path, os.stat(path).st_mode) from error
+            raise
+        try:
+            self.status = system.fstat(self.descriptor)
+            if not stat.S_ISREG(self.status.st_mode):
+                raise _special_file(path, self.status.st_mode)
+            os.set_blocking(self.descriptor, True)  # some file systems fetch archived data only for blocking reads
+        except BaseException:
+            self.descriptor.close()
+            raise
+        self.fingerprint = FileFingerprint.of(self.status)
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Reads a part of the headers. Returns fewer bytes where the file ends. Raises `ReadFailedError`."""
+        data = b""
+        try:
+            # One call may return less than was asked for.
+            while len(data) < nbytes and (
+                piece := system.pread(self.descriptor, nbytes - len(data), start + len(data))
+            ):
+                data += piece
+        except OSError as error:
+            raise self._failed(start + len(data), error) from error
+        return data
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Reads from `offset` on into the buffers, one after the other, and returns the number of bytes, 0 at the end.
+
+        What the page cache does not return at once of a leased file is read again. Raises `ReadFailedError`.
+        """
+        with suppress(OSError):  # which the usual call has again
+            if self._leased_at is not None:
+                count = system.preadv_cached(self.descriptor, buffers, offset)
+            else:
+                count = 0 if self._direct is None else self._read_window(self._direct, buffers, offset)
+            if count:
+                return count
+        try:
+            return system.preadv(self.descriptor, buffers, offset)
+        except OSError as error:
+            raise self._failed(offset, error) from error
+
+    def _failed(self, offset: int, error: OSError) -> ReadFailedError:
+        return read_failed("reading failed", f"{self.path}, byte {offset}", error)
+
+    def skip_page_cache(self, windows: list[Buffer]) -> bool:
+        """Lets large reads go past the page cache. Returns whether the file system may have this.
+
+        `windows` are the buffers for it, which files share: a thread that finds none allocates one.
+        """
+        if linux.O_DIRECT and self._direct is None:
+            with suppress(OSError):
+                opened = system.open(f"/proc/self/fd/{int(self.descriptor)}", os.O_RDONLY | linux.O_DIRECT)
+                self._direct, self._windows = Descriptor(opened), windows
+        return self._direct is not None
+
+    def _read_window(self, direct: Descriptor, buffers: Sequence[memoryview], offset: int) -> int:
+        """Reads whole pages of the file into a huge page, and copies what is asked for. Returns its length, or 0."""
+        wanted, start = sum(map(len, buffers)), offset // DIRECT_ALIGN_BYTES * DIRECT_ALIGN_BYTES
+        if wanted < _LEAST_DIRECT_BYTES:
+            return 0
+        try:
+            window = self._windows.pop()
+        except IndexError:
+            window = Buffer(HUGE_PAGE_BYTES)
+        pages = -(-(offset + wanted - start) // DIRECT_ALIGN_BYTES)
+        end = system.preadv(direct, [window.view[: pages * DIRECT_ALIGN_BYTES]], start)
+        at = offset - start
+        for buffer in buffers:
+            if at >= end:
+                break
+            nbytes = min(len(buffer), end - at)
+            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), window.address + at, nbytes)
+            at += nbytes
+        self._windows.append(window)
+        return max(at - (offset - start), 0)
+
+    def lease(self) -> str:
+        """Takes a read lease. Returns an empty string, or the reason why there is none.
+
+        Raises `ReadFailedError` where the file has changed since it was opened.
+        """
+        refusal = lease.hold_for_now(self.descriptor) if self.status.st_nlink else lease.NAMELESS
+        if not refusal:
+            self._leased_at = time.monotonic()
+            self.fingerprint.check(self.path, fingerprint_of(self.path, self.descriptor))
+        return refusal
+
+    def release(self) -> None:
+        """Releases the lease, if there is one: a writer that waits goes on."""
+        if self._leased_at is not None:
+            self._leased_at = None
+            lease.release(self.descriptor)
+
+    def check_unchanged(self) -> None:
+        """Raises `ReadFailedError` where the file has changed since it was opened.
+
+        A leased file has not changed before a writer has waited for too long.
+        """
+        if self._leased_at is None:
+            # After the last read and before the file is closed: a change during the read may have been read in part.
+            self.fingerprint.check(self.path, fingerprint_of(self.path, self.descriptor))
+        elif not lease.is_intact(self.descriptor) and time.monotonic() - self._leased_at > lease.safe_seconds():
+            raise ReadFailedError(
+                "a process that waited to write to the file was let go on before the read was over",
+                where=self.path,
+                expected=f"at most {lease.safe_seconds():.0f} seconds",
+                remedy=OPEN_AGAIN,
+            )
+
+    def close(self) -> None:
+        """Closes the file, and releases its lease."""
+        self.release()
+        if self._direct is not None:
+            self._direct.close()
+        self.descriptor.close()
+
+
+_KINDS = {"d": "a directory", "p": "a pipe", "s": "a socket", "c": "a device", "b": "a block device"}
+"""By the letter of `stat.filemode`."""
+
+
+def _special_file(path: str, mode: int) -> SourceTypeError:
+    """The error for a path that names something else than a regular file; `mode` is its `st_mode`."""
+    return SourceTypeError(
+        "a checkpoint is read at many places, so it must be a file",
+        where=path,
+        expected="a regular file",
+        found=_KINDS.get(stat.filemode(mode)[0], "something else"),
+        remedy="give the path of a file" if stat.S_ISDIR(mode) else "write what comes through it to a file first",
+    )
+
+
+RangeFile: TypeAlias = "LocalFile | RemoteFile"
+
+
+def open_unchanged(path: str, fingerprint: FileFingerprint | None, file: LocalFile | None = None) -> LocalFile:
     """Opens a file of this machine, unless it is open already.
 
     Raises `ReadFailedError` where it does not match the fingerprint.
     """
     try:
-        descriptor, status = opened or open_regular(path)
+        file = file or LocalFile(path)
     except (OSError, SourceTypeError) as error:
         raise read_failed("the file can no longer be opened", path, error, "open the checkpoint again") from error
-    found = FileFingerprint.of(status)
-    if fingerprint is not None and found != fingerprint:
-        descriptor.close()
-        fingerprint.check(path, found)
-    return descriptor, status
+    if fingerprint is not None and file.fingerprint != fingerprint:
+        file.close()
+        fingerprint.check(path, file.fingerprint)
+    return file
 
 
-_kept = ThreadValue[dict[str, Opened] | None](None)
+class OpenFiles:
+    """Files, each opened at its first use. A context manager, whose end closes them.
+
+    A file without a fingerprint is one of this machine.
+
+    Args:
+        fingerprints: What each file must be, by path.
+        kept: Files that are open already, by path. They are taken out of it.
+    """
+
+    def __init__(self, fingerprints: Mapping[str, FileFingerprint], kept: dict[str, LocalFile] | None = None) -> None:
+        self.fingerprints, self._kept = fingerprints, {} if kept is None else kept
+        self._files: dict[str, RangeFile] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, path: str) -> RangeFile:
+        """Returns a file. Raises `ReadFailedError` where it does not match its fingerprint."""
+        with self._lock:
+            file = self._files.get(path)
+            if file is None:
+                known = self.fingerprints.get(path)
+                if known is not None and known.is_remote:
+                    from modelstate.remote.file import ObjectVersion, RemoteFile
+
+                    file = RemoteFile(path, ObjectVersion(known.nbytes, known.modified_ns, known.tag), known.cache)
+                else:
+                    file = open_unchanged(path, known, self._kept.pop(path, None))
+                self._files[path] = file
+            return file
+
+    def check_unchanged(self) -> None:
+        """Raises `ReadFailedError` where a file has changed since it was opened."""
+        for file in self._files.values():
+            file.check_unchanged()
+
+    def release(self) -> None:
+        """Releases the leases: a writer that waits goes on."""
+        for file in self._files.values():
+            if isinstance(file, LocalFile):
+                file.release()
+
+    def close(self) -> None:
+        """Closes the files. The next use of a file opens it again."""
+        for files in (self._kept, self._files):
+            while files:
+                files.popitem()[1].close()
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_kept = ThreadValue[dict[str, LocalFile] | None](None)
 _MOST_KEPT = 64
 """A process may usually have 1024 files open."""
 
 
 @contextmanager
-def kept_open() -> Iterator[dict[str, Opened]]:
+def kept_open() -> Iterator[dict[str, LocalFile]]:
     """Within the block, a `SourceFile` of this thread leaves its file open; yields these files by their paths."""
-    opened = dict[str, Opened]()
+    kept = dict[str, LocalFile]()
     try:
-        with _kept.replaced(opened):
-            yield opened
+        with _kept.replaced(kept):
+            yield kept
     except BaseException:  # whose traceback may live on
-        while opened:
-            opened.popitem()[1][0].close()
+        OpenFiles({}, kept).close()
         raise
 
 
@@ -379,6 +522,8 @@ HEAD_BYTES = 4096
 MAX_STRUCTURE_BYTES = 2**31
 """More than the header of any checkpoint has; the limit keeps a sparse file from being read into memory."""
 _AT_ONCE_BYTES = 1 << 16
+_LEAST_DIRECT_BYTES = 256 << 10
+"""Less is read from the page cache, which reads ahead."""
 
 
 class SourceFile:
@@ -406,37 +551,35 @@ class SourceFile:
             TruncatedFileError: The file has become shorter since.
         """
         self.path = path
-        self._remote: RemoteFile | None = None
+        self._file: RangeFile
         if "://" in path and is_remote(path):
             from modelstate.remote.file import opened
 
-            self._remote = opened(path)
-            nbytes, modified_ns, tag = self._remote.version
-            self.fingerprint = FileFingerprint(nbytes, modified_ns, 0, 0, tag, self._remote.cache, True)
+            self._file = opened(path)
+            nbytes, modified_ns, tag = self._file.version
+            self.fingerprint = FileFingerprint(nbytes, modified_ns, 0, 0, tag, self._file.cache, True)
         else:
             try:
-                self._descriptor, self._status = open_regular(path)
-                self.fingerprint = FileFingerprint.of(self._status)
+                self._file = LocalFile(path)
             except OSError as error:
                 raise cannot_open(path, path, error) from error
+            self.fingerprint = self._file.fingerprint
         self.nbytes = self.fingerprint.nbytes
         try:
             self.head = self._data = self.read(0, min(self.nbytes, HEAD_BYTES), "its beginning")
         except BaseException:
-            self.__exit__()
+            self._file.close()
             raise
 
     def __enter__(self) -> SourceFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._remote is not None:
-            return
         kept = _kept.value
-        if kept is None or self.path in kept or len(kept) == _MOST_KEPT:
-            self._descriptor.close()
+        if kept is None or not isinstance(self._file, LocalFile) or self.path in kept or len(kept) == _MOST_KEPT:
+            self._file.close()
         else:
-            kept[self.path] = self._descriptor, self._status
+            kept[self.path] = self._file
 
     def read(self, start: int, nbytes: int, what: str, most_bytes: int = MAX_STRUCTURE_BYTES) -> bytes:
         """Reads exactly `nbytes` bytes; `what` names them in errors.
@@ -454,19 +597,7 @@ class SourceFile:
             )
         if start + nbytes <= len(self._data):
             return self._data[start : start + nbytes]
-        at = self.start + start
-        if self._remote is not None:
-            data = self._remote.read(at, nbytes)
-        else:
-            data = b""
-            try:
-                # One call may return less than was asked for.
-                while len(data) < nbytes and (
-                    piece := system.pread(self._descriptor, nbytes - len(data), at + len(data))
-                ):
-                    data += piece
-            except OSError as error:
-                raise read_failed(f"{what} cannot be read", self.path, error) from error
+        data = self._file.read(self.start + start, nbytes)
         if len(data) < nbytes:
             raise self.truncated(what, start + nbytes)
         return data

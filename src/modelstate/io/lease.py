@@ -40,8 +40,8 @@ from functools import partial
 
 from modelstate.forks import at_fork, fork_safe_lock
 from modelstate.io import system
-from modelstate.io.files import Descriptor
-from modelstate.io.linux import IS_LINUX, MAP_NORESERVE, Advice, filesystem_type, madvise
+from modelstate.io.linux import IS_LINUX, MAP_FAILED, MAP_NORESERVE, Advice, filesystem_type, madvise
+from modelstate.io.system import Descriptor
 from modelstate.text_format import size
 
 _log = logging.getLogger("modelstate")
@@ -53,8 +53,8 @@ _SA_NODEFER_RESTART = 0x40000000 | 0x10000000
 _PIECE_BYTES, _MOST_PIECES = 8 << 20, 512
 """The watcher holds the interpreter lock while it copies a piece; to get the lock may take 5 ms for each piece."""
 _MARGIN_SECONDS = 2.0
+_START_SECONDS = 10.0
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-_MAP_FAILED = 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
 _BREAK_TIME = "/proc/sys/fs/lease-break-time"
 _USUAL_BREAK_SECONDS = 45.0
 NAMELESS = "it has no name, as memory of memfd_create, whose writers do not wait for a lease"
@@ -94,7 +94,7 @@ def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
         if not _start_watcher():
             return "the thread that answers for leases cannot be started"
         try:
-            _take(descriptor, _watcher)
+            _take(descriptor)
             lease = Lease(path, Descriptor(os.dup(descriptor)), mapped)
         except OSError as error:  # where `dup` fails, the caller ends the lease, since it closes its own descriptor
             return _reason(error)
@@ -120,7 +120,7 @@ def hold_for_now(descriptor: int) -> str:
     if filesystem_type(descriptor) not in _FILE_SYSTEMS:
         return "other machines may write to its file system"
     try:
-        _take(descriptor, 0)
+        _take(descriptor)
         fcntl.fcntl(descriptor, fcntl.F_SETOWN, 0)
     except OSError as error:
         return _reason(error)
@@ -144,19 +144,15 @@ _REASONS = {
 }
 
 
-def _take(descriptor: int, watcher: int) -> None:
-    """Sets a read lease whose signal goes to the thread `watcher`. Raises `OSError`.
-
-    Where the watcher does not run yet (0), it sets the owner itself when it starts.
-    """
+def _take(descriptor: int) -> None:
+    """Sets a read lease whose signal goes to the watcher. Raises `OSError`."""
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, _SIGNAL)  # the default, SIGIO, would end the process
-    if watcher:
-        _set_owner(descriptor, watcher)
+    _set_owner(descriptor)
     fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
 
 
-def _set_owner(descriptor: int, thread: int) -> None:
-    fcntl.fcntl(descriptor, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, thread))
+def _set_owner(descriptor: int) -> None:
+    fcntl.fcntl(descriptor, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, _watcher))
 
 
 # The registry. `_lock` guards what is added to it; any thread may take a lease out of it, in one step.
@@ -166,7 +162,6 @@ _leases: dict[weakref.ref[mmap.mmap], Lease] = {}
 _lock = fork_safe_lock()
 _watcher = 0
 """The kernel's number of the watcher thread; 0 until it runs."""
-_watcher_started = False
 
 
 def _release(mapped: weakref.ref[mmap.mmap]) -> None:
@@ -191,36 +186,29 @@ def release(descriptor: Descriptor) -> None:
 
 
 def _start_watcher() -> bool:
-    global _watcher_started
-    if not _watcher_started:
-        try:
-            _thread.start_new_thread(_watch, ())
-        except RuntimeError:
-            return False
-        _watcher_started = True
-    return True
+    """Starts the watcher, unless it runs. Returns False where the system starts no more threads."""
+    if not _watcher:
+        waiting = _thread.allocate_lock()
+        waiting.acquire()
+        with suppress(RuntimeError):
+            _thread.start_new_thread(_watch, (waiting,))
+            waiting.acquire(timeout=_START_SECONDS)
+    return _watcher != 0
 
 
-def _watch() -> None:
+def _watch(waiting: _thread.LockType) -> None:
+    global _watcher
     # The kernel sends SIGIO where it cannot queue the signal that was asked for.
     signals = {_SIGNAL, signal.SIGIO}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    _own_signals()
+    _watcher = _thread.get_native_id()
+    waiting.release()
     while True:
         try:
             _answer_all()
         except Exception:
             _log.exception("a lease on a mapped file could not be answered for")
         signal.sigwaitinfo(signals)
-
-
-def _own_signals() -> None:
-    """Has the kernel send the signals of all leases to this thread, the watcher."""
-    global _watcher
-    with _lock:
-        _watcher = _thread.get_native_id()
-        for lease in [*_leases.values()]:
-            _set_owner(lease.descriptor, _watcher)
 
 
 def _answer_all() -> None:
@@ -269,7 +257,7 @@ def _before_fork() -> None:
         try:
             again = f"/proc/self/fd/{lease.descriptor}"
             descriptor = Descriptor(system.open(again, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-            _take(descriptor, _watcher)
+            _take(descriptor)
             lease.for_child = descriptor
         except OSError as error:
             if error.errno == errno.EAGAIN:  # a writer waits for the first lease
@@ -284,16 +272,17 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _watcher, _watcher_started
-    _watcher, _watcher_started = 0, False
+    global _watcher
+    _watcher = 0
     for lease in [*_leases.values()]:
         lease.descriptor.close()  # its lease is the parent's
         if lease.for_child is None:
             del _leases[lease.mapped]
         else:
             lease.descriptor, lease.for_child = lease.for_child, None
-    if _leases:
-        _start_watcher()
+    if _leases and _start_watcher():
+        for lease in [*_leases.values()]:
+            _set_owner(lease.descriptor)
 
 
 at_fork(before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork_in_child)
@@ -319,39 +308,36 @@ def _replace(address: int, nbytes: int, until: float) -> int:
     the C library that sleeps. Each piece is copied and replaced without releasing the interpreter lock: otherwise the
     thread that holds the interpreter lock could be one that waits.
     """
-    end = _whole_pages(nbytes)
-    memory = _libc.mmap(None, end, mmap.PROT_READ | mmap.PROT_WRITE, _ANONYMOUS, -1, 0)
-    if memory == _MAP_FAILED:
-        return 0
+    end, done = _whole_pages(nbytes), 0
     step = max(_PIECE_BYTES, _whole_pages(end // _MOST_PIECES))
     sleep = ctypes.cast(_libc.usleep, ctypes.c_void_p).value
     waiting, before = _SigAction(handler=sleep, flags=_SA_NODEFER_RESTART), _SigAction()
-    done = 0
-    try:
-        while done < end and time.monotonic() < until:
-            count, old, new = min(step, end - done), address + done, memory + done
-            madvise(new, count, Advice.POPULATE_WRITE)
-            if madvise(old, count, Advice.POPULATE_READ) not in (0, errno.EINVAL):
-                break  # an I/O error, or the file has been truncated since the kernel stopped delaying the writer
-            calls = (
-                partial(_libc.sigaction, signal.SIGSEGV, ctypes.byref(waiting), ctypes.byref(before)),
-                partial(_libc.mprotect, old, count, mmap.PROT_READ),
-                partial(_libc.memcpy, new, old, count),
-                partial(_libc.mremap, new, count, count, _MREMAP_MAYMOVE_FIXED, old),
-                partial(_libc.mprotect, old, count, mmap.PROT_READ | mmap.PROT_WRITE),
-                partial(_libc.sigaction, signal.SIGSEGV, ctypes.byref(before), None),
-            )
-            is_enabled = gc.isenabled()
-            gc.disable()  # a finalizer might write to the protected memory
-            results = tuple(map(operator.call, calls))  # the interpreter runs no other thread between the calls
-            if is_enabled:
-                gc.enable()
-            if results[3] != old:
-                break
-            done += count
-    finally:
-        if done < end:
-            _libc.munmap(memory + done, end - done)
+    while done < end and time.monotonic() < until:
+        count, old = min(step, end - done), address + done
+        if madvise(old, count, Advice.POPULATE_READ) not in (0, errno.EINVAL):
+            break  # an I/O error, or the file has been truncated since the kernel stopped delaying the writer
+        length, source = ctypes.c_size_t(count), ctypes.c_void_p(old)
+        new = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, _ANONYMOUS, -1, ctypes.c_long(0))
+        if new == MAP_FAILED:
+            break
+        madvise(new, count, Advice.POPULATE_WRITE)
+        target = ctypes.c_void_p(new)
+        calls = (
+            partial(_libc.sigaction, signal.SIGSEGV, ctypes.byref(waiting), ctypes.byref(before)),
+            partial(_libc.mprotect, source, length, mmap.PROT_READ),
+            partial(_libc.memcpy, target, source, length),
+            partial(_libc.mremap, target, length, length, _MREMAP_MAYMOVE_FIXED, source),
+            partial(_libc.mprotect, source, length, mmap.PROT_READ | mmap.PROT_WRITE),
+            partial(_libc.sigaction, signal.SIGSEGV, ctypes.byref(before), None),
+        )
+        is_enabled = gc.isenabled()
+        gc.disable()  # a finalizer might write to the protected memory
+        results = tuple(map(operator.call, calls))  # the interpreter runs no other thread between the calls
+        if is_enabled:
+            gc.enable()
+        if results[3] != old:
+            break
+        done += count
     return min(done, nbytes)
 
 
@@ -364,10 +350,4 @@ _CAN_REPLACE = IS_LINUX and platform.machine() in ("x86_64", "aarch64")
 _libc = ctypes.PyDLL(None, use_errno=True)
 """The C library, whose functions keep the interpreter lock."""
 if _CAN_REPLACE:
-    _pointer, _length, _number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    _libc.mmap.argtypes = (_pointer, _length, _number, _number, _number, ctypes.c_long)
-    _libc.munmap.argtypes = (_pointer, _length)
-    _libc.sigaction.argtypes, _libc.mprotect.argtypes = (_number, _pointer, _pointer), (_pointer, _length, _number)
-    _libc.memcpy.argtypes = (_pointer, _pointer, _length)
-    _libc.mremap.argtypes = (_pointer, _length, _length, _number, _pointer)
-    _libc.mmap.restype = _libc.memcpy.restype = _libc.mremap.restype = _pointer
+    _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p

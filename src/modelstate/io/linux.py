@@ -23,6 +23,8 @@ O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if IS_LINUX else 0)
 """Without this flag Linux counts a writable map as memory, and refuses a file that is larger than the free memory."""
 
+MAP_FAILED = 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
+"""The result of a `mmap` that has failed."""
 _LEAST_POPULATED_BYTES = 256 << 10
 
 
@@ -89,7 +91,7 @@ def resident(descriptor: int, start: int, nbytes: int, *, step: int = 0) -> byte
     nbytes += start - first
     # Not `mmap.mmap`, which duplicates the descriptor, and asks for the status of the file.
     address = _mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | MAP_NORESERVE, descriptor, first)
-    if address == _MAP_FAILED:
+    if address == MAP_FAILED:
         return None
     try:
         step, length = (step // mmap.PAGESIZE * mmap.PAGESIZE, 1) if step else (nbytes, nbytes)
@@ -148,7 +150,6 @@ _mmap = function(
     result=ctypes.c_void_p,
 )
 _munmap = function("munmap", ctypes.c_void_p, ctypes.c_size_t)
-_MAP_FAILED = 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
 _mincore = function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _malloc_trim = function("malloc_trim", ctypes.c_size_t)
 _fstatfs = function("fstatfs", ctypes.c_int, ctypes.c_void_p)

@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import time
 import weakref
 from contextlib import suppress
@@ -23,7 +22,7 @@ from datetime import datetime
 from modelstate.errors import LockedError, ModelStateError, StoreMovedError, WriteFailedError
 from modelstate.forks import at_fork
 from modelstate.io import system
-from modelstate.io.files import Descriptor
+from modelstate.io.system import Descriptor
 from modelstate.text_format import printable
 
 LOCK_FILE = ".lock"
@@ -47,7 +46,6 @@ WRITE_REMEDIES = {
 _REMEDIES = WRITE_REMEDIES | {
     errno.ELOOP: f"remove {LOCK_FILE}, which is a symbolic link",
     errno.EISDIR: f"remove {LOCK_FILE}, which is a directory",
-    errno.ENXIO: f"remove {LOCK_FILE}, which is a pipe, a socket or a device",
 }
 
 descriptors_to_close: set[Descriptor] = set()
@@ -57,8 +55,7 @@ since a signal handler may save in the middle of another save; each change is a 
 
 def _close_in_child() -> None:
     while descriptors_to_close:
-        with suppress(OSError):
-            descriptors_to_close.pop().close()
+        descriptors_to_close.pop().close()
 
 
 at_fork(in_child=_close_in_child)
@@ -95,10 +92,7 @@ class WriterLock:
         try:
             opened.append(_open(self.directory, os.O_RDONLY | os.O_DIRECTORY))
             for _ in range(_TRIES):
-                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-                opened.append(_open(LOCK_FILE, flags, opened[0]))
-                if not stat.S_ISREG(os.fstat(opened[1]).st_mode):
-                    raise OSError(errno.ENXIO, "not a regular file")
+                opened.append(_open(LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, opened[0]))
                 self._lock(opened[1])
                 if is_at(opened[1], self._path):
                     break
@@ -114,7 +108,12 @@ class WriterLock:
         except BaseException as error:
             unlock(opened)
             if isinstance(error, OSError) and not isinstance(error, ModelStateError):
-                raise self._no_access(error) from error
+                raise WriteFailedError(
+                    "the directory cannot be locked for writing",
+                    where=self.directory,
+                    found=error,
+                    remedy=_REMEDIES.get(error.errno or 0, ""),
+                ) from error
             raise
 
     def _lock(self, descriptor: Descriptor) -> None:
@@ -153,14 +152,8 @@ class WriterLock:
 
     def check_directory(self) -> None:
         """Raises `StoreMovedError` where the directory that this object has locked is no longer at its path."""
-        if not self.held:
-            return
-        try:
+        if self.held:
             check_directory(self.directory, os.fstat(self._opened[0]))
-        except StoreMovedError:
-            raise
-        except OSError as error:
-            raise self._no_access(error) from error
 
     def _locked(self, found: str) -> LockedError:
         other = "close the other Store of this process (close(), or `with`)"
@@ -172,14 +165,6 @@ class WriterLock:
             expected="one writer at a time",
             found=found,
             remedy=f"{other}, or take another directory; a writer that has ended keeps no lock",
-        )
-
-    def _no_access(self, error: OSError) -> WriteFailedError:
-        return WriteFailedError(
-            "the directory cannot be locked for writing",
-            where=self.directory,
-            found=error,
-            remedy=_REMEDIES.get(error.errno or 0, ""),
         )
 
 
@@ -206,18 +191,19 @@ def unlock(opened: list[Descriptor]) -> None:
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             descriptors_to_close.discard(descriptor)
-            with suppress(OSError):  # no data depends on it
-                descriptor.close(system.close)
+            descriptor.close()
 
 
 def check_directory(directory: str, before: os.stat_result) -> None:
-    """Raises `StoreMovedError` where the path has no directory or another one than `before`, and `OSError`."""
+    """Raises `StoreMovedError` where the path has no directory or another one than `before`."""
     try:
         if os.path.samestat(before, os.stat(directory)):
             return
         found = "something else is there"
     except (FileNotFoundError, NotADirectoryError):
         found = "nothing is there"
+    except OSError:  # the directory may be there: what is done in it next raises the error
+        return
     raise StoreMovedError(
         "the store's directory has been renamed, removed or replaced since it was taken into use",
         where=directory,

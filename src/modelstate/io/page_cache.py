@@ -31,8 +31,8 @@ from functools import partial
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import lease, linux
-from modelstate.io.engine import LocalFile, OpenFiles, block_buffers, in_blocks, read_threads, stream
-from modelstate.io.files import FileFingerprint, open_unchanged
+from modelstate.io.engine import block_buffers, in_blocks, read_threads, stream
+from modelstate.io.files import FileFingerprint, LocalFile, OpenFiles, open_unchanged
 from modelstate.io.memory import Buffer
 from modelstate.process import run_detached
 from modelstate.spec import ByteRange
@@ -133,7 +133,7 @@ def _read_ahead(spans: Sequence[ByteRange], total: int, fingerprints: Mapping[st
     with suppress(OSError, ReadFailedError):  # the read itself reports what is wrong
         for path, first, nbytes in spans:
             end = first + min(nbytes, total)
-            with open_unchanged(path, fingerprints.get(path))[0] as descriptor:
+            with open_unchanged(path, fingerprints.get(path)).descriptor as descriptor:
                 for start in range(first, end, _STEP_BYTES):
                     linux.advise(descriptor, "POSIX_FADV_WILLNEED", start, min(_STEP_BYTES, end - start))
             total -= end - first
@@ -194,5 +194,5 @@ def bring_into_cache(
         return False
     blocks = in_blocks([(span, 1) for span in missing], _READ_BYTES)
     buffers = block_buffers(blocks, read_threads())
-    stream(blocks, buffers, lambda *_: None, files=files, on_block=lambda block, _: on_read(block.wanted_bytes))
+    stream(blocks, buffers, lambda *_: None, files=files, on_block=lambda block: on_read(block.wanted_bytes))
     return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -56,19 +56,21 @@ class StagingBuffer:
                 buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 for tensor, start in zip(tensors, starts, strict=True)
             ]
-        copy_all(tensors, copies)
+            pairs = [pair for each in zip(tensors, copies, strict=True) for pair in _pieces(*each)]
+        _copy(pairs, {tensor.device for tensor in tensors if tensor.device.type == "cuda"})
         return copies
 
 
-def copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _copy(pairs: list[_Pair], devices: Iterable[torch.device]) -> None:
     """Copies tensors with several threads. Each thread takes pieces of at most a few megabytes."""
-    pairs = [pair for tensor, copy in zip(tensors, copies, strict=True) for pair in _pieces(tensor, copy)]
     jobs = [pairs[at : at + _PAIRS_AT_ONCE] for at in range(0, len(pairs), _PAIRS_AT_ONCE)]
-    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def copy_job(job: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy_job(job: list[_Pair]) -> None:
         sources, targets = zip(*job, strict=True)
         copy_each(targets, sources, non_blocking=True)
 
@@ -83,14 +85,11 @@ def copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) ->
         wait()  # after an error too: the copies use memory that may be released then
 
 
-def _pieces(tensor: torch.Tensor, copy: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    nbytes = tensor.nbytes
-    if nbytes <= _BLOCK_BYTES or not tensor.is_contiguous() or tensor.device.type != "cpu":
+def _pieces(tensor: torch.Tensor, copy: torch.Tensor) -> list[_Pair]:
+    if tensor.nbytes <= _BLOCK_BYTES or not tensor.is_contiguous() or tensor.device.type != "cpu":
         return [(tensor.detach(), copy)]
     step = _BLOCK_BYTES // tensor.itemsize
-    with torch.inference_mode(False):
-        source, target = tensor.detach().view(-1), copy.view(-1)
-    return [(source[at : at + step], target[at : at + step]) for at in range(0, tensor.numel(), step)]
+    return [*zip(torch.split(tensor.detach().view(-1), step), torch.split(copy.view(-1), step), strict=True)]
 
 
 # Pinned memory.
@@ -108,10 +107,9 @@ def pinned_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 
     Raises `RuntimeError` where the system, or a limit on pinned memory, does not allow for it.
     """
-    buffer = _registered(nbytes, device) if nbytes else None
-    if buffer is None:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return torch.frombuffer(buffer.view, dtype=torch.uint8)
+    if nbytes and (buffer := _registered(nbytes, device)) is not None:
+        return torch.frombuffer(buffer.view, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class _Pinned(Buffer):

@@ -63,3 +63,29 @@ def _full_fsync(descriptor: int) -> None:
 
 fsync: Callable[[int], None] = _full_fsync if hasattr(fcntl, "F_FULLFSYNC") else os.fsync
 """On macOS, where `os.fsync` leaves the data in the cache of the disk, `F_FULLFSYNC`."""
+
+
+# Open files.
+
+
+class Descriptor(int):
+    """The descriptor of an open file. The file is closed with this object: at the latest when nothing refers to it."""
+
+    is_open = True
+
+    def close(self) -> None:
+        """Closes the file, if it is open. An error is ignored: what was written has been synced, or is removed."""
+        if self.is_open:
+            self.is_open = False
+            with suppress(OSError):
+                close(self)
+
+    def __enter__(self) -> Descriptor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self.is_open:  # in one call: an interrupt is lost here, and must not keep the file open
+            os.close(self)

@@ -90,18 +90,13 @@ def runs(tensors: Sequence[StoredTensor], read_all: ReadAll) -> list[torch.Tenso
 
 
 def same_bytes(first: ByteRange, second: ByteRange, read_all: ReadAll) -> bool:
-    """Whether two ranges hold the same bytes. Reads a piece of each at a time."""
-    if first.nbytes != second.nbytes:
-        return False
-    a, b = (StoredTensor.whole("uint8", (extent.nbytes,), extent) for extent in (first, second))
+    """Whether two ranges of equal length hold the same bytes. Reads a piece of each at a time."""
     for start in range(0, first.nbytes, AT_ONCE_BYTES):
         count = min(AT_ONCE_BYTES, first.nbytes - start)
-        if not torch.equal(elements(a, start, count, read_all), elements(b, start, count, read_all)):
+        pieces = [ByteRange(path, begin + start, count) for path, begin, _ in (first, second)]
+        if not torch.equal(*runs([StoredTensor.whole("uint8", (count,), piece) for piece in pieces], read_all)):
             return False
     return True
-
-
-_Part = StoredTensor | torch.Tensor
 
 
 def compute(
@@ -143,7 +138,7 @@ def compute(
 
     # Memory that is written to must not be left half written: the buffers are there before.
     workers = [worker(empty_cpu((nbytes,), torch.uint8)) for _ in range(min(read_threads(), len(blocks)))]
-    for_each(blocks, workers, lambda *_: on_block(), with_torch=True)
+    for_each(blocks, workers, lambda _: on_block(), with_torch=True)
 
 
 class _ComputedTensor:
@@ -174,7 +169,9 @@ class _ComputedTensor:
             start, at = at, at + aligned(nbytes)
             return buffer[start : start + nbytes].view(dtype).view(tuple(shape))
 
-        def piece(part: _Part, first: int, end: int, memory: torch.Tensor | None = None) -> torch.Tensor:
+        def piece(
+            part: StoredTensor | torch.Tensor, first: int, end: int, memory: torch.Tensor | None = None
+        ) -> torch.Tensor:
             """Returns elements of a flat part, after the next read."""
             if not isinstance(part, StoredTensor):
                 return part[first:end]

@@ -21,8 +21,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import NO_PICKLE, Source, open as open_checkpoint
 from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import ModelCodeError, OptionError, PlanError, code_errors
-from modelstate.io.engine import OpenFiles
-from modelstate.io.files import kept_open
+from modelstate.io.files import OpenFiles, kept_open
 from modelstate.loading import collective
 from modelstate.loading.background import LoadHandle, StagedLoad
 from modelstate.loading.collective import PLANNING, before_call

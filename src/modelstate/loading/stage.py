@@ -16,7 +16,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError, code_errors
-from modelstate.io.engine import OpenFiles
+from modelstate.io.files import OpenFiles
 from modelstate.io.memory import HUGE_PAGE_BYTES
 from modelstate.io.page_cache import LEAST_BYTES_AHEAD, bring_into_cache, lease_files, look, read_ahead, skip_page_cache
 from modelstate.loading.values import Staging, copies_from_maps, reads

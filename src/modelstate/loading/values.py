@@ -28,8 +28,6 @@ from modelstate.errors import PlacementError, TransformError, code_errors
 from modelstate.io import system
 from modelstate.io.engine import (
     Block,
-    LocalFile,
-    OpenFiles,
     Part,
     ReadStrategy,
     Wait,
@@ -39,6 +37,7 @@ from modelstate.io.engine import (
     read_ranges,
     stream,
 )
+from modelstate.io.files import LocalFile, OpenFiles
 from modelstate.io.linux import MAP_NORESERVE, populate, trim_heap
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.staging import pinned_memory
@@ -437,7 +436,7 @@ def _in_blocks(staging: Staging, items: Sequence[Execution], memory: Memory) -> 
             stream(
                 *(blocks, buffers, consume),
                 files=staging.files,
-                on_block=lambda block, _: staging.progress(block.wanted_bytes),
+                on_block=lambda block: staging.progress(block.wanted_bytes),
             )
         finally:
             # A block that has failed may have left copies behind: they use memory that is freed after an error.

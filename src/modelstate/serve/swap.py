@@ -32,7 +32,8 @@ from modelstate.checkpoint.open import Source, open as open_checkpoint
 from modelstate.errors import PlacementError, Remedy, WeightsError
 from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.layers import trust_known_patches
-from modelstate.io.engine import OpenFiles, Request, read_ranges
+from modelstate.io.engine import Request, read_ranges
+from modelstate.io.files import OpenFiles
 from modelstate.io.memory import fresh_tensors
 from modelstate.io.tensors import compute
 from modelstate.loading.load import load_then
