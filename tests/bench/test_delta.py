@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bench import delta
+from tests.bench.forked import run_forked
 
 
 def test_the_entropy() -> None:
@@ -28,7 +29,8 @@ def test_the_bytes_of_a_step(share: float) -> None:
 
 
 @pytest.mark.slow
-def test_the_times(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_times(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta, "run", run_forked)
     delta.main(["--steps", "0", "--mb", "1", "--runs", "1"])
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[0].split(",")[0] for row in rows] == [

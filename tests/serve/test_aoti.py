@@ -191,13 +191,12 @@ class TwoInputs(nn.Module):
         return x * self.weight + y
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_each_call_is_checked_also_after_one_with_the_same_sizes(by_name: bool) -> None:
+def test_each_call_is_checked_also_after_one_with_the_same_sizes() -> None:
     x, y = torch.ones(2, 3), torch.zeros(2, 3)
-    live = ms.Live(package_of(TwoInputs(), kwargs={"x": x, "y": y}) if by_name else package_of(TwoInputs(), x, y))
+    live = ms.Live(package_of(TwoInputs(), kwargs={"x": x, "y": y}))
 
     def answer(x: object, y: object) -> torch.Tensor:
-        value: torch.Tensor = live(y=y, x=x) if by_name else live(x, y)
+        value: torch.Tensor = live(y=y, x=x)
         return value
 
     columns = torch.arange(6.0).view(3, 2).T
@@ -216,7 +215,7 @@ def test_each_call_is_checked_also_after_one_with_the_same_sizes(by_name: bool) 
             (([x, y],), {}),
             ((), {"x": x}),
             ((), {"x": x, "z": y}),
-            ((x, y) if by_name else (), {} if by_name else {"x": x, "y": y}),
+            ((x, y), {}),
         ):
             with pytest.raises(ProgramInputError):
                 live(*args, **named)
