@@ -277,9 +277,15 @@ def test_a_square_weight_that_could_be_either() -> None:
         ),
         (matrices("lin", name="a") | matrices("lin", name="b"), "several adapters"),
         (matrices("lin") | {"base_model.model.lin.lora_embedding_A": torch.ones(2, 3)}, "counterpart"),
-        (matrices("lin") | {"base_model.model.lin.weight": torch.ones(5, 3)}, "replaces by another shape"),
+        (
+            matrices("lin") | {"base_model.model.lin.weight": torch.ones(5, 3)},
+            "does not fit 'lin.weight' of shape (5, 3)",
+        ),
         (matrices("lin") | {"lin.lora_A.weight": torch.ones(2, 3)}, "another matrix for the same"),
-        (matrices("lin") | {"base_model.model.lin.lora_magnitude_vector": torch.ones(3)}, "vector' does not fit"),
+        (
+            matrices("lin") | {"base_model.model.lin.lora_magnitude_vector": torch.ones(3)},
+            "lora_magnitude_vector' (torch.float32 of shape (3,)) does not fit",
+        ),
         (matrices("lin") | {"base_model.model.lin.lora_B.bias": torch.ones(3)}, "lora_B.bias"),
         ({name: t.half() if "_A" in name else t for name, t in matrices("lin").items()}, "float16"),
         (matrices("int"), "nothing can be added"),

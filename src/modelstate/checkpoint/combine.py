@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
+import msgspec
 import torch
 
 from modelstate.arguments import invalid_option
@@ -22,12 +22,12 @@ CombineFunction = Callable[[str, list[torch.Tensor]], torch.Tensor]
 """Returns one tensor from a name, and the tensors of all checkpoints that have it, in the order of the checkpoints."""
 
 
-class Combination(ABC):
+class Combination(msgspec.Struct, frozen=True):
     """A way to combine several checkpoints into one."""
 
-    @abstractmethod
     def merge(self, sources: Sequence[Checkpoint]) -> FlatTree:
         """Merges the checkpoints without reading a tensor. Raises `CombineError` with all problems."""
+        raise NotImplementedError
 
 
 def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:

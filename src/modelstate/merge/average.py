@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -21,21 +20,26 @@ from modelstate.formats.tree import FlatTree
 from modelstate.planning.quantized import stored_quantized
 from modelstate.problems import ProblemKind, join_remedies, remedies_for
 from modelstate.rules.joining import SCALABLE
-from modelstate.spec import Allocate, Blocks, Combined, FillBlock, Stored, bytes_key
+from modelstate.spec import Blocks, Combined, Stored, bytes_key
 from modelstate.text_format import count, listed
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import same_values
 
-_CHUNK_BYTES = 1 << 19
-"""The bytes of the sums that are computed at once. They stay in the second-level cache of a processor."""
+_CHUNK_ELEMENTS = 1 << 17
+"""The elements that are computed at once. Their sums stay in the second-level cache of a processor."""
 _BY_DIFFERENCES = {torch.float32: 2.0**-30, torch.float64: 2.0**-50, torch.complex128: 2.0**-50}
 """The dtypes whose averages are computed by differences, and how far the sum of the weights may be from 1.
 
 For float32 the result differs by less than it is rounded by. Weights such as 0.1 and 0.9 are rounded themselves."""
 
+_FROM_ONE = 'from one of them: ms.merge.Average(others="first")'
+_DEQUANTIZE = (
+    "if it has scales, write plain weights of each checkpoint first: modelstate.convert_checkpoint with the rule "
+    "Dequantize; or open other tensors alone, with key="
+)
 
-@dataclass(frozen=True, slots=True)
-class Average(Combination):
+
+class Average(Combination, frozen=True):
     """The weighted average of checkpoints of one model, for `ms.open(sources, combine=ms.merge.Average(...))`.
 
     All checkpoints must have the same names, shapes and dtypes. float16 and bfloat16 are summed in float32, float32 and
@@ -112,15 +116,14 @@ class Average(Combination):
         for name in sources[0]:
             parts = tuple(source.stored(name) for source in sources)
             keys = tuple(bytes_key(part, name) for part in parts)
-            if keys not in averages:  # names that are tied in all checkpoints share one average
-                averages[keys] = self._averaged(name, parts, weights, chosen)
-            tensors[name] = averages[keys]
+            # Names that are tied in all checkpoints share one average.
+            tensors[name] = averages.setdefault(keys, self._averaged(name, parts, weights, chosen))
         values = sources[chosen or 0].flat.values
         return FlatTree(tensors, dict(values), sources[0].flat.containers, versions_of(sources))
 
     def _averaged(self, name: str, parts: tuple[Stored, ...], weights: Sequence[float], chosen: int | None) -> Stored:
         dtype, shape = parts[0].dtype, tuple(parts[0].shape)
-        if not all(map(_has_average, parts)):
+        if not all(map(has_sums, parts)):
             if chosen is not None:
                 return parts[chosen]
             return Combined(f"the same in {len(parts)}", dtype, shape, parts, lambda tensors: _same(name, tensors))
@@ -129,114 +132,90 @@ class Average(Combination):
         if factors == [1]:
             return used[0][0]
         by_differences = len(used) > 1 and abs(math.fsum(factors) - 1) <= _BY_DIFFERENCES.get(dtype, -1)
-        compute, wide = (_mean, dtype) if by_differences else (_sum, _wide(dtype))
-        chunk = min(_CHUNK_BYTES // wide.itemsize, math.prod(shape))
+        compute = _mean if by_differences else _sum
 
-        def begin(_: Sequence[torch.Tensor], allocate: Allocate) -> FillBlock:
-            scratch = allocate((2, chunk), wide)
+        def fill(out: torch.Tensor, blocks: Sequence[torch.Tensor], _: int) -> None:
+            chunks = (torch.split(tensor, _CHUNK_ELEMENTS) for tensor in (out, *blocks))
+            for result, *pieces in zip(*chunks, strict=True):
+                result.copy_(compute(pieces, factors) if pieces else result.new_zeros(()))
 
-            def fill(out: torch.Tensor, blocks: Sequence[torch.Tensor], _: int) -> None:
-                for result, *pieces in zip(*(torch.split(tensor, chunk) for tensor in (out, *blocks)), strict=True):
-                    compute(result, pieces, factors, scratch[:, : len(result)])
-
-            return fill
-
-        build = Blocks(begin, scratch_bytes=2 * chunk * wide.itemsize)
+        build = Blocks(lambda *_: fill, scratch_bytes=4 * _CHUNK_ELEMENTS * 2 * dtype.itemsize)
         return Combined(f"average of {len(parts)}", dtype, shape, tuple(part for part, _ in used), build)
 
 
-def _sum(out: torch.Tensor, pieces: Sequence[torch.Tensor], weights: Sequence[float], scratch: torch.Tensor) -> None:
-    """Computes the weighted sum in the dtype of the scratch memory, and rounds it once."""
-    if not pieces:
-        out.zero_()
-        return
-    total, widened = scratch
-    total.copy_(pieces[0]).mul_(weights[0])
+def _sum(pieces: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Returns the weighted sum in a wider dtype."""
+    dtype = pieces[0].dtype
+    wide = torch.promote_types(dtype, torch.float32 if dtype.itemsize == 2 else torch.float64)
+    total = torch.mul(pieces[0].to(wide), weights[0])
     for piece, weight in zip(pieces[1:], weights[1:], strict=True):
-        total.add_(widened.copy_(piece), alpha=weight)
-    out.copy_(total)
+        total.add_(piece.to(wide), alpha=weight)
+    return total
 
 
-def _mean(out: torch.Tensor, pieces: Sequence[torch.Tensor], weights: Sequence[float], scratch: torch.Tensor) -> None:
-    """Computes a weighted sum whose weights add up to 1, in the dtype of the tensors.
+def _mean(pieces: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Returns a weighted sum whose weights add up to 1, in the dtype of the tensors.
 
     The weighted differences to the first tensor are subtracted from it: what is rounded is small where the tensors are
     close to each other, and an element that is equal in all of them stays as it is. Two halves are added, which rounds
     once. Elements for which that is infinite or NaN are computed by `_sum`.
     """
     base, *others = pieces
-    total, difference = scratch
-    halves = weights == [0.5, 0.5]
-    if halves:
-        torch.add(base, others[0], out=total)
+    if weights == [0.5, 0.5]:
+        mean = torch.add(base, others[0]).mul_(0.5)
     else:
-        torch.sub(base, others[0], out=total).mul_(weights[1])
+        total = torch.sub(base, others[0]).mul_(weights[1])
         for piece, weight in zip(others[1:], weights[2:], strict=True):
-            total.add_(torch.sub(base, piece, out=difference), alpha=weight)
-    is_usual = None if total.sum().isfinite() else total.isfinite()
-    result = out if is_usual is None else torch.empty_like(out)
-    torch.mul(total, 0.5, out=result) if halves else torch.sub(base, total, out=result)
-    if is_usual is not None:
-        _sum(out, pieces, weights, torch.empty(scratch.shape, dtype=_wide(out.dtype), device="cpu"))
-        out.copy_(torch.where(is_usual, result, out))
+            total.add_(torch.sub(base, piece), alpha=weight)
+        mean = torch.sub(base, total, out=total)
+    return mean if mean.sum().isfinite() else torch.where(mean.isfinite(), mean, _sum(pieces, weights))
 
 
 def _same(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the first tensor. Raises `CombineError` if another one differs."""
     differing = [f"[{index}]" for index, tensor in enumerate(tensors) if not same_values(tensors[0], tensor)]
     if differing:
-        remedy = 'take it from one of them: ms.merge.Average(others="first")'
-        if tensors[0].dtype in SCALABLE:
-            remedy = "if it has scales, write plain weights of each checkpoint first: modelstate.convert_checkpoint "
-            remedy += "with the rule Dequantize; or open other tensors alone, with key="
         raise CombineError(
             "a tensor that cannot be averaged differs between the checkpoints",
             where=name,
             expected=f"the same {tensors[0].dtype} values in all",
             found=f"others than in the first in {', '.join(differing)}",
-            remedy=remedy,
+            remedy=_DEQUANTIZE if tensors[0].dtype in SCALABLE else f"take it {_FROM_ONE}",
         )
     return tensors[0]
 
 
-def _has_average(tensor: Stored) -> bool:
+def has_sums(tensor: Stored) -> bool:
     """Whether sums make sense: they do not for numbers whose scales are other tensors, such as float8."""
     dtype = tensor.dtype
     return kind_of(tensor) == "strided" and (dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a sum, which is rounded once at its end to the dtype of the file."""
-    return torch.promote_types(dtype, torch.float32 if dtype.itemsize == 2 else torch.float64)
-
-
 def _differences(sources: Sequence[Checkpoint], chosen: int | None) -> tuple[list[str], list[str]]:
     """Returns the differences that show that the checkpoints have no average, and what to do about them."""
-    found, remedies, unfit = list[str](), dict[str, None](), list[str]()
+    found, remedies = list[str](), dict[str, None]()
+    unfit, casts = list[str](), dict[int, torch.dtype]()
     for name, indices in holders_of([source.flat.tensors for source in sources]).items():
         specs = {index: sources[index][name] for index in indices}
+        are_summed, is_alone = all(has_sums(spec.stored) for spec in specs.values()), len(specs) < len(sources)
         shapes, dtypes = {spec.shape for spec in specs.values()}, {spec.dtype for spec in specs.values()}
-        if len(specs) < len(sources):
-            unfit.append(name)
-        elif len(shapes) == len(dtypes) == 1:
+        if not is_alone and (len(shapes) == len(dtypes) == 1 or not (are_summed or chosen is None)):
             continue
-        elif not all(_has_average(spec.stored) for spec in specs.values()):
-            if chosen is not None:
-                continue
-            remedies['take tensors without an average from one of them: ms.merge.Average(others="first")'] = None
-        elif len(shapes) > 1:
+        places = listed(f"{spec.dtype} of shape {spec.shape} in [{index}]" for index, spec in specs.items())
+        found.append(f"{name!r} is {places}{' alone' if is_alone else ''}")
+        if not (is_alone or are_summed):
+            remedies[f"take tensors without an average {_FROM_ONE}"] = None
+        elif is_alone or len(shapes) > 1:
             unfit.append(name)
         else:
-            how = f"ms.convert_checkpoint(path, new_path, dtype={short(specs[0].dtype)!r})"
-            others = [index for index, spec in specs.items() if spec.dtype != specs[0].dtype]
-            remedies |= dict.fromkeys(f"write {label(sources, index)} in another dtype: {how}" for index in others)
-        places = listed(f"{spec.dtype} of shape {spec.shape} in [{index}]" for index, spec in specs.items())
-        found.append(f"{name!r} is {places}" + (" alone" if len(specs) < len(sources) else ""))
+            casts |= {index: specs[0].dtype for index, spec in specs.items() if spec.dtype != specs[0].dtype}
     for index, source in enumerate(sources):
-        if rules := [f"ms.rules.Ignore({name!r})" for name in unfit if name in source]:
-            shown = ", ".join(rules[:3]) + (", ..." if len(rules) > 3 else "")
-            how = f"ms.convert_checkpoint(path, new_path, rules=[{shown}])"
-            remedies[f"write {label(sources, index)} without them: {how}"] = None
+        rules = [f"ms.rules.Ignore({name!r})" for name in unfit if name in source]
+        options = [f"rules=[{listed(rules, 3)}]"] if rules else []
+        options += [f"dtype={short(casts[index])!r}"] if index in casts else []
+        if options:
+            how = f"ms.convert_checkpoint(path, new_path, {', '.join(options)})"
+            remedies[f"write {label(sources, index)} as the others are: {how}"] = None
     if chosen is not None and (quantized := stored_quantized(sources[0])):
         found += [f"{each.name!r} is {each.found}, and only the scales have an average" for each in quantized]
         how = join_remedies(remedies_for(ProblemKind.QUANTIZED_WEIGHT, quantized))

@@ -12,24 +12,23 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
-from itertools import chain, permutations
+from itertools import chain
 from typing import Annotated, TypeGuard
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from modelstate.arguments import check_flag, invalid_option, is_number
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.combine import Combination, label, refuse, versions_of
-from modelstate.checkpoint.reduction import kind_of
 from modelstate.formats.tree import FlatTree
 from modelstate.io.files import read_whole
 from modelstate.io.memory import aligned
+from modelstate.merge.average import has_sums
 from modelstate.planning.matching import KOHYA_PREFIXES, LORA_MATRIX, PEFT_PREFIX, adapter_names
 from modelstate.rules.expression import lacks_values
 from modelstate.spec import Allocate, Blocks, Combined, FillBlock, Stored, block_elements
@@ -38,7 +37,6 @@ from modelstate.text_format import count, listed
 _Rank = Annotated[int, msgspec.Meta(ge=1)]
 _Roles = dict[str, str]
 """The names of the tensors of a module by what they are: "A", "B", "B.bias", "magnitude_vector", "alpha", ..."""
-_CONVOLUTIONS = {3: torch.conv1d, 4: torch.conv2d, 5: torch.conv3d}
 _NOT_MERGED = re.compile(
     r"^(?:use_qalora|use_bdlora|layer_replication|trainable_token_indices|alora_invocation_tokens|arrow_config"
     r"|velora_config|monteclora_config|megatron_config|corda_config|lora_ga_config|kasa_config)="
@@ -60,8 +58,8 @@ _COMPONENTS = {
 }
 """What kohya's tools call the parts of a pipeline, with the paths of these parts, where each dot is an underscore. A
 base may be one part alone."""
-_PART = re.compile(r"(?:unet|transformer|diffusion_model|text_encoder(?:_[23])?|te[123]?)\.")
-"""The part of a pipeline before the path of a module, in files of diffusers."""
+_PARTS = {*_COMPONENTS, *(path.rstrip("_") for paths in _COMPONENTS.values() for path in paths)}
+"""The parts of a pipeline, which files of diffusers put before the path of a module and the name of a setting."""
 _OTHER_BASE = (
     "open the base that the adapter was trained for; its names may need the prefix of a wrapper. Names of experts that "
     "transformers fuses: ms.convert_checkpoint(base, path, rules=ms.rules.from_transformers(model))"
@@ -69,8 +67,7 @@ _OTHER_BASE = (
 _OTHER_CONFIG = "copy the configuration again; or remove it, and give ms.merge.LoRA(alpha=...)"
 
 
-@dataclass(frozen=True, slots=True)
-class LoRA(Combination):
+class LoRA(Combination, frozen=True):
     """A base with its adapters merged, for `ms.open([base, adapter, ...], combine=ms.merge.LoRA())`.
 
     Each weight W for which an adapter has matrices A and B becomes W + alpha / r * B @ A, for linear layers,
@@ -128,189 +125,186 @@ class LoRA(Combination):
         Examples:
             >>> checkpoint = ms.open(["base.safetensors", "adapter/"], combine=ms.merge.LoRA())
         """
-        base, matcher = sources[0], _AdapterMatcher(sources[0], self)
-        if adapter_names(base) or len(sources) < 2:
+        base, *adapters = sources
+        merger = _Merger(base, self)
+        if adapter_names(base) or not adapters:
             is_adapter = "the first checkpoint is an adapter: its base has to come before it"
             what = is_adapter if adapter_names(base) else "there is no adapter"
-            matcher.problems[what] = "ms.open([base, adapter], combine=ms.merge.LoRA())"
+            merger.problems[what] = "ms.open([base, adapter], combine=ms.merge.LoRA())"
         else:
-            for index, adapter in enumerate(sources[1:], 1):
-                matcher.read(adapter, label(sources, index))
-        refuse("adapters cannot be merged into their base", sources, matcher.problems, matcher.problems.values())
-        return FlatTree(matcher.merged(), dict(base.flat.values), base.flat.containers, versions_of([base]))
+            merger.gather(merger.read, ((adapter, label(sources, at)) for at, adapter in enumerate(adapters, 1)))
+        refuse("adapters cannot be merged into their base", sources, merger.problems, merger.problems.values())
+        return FlatTree(merger.merged(), dict(base.flat.values), base.flat.containers, versions_of([base]))
 
 
-class _WeightDelta(msgspec.Struct):
+class _Update(msgspec.Struct, frozen=True):
     """What an adapter adds to a tensor of the base: scaling * B @ A, to which DoRA gives a norm; or a bias."""
 
-    scaling: float
-    is_transposed: bool | None = False
-    """Whether the weight has its inputs first; None as long as that is not clear."""
+    factors: tuple[Stored, ...]
+    """A, B and the magnitude of DoRA; or a bias alone."""
+    is_transposed: bool = False
+    """Whether the weight has its inputs first."""
     is_rounded: bool = False
     """Whether peft rounds the product to the dtype of the weight before it adds it."""
     experts: int = 0
     """The matrices that the weight consists of; 0 for one matrix without a dimension for them."""
-    factors: tuple[Stored, ...] = ()
-    """A, B and the magnitude of DoRA; or a bias alone."""
+    scaling: float = 1
+
+    @property
+    def rank(self) -> int:
+        return self.factors[0].shape[0] // (self.experts or 1)
 
     @property
     def is_convolution(self) -> bool:
         return tuple(self.factors[0].shape[2:]) not in ((), (1, 1))
 
-    def product(self, factors: Sequence[torch.Tensor], rows: slice, memory: torch.Tensor) -> torch.Tensor:
-        """Returns the product for some rows of the weight; those of a convolution are all of its rows."""
+    def product(self, factors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
+        """Returns the scaled product for some rows of the weight; those of a convolution are all of its rows."""
         if len(factors) == 1:
-            return memory.copy_(factors[0][rows])
+            return factors[0][rows] * self.scaling
         a, b = factors[:2]
         if self.is_convolution:
-            return _CONVOLUTIONS[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
-        if self.experts:
+            product = _CONVOLUTIONS[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
+        elif self.experts:
             a, b = a.view(self.experts, -1, a.shape[1])[rows], b.view(len(b), -1, self.experts)[..., rows]
-            return torch.einsum(f"ore,eri->{'eio' if self.is_transposed else 'eoi'}", b, a)
-        if self.is_transposed:
-            return torch.mm(b, a[:, rows], out=memory.view(len(b), -1)).T
-        return torch.mm(b.flatten(1)[rows], a.flatten(1), out=memory.view(-1, a[0].numel()))
+            product = torch.einsum(f"ore,eri->{'eio' if self.is_transposed else 'eoi'}", b, a)
+        elif self.is_transposed:
+            product = torch.mm(b, a[:, rows]).T
+        else:
+            product = torch.mm(b.flatten(1)[rows], a.flatten(1)).view(-1, *a.shape[1:])
+        return product.mul_(self.scaling)
 
 
-def _merged(weight: Stored, dtype: torch.dtype, deltas: Sequence[_WeightDelta] = ()) -> Stored:
+def _merged(weight: Stored, dtype: torch.dtype, updates: Sequence[_Update]) -> Stored:
     """Returns a weight in a dtype, with everything that is added to it, to be computed when it is read."""
-    if weight.dtype == dtype and not deltas:
+    if weight.dtype == dtype and not updates:
         return weight
-    shape, has_dora = tuple(weight.shape), any(len(delta.factors) == 3 for delta in deltas)
+    shape = tuple(weight.shape)
     row = max(math.prod(shape[1:]), 1)
     # The rows of a convolution, and of a weight whose columns get a norm, cannot be computed one by one.
-    needs_whole = any(delta.is_convolution or (len(delta.factors) == 3 and delta.is_transposed) for delta in deltas)
+    needs_whole = any(
+        update.is_convolution or (len(update.factors) == 3 and update.is_transposed) for update in updates
+    )
     unit = max(math.prod(shape), 1) if needs_whole else row
-    size = block_elements(shape, unit)
     # peft keeps adapters of a base in half precision in float32.
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
-    def begin(parts: Sequence[torch.Tensor], allocate: Allocate) -> FillBlock:
-        memory, values = allocate((2, size), wide), iter([part.to(wide) for part in parts])
-        factors = [[next(values) for _ in delta.factors] for delta in deltas]
+    def begin(parts: Sequence[torch.Tensor], _: Allocate) -> FillBlock:
+        values = iter([part.to(wide) for part in parts])
+        factors = [[next(values) for _ in update.factors] for update in updates]
 
         def fill(out: torch.Tensor, blocks: Sequence[torch.Tensor], first: int) -> None:
-            if blocks[0].data_ptr() != out.data_ptr():
-                out.copy_(blocks[0])
-            block = out.view(-1, *shape[1:])
-            original = block.clone() if has_dora and len(deltas) > 1 else block
+            original = block = blocks[0].to(dtype).view(-1, *shape[1:])
             rows = slice(first // row, (first + out.numel()) // row)
-            for delta, of_delta in zip(deltas, factors, strict=True):
-                product = delta.product(of_delta, rows, memory[0, : out.numel()]).view(block.shape).mul_(delta.scaling)
-                if len(of_delta) == 3:
+            for update, of_update in zip(updates, factors, strict=True):
+                product = update.product(of_update, rows)
+                if len(of_update) == 3:
                     total = (original + product).flatten(1)
-                    norm = torch.linalg.norm(total, dim=0 if delta.is_transposed else 1, keepdim=True)
-                    magnitude = of_delta[2].flatten()[slice(None) if delta.is_transposed else rows]
-                    total = total if original is block else (block + product).flatten(1)
-                    block.copy_((magnitude.view_as(norm) / norm * total).view(block.shape))
-                    continue
-                # In the dtype of the product: twice as fast as an addition of two dtypes.
-                total = block if dtype == wide else memory[1, : out.numel()].view(block.shape).copy_(block)
-                total += product.to(dtype) if delta.is_rounded else product
-                block.copy_(total)
+                    norm = torch.linalg.norm(total, dim=0 if update.is_transposed else 1, keepdim=True)
+                    magnitude = of_update[2].flatten()[slice(None) if update.is_transposed else rows].view_as(norm)
+                    product = (magnitude / norm * (block + product).flatten(1)).view(block.shape)
+                else:
+                    product = product.to(dtype) if update.is_rounded else product
+                    product += block.to(product.dtype)  # twice as fast as an addition of two dtypes
+                block = product.to(dtype)
+            out.copy_(block.flatten())
 
         return fill
 
-    parts = tuple(factor for delta in deltas for factor in delta.factors)
-    temporaries = 2 + 3 * has_dora + 2 * any(delta.is_convolution for delta in deltas)
-    elements = sum(math.prod(part.shape) for part in parts) + temporaries * size
+    parts = tuple(factor for update in updates for factor in update.factors)
+    temporaries = 3 + 3 * any(len(update.factors) > 2 or update.is_convolution for update in updates)
+    elements = sum(math.prod(part.shape) for part in parts) + temporaries * block_elements(shape, unit)
     build = Blocks(begin, len(parts), unit, aligned(elements * wide.itemsize))
-    return Combined(f"merged with {len(deltas)}", dtype, shape, (weight, *parts), build)
+    return Combined(f"merged with {len(updates)}", dtype, shape, (weight, *parts), build)
+
+
+_CONVOLUTIONS = {3: torch.conv1d, 4: torch.conv2d, 5: torch.conv3d}
 
 
 class _MisfitError(Exception):
     """Why a tensor of an adapter, or the adapter, cannot be merged; and what to do about it, if that is known."""
 
 
-class _AdapterMatcher:
+class _Merger:
     """Matches the tensors of adapters with those of the base, one adapter after the other.
 
     Attributes:
         problems: What does not fit, each with its remedy.
-        deltas: What the adapters add to tensors of the base, by the names of these.
+        updates: What the adapters add to tensors of the base, by the names of these.
         replaced: The tensors that replace those of the base.
         by_spelling: The modules of the base with a weight, by their paths with underscores.
+        changed: The tensor of the adapter for each tensor of the base that has an update.
+        orientations: Whether weights of the adapter have their inputs first: plain weights, and those of experts.
     """
 
     def __init__(self, base: Checkpoint, options: LoRA) -> None:
         self.base, self.options = base, options
         self.problems: dict[str, str] = {}
-        self.deltas: dict[str, list[_WeightDelta]] = {}
+        self.updates: dict[str, list[_Update]] = {}
         self.replaced: dict[str, Stored] = {}
         self.by_spelling: dict[str, list[str]] = {}
         for path in (name.removesuffix(".weight") for name in base if name.endswith(".weight")):
             self.by_spelling.setdefault(path.replace(".", "_"), []).append(path)
 
-    def read(self, adapter: Checkpoint, at: str) -> None:
-        """Matches the tensors of one more adapter, and gathers the problems."""
-        self.adapter, self.label = adapter, at
-        modules, named = dict[str, dict[str, _Roles]](), set[str]()
-        with self._gathering():
-            self.configs = _configs_of(adapter)
-            self.orientations = {(False, config.fan_in_fan_out) for config in self.configs.values()}
-            self.unclear: list[tuple[str, _WeightDelta]] = []
-            self.changed: dict[str, str] = {}
-            for full in adapter:
-                with self._gathering():
-                    name = full.removeprefix(PEFT_PREFIX)
-                    if match := LORA_MATRIX.match(name):
-                        named.add(match["adapter"] or "")  # empty if the adapter's name is not in the file
-                        text, role = match["module"], {"down": "A", "up": "B"}.get(match["kind"], match["kind"])
-                        role += ".bias" if match["last"] == "bias" else ""
-                    elif name.endswith(".alpha") and name not in self.base:
-                        text, role = name.removesuffix(".alpha"), "alpha"
-                    else:
-                        self._replace(full, name)
-                        continue
-                    roles = modules.setdefault(text.replace(".base_layer", ""), {}).setdefault(text, {})
-                    if (other := roles.setdefault(role, full)) != full:
-                        raise _MisfitError(f"{full!r} is another matrix for the same as {other!r}")
-            if len(named) > 1:
-                raise _MisfitError(f"it holds several adapters: {listed(sorted(named))}")
-            for text, wrappers in modules.items():
-                with self._gathering():
-                    self._read_module(text, wrappers.values())
-            for first, delta in self.unclear:
-                with self._gathering():
-                    delta.is_transposed = self._flips_square(first, bool(delta.experts))
+    def gather(self, function: Callable[..., object], calls: Iterable[tuple[object, ...]]) -> None:
+        """Calls a function with the arguments of each call, and records the problems where something does not fit."""
+        for arguments in calls:
+            try:
+                function(*arguments)
+            except _MisfitError as error:
+                what, remedy = (*error.args, _OTHER_BASE)[:2]
+                self.problems[f"{self.label}: {what}"] = remedy
 
-    @contextmanager
-    def _gathering(self) -> Iterator[None]:
-        """Records the problem where something does not fit, and goes on."""
-        try:
-            yield
-        except _MisfitError as error:
-            what, remedy = (*error.args, _OTHER_BASE)[:2]
-            self.problems[f"{self.label}: {what}"] = remedy
+    def read(self, adapter: Checkpoint, at: str) -> None:
+        """Matches the tensors of one more adapter."""
+        self.adapter, self.label = adapter, at
+        self.configs = _configs_of(adapter)
+        self.adapters, self.modules, self.changed = set[str](), dict[str, dict[str, _Roles]](), dict[str, str]()
+        self.orientations = {False: {config.fan_in_fan_out for config in self.configs.values()}, True: set()}
+        self.gather(self._sort, zip(adapter))
+        if len(self.adapters) > 1:
+            raise _MisfitError(f"it holds several adapters: {listed(sorted(self.adapters))}")
+        self.products: list[tuple[_Roles, str, list[_Update], str]] = []
+        self.gather(self._match, ((text, [*wrappers.values()]) for text, wrappers in self.modules.items()))
+        self.gather(self._add_product, self.products)
 
     def merged(self) -> dict[str, Stored]:
         """Returns all tensors of the result. One that something is added to is computed once for all its names."""
-        tensors = dict(self.base.flat.tensors)
-        tied = {name: names for names in self.base.aliases for name in names}
-        for names in dict.fromkeys(tied.get(name, (name,)) for name in self.deltas):
-            changed = [name for name in names if name in self.deltas]
-            weights = [self.replaced[name] for name in changed if name in self.replaced] or [tensors[names[0]]]
-            deltas = [delta for name in changed for delta in self.deltas[name]]
-            tensors |= dict.fromkeys(names, _merged(weights[0], self.base[names[0]].dtype, deltas))
-        for name, stored in self.replaced.items():
-            if name not in self.deltas:
-                tensors[name] = _merged(stored, self.base[name].dtype if name in self.base else stored.dtype)
+        tensors = {**self.base.flat.tensors, **self.replaced}
+        tied = {name: names for names in self.base.aliases for name in names if name in self.updates}
+        for names in dict.fromkeys(tied.get(name, (name,)) for name in (*self.replaced, *self.updates)):
+            first = next(filter(self.replaced.__contains__, names), names[0])
+            updates = [update for name in names for update in self.updates.get(name, ())]
+            dtype = (self.base if first in self.base else tensors)[first].dtype
+            tensors |= dict.fromkeys(names, _merged(tensors[first], dtype, updates))
         return tensors
 
-    def _replace(self, full: str, wrapped: str) -> None:
-        """Records a tensor that replaces one of the base. The same tensor may be there by its plain name too."""
-        name = _WRAPPED.sub("", wrapped)
-        if ".original_module." in name or (name != wrapped and PEFT_PREFIX + name in self.adapter):
+    def _sort(self, full: str) -> None:
+        """Assigns a tensor to the module whose weights it changes, or to the tensor of the base that it replaces."""
+        name = full.removeprefix(PEFT_PREFIX)
+        if match := LORA_MATRIX.match(name):
+            self.adapters.add(match["adapter"] or "")  # empty if the adapter's name is not in the file
+            text, role = match["module"], {"down": "A", "up": "B"}.get(match["kind"], match["kind"])
+            role += ".bias" if match["last"] == "bias" else ""
+        elif name.endswith(".alpha") and name not in self.base:
+            text, role = name.removesuffix(".alpha"), "alpha"
+        else:
+            plain = _WRAPPED.sub("", name)
+            if ".original_module." in plain or (plain != name and PEFT_PREFIX + plain in self.adapter):
+                return  # the same tensor is there by another name too
+            module = f".{plain.rpartition('.')[0]}."
+            if not any(f".{of}." in module for config in self.configs.values() for of in config.modules_to_save or ()):
+                self._check_name(plain, full)
+            if plain in self.replaced or plain in self.updates:
+                raise _MisfitError(f"{full!r} replaces {plain!r}, which another tensor has changed")
+            self.replaced[plain] = self.adapter.stored(full)
             return
-        module = f".{name.rpartition('.')[0]}."
-        if not any(f".{of}." in module for config in self.configs.values() for of in config.modules_to_save or ()):
-            self._check_name(name, full)
-        if name in self.replaced or name in self.deltas:
-            raise _MisfitError(f"{full!r} replaces {name!r}, which another tensor has changed")
-        self.replaced[name] = self.adapter.stored(full)
+        roles = self.modules.setdefault(text.replace(".base_layer", ""), {}).setdefault(text, {})
+        if (other := roles.setdefault(role, full)) != full:
+            raise _MisfitError(f"{full!r} is another matrix for the same as {other!r}")
 
-    def _read_module(self, text: str, wrappers: Collection[_Roles]) -> None:
-        """Adds the products of a module's matrices to the weights that they fit.
+    def _match(self, text: str, wrappers: Sequence[_Roles]) -> None:
+        """Finds the weight that each pair of matrices of a module fits.
 
         peft wraps a module once for each of its parameters that has matrices. The wrappers do not name the parameter.
         """
@@ -327,20 +321,19 @@ class _AdapterMatcher:
         parameters = sorted(name for name, target in named.items() if f".{name}".endswith(f".{target}"))
         weights = [name for name in parameters if name in self.base] or parameters[:1] or [f"{module}.weight"]
         self._check_name(weights[0], first)
-        if not len(pairs) == len(weights) <= 6:  # whose orders are few enough to be searched
+        if len(pairs) != len(weights):
             raise _MisfitError(f"{first!r} belongs to {count(len(pairs), 'pair')} of matrices for {listed(weights)}")
-        fitting = []
-        for order in permutations(weights):
-            fits = [self._orientations(*pair, bool(parameters)) for pair in zip(pairs, order, strict=True)]
-            fitting += [zip(pairs, order, fits, strict=True)] if all(fits) else []
-        if len(fitting) > 1:
-            raise _MisfitError(f"{first!r} fits several of {listed(weights)}", "merge this adapter with peft")
-        if not fitting:
-            a, b = (f"{of.dtype} of shape {of.shape}" for of in (self.adapter[pairs[0][role]] for role in "AB"))
-            like = f"{weights[0]!r} of shape {self.base[weights[0]].shape}"
-            raise _MisfitError(f"{first!r}, {a}, with {b}, does not fit {like}")
-        for roles, weight, flips in fitting[0]:
-            self._add_product(roles, weight, flips, weight if parameters else text)
+        for roles in pairs:
+            all_updates = ((weight, self._fitting(roles, weight, bool(parameters))) for weight in weights)
+            fitting = [(weight, updates) for weight, updates in all_updates if updates]
+            if len(fitting) > 1:
+                raise _MisfitError(f"{first!r} fits several of {listed(weights)}", "merge this adapter with peft")
+            if not fitting:
+                raise self._no_fit(roles.values(), weights[0])
+            (weight, updates), *_ = fitting
+            if len(updates) == 1 and len(updates[0].factors[0].shape) == 2 and not _is_embedding(roles):
+                self.orientations[updates[0].experts > 0].add(updates[0].is_transposed)
+            self.products.append((roles, weight, updates, weight if parameters else text))
 
     def _path(self, text: str, full: str) -> str:
         """Returns the path in the base of a module of the adapter.
@@ -350,8 +343,8 @@ class _AdapterMatcher:
         if f"{text}.weight" in self.base or full.startswith(PEFT_PREFIX):
             return text
         if "." in text or not text.startswith(KOHYA_PREFIXES):
-            part = _PART.match(text)
-            return text[part.end() :] if part and f"{text[part.end() :]}.weight" in self.base else text
+            rest = _part_of(text)[1]
+            return rest if f"{rest}.weight" in self.base else text
         flat = text.partition("_")[2]
         component, _, rest = flat.partition("_")
         spellings = {flat, *(path + rest for path in _COMPONENTS.get(component, ()))}
@@ -363,55 +356,65 @@ class _AdapterMatcher:
             raise _MisfitError(f"{full!r} is for {several if modules else missing}")
         return modules[0]
 
-    def _orientations(self, roles: _Roles, weight: str, is_parameter: bool) -> list[bool]:
-        """Returns whether a weight may have its inputs last (False) and first (True); none if the matrices do not fit.
+    def _fitting(self, roles: _Roles, weight: str, is_parameter: bool) -> list[_Update]:
+        """Returns the ways in which matrices fit a weight: two for a square one, which may have its inputs first.
 
-        A weight of three dimensions consists of a matrix for each expert, which has its own rows of A.
+        A parameter of three dimensions consists of a matrix for each expert, which has its own rows of A.
         """
-        a, b = (self.adapter[roles[role]] for role in "AB")
-        shape, inputs, outputs = self.base[weight].shape, a.shape[1:], b.shape[:1]
-        fits = 2 <= len(a.shape) == len(b.shape) <= 5 and a.shape[0] == b.shape[1] > 0
-        if a.dtype != b.dtype or not fits:
+        factors = [self.adapter.stored(roles[role]) for role in ("A", "B", "magnitude_vector") if role in roles]
+        a, b, *magnitude = (tuple(factor.shape) for factor in factors)
+        shape = tuple(self._weight(weight).shape)
+        experts = shape[0] if is_parameter and len(shape) == 3 else 0
+        have_product = 2 <= len(a) == len(b) <= 5 and a[0] == b[1] > 0 and {*b[2:]} <= {1}
+        if not have_product or factors[0].dtype != factors[1].dtype or a[0] % max(experts, 1):
             return []
-        if len(a.shape) > 2:
-            return [False] if shape == outputs + inputs and {*b.shape[2:]} == {1} else []
-        possible = (True,) if _is_embedding(roles) else (False,) if is_parameter else (False, True)
-        if is_parameter and len(shape) == 3 and shape[0] and a.shape[0] % shape[0] == 0:
-            possible, shape = (False, True), shape[1:]
-        return [flips for flips in possible if shape == (inputs + outputs if flips else outputs + inputs)]
+        if is_parameter and magnitude:
+            return []
+        is_embedding = _is_embedding(roles)
+        orientations = (False,) if len(a) > 2 or (is_parameter and not experts) else (False, True)
+        return [
+            _Update(tuple(factors), flips, is_parameter or is_embedding, experts)
+            for flips in ((True,) if is_embedding else orientations)
+            if shape[experts > 0 :] == (a[1:] + b[:1] if flips else b[:1] + a[1:])
+            and all(math.prod(norms) == shape[flips] for norms in magnitude)
+        ]
 
-    def _flips_square(self, first: str, of_experts: bool) -> bool:
-        """Whether square weights have their inputs first, as those of `Conv1D` do.
-
-        peft knows the class of each module, and its configuration only records that of the last one; so the shapes of
-        the other weights count here as well.
-        """
-        if self.options.fan_in_fan_out is not None:
-            return self.options.fan_in_fan_out
-        seen = {flips for kind, flips in self.orientations if kind == of_experts and flips is not None}
-        if len(seen) > 1 or (of_experts and not seen):
-            what = f"{first!r} is for a square weight, which may have its inputs first or last"
-            raise _MisfitError(what, "give ms.merge.LoRA(fan_in_fan_out=...)")
-        return True in seen
-
-    def _add_product(self, roles: _Roles, weight: str, fits: list[bool], path: str) -> None:
-        """Records the product of two matrices for a weight, and the bias of the second.
+    def _add_product(self, roles: _Roles, weight: str, fits: list[_Update], path: str) -> None:
+        """Adds the product of two matrices to a weight, and the bias of the second to the bias beside the weight.
 
         The path is that of the module in the adapter; of a parameter, it is the name in the base.
         """
-        is_parameter, is_embedding = path == weight, _is_embedding(roles)
-        first, shape, a = roles["A"], self.base[weight].shape, self.adapter[roles["A"]].shape
-        flips = fits[0] if len(fits) == 1 else None
-        experts = shape[0] if len(a) == 2 and len(shape) == 3 else 0
-        part, _, rest = path.partition(".")
+        update, first = fits[0], roles["A"]
+        if len(fits) > 1:
+            # peft knows the class of each module, and its configuration only records that of the last one; so the
+            # shapes of the other weights count here as well.
+            known = ({self.options.fan_in_fan_out} - {None}) or (self.orientations[update.experts > 0] - {None})
+            if len(known) > 1 or (update.experts and not known):
+                what = f"{first!r} is for a square weight, which may have its inputs first or last"
+                raise _MisfitError(what, "give ms.merge.LoRA(fan_in_fan_out=...)")
+            update = fits[True in known]
+        update = replace(update, scaling=self._scaling(roles, path, update.rank))
+        self._add(weight, update, first)
+        if of_b := roles.get("B.bias"):
+            bias = f"{weight.rpartition('.')[0]}.bias"
+            self._check_name(bias, of_b)
+            of_bias = _Update((self.adapter.stored(of_b),), is_rounded=update.is_rounded, scaling=update.scaling)
+            if self._weight(bias).shape != of_bias.factors[0].shape:
+                raise self._no_fit([of_b], bias)
+            self._add(bias, of_bias, of_b)
+
+    def _scaling(self, roles: _Roles, path: str, rank: int) -> float:
+        """Returns the factor of a product: alpha by the rank or its root, by the options, a tensor, or the settings."""
+        first, (part, rest) = roles["A"], _part_of(path)
         config, path = (self.configs[part], rest) if part in self.configs else (self.configs[""], path)
-        rank = a[0] // (experts or 1)
         if (expected := _by_pattern(config.rank_pattern, path, config.r)) not in (None, rank):
             raise _MisfitError(f"{first!r} has rank {rank}, and rank {expected} is expected")
+        if config.use_dora and "magnitude_vector" not in roles:
+            raise _MisfitError(f"{first!r} lacks its counterpart: there is no lora_magnitude_vector, which DoRA needs")
         alpha = self.options.alpha
         if alpha is None and (full := roles.get("alpha")):
-            is_number = math.prod(self.adapter[full].shape) == 1 and not lacks_values(self.adapter.stored(full))
-            alpha = self.adapter.tensor(full).reshape(()).item() if is_number else None
+            is_one = math.prod(self.adapter[full].shape) == 1 and not lacks_values(self.adapter.stored(full))
+            alpha = self.adapter.tensor(full).item() if is_one else None
             if not _is_finite_number(alpha):
                 raise _MisfitError(f"{full!r} is not one finite number")
         elif alpha is None:
@@ -423,35 +426,23 @@ class _AdapterMatcher:
                 raise _MisfitError(what, "give ms.merge.LoRA(alpha=...)")
             alpha = rank
         by_root = config.use_rslora if self.options.rslora is None else self.options.rslora
-        scaling = alpha / (math.sqrt(rank) if by_root else rank)
-        magnitude = [roles["magnitude_vector"]] if "magnitude_vector" in roles else []
-        if magnitude and (is_parameter or math.prod(self.adapter[magnitude[0]].shape) != shape[bool(flips)]):
-            raise _MisfitError(f"{magnitude[0]!r} does not fit {weight!r} of shape {shape}")
-        if config.use_dora and not magnitude:
-            raise _MisfitError(f"{first!r} lacks its counterpart: there is no lora_magnitude_vector, which DoRA needs")
-        delta = _WeightDelta(scaling, flips, is_embedding or is_parameter, experts)
-        self._add(weight, delta, first, roles["B"], *magnitude)
-        if flips is None:
-            self.unclear.append((first, delta))
-        elif len(a) == 2 and not is_embedding:
-            self.orientations.add((experts > 0, flips))
-        if of_b := roles.get("B.bias"):
-            bias = f"{weight.rpartition('.')[0]}.bias"
-            self._add(bias, _WeightDelta(scaling, is_rounded=is_parameter), of_b)
-            if self.base[bias].shape != self.adapter[of_b].shape:
-                raise _MisfitError(f"{of_b!r} does not fit {bias!r} of shape {self.base[bias].shape}")
+        return alpha / (math.sqrt(rank) if by_root else rank)
 
-    def _add(self, name: str, delta: _WeightDelta, *factors: str) -> None:
-        self._check_name(name, factors[0])
-        delta.factors = tuple(self.adapter.stored(factor) for factor in factors)
-        if (other := self.changed.setdefault(name, factors[0])) != factors[0]:
-            raise _MisfitError(f"{factors[0]!r} is another matrix for the same as {other!r}")
-        if name in self.replaced and tuple(self.replaced[name].shape) != self.base[name].shape:
-            raise _MisfitError(f"{factors[0]!r} is for {name!r}, which the adapter replaces by another shape")
-        for full, tensor in zip((name, *factors), (self.base.stored(name), *delta.factors), strict=True):
-            if not (tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and kind_of(tensor) == "strided"):
-                raise _MisfitError(f"{full!r} is {tensor.dtype}, to which nothing can be added")
-        self.deltas.setdefault(name, []).append(delta)
+    def _add(self, name: str, update: _Update, full: str) -> None:
+        if (other := self.changed.setdefault(name, full)) != full:
+            raise _MisfitError(f"{full!r} is another matrix for the same as {other!r}")
+        for tensor in (self._weight(name), *update.factors):
+            if not has_sums(tensor):
+                raise _MisfitError(f"{full!r} is for {name!r}: nothing can be added to or from {tensor.dtype}")
+        self.updates.setdefault(name, []).append(update)
+
+    def _weight(self, name: str) -> Stored:
+        """Returns a tensor of the base, or the one that replaces it."""
+        return self.replaced[name] if name in self.replaced else self.base.stored(name)
+
+    def _no_fit(self, matrices: Iterable[str], name: str) -> _MisfitError:
+        given = [f"{full!r} ({self.adapter[full].dtype} of shape {self.adapter[full].shape})" for full in matrices]
+        return _MisfitError(f"{' with '.join(given)} does not fit {name!r} of shape {tuple(self._weight(name).shape)}")
 
     def _check_name(self, name: str, full: str) -> None:
         if name not in self.base:
@@ -459,6 +450,12 @@ class _AdapterMatcher:
             near = get_close_matches(name, self.base, n=1) if len(self.problems) < 3 else []
             but = f" (but {near[0]!r})" if near else ""
             raise _MisfitError(f"{full!r} is for {name!r}, which the base lacks{but}")
+
+
+def _part_of(name: str) -> tuple[str, str]:
+    """Returns the part of a pipeline that a name begins with, "" for none, and the rest of the name."""
+    part, _, rest = name.partition(".")
+    return (part, rest) if part in _PARTS else ("", name)
 
 
 def _is_embedding(roles: _Roles) -> bool:
@@ -501,8 +498,7 @@ def _configs_of(adapter: Checkpoint) -> dict[str, _AdapterConfig]:
     try:
         settings = msgspec.json.decode(text, type=dict[str, object]) if isinstance(text, str | bytes) else {}
         for name, value in settings.items():
-            # Only the metadata of diffusers has the part of the pipeline before the name of a setting.
-            part, _, setting = name.rpartition(".") if isinstance(text, str) else ("", "", name)
+            part, setting = _part_of(name)
             parts.setdefault(part, {})[setting] = value
         configs = {part: msgspec.convert(of_part, _AdapterConfig) for part, of_part in parts.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
