@@ -54,7 +54,8 @@ def test_a_commit_runs_the_writes_before_the_last_steps() -> None:
     with exclusive(model), Transaction(model) as transaction:
         transaction.add(Copy(model[0].bias, torch.ones(2)))
         assert model[0].bias.tolist() != [1, 1]
-        transaction.commit(lambda: order.append(model[0].bias.tolist()))
+        transaction.at_commit(lambda: order.append(model[0].bias.tolist()))
+        transaction.commit()
     assert order == [[1, 1]]
 
 
@@ -140,7 +141,9 @@ def test_a_signal_within_commit_and_undo_is_deferred_to_their_end(function: str)
         with exclusive(model), Transaction(model) as transaction:
             change(model, transaction)
             if function == "commit":
-                transaction.commit(interrupt, lambda: model.log.clear())
+                transaction.at_commit(interrupt)
+                transaction.at_commit(lambda: model.log.clear())
+                transaction.commit()
             transaction.register_undo(interrupt)
 
     with pytest.raises(KeyboardInterrupt):

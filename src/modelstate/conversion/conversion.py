@@ -405,7 +405,9 @@ class Conversion:
                     found=error,
                     remedy="convert the parts of the module one after the other",
                 ) from error
-        self.transaction.commit(*last, first=self.casts.run)
+        for function in (self.casts.run, *last):
+            self.transaction.at_commit(function)
+        self.transaction.commit()
 
     def _run(self, changes: Iterable[Change]) -> None:
         """Runs changes in the transaction. Signals are deferred, so that no undo is lost.

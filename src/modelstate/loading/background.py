@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -45,7 +44,6 @@ class LoadHandle:
         self._lock = threading.RLock()
         """Held by the thread that sets the outcome."""
         self._committing_thread: int | None = None
-        self._pid = os.getpid()
         weakref.finalize(self, self._task.cancel, wait=False).atexit = False
         self._task.start()
 
@@ -83,7 +81,6 @@ class LoadHandle:
             >>> handle = modelstate.load(model, "model.safetensors", background=True)
             >>> report = handle.result(timeout_seconds=60)
         """
-        self._leave_parent()
         if self._outcome is None:
             if self._task.is_current or self._committing_thread == threading.get_ident():
                 raise OptionError(
@@ -95,8 +92,8 @@ class LoadHandle:
                 if not self._task.wait(timeout_seconds):
                     raise self._task.timeout_error(timeout_seconds)
                 with self._lock:
-                    if self._outcome is None:
-                        self._put_in_place()
+                    if self._commit is not None:
+                        self._put_in_place(self._commit)
             except BaseException as error:
                 if not isinstance(error, Exception):
                     self.cancel(wait=False)
@@ -119,16 +116,13 @@ class LoadHandle:
             >>> modelstate.load(model, "model.safetensors", background=True).cancel()
             True
         """
-        self._leave_parent()
         if self._committing_thread == threading.get_ident():
             return False  # the model's own code calls this while the values are put in place
-        was_open = False
-        if self._outcome is None:
-            with self._lock:
-                was_open = self._outcome is None
-                if was_open:
-                    self._outcome = self._task.cancelled_error("it was cancelled")
-                    self._commit = None
+        with self._lock:
+            was_open = self._outcome is None
+            if was_open:
+                self._outcome = self._task.cancelled_error("it was cancelled")
+                self._commit = None
         self._task.cancel(wait=wait)
         return was_open
 
@@ -139,17 +133,11 @@ class LoadHandle:
         if self._outcome is None:
             self.cancel()
 
-    def _leave_parent(self) -> None:
-        """In a forked child, gives up what other threads of the parent were doing: they do not exist here."""
-        if self._outcome is None and self._pid != os.getpid():
-            self._outcome = self._task.cancelled_error("it belongs to the process that this one was forked from")
-
-    def _put_in_place(self) -> None:
+    def _put_in_place(self, commit: Callable[[], LoadReport]) -> None:
         self._committing_thread = threading.get_ident()
         try:
             self._task.result()
-            assert self._commit is not None
-            self._outcome = self._commit()
+            self._outcome = commit()
         except Exception as error:
             self._outcome = error
         except BaseException:
@@ -234,7 +222,7 @@ class StagedLoad:
                 continue
             was = staged.transfers
             item.transfers = replace(transfers, way=was.way, why=was.why, maps=was.maps, dtypes=was.dtypes)
-            item.finals, item.seconds, item.freezes = staged.finals, staged.seconds, staged.freezes
+            item.finals, item.freezes = staged.finals, staged.freezes
         for final in (final for item in self._executions for final in item.finals):
             if final.is_cuda and is_plain(final):
                 # It was allocated on the stream of the thread that read it. torch uses the memory of a freed tensor

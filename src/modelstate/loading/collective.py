@@ -119,11 +119,14 @@ def rank_reports(planner: Planner, agreement: Agreement) -> tuple[tuple[RankRepo
 
 
 @contextmanager
-def shared_generator(planner: Planner, agreement: Agreement) -> Iterator[None]:
-    """Has the initial values of missing tensors be those of the first rank's random generator, in a phase.
+def reading(planner: Planner, agreement: Agreement) -> Iterator[None]:
+    """The block within a phase in which ranks read: connects the replicas that `broadcast` sends values to.
 
-    The generators of the other ranks do not change.
+    Initial values of missing tensors are those of the first rank's random generator. The generators of the other ranks
+    do not change.
     """
+    for replicas in dict.fromkeys(item.ranks for item in planner.singles if item.reader is not None):
+        agreement.connect(replicas)  # first of all, because the other ranks wait here for this one
     if not planner.initialised:
         yield
         return
@@ -203,30 +206,34 @@ def share_reads(executions: Sequence[Execution], agreement: Agreement) -> list[s
     ]
 
 
-def broadcast(shared: Sequence[Execution], agreement: Agreement) -> None:
-    """Sends the values that this rank has read to its replicas, and receives the others.
+def broadcast(planner: Planner, agreement: Agreement) -> None:
+    """Sends the values that this rank has read to its replicas, and receives the others, in a phase.
 
     All values of a group and a reader go together, the groups in the order of their first values: a rank may have no
     part of a value between them. All ranks of a group see the same order, so none waits for a rank that waits for it.
     Small values are sent in a buffer of limited size. Raises `RankLostError` where a rank does not take part.
     """
-    received = [item for item in shared if item.reader != agreement.rank]
-    for item, targets in zip(received, final_memory(received), strict=True):
-        item.finals = targets
-    groups: dict[tuple[tuple[int, ...], int], list[torch.Tensor]] = defaultdict(list)
-    for item in shared:
-        assert item.reader is not None
-        groups[item.ranks, item.reader] += item.finals
-    for (ranks, reader), finals in groups.items():
-        batches, left = list[list[torch.Tensor]](), 0
-        for final in finals:
-            if not batches or final.nbytes > left:
-                batches.append([])
-                left = AT_ONCE_BYTES
-            batches[-1].append(final)
-            left -= final.nbytes
-        for batch in batches:
-            _send(batch, ranks, reader, agreement)
+    shared = [item for item in planner.singles if item.reader is not None]
+    if not shared:
+        return
+    with agreement.phase(SHARING), agreement.barrier():
+        received = [item for item in shared if item.reader != agreement.rank]
+        for item, targets in zip(received, final_memory(received), strict=True):
+            item.finals = targets
+        groups: dict[tuple[tuple[int, ...], int], list[torch.Tensor]] = defaultdict(list)
+        for item in shared:
+            assert item.reader is not None
+            groups[item.ranks, item.reader] += item.finals
+        for (ranks, reader), finals in groups.items():
+            batches, left = list[list[torch.Tensor]](), 0
+            for final in finals:
+                if not batches or final.nbytes > left:
+                    batches.append([])
+                    left = AT_ONCE_BYTES
+                batches[-1].append(final)
+                left -= final.nbytes
+            for batch in batches:
+                _send(batch, ranks, reader, agreement)
 
 
 def _send(finals: Sequence[torch.Tensor], ranks: tuple[int, ...], reader: int, agreement: Agreement) -> None:

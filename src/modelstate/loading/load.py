@@ -193,14 +193,12 @@ def load(
                 found=overwrites if agreement is None else "a model with DTensors, whose ranks load together",
                 remedy="leave background=True out",
             )
-    # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
-    paused_gc = gc_paused if checked.transform is None else nullcontext[None]
     if not background:
         votes = nullcontext() if agreement is None else agreement.collective()
         # The votes first, as in every call: two threads that took these locks in two orders would wait for each other.
-        with votes, exclusive(model), paused_gc(), Transaction(model) as transaction:
+        with votes, exclusive(model), Transaction(model) as transaction:
             return execute(transaction, source, checked, agreement, started=started)
-    with exclusive(model), paused_gc(), Transaction(model) as transaction:
+    with exclusive(model), gc_paused(), Transaction(model) as transaction:
         with torch.random.fork_rng(devices=[]):
             planner, staging = prepare(transaction, source, checked, call_extra_state=False)
         staging.files.close()
@@ -214,7 +212,7 @@ def load(
 
     def commit() -> LoadReport:
         options = replace(checked, progress=False)
-        with exclusive(model), paused_gc(), Transaction(model) as transaction:
+        with exclusive(model), Transaction(model) as transaction:
             return execute(transaction, staged.plan, options, None, started=started, staged=staged)
 
     return LoadHandle(staged, commit)
@@ -253,7 +251,7 @@ def load_then(
         agreement = _ranks_of(transaction.root)
     elif not agreement.is_collective:
         agreement = None
-    with nullcontext() if agreement is None else agreement.collective(), gc_paused():
+    with nullcontext() if agreement is None else agreement.collective():
         return execute(transaction, checkpoint, options, agreement, then=then, check=check)
 
 
@@ -286,7 +284,8 @@ def execute(
     planner: Planner
     phase: Callable[..., AbstractContextManager[None]]
     phase = (lambda *_, **__: nullcontext()) if agreement is None else agreement.phase
-    with ExitStack() as held:
+    # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
+    with ExitStack() as held, gc_paused() if options.transform is None else nullcontext():
         with phase(collective.PLANNING, lambda: collective.digests_of(planner)):
             planner, staging = prepare(transaction, source, options, agreement, call_extra_state=True, staged=staged)
             held.callback(staging.files.close)
@@ -301,22 +300,16 @@ def execute(
             executions = planner.executions
         rank = None if agreement is None else agreement.rank
         to_stage = [*planner.moves, *(item for item in executions if item.reader in (None, rank))]
-        shared = [item for item in planner.singles if item.reader is not None]
         nbytes = sum(item.transfers.nbytes for item in to_stage)
         staging.progress = held.enter_context(progress_bar(options.progress, nbytes, "loading"))
-        with phase(collective.READING), ExitStack() as random:
-            if agreement is not None:  # first of all, because the other ranks wait here for this one
-                for replicas in dict.fromkeys(item.ranks for item in shared):
-                    agreement.connect(replicas)
-                random.enter_context(collective.shared_generator(planner, agreement))
+        with phase(collective.READING), nullcontext() if agreement is None else collective.reading(planner, agreement):
             if staged is not None:
                 verified = staged.verified_bytes
             else:
                 verified = staging.checkpoint.verify() if options.verify else 0
             notes += stage(staging, to_stage)
-        if agreement is not None and shared:
-            with phase(collective.SHARING), agreement.barrier():
-                collective.broadcast(shared, agreement)
+        if agreement is not None:
+            collective.broadcast(planner, agreement)
         effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
         with phase(collective.LAST_CHECKS, decides=True, effect=effect):
             finals = {
@@ -325,7 +318,8 @@ def execute(
                 for tensor, final in zip(item.transfers.slot_tensors, item.finals, strict=False)
                 if is_plain(final)  # parameters of tensor subclasses have their final values already
             }
-            new_state = following_state(optimizers, finals, before) if optimizers else []
+            for state, key, value in following_state(optimizers, finals, before) if optimizers else ():
+                transaction.at_commit(partial(state.__setitem__, key, value))
             place_fallible(transaction, executions)
             if any(item.transfers.facts.sharded is not None for item in planner.singles):
                 transaction.register_undo(refresh_shards(planner.slots.modules.values()))
@@ -341,10 +335,8 @@ def execute(
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
                 held.enter_context(deferred_signals())
         with phase(collective.COMMIT, effect="all other ranks have loaded"):
-            last = [partial(state.__setitem__, key, value) for state, key, value in new_state]
-            commit_values(transaction, executions, at_commit, last)
-        reports = None if agreement is None else collective.rank_reports(planner, agreement)
-    ranks, reread_bytes = reports or ((), 0)
+            commit_values(transaction, executions, at_commit)
+        ranks, reread_bytes = ((), 0) if agreement is None else collective.rank_reports(planner, agreement)
     target, source_name = planner.names
     return LoadReport(
         target=target,

@@ -6,22 +6,39 @@ Each value is read into its final memory where possible. What is read straight i
 from __future__ import annotations
 
 import math
+import mmap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
+from torch.autograd.graph import increment_version
 
+from modelstate.checkpoint.mapped import views_of
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError, code_errors
-from modelstate.io.files import OpenFiles
+from modelstate.io import system
+from modelstate.io.engine import read_ranges
+from modelstate.io.files import LocalFile, OpenFiles
+from modelstate.io.linux import MAP_NORESERVE
 from modelstate.io.memory import HUGE_PAGE_BYTES
 from modelstate.io.page_cache import LEAST_BYTES_AHEAD, bring_into_cache, lease_files, look, read_ahead, skip_page_cache
-from modelstate.loading.values import Staging, copies_from_maps, reads
+from modelstate.loading.values import Staging, in_blocks, read_computed, read_whole
 from modelstate.planning.planner import refusal_of_writes
-from modelstate.planning.transfer import Execution, Sink, Transfers, Way, copy_cannot_fail, peak_bytes
+from modelstate.planning.transfer import (
+    Execution,
+    Memory,
+    Sink,
+    Transfers,
+    Way,
+    copy_cannot_fail,
+    final_memory,
+    peak_bytes,
+)
+from modelstate.process import run_detached
 from modelstate.remote.location import CONNECTIONS
 from modelstate.text_format import listed, size
 from modelstate.torch_compat.dtypes import can_overflow
@@ -78,6 +95,53 @@ def stage(staging: Staging, executions: Iterable[Execution]) -> list[str]:
     for read in reads(staging, (item for item in waiting if not item.finals)):
         read()
     return [f"the file was not in the page cache: {size(nbytes)} of it are read {how}"] if nbytes else []
+
+
+def reads(staging: Staging, executions: Iterable[Execution]) -> Iterator[Callable[[], None]]:
+    """Yields functions that read values into their final memory, one after the other, in the order of the files.
+
+    When a function is yielded, the memory of slots that it reads into and the buffers for blocks have been allocated.
+
+    Each function raises `ReadFailedError` where a read fails; memory of slots is then partly overwritten. It raises
+    `TransformError`, and `PlacementError` where a tensor subclass cannot be copied.
+    """
+    by_sink = defaultdict[Sink, list[Execution]](list)
+    for item in executions:
+        by_sink[item.transfers.sink].append(item)
+    for sink in (Sink.COMPUTED, Sink.WHOLE):  # what is read in blocks or as ranges is sorted there
+        by_sink[sink].sort(key=lambda item: item.transfers.extents[:1])
+    if items := by_sink[Sink.BLOCKS]:
+        memory = final_memory(items)
+        yield partial(_execute, items, memory, in_blocks(staging, items, memory))
+    for sink, read in ((Sink.COMPUTED, read_computed), (Sink.MEMORY, _read_ranges)):
+        if items := by_sink[sink]:
+            memory = final_memory(items)
+            yield partial(_execute, items, memory, partial(read, staging, items, memory))
+    for item in by_sink[Sink.WHOLE]:
+        memory = [[]]
+        yield partial(_execute, [item], memory, partial(read_whole, staging, item, memory[0]))
+
+
+def _execute(items: Sequence[Execution], memory: Memory, read: Callable[[], None]) -> None:
+    read()
+    for item, finals in zip(items, memory, strict=True):
+        item.finals = finals
+
+
+def _read_ranges(staging: Staging, items: Sequence[Execution], memory: Memory) -> None:
+    """Reads values that are ranges of files."""
+    in_slots = [item for item in items if item.transfers.way is Way.INTO]
+    for item in in_slots:
+        increment_version(item.transfers.params)  # autograd does not see the writes
+    pairs, strategy = zip(items, memory, strict=True), staging.strategy
+    read_ranges(
+        [request for item, targets in pairs for request in item.transfers.requests(targets)],
+        files=staging.files,
+        on_read=staging.progress,
+        threads=strategy.threads,
+        batch_bytes=strategy.block_bytes if strategy.remote else None,
+        is_new_memory=len(in_slots) < len(items),
+    )
 
 
 class Place(Write):
@@ -250,7 +314,7 @@ def stage_unleased(executions: Iterable[Execution], files: OpenFiles) -> None:
         item.stage_instead(refusal)
 
 
-def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[Callable[[], object]]:
+def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[Callable[[], None]]:
     """Leases the files that are read at the commit, and returns functions that read from them.
 
     Where files cannot be leased, their values are staged now.
@@ -274,11 +338,13 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[C
         staging.progress(sum(item.transfers.nbytes for item in waiting))
         staging.progress = lambda _: None
         staging.files.check_unchanged()
-        by_map = defaultdict[bool, list[Execution]](list)
+        casts = [item for item in waiting if _is_cast_from_map(item.transfers)]
+        copy = _copy_from_maps(staging, casts) if casts else None
+        others = waiting if copy is None else [item for item in waiting if not _is_cast_from_map(item.transfers)]
+        at_commit = [*([] if copy is None else [copy]), *reads(staging, others), staging.files.check_unchanged]
         for item in waiting:
-            by_map[_is_cast_from_map(item.transfers)].append(item)
-        copies = copies_from_maps(staging, by_map[True])
-        return [*copies, *reads(staging, by_map[False] if copies else waiting), staging.files.check_unchanged]
+            item.finals = item.transfers.params  # from here on, nothing else reads them
+        return at_commit
     staging.files.release()
     for item in waiting:
         item.stage_instead("the page cache has not all of it")
@@ -297,11 +363,36 @@ def _is_cast_from_map(transfers: Transfers) -> bool:
     return are_aligned and not any(can_overflow(stored, dtype) for dtype in {*transfers.dtypes})
 
 
+def _copy_from_maps(staging: Staging, items: Sequence[Execution]) -> Callable[[], None] | None:
+    """Returns a function that copies values out of maps of their files, which are leased and in the page cache.
+
+    None where the system has no room for a map.
+    """
+    columns, maps = [item.transfers.columns for item in items], dict[str, mmap.mmap]()
+    try:
+        for path in {path for each in columns for path in each.paths}:
+            file = staging.files[path]
+            assert isinstance(file, LocalFile)  # others are not leased
+            maps[path] = system.mmap(file.descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
+    except (OSError, ValueError):
+        return None
+    memory = final_memory(items)
+    params, values = ([*chain.from_iterable(each)] for each in (memory, [views_of(maps, each) for each in columns]))
+
+    def unmap() -> None:
+        values.clear()
+        for mapped in maps.values():
+            mapped.close()  # without the interpreter lock
+
+    def copy() -> None:
+        copy_each(params, values)
+        run_detached(unmap)  # which takes a quarter of the time of the copy
+
+    return partial(_execute, items, memory, copy)
+
+
 def commit_values(
-    transaction: Transaction,
-    executions: Sequence[Execution],
-    reads: Sequence[Callable[[], object]],
-    last: Sequence[Callable[[], None]],
+    transaction: Transaction, executions: Sequence[Execution], reads: Sequence[Callable[[], None]]
 ) -> None:
     """Commits, and reads what is read at the commit.
 
@@ -309,36 +400,33 @@ def commit_values(
         transaction: The transaction of the load.
         executions: Everything that the load reads.
         reads: The result of `reads_at_commit`. All are called, and the first error is raised after the commit.
-        last: Called at the end of the commit; they must not raise.
 
     Raises:
         ReadFailedError: After the commit, where a read failed that should not have: with the names of the tensors.
         PlacementError: The same for what was read, and could not be cast or copied.
     """
     error: Exception | None = None
-    waiting = _waiting(executions) if reads else []
     # Values with facts of their own have writes.
     staged = [item for item in executions if item.transfers.own is None and item.transfers.way is Way.STAGED]
 
-    @torch.no_grad()
-    def first() -> None:
+    def put_in_place() -> None:
         nonlocal error
         for read in reads:
             try:
                 read()
             except Exception as raised:
                 error = error or raised
-        for item in waiting:
-            item.finals = item.transfers.params  # also after an error: nothing reads them again
         for item in staged:
             copy_each(item.transfers.params, item.finals)
 
-    transaction.commit(*last, first=first if reads or staged else None)
+    transaction.at_commit(put_in_place)
+    transaction.commit()
     if error is not None:
+        into = [item.transfers for item in executions if item.transfers.way is Way.INTO]
         raise _damage(
             error,
             "values could not be read into the model at the commit: these tensors may be old or damaged, and all "
             "others are loaded",
-            listed([name for item in waiting for name in item.transfers.names], 8),
+            listed([name for item in into for name in item.names], 8),
             "load again with in_place=False, which keeps the old values until all is read",
         ) from error

@@ -1,31 +1,26 @@
-"""How values become final: ranges of files, values in blocks, computed values, and those that are needed whole.
+"""How values become final that are not read straight into their memory: in blocks, computed, or needed whole.
 
-`reads` prepares the reads of values, and each of them reads its values into their final memory. One thread casts, moves
-or transforms a block while another one reads the next. A `Staging` says how the values of a load are read.
+One thread casts, moves or transforms a block while another one reads the next. A `Staging` says how the values of a
+load are read.
 """
 
 from __future__ import annotations
 
-import mmap
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 import msgspec
 import torch
 from msgspec.structs import replace
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.mapped import views_of
 from modelstate.errors import PlacementError, TransformError, code_errors
-from modelstate.io import system
+from modelstate.io import engine
 from modelstate.io.engine import (
     Block,
     Part,
@@ -33,19 +28,18 @@ from modelstate.io.engine import (
     Wait,
     block_buffers,
     common_align_bytes,
-    in_blocks,
     read_ranges,
     stream,
 )
-from modelstate.io.files import LocalFile, OpenFiles
-from modelstate.io.linux import MAP_NORESERVE, populate, trim_heap
+from modelstate.io.files import OpenFiles
+from modelstate.io.linux import populate, trim_heap
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.staging import pinned_memory
 from modelstate.io.tensors import ReadAll, compute, read_tensor
 from modelstate.planning.options import LoadOptions
-from modelstate.planning.transfer import BY_SUBCLASS, Execution, Memory, Sink, Transfers, Way, choose_way, final_memory
+from modelstate.planning.transfer import BY_SUBCLASS, Execution, Memory, Transfers, Way, choose_way, final_memory
 from modelstate.planning.transforms import BY_TRANSFORM, BlockFunction, called, transform_errors
-from modelstate.process import cached_attribute, run_detached
+from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, values_of
 from modelstate.spec import ByteRange, Stored, contiguous_stride
 from modelstate.torch_compat.dtypes import UNCHECKED, Overflows, can_overflow, nonfinite
@@ -97,69 +91,13 @@ class Staging(msgspec.Struct, eq=False, dict=True):
         return Addresses(slot.tensor for slot in slots_of(self.model).tensors)
 
 
-Read = Callable[[], Memory]
-"""Reads values into their final memory, and returns it."""
-
-
-def reads(staging: Staging, executions: Iterable[Execution]) -> Iterator[Callable[[], None]]:
-    """Yields functions that read values into their final memory, one after the other, in the order of the files.
-
-    When a function is yielded, the memory of slots that it reads into and the buffers for blocks have been allocated.
-
-    Each function raises `ReadFailedError` where a read fails; memory of slots is then partly overwritten. It raises
-    `TransformError`, and `PlacementError` where a tensor subclass cannot be copied.
-    """
-    by_sink = defaultdict[Sink, list[Execution]](list)
-    for item in executions:
-        by_sink[item.transfers.sink].append(item)
-    for sink in (Sink.COMPUTED, Sink.WHOLE):  # what is read in blocks or as ranges is sorted there
-        by_sink[sink].sort(key=lambda item: item.transfers.extents[:1])
-    for sink, prepare in ((Sink.BLOCKS, _in_blocks), (Sink.COMPUTED, _computed), (Sink.MEMORY, _ranges)):
-        if items := by_sink[sink]:
-            yield partial(_execute, items, prepare(staging, items, final_memory(items)))
-    for item in by_sink[Sink.WHOLE]:
-        yield partial(_execute, [item], partial(_whole, staging, item))
-
-
-def _execute(items: Sequence[Execution], read: Read) -> None:
-    started = time.perf_counter()
-    memory = read()
-    seconds, total = time.perf_counter() - started, sum(item.transfers.nbytes for item in items)
-    for item, finals in zip(items, memory, strict=True):
-        item.finals = finals
-        item.seconds += seconds * item.transfers.nbytes / max(total, 1)
-
-
-def _ranges(staging: Staging, items: Sequence[Execution], memory: Memory) -> Read:
-    """Returns the read of values that are ranges of files."""
-
-    def read() -> Memory:
-        in_slots = [item for item in items if item.transfers.way is Way.INTO]
-        for item in in_slots:
-            increment_version(item.transfers.params)  # autograd does not see the writes
-        pairs = zip(items, memory, strict=True)
-        staging.read_ranges(
-            [request for item, targets in pairs for request in item.transfers.requests(targets)],
-            on_read=staging.progress,
-            is_new_memory=len(in_slots) < len(items),
-        )
-        return memory
-
-    return read
-
-
-def _computed(staging: Staging, items: Sequence[Execution], memory: Memory) -> Read:
-    """Returns the read of combined tensors, which are computed in blocks."""
+def read_computed(staging: Staging, items: Sequence[Execution], memory: Memory) -> None:
+    """Reads combined tensors, which are computed in blocks."""
     pairs = [(item.transfers.facts.combined, final) for item, (final,) in zip(items, memory, strict=True)]
     targets = [(stored, final) for stored, final in pairs if stored is not None]
-
-    def read() -> Memory:
-        read_here = partial(staging.read_ranges, threads=1)
-        compute(targets, read_here, read_whole=staging.read, on_block=lambda: staging.progress(0))
-        staging.progress(sum(item.transfers.nbytes for item in items))
-        return memory
-
-    return read
+    read_here = partial(staging.read_ranges, threads=1)
+    compute(targets, read_here, read_whole=staging.read, on_block=lambda: staging.progress(0))
+    staging.progress(sum(item.transfers.nbytes for item in items))
 
 
 # Values that are needed whole.
@@ -169,8 +107,11 @@ _LEAST_TRIMMED_BYTES = 4 << 20
 were measured to take 600 instead of 280 MB."""
 
 
-def _whole(staging: Staging, execution: Execution) -> Memory:
-    """Reads a value that is needed whole."""
+def read_whole(staging: Staging, execution: Execution, finals: list[torch.Tensor]) -> None:
+    """Reads a value that is needed whole, and adds the final value to a list.
+
+    Raises `PlacementError` where a tensor subclass cannot be copied, and `TransformError`.
+    """
     transfer, facts = execution.transfers, execution.transfers.facts
     what = f"a {type(facts.value).__name__} cannot be copied out of the checkpoint; nothing has been changed"
     with code_errors(PlacementError, what, where=transfer.name, remedy="convert the value with transform="):
@@ -188,8 +129,8 @@ def _whole(staging: Staging, execution: Execution) -> Memory:
             final = _as_slot(staging, execution, facts.value if facts.is_live else _own_value(staging, execution))
     if facts.transform_bytes >= _LEAST_TRIMMED_BYTES:
         trim_heap()
+    finals.append(final)
     staging.progress(transfer.nbytes)
-    return [[final]]
 
 
 def _own_value(staging: Staging, execution: Execution) -> torch.Tensor:
@@ -389,7 +330,7 @@ def _buffers(blocks: Sequence[Block], threads: int, devices: Sequence[torch.devi
     return block_buffers(blocks, threads)
 
 
-def _in_blocks(staging: Staging, items: Sequence[Execution], memory: Memory) -> Read:
+def in_blocks(staging: Staging, items: Sequence[Execution], memory: Memory) -> Callable[[], None]:
     """Returns the read of values that pass through blocks. All buffers have been allocated when this returns."""
     strategy = staging.strategy
     wanted, values = list[tuple[ByteRange, int]](), list[_Value | _Rows]()
@@ -405,7 +346,7 @@ def _in_blocks(staging: Staging, items: Sequence[Execution], memory: Memory) -> 
     if devices:
         strategy = strategy.for_devices(sum(aligned(source.nbytes) for source, _ in wanted))
     align_bytes = common_align_bytes({source.path for source, _ in wanted}, staging.checkpoint.fingerprints)
-    blocks = in_blocks(wanted, strategy.block_bytes, align_bytes)
+    blocks = engine.in_blocks(wanted, strategy.block_bytes, align_bytes)
     block_bytes = max((block.source.nbytes for block in blocks), default=0)
     queues = {device: CudaQueue(device, block_bytes) for device in devices}
     buffers = _buffers(blocks, strategy.threads, devices)
@@ -431,7 +372,7 @@ def _in_blocks(staging: Staging, items: Sequence[Execution], memory: Memory) -> 
                 _count_overflows(parts, sources, staging.overflows)
         return (lambda: [wait() for wait in waits]) if waits else None
 
-    def read() -> Memory:
+    def read() -> None:
         try:
             stream(
                 *(blocks, buffers, consume),
@@ -447,7 +388,6 @@ def _in_blocks(staging: Staging, items: Sequence[Execution], memory: Memory) -> 
         for value in values:
             if isinstance(value, _Rows):
                 value.end()
-        return memory
 
     return read
 
@@ -477,35 +417,3 @@ class _Rows:
         """Adds the result to the final values."""
         result = self._function.whole(self._parts, self._shape)
         self._finals.append(_as_final(self._execution, result.detach(), freezes=not result.requires_grad))
-
-
-# Values that are copied out of maps of their files.
-
-
-def copies_from_maps(staging: Staging, items: Sequence[Execution]) -> list[Callable[[], None]]:
-    """Returns a function that copies values out of maps of their files, which are leased and in the page cache.
-
-    Returns none where there are no values, and where the system has no room for a map.
-    """
-    columns, maps = [item.transfers.columns for item in items], dict[str, mmap.mmap]()
-    try:
-        for path in {path for each in columns for path in each.paths}:
-            file = staging.files[path]
-            assert isinstance(file, LocalFile)  # others are not leased
-            maps[path] = system.mmap(file.descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
-    except (OSError, ValueError):
-        return []
-    memory = final_memory(items)
-    params, values = ([*chain.from_iterable(each)] for each in (memory, [views_of(maps, each) for each in columns]))
-
-    def unmap() -> None:
-        values.clear()
-        for mapped in maps.values():
-            mapped.close()  # without the interpreter lock
-
-    def copy() -> Memory:
-        copy_each(params, values)
-        run_detached(unmap)  # which takes a quarter of the time of the copy
-        return memory
-
-    return [partial(_execute, items, copy)] if params else []

@@ -235,7 +235,8 @@ def load_optimizer_state(
                 recorded = planned.load(transaction)
                 # A rank that is interrupted behind the vote would be the only one that keeps its old state.
                 held.enter_context(deferred_signals())
-            transaction.commit(partial(into_recorded_memory, recorded))
+            transaction.at_commit(partial(into_recorded_memory, recorded))
+            transaction.commit()
 
 
 def check_keep_options(patterns: Iterable[str], options: Sequence[str]) -> None:

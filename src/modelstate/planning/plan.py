@@ -1,6 +1,6 @@
 """`LoadPlan` and `LoadReport`: the steps of a load, before and after it. Both can be printed and saved as JSON.
 
-A plan has problems, and can be executed. A report has times.
+A plan has problems, and can be executed. A report says what has been done.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ from modelstate.transaction.slots import SlotSignatures
 
 
 class Step(NamedTuple):
-    """A step of a plan or a report: the source of one slot, its way into the slot, and the reason for the way.
-
-    Comparisons ignore `seconds`.
-    """
+    """A step of a plan or a report: the source of one slot, its way into the slot, and the reason for the way."""
 
     name: str
     """The name in the model."""
@@ -60,9 +57,6 @@ class Step(NamedTuple):
     """Whether the value is a map of the file, so that nothing is copied."""
     shard: str = ""
     """The part of a DTensor that this rank loads: "[2:4, 0:8]"; several parts where they do not adjoin."""
-    seconds: float = 0.0
-    """In a report: the time for reading, casting and transforming. Tensors that are read together share the time in
-    proportion to their bytes."""
 
     @property
     def decision(self) -> tuple[object, ...]:
@@ -77,15 +71,6 @@ class Step(NamedTuple):
             return ""
         return f"{short(self.stored_dtype)} to {short(self.dtype)}"
 
-    def __eq__(self, other: object) -> bool:
-        return self[:_COMPARED] == other[:_COMPARED] if isinstance(other, Step) else NotImplemented
-
-    def __ne__(self, other: object) -> bool:  # tuple defines it
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self[:_COMPARED])
-
     def as_dict(self) -> dict[str, object]:
         """Returns the step as a dictionary of JSON values."""
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in self._asdict().items()}
@@ -94,9 +79,6 @@ class Step(NamedTuple):
         values["device"] = "" if self.device is None else str(self.device)
         values["cast"], values["bytes"] = self.cast, values.pop("nbytes")
         return values
-
-
-_COMPARED = Step._fields.index("seconds")
 
 
 class LoadSummary(Shown, msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
@@ -116,7 +98,7 @@ class LoadSummary(Shown, msgspec.Struct, frozen=True, kw_only=True, dict=True, e
 
     @cached_attribute
     def steps(self) -> tuple[Step, ...]:
-        """The steps, one for each slot that is filled; in a report with their times."""
+        """The steps, one for each slot that is filled."""
         return self.make_steps()
 
     def to_json(self) -> str:
@@ -155,16 +137,15 @@ class LoadSummary(Shown, msgspec.Struct, frozen=True, kw_only=True, dict=True, e
 
     def _page_with(self, facts: tuple[tuple[str, str], ...], notes: tuple[str, ...], text: str = "") -> Page:
         """Returns the page with these facts, notes and details."""
-        columns = ("Name", "Kind", "From", "Shape", "Dtype", "Cast", "Bytes", "Way", "Reason", "Time in ms")
-        is_timed = any(step.seconds for step in self.steps)
+        columns = ("Name", "Kind", "From", "Shape", "Dtype", "Cast", "Bytes", "Way", "Reason")
         rows = [
-            (step.name, step.kind, step.source, str(list(step.shape)), short(step.dtype) if step.dtype else "")
-            + (step.cast, step.nbytes, step.way, step.why)
-            + ((step.seconds * 1000,) if is_timed else ())
+            (
+                *(step.name, step.kind, step.source, str(list(step.shape)), short(step.dtype) if step.dtype else ""),
+                *(step.cast, step.nbytes, step.way, step.why),
+            )
             for step in self.steps
         ]
-        shown, remarks = columns[: None if is_timed else -1], (*ways(self.steps), *notes)
-        return Page(self._title(), facts, shown, rows, table="Steps", text=text, notes=remarks)
+        return Page(self._title(), facts, columns, rows, table="Steps", text=text, notes=(*ways(self.steps), *notes))
 
 
 class Binding(msgspec.Struct, frozen=True):
@@ -267,7 +248,6 @@ class LoadReport(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
         >>> report = modelstate.load(model, "model.safetensors")
         >>> report.coverage, report.references_lost
         (1.0, ())
-        >>> slowest = max(report.steps, key=lambda step: step.seconds)
     """
 
     seconds: float

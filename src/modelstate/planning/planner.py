@@ -501,7 +501,8 @@ class Planner:
 
         It holds no tensor.
         """
-        makers, names = [*map(self._steps_of, self.executions)], [*self.slots.by_name] if self.executions[1:] else []
+        makers = [self._steps_of(item.transfers) for item in self.executions]
+        names = [*self.slots.by_name] if self.executions[1:] else []
         passed = Way.CODE, "passed to set_extra_state"
         extra = [Step(name, EXTRA, self.source_of(name), *passed) for name in self.extra_states]
 
@@ -512,12 +513,11 @@ class Planner:
 
         return make
 
-    def _steps_of(self, execution: Execution) -> Callable[[], list[Step]]:
+    def _steps_of(self, item: Transfers) -> Callable[[], list[Step]]:
         """Returns a function that makes the step of each row. It holds no tensor."""
-        item, own, columns = execution.transfers, execution.transfers.own, execution.transfers.columns
+        own, columns = item.own, item.columns
         names, kinds, dtypes, device, way, why = item.names, item.kinds, item.dtypes, item.device, item.way, item.why
         given, ties, shard, is_mapped = names, tuple[str, ...](), "", item.maps is not None
-        seconds = execution.seconds / max(item.nbytes, 1)
         if own is not None:
             given, shape = [own.given], item.slot_tensors[0].shape
             columns = TensorColumns([short(own.value.dtype)], [shape], [""], [0], [item.nbytes])
@@ -546,7 +546,6 @@ class Planner:
                     rules=rules,
                     mapped=is_mapped,
                     shard=shard,
-                    seconds=seconds * nbytes,
                 )
                 for name, kind, dtype, (source, rules), (stored_dtype, shape, _, _, nbytes) in zip(
                     names, kinds, dtypes, origins or zip(names, repeat(())), columns.rows(), strict=True

@@ -349,7 +349,6 @@ class Execution(msgspec.Struct, eq=False):
     """As planned; replaced where a load learns later that the values take another way."""
     finals: list[torch.Tensor] = []
     """The final values, or the slots that they were read into; empty until then."""
-    seconds: float = 0.0
     freezes: bool = False
     """Whether the result of a module's transform clears `requires_grad` of the slot."""
     ranks: tuple[int, ...] = ()

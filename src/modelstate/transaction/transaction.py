@@ -101,7 +101,7 @@ class Transaction:
         self._without_modes = ExitStack()
         """Ends with the transaction; from the commit on, it keeps the modes of torch out."""
         self._grad_enabled = torch.is_grad_enabled()
-        self._last: list[Callable[[], None]] = []
+        self._at_commit: list[Callable[[], None]] = []
         self._undo: list[Callable[[], object]] = []
         self._snapshot: ObjectSnapshot | None = None
         self._storages: set[int] = set()
@@ -136,25 +136,20 @@ class Transaction:
             if self._lock is not None:
                 self._lock.rollbacks.remove(self.rollback)
 
-    def commit(self, *last: Callable[[], None], first: Callable[[], None] | None = None) -> None:
-        """Runs `first`, the waiting writes and `last`, with signals deferred. Nothing can be undone afterwards.
+    def commit(self) -> None:
+        """Runs the waiting writes, and then what `at_commit` has registered. Nothing can be undone afterwards.
 
-        All that still waits has been checked: each write is a copy between existing memory. `first` must not raise.
-        No code of a user runs: signal handlers wait, and the modes of torch that are active are left. They are entered
-        again when the transaction ends, so that they cannot stop a caller that describes what has been done.
+        All that still waits has been checked: each write is a copy between existing memory. No code of a user runs:
+        signal handlers wait, and the modes of torch that are active are left. They are entered again when the
+        transaction ends, so that they cannot stop a caller that describes what has been done.
         """
-        waiting = [write for write in self.writes if not write.done]
-        last = (*self._last, *last)
-        with deferred_signals() if waiting or last or first else nullcontext():
+        with deferred_signals(), torch.no_grad():
             self._without_modes.enter_context(without_modes())
             self._waiting.clear()
-            if first is not None:
-                first()
-            with torch.no_grad():
-                for write in waiting:
+            for write in self.writes:
+                if not write.done:
                     write.run(None)
-                    write.done = True
-            for function in last:
+            for function in self._at_commit:
                 function()
             self.notes += drop_frozen_code()
             self._end()
@@ -204,7 +199,7 @@ class Transaction:
     def _end(self) -> None:
         """Drops all references, so that no cycle keeps staged values until the next garbage collection."""
         self.ended = True
-        for collection in (self.writes, self._waiting, self._undo, self._last, self._to_protect, self._saved):
+        for collection in (self.writes, self._waiting, self._undo, self._at_commit, self._to_protect, self._saved):
             collection.clear()
         self._snapshot = None
 
@@ -230,8 +225,8 @@ class Transaction:
         self._undo.append(undo)
 
     def at_commit(self, function: Callable[[], None]) -> None:
-        """Registers what a commit calls at its end, when nothing can be undone any more. It must not raise."""
-        self._last.append(function)
+        """Registers what a commit calls after the writes, in the order of the calls. It must not raise."""
+        self._at_commit.append(function)
 
     def save_tensor(self, tensor: torch.Tensor) -> None:
         """Saves the bytes of a tensor, once, and its metadata."""
