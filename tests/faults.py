@@ -4,11 +4,13 @@
 calls on files, so that every call can be counted, delayed, shortened or made to fail.
 """
 
+import _thread
 import fcntl
 import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -17,6 +19,19 @@ from types import ModuleType
 from typing import Any
 
 from modelstate.io import system
+
+count_threads = _thread._count
+"""Returns the number of threads that Python runs, without the main thread, also of those that `threading` lacks."""
+
+
+def wait_for_threads(most: int) -> None:
+    """Waits until Python runs no more threads than these: one whose work is done needs a moment to end."""
+    for _ in range(6000):
+        if count_threads() <= most:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{count_threads()} threads instead of {most}")
+
 
 READ_CALLS = ("open", "stat", "fstat", "pread", "preadv", "preadv_cached", "mmap")
 _VECTORED_CALLS = ("preadv", "preadv_cached", "pwritev")

@@ -1,11 +1,13 @@
 """Processes for which the system starts few threads, or none: `ulimit -u`, or a limit of the container."""
 
+import _thread
 import itertools
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,12 +24,13 @@ def limit_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def limit(most: int) -> None:
         start, numbers = threading.Thread.start, itertools.count()
 
-        def limited(thread: threading.Thread) -> None:
+        def limited(start: Callable[..., object], *arguments: object) -> object:
             if next(numbers) >= most:
                 raise RuntimeError("can't start new thread")
-            start(thread)
+            return start(*arguments)
 
-        monkeypatch.setattr(threading.Thread, "start", limited)
+        monkeypatch.setattr(threading.Thread, "start", lambda thread: limited(start, thread))
+        monkeypatch.setattr(_thread, "start_new_thread", partial(limited, _thread.start_new_thread))
 
     return limit
 
@@ -115,10 +118,10 @@ def test_a_thread_that_could_not_report_its_start_is_not_started(limit: str, use
 
 
 def test_an_error_of_a_signal_handler_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: threading.Thread) -> None:
+    def interrupted(*_: object) -> None:
         raise RuntimeError("preempted")
 
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(_thread, "start_new_thread", interrupted)
     with pytest.raises(RuntimeError, match="preempted"):
         parallel_for(lambda _: None, 2)
 

@@ -1,7 +1,7 @@
 """Threads, signals, the garbage collector and the progress bar of this process.
 
 Invariant: a function that starts threads returns or raises only when none of them writes to memory of the caller any
-more, also when an interrupt arrives, since that memory may be freed afterwards. `run_detached` is the exception.
+more, also when an interrupt arrives, since that memory may be freed afterwards. `start_threads` is the exception.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import takewhile
 from queue import Empty, SimpleQueue
 from typing import Generic, TextIO, TypeVar
 
@@ -90,13 +89,21 @@ def _has_memory_for_a_thread() -> bool:
     return True
 
 
-def run_detached(work: Callable[[], None]) -> None:
-    """Runs optional work in a thread that is never waited for.
+def start_threads(work: Callable[[], object], count: int = 1) -> int:
+    """Starts threads, without waiting for them. Returns their number: smaller where the system starts no more.
 
-    `threading.Thread` would wait for the thread to start, which takes longer than to assign a hundred tensors.
+    `threading.Thread` would wait for each thread to begin, which takes longer than to assign a hundred tensors.
     """
-    with suppress(RuntimeError):  # no more threads can be started, or the program is ending
-        _thread.start_new_thread(work, ())
+    for started in range(count):
+        if not _has_memory_for_a_thread():
+            return started
+        try:
+            _thread.start_new_thread(work, ())
+        except RuntimeError as error:
+            if "new thread" not in str(error):  # a signal handler has raised it
+                raise
+            return started
+    return count
 
 
 def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_part: bool = False) -> None:
@@ -135,7 +142,8 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
             if torch_threads is not None:
                 _computes.value = True
                 torch_threads.enter(stop)
-            work(stop)
+            if not stop.is_set():
+                work(stop)
         except BaseException as error:
             ended.put(error)
             stop.set()
@@ -145,12 +153,9 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
             running.pop()
 
     takes_part = takes_part and not with_torch and not outer
-    # Not those of a pool, which the end of the program joins: it does not wait for a thread that was left.
-    workers = [
-        threading.Thread(target=run, name=f"modelstate-work-{i}", daemon=True) for i in range(threads - takes_part)
-    ]
+    count = threads - takes_part
     try:
-        started = _started(workers) if torch_threads is None else torch_threads.start(workers, stop, running)
+        started = start_threads(run, count) if torch_threads is None else torch_threads.start(run, count, stop, running)
         if torch_threads is not None and not started:
             torch_threads.call_alone(work, stop)
         elif takes_part or not started:
@@ -166,16 +171,8 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
         try:
             _wait_until_empty(running)
         finally:
-            for worker in workers:
-                if worker.ident is not None:
-                    worker.join()
             while not ended.empty():  # the traceback of an error refers to this queue
                 ended.get()
-
-
-def _started(workers: Iterable[threading.Thread]) -> int:
-    """Starts as many of the threads as the system starts, and returns their number."""
-    return sum(1 for _ in takewhile(try_start, workers))
 
 
 def _next_of(ended: SimpleQueue[BaseException | None]) -> BaseException | None:
@@ -276,8 +273,8 @@ class _TorchInThreads:
         if self._stream is not None:
             self._torch.cuda.set_stream(self._stream)
 
-    def start(self, workers: Iterable[threading.Thread], stop: threading.Event, running: list[None]) -> int:
-        """Starts threads, waits until they have entered, and restores the number of new threads.
+    def start(self, run: Callable[[], object], count: int, stop: threading.Event, running: list[None]) -> int:
+        """Starts threads that call `run`, waits until they have entered, and restores the number of new threads.
 
         Where it is interrupted, it sets `stop`, and no thread that is not in `running` changes the number any more.
 
@@ -287,7 +284,7 @@ class _TorchInThreads:
         with _torch_threads_lock:
             of_caller = self._torch.get_num_threads()
             try:
-                started = _started(workers)
+                started = start_threads(run, count)
                 for _ in range(started):
                     self._entered.acquire()
             except BaseException:

@@ -1,7 +1,6 @@
 """Reading many ranges: the plan covers every byte once, and carrying it out leaves nothing behind."""
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from modelstate.io import system
 from modelstate.io.engine import Block, Request, in_blocks, read_ranges
 from modelstate.io.files import SourceFile
 from modelstate.spec import ByteRange
-from tests.faults import Request as SystemCall, faulty_reads
+from tests.faults import Request as SystemCall, count_threads, faulty_reads, wait_for_threads
 
 FILE_BYTES = 96
 ranges = st.builds(
@@ -101,10 +100,10 @@ def files(tmp_path: Path) -> dict[str, str]:
 @contextmanager
 def nothing_left_behind() -> Iterator[None]:
     """No descriptor and no thread more than before."""
-    before = len(os.listdir("/proc/self/fd"))
+    before, threads = len(os.listdir("/proc/self/fd")), count_threads()
     yield
     assert len(os.listdir("/proc/self/fd")) == before
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("modelstate-work")]
+    wait_for_threads(threads)
 
 
 def read(sources: list[ByteRange], *, batch_bytes: int = 8, **options: Any) -> bytes:

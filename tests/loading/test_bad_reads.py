@@ -4,7 +4,6 @@ import errno
 import gc
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +16,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import ReadFailedError
-from tests.faults import Faults, Request, faulty_reads
+from tests.faults import Faults, Request, count_threads, faulty_reads, wait_for_threads
 from tests.loading.fingerprint import described_module, raised_by, whole
 from tests.loading.loads import KINDS, Kind, Open, dcp, large, layers, on_meta
 from tests.sweeps import EXHAUSTIVE, sample
@@ -28,13 +27,11 @@ every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @contextmanager
 def nothing_left_behind(folder: Path) -> Iterator[None]:
     """No thread, no open file and no map is there that was not there before."""
-    threads = set(threading.enumerate())
+    threads = count_threads()
     gc.disable()  # what is left behind must not need a collection to go
     try:
         yield
-        for thread in set(threading.enumerate()) - threads:
-            thread.join(60)  # one that looks at the page cache ends by itself
-            assert not thread.is_alive(), thread.name
+        wait_for_threads(threads)  # one that looks at the page cache ends by itself
         assert not still_open(folder)
     finally:
         gc.enable()

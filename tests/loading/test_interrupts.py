@@ -25,9 +25,9 @@ from tests.programs import Program
 BATCHES = 12
 # Every request takes a quarter of a second. Says when the second is under way, and when it has been interrupted.
 PROGRAM = """
-import os, sys, threading, time, torch, modelstate as ms
+import os, sys, time, torch, modelstate as ms
 from torch import nn
-from tests.faults import faulty_reads
+from tests.faults import count_threads, faulty_reads, wait_for_threads
 
 def slowly(request):
     if request.call == "preadv":
@@ -47,6 +47,7 @@ first = First()
 with faulty_reads() as clean:
     ms.load(linear(), sys.argv[1], in_place=False)
 first.number = min(request.number for request in clean.requests if request.call == "preadv")
+threads = count_threads()
 for in_place in (False, True):
     model = linear()
     memory = model.weight.data_ptr()
@@ -57,8 +58,7 @@ for in_place in (False, True):
         error.__traceback__ = error.__context__ = None  # which keep what the load has in its frames
         print("interrupted", flush=True)
     time.sleep(0.2)  # a thread that was interrupted as it started ends by itself, with nothing done
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("modelstate")]
-    assert not names, names
+    wait_for_threads(threads)
     links = [os.path.realpath(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")]
     assert os.path.realpath(sys.argv[1]) not in links, links
     assert model.weight.data_ptr() == memory and model.weight.dtype is torch.float32

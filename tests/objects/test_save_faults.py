@@ -2,7 +2,6 @@
 
 import errno
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 import modelstate as ms
 from modelstate.errors import WriteFailedError
-from tests.faults import Request, faulty_writes
+from tests.faults import Request, count_threads, faulty_writes, wait_for_threads
 from tests.objects.saves import KINDS, NAME, PAIRS, contents, save, version_at
 from tests.sweeps import EXHAUSTIVE, sample
 
@@ -46,14 +45,14 @@ def sweep(
         for path in directory.iterdir():
             path.unlink()
         old()
-        before, threads, opened = contents(directory), set(threading.enumerate()), descriptors()
+        before, threads, opened = contents(directory), count_threads(), descriptors()
         raised: BaseException | None = None
         with faulty_writes(at=request.number, **fault) as faults:
             try:
                 new()
             except BaseException as error:
                 raised = error
-        assert set(threading.enumerate()) == threads
+        wait_for_threads(threads)
         assert descriptors() == opened
         assert faults.requests[request.number - 1].call == request.call
         found.append((request, raised))

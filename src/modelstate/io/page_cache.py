@@ -34,7 +34,7 @@ from modelstate.io import lease, linux
 from modelstate.io.engine import block_buffers, in_blocks, read_threads, stream
 from modelstate.io.files import FileFingerprint, LocalFile, OpenFiles, open_unchanged
 from modelstate.io.memory import Buffer
-from modelstate.process import run_detached
+from modelstate.process import start_threads
 from modelstate.spec import ByteRange
 
 LEAST_BYTES_AHEAD = 16 << 20
@@ -106,7 +106,7 @@ def read_ahead(looks: Mapping[ByteRange, bytes | None], files: OpenFiles) -> int
     if total < LEAST_BYTES_AHEAD:
         return 0
     total = min(total, most_to_read())
-    run_detached(partial(_read_ahead, cold, total, files.fingerprints))
+    start_threads(partial(_read_ahead, cold, total, files.fingerprints))
     return total
 
 

@@ -38,7 +38,7 @@ from modelstate.planning.transfer import (
     final_memory,
     peak_bytes,
 )
-from modelstate.process import run_detached
+from modelstate.process import start_threads
 from modelstate.remote.location import CONNECTIONS
 from modelstate.text_format import listed, size
 from modelstate.torch_compat.dtypes import can_overflow
@@ -386,7 +386,7 @@ def _copy_from_maps(staging: Staging, items: Sequence[Execution]) -> Callable[[]
 
     def copy() -> None:
         copy_each(params, values)
-        run_detached(unmap)  # which takes a quarter of the time of the copy
+        start_threads(unmap)  # which takes a quarter of the time of the copy
 
     return partial(_execute, items, memory, copy)
 
