@@ -6,7 +6,7 @@ their bytes. Everything that could keep the writes from being executed has then 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -16,20 +16,21 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import keep_interrupt
 from modelstate.formats.sharded import other_shards
 from modelstate.formats.tree import leaves
+from modelstate.planning.mapped_state import MappedState
 from modelstate.planning.matching import Patterns, adapter_names, one_prefix, prefixes
 from modelstate.planning.planner import Planner
 from modelstate.planning.recorder import IncompatibleKeys, outermost
-from modelstate.planning.transfer import Transfers
+from modelstate.planning.transfer import Execution, RowFacts, Transfers, Way, with_way
 from modelstate.problems import Problem, ProblemKind
 from modelstate.rules.expression import Derived, Source, lacks_values
 from modelstate.rules.rule import Entry, Value
-from modelstate.spec import StoredComposite
+from modelstate.spec import StoredComposite, StoredTensor
 from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.modules import changes_state, overrides_loading, state_dict_of
-from modelstate.torch_compat.plain import is_plain, is_quantized
+from modelstate.torch_compat.plain import is_plain, is_quantized, same_values
 from modelstate.torch_compat.private import storage_id
-from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, slots_of
+from modelstate.transaction.slots import HIDDEN, PARAMETER, Slot, clash, overlapping, place_of, sharing, slots_of
 
 _FITS_IN_PART = (
     "transformers' conversion mapping makes the names fit only in part, and the model's own loading code takes the "
@@ -57,6 +58,8 @@ def check_coverage(planner: Planner, outcome: IncompatibleKeys, is_complete: boo
         _check_meta(planner, on_meta)
     if planner.problems or not is_complete:
         _Coverage(planner, outcome).settle()
+    if planner.singles:
+        _check_overlaps(planner)
 
 
 def _check_meta(planner: Planner, on_meta: Sequence[Slot]) -> None:
@@ -118,6 +121,40 @@ def _becomes_plain(checkpoint: Checkpoint, item: Transfers) -> bool:
     return True
 
 
+def _check_overlaps(planner: Planner) -> None:
+    """Adds problems of slots whose memory overlaps, where one would overwrite the values of the other."""
+    items = [item for single in planner.singles if is_plain((item := single.transfers).param, item.facts.value)]
+    in_memory = [item for item in items if not item.param.is_meta and storage_id(item.param)]
+    for group in sharing(in_memory, [item.param for item in in_memory]):
+        # Where many slots are the same view of the same memory, each is compared with the first of them only.
+        first_at: dict[Hashable, Transfers] = {}
+        pairs = [(first_at.setdefault(place_of(second.param), second), second) for second in group]
+        distinct = list(first_at.values())
+        pairs += overlapping(distinct, [item.param for item in distinct])
+        for first, second in pairs:
+            if first is second or any(item.facts.value.shape != item.param.shape for item in (first, second)):
+                continue
+            if second.way not in (Way.INTO, Way.STAGED):
+                planner.notes.append(f"{first.name} and {second.name} share memory now, and not after the load")
+            elif _clash(planner.incoming, first, second):
+                planner.problems.append(planner.tie_conflict(second.name, first.name))
+
+
+def _clash(incoming: MappedState, first: Transfers, second: Transfers) -> bool:
+    """Whether a write of the second value changes elements of the first one."""
+    is_whole = first.facts.sharded is None and second.facts.sharded is None
+    if is_whole and place_of(first.param) == place_of(second.param):
+        return not incoming.are_equal(first.facts.value, second.facts.value)
+    # The values of a part of a DTensor are mapped. The local part of a deferred value is never computed.
+    values = [
+        incoming.maps.tensor(facts.stored)
+        if facts.sharded is not None and isinstance(facts.stored, StoredTensor)
+        else incoming.with_values(facts.value)
+        for facts in (first.facts, second.facts)
+    ]
+    return clash(first.param, values[0], second.param, values[1])
+
+
 class _Coverage:
     """Finds names without a counterpart, and slots without a value."""
 
@@ -167,7 +204,11 @@ class _Coverage:
         if (device := self.options.device) is not None:
             for slot in unfilled:  # a lazy tensor has no values; its module moves it
                 if not (is_lazy(slot.tensor) or slot.tensor.is_meta or slot.tensor.device == device):
-                    planner.move(slot, device)
+                    columns, value = ([slot.name], [slot.kind], [slot.tensor]), slot.tensor.detach()
+                    facts = RowFacts(value=value, given="", stored=value)
+                    item = Transfers(*columns, [value.dtype], device, why=f"moves to {device}", own=facts)
+                    planner.moves.append(move := Execution(with_way(item)))
+                    planner.transaction.add(planner.make_write(move))
             _note(planner, [item.transfers.name for item in planner.moves], f"only moved to {device}")
         if any(slot.kind != HIDDEN for slot in self.slots.tensors) and not has_matches and not problems:
             problems.append(Problem(ProblemKind.NOTHING_FITS, type(planner.model).__name__))
@@ -244,11 +285,27 @@ class _Coverage:
                 passed.append(name)
             elif slot is None or slot.kind != HIDDEN:
                 left.append(name)
-            elif self.planner.hidden_buffer(slot, name):
+            elif self._is_filled(slot, name):
                 equal.append(name)
         _note(self.planner, passed, "passed over, as allowed by allow_unexpected")
         _note(self.planner, equal, "passed over: non-persistent buffers that hold the same already")
         return left
+
+    def _is_filled(self, slot: Slot, name: str) -> bool:
+        """Whether a non-persistent buffer has the value. One on meta gets it; elsewhere another value is a problem."""
+        planner, buffer = self.planner, slot.tensor
+        value, is_equal = planner.incoming.value(name), False
+        if buffer.is_meta or not isinstance(value, torch.Tensor) or is_lazy(value) or value.shape != buffer.shape:
+            planner.tensor(name, buffer, value, None, [])
+            return False
+        value = planner.incoming.with_values(value)
+        if is_plain(value, buffer) and not value.is_meta:
+            common = torch.promote_types(value.dtype, buffer.dtype)
+            is_equal = same_values(value.to(buffer.device, common), buffer.to(common))
+        if not is_equal:
+            seen = planner.other_name(name)
+            self.problems.append(Problem(ProblemKind.BUFFER_CONFLICT, name, name_for_rules=seen))
+        return is_equal
 
     def _initialised(self, missing: set[str], allowed: set[str]) -> dict[str, str]:
         """Initialises missing tensors with the model's own methods. Returns the methods by the names of the tensors.

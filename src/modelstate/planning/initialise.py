@@ -1,4 +1,4 @@
-"""`Initialisers`: initial values for tensors of a model, computed by the model's own code on a copy of its modules.
+"""`initialiser_of`: initial values for tensors of a model, computed by the model's own code on a copy of its modules.
 
 The constructor of a module calls `reset_parameters`. A model of Hugging Face then calls its `_init_weights(module)` for
 every module, children first. This module makes the same calls on a copy of the module that owns the tensor, and of the
@@ -37,30 +37,28 @@ class Initialiser(msgspec.Struct, frozen=True):
     """Computes a new value with each call. Raises `ModelCodeError`."""
 
 
-class Initialisers:
-    """Finds the initialisers of the tensors of a model."""
+def initialiser_of(model: nn.Module, name: str, copies: dict[str, Copies]) -> Initialiser | None:
+    """Returns the initialiser of a tensor; None if no method of its modules writes the whole tensor.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._copies: dict[str, _Copies] = {}
+    The methods are called on a copy without memory. The model and the random generator of the CPU do not change.
 
-    def find(self, name: str) -> Initialiser | None:
-        """Returns the initialiser of a tensor; None if no method of its modules writes the whole tensor.
-
-        The methods are called on a copy without memory. The model and the random generator of the CPU do not change.
-        """
-        tensor = _own_tensors(self._model, name).get(name)
-        if tensor is None or is_lazy(tensor) or not (is_plain(tensor) or is_sharded(tensor)):
-            return None
-        for prefix, module in _chain(self._model, name).items():
-            if _own_method(module) or _initialises_children(module):
-                copies, within = self._copies.setdefault(prefix, _Copies(module, prefix)), name.removeprefix(prefix)
-                how = copies.methods_for(within)
-                return Initialiser(how, partial(copies.value, within)) if how else None
+    Args:
+        model: The model.
+        name: The name of the tensor.
+        copies: The copies for other tensors of the model, by the prefixes of their modules. New ones are added.
+    """
+    tensor = _own_tensors(model, name).get(name)
+    if tensor is None or is_lazy(tensor) or not (is_plain(tensor) or is_sharded(tensor)):
         return None
+    for prefix, module in _chain(model, name).items():
+        if _own_method(module) or _initialises_children(module):
+            of_module, within = copies.setdefault(prefix, Copies(module, prefix)), name.removeprefix(prefix)
+            how = of_module.methods_for(within)
+            return Initialiser(how, partial(of_module.value, within)) if how else None
+    return None
 
 
-class _Copies:
+class Copies:
     """Copies of a module that initialises tensors in it. The names of the tensors are those within the module."""
 
     def __init__(self, top: nn.Module, prefix: str) -> None:

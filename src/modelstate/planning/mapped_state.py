@@ -67,8 +67,19 @@ class MappedState:
             # Code of the model finds the error of a value that cannot be decoded, or is not read as a whole.
             self._values[name] = content.value if content.error is None else content.error
             return self._values[name]
-        if isinstance(content, Derived) or self._cannot_be_mapped(content):
-            value = self._deferred_value(content)
+        if isinstance(content, Derived) and content.lacks_values:
+            value = torch.empty(content.shape, dtype=content.dtype, device="meta")
+        elif isinstance(content, Derived) or self._cannot_be_mapped(content):
+            # It gets its values when code uses them. Its pages are not allocated before.
+            key = (content.extent, content.dtype, content.shape) if isinstance(content, StoredTensor) else id(content)
+            deferred = self._deferred_by_source.get(key)
+            if deferred is not None:  # another name of a tied tensor
+                value = deferred.target.detach()
+            else:
+                value = torch.empty(content.shape, dtype=content.dtype, device="cpu")
+                self._deferred_by_source[key] = deferred = DeferredValue(value, content, self.maps)
+                self._transaction.add(deferred)
+            self._deferred[id(value)] = deferred
         else:
             value = self.maps.tensor(content)
         self._values[name], self._origins[id(value)] = value, (name, content)
@@ -133,21 +144,6 @@ class MappedState:
         name, source = self._origins.get(id(value), ("", None))
         used = self._transaction.used_storages
         return name, None if used and storage_id(value) in used else source
-
-    def _deferred_value(self, stored: Derived | StoredTensor | StoredComposite) -> torch.Tensor:
-        """Returns a tensor that gets its values when code uses them. Its pages are not allocated before."""
-        if isinstance(stored, Derived) and stored.lacks_values:
-            return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-        key = (stored.extent, stored.dtype, stored.shape) if isinstance(stored, StoredTensor) else id(stored)
-        deferred = self._deferred_by_source.get(key)
-        if deferred is not None:  # another name of a tied tensor
-            value = deferred.target.detach()
-        else:
-            value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-            self._deferred_by_source[key] = deferred = DeferredValue(value, stored, self.maps)
-            self._transaction.add(deferred)
-        self._deferred[id(value)] = deferred
-        return value
 
     def with_values(self, value: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of the state dict with its values, computed or read. Raises `TransformError`."""

@@ -28,7 +28,6 @@ from modelstate.formats.tree import leaves, nodes_of, refused_in
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.recorder import loads_names_itself, outermost, own_state
 from modelstate.problems import Problem, ProblemKind, one_line, option, wrong_shape
-from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, to_be_computed
 from modelstate.rules.known import WRAPPERS
 from modelstate.rules.names import Prefix, Rename
@@ -40,7 +39,7 @@ from modelstate.torch_compat.modules import has_own_load, has_own_state_dict, na
 from modelstate.transaction.slots import HIDDEN, Slot, Slots
 
 if TYPE_CHECKING:
-    from modelstate.planning.initialise import Initialiser, Initialisers
+    from modelstate.planning.initialise import Copies, Initialiser
 
 Shape = tuple[int, ...] | None
 _MOST_HEADS = 12
@@ -57,11 +56,13 @@ PEFT_PREFIX = "base_model.model."
 """The prefix of the names of an adapter of peft."""
 
 
-class ModelSchemaView(msgspec.Struct, eq=False, dict=True):
+class ModelSchemaView(msgspec.Struct, eq=False):
     """The slots of a model, what initialises them, and both as rules see them."""
 
     model: nn.Module
     slots: Slots
+    copies: dict[str, Copies] = {}
+    """Copies of modules that initialise tensors, by the prefixes of the names."""
 
     def names(self) -> set[str]:
         """Returns the names of the slots; of a module that saves and loads its state itself those that it saves."""
@@ -72,16 +73,11 @@ class ModelSchemaView(msgspec.Struct, eq=False, dict=True):
                 names = {name for name in names if not name.startswith(prefix)}.union(prefix + name for name in own)
         return names
 
-    @cached_attribute
-    def initialisers(self) -> Initialisers:
-        """What initialises the tensors of the model."""
-        from modelstate.planning.initialise import Initialisers
-
-        return Initialisers(self.model)
-
     def initialiser_of(self, slot: Slot) -> Initialiser | None:
         """What initialises a tensor; None if no method of the model does."""
-        return next(filter(None, map(self.initialisers.find, slot.names)), None)
+        from modelstate.planning.initialise import initialiser_of
+
+        return next(filter(None, (initialiser_of(self.model, name, self.copies) for name in slot.names)), None)
 
     def before(self, rules: Iterable[Rule]) -> ModelTensors:
         """Returns the slots by the names that they have before these rules."""
@@ -476,22 +472,20 @@ def one_prefix(
     all names may then have an additional "a.". The rule does not change `fitting` names. Problems of shapes that differ
     follow.
     """
-    required = missing.keys() - set(optional)
-    candidates: list[tuple[str, bool]] = []
+    required, proved = missing.keys() - set(optional), []
     for strips, names, others in ((True, required, unexpected), (False, unexpected, missing)):
         last = max(names, key=len, default="")
-        candidates += [(other[: -len(last)], strips) for other in others if last and other.endswith(f".{last}")]
-    proved = []
-    for prefix, strips in candidates if len(candidates) <= _MOST_CANDIDATES else ():
-        sources = {name: prefix + name if strips else name.removeprefix(prefix) for name in missing}
-        pairs = {name: source for name, source in sources.items() if source in unexpected}
-        if len(pairs) == len(unexpected) and required <= pairs.keys():
-            proved.append((prefix, strips, pairs))
+        longer = [other for other in others if last and other.endswith(f".{last}")]
+        for prefix in [other[: -len(last)] for other in longer] if len(longer) <= _MOST_CANDIDATES else ():
+            sources = {name: prefix + name if strips else name.removeprefix(prefix) for name in missing}
+            pairs = {name: source for name, source in sources.items() if source in unexpected}
+            if len(pairs) == len(unexpected) and required <= pairs.keys():
+                proved.append((prefix, strips, pairs))
     if len(proved) != 1:
         return []
     ((prefix, strips, pairs),) = proved
-    longer = pairs.values() if strips else pairs.keys()
-    if any(name[len(part) :] in fitting for name in longer for part in prefixes(name) if len(part) < len(prefix)):
+    whole_names = pairs.values() if strips else pairs.keys()
+    if any(name[len(part) :] in fitting for name in whole_names for part in prefixes(name) if len(part) < len(prefix)):
         return []
     if 2 * sum(missing[name] == unexpected[source] for name, source in pairs.items()) <= len(pairs):
         return []
@@ -504,20 +498,17 @@ def one_prefix(
         if len(parts) <= _MOST_HEADS:
             pattern = rf"{start}(?=(?:{'|'.join(sorted(map(re.escape, parts)))})(?:\.|$))"
             rules.append((Rename(re.compile(pattern), put), option("--rename-regex", f"{pattern}={put}")))
+    why = f"{len(pairs)} names differ only by the prefix {prefix!r} of the {'checkpoint' if strips else 'model'}"
     for rule, options in rules:
         right = all(rule.rename(source) == name for name, source in pairs.items())
         if right and all(rule.rename(name) is None for name in fitting):
-            side = "checkpoint" if strips else "model"
-            problem = Problem(
-                ProblemKind.OTHER_NAMES,
-                next(iter(pairs)),
-                why=f"{len(pairs)} names differ only by the prefix {prefix!r} of the {side}",
-                rules=(as_code(rule),),
-                options=options,
-            )
-            shapes = ((name, missing[name], unexpected[source]) for name, source in pairs.items())
-            known = [(name, own, other) for name, own, other in shapes if own is not None and other is not None]
-            return [problem, *(wrong_shape(name, own, other) for name, own, other in known if own != other)]
+            code, first = (as_code(rule),), next(iter(pairs))
+            problems = [Problem(ProblemKind.OTHER_NAMES, first, why=why, rules=code, options=options)]
+            for name, source in pairs.items():
+                own, other = missing[name], unexpected[source]
+                if own is not None and other is not None and own != other:
+                    problems.append(wrong_shape(name, own, other))
+            return problems
     return []
 
 

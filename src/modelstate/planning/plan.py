@@ -309,15 +309,11 @@ class LoadReport(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
         if not self.ranks:
             return []
         read = [rank.read_bytes for rank in self.ranks]
-        slowest = [
-            f"{name} {max(getattr(rank, f'{name}_seconds') for rank in self.ranks):.3f} s"
-            for name in ("planning", "reading", "commit")
-        ]
-        return [
-            f"{len(self.ranks)} ranks: {size(sum(read))} read, {size(min(read))} to {size(max(read))} each, "
-            f"{size(self.reread_bytes)} more than once",
-            f"slowest rank of each phase: {', '.join(slowest)}",
-        ]
+        phases = "planning", "reading", "commit"
+        slowest = [f"{name} {max(getattr(rank, f'{name}_seconds') for rank in self.ranks):.3f} s" for name in phases]
+        of_phases = f"slowest rank of each phase: {', '.join(slowest)}"
+        each = f"{size(min(read))} to {size(max(read))} each, {size(self.reread_bytes)} more than once"
+        return [f"{len(self.ranks)} ranks: {size(sum(read))} read, {each}", of_phases]
 
     def _page(self) -> Page:
         facts = (

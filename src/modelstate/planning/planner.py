@@ -6,7 +6,7 @@ value; the value is checked; its way is chosen; then `coverage` accounts for eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import repeat
 
@@ -27,25 +27,13 @@ from modelstate.problems import CHANGES_KIND, LOSES_VALUES, Problem, ProblemKind
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, is_dequantized, lacks_values, read_bytes
 from modelstate.rules.rule import Entry
-from modelstate.spec import GAP_BYTES, ByteRange, StoredTensor, StoredTensors, TensorColumns, is_run
+from modelstate.spec import GAP_BYTES, ByteRange, StoredTensor, StoredTensors, is_run
 from modelstate.text_format import count, printable, size
 from modelstate.torch_compat.dtypes import cast_between, short
-from modelstate.torch_compat.plain import has_its_memory, is_fake, is_plain, is_quantized, is_sharded, same_values
-from modelstate.torch_compat.private import shards_in_use, storage_id
+from modelstate.torch_compat.plain import has_its_memory, is_fake, is_plain, is_quantized, is_sharded
+from modelstate.torch_compat.private import shards_in_use
 from modelstate.torch_compat.sharding import sharded_params
-from modelstate.transaction.slots import (
-    BUFFER,
-    EXTRA,
-    HIDDEN,
-    PARAMETER,
-    Slot,
-    SlotSignatures,
-    clash,
-    overlapping,
-    place_of,
-    sharing,
-    signatures,
-)
+from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, SlotSignatures, signatures
 from modelstate.transaction.transaction import Transaction, Write
 
 CHECK_EXTRA_STATE = "_modelstate_check_extra_state"
@@ -105,8 +93,6 @@ class Planner:
         self.extra_states: list[str] = []
         self.filled: dict[int, Execution | None] = {}
         """By the ids of the tensors that get a value, under whatever name. None stands for a row of columns."""
-        self._in_memory: list[Transfers] = []
-        """Those that get into plain memory of the model, which that of others may overlap."""
         self._mapped_storages: set[ByteRange] = set()
         """The storages of files that slots map. Slots that are not tied must not share memory."""
         entries = matched.applied.entries
@@ -117,7 +103,7 @@ class Planner:
         """Whether floating-point tensors get the dtype that is requested; or, on meta, the dtype of the checkpoint,
         because it has quantized tensors: a layer computes in the dtype that its weight was quantized from, and a cast
         cannot change that dtype."""
-        self._make_write, self._call_extra_state = make_write, call_extra_state
+        self.make_write, self._call_extra_state = make_write, call_extra_state
         self.cause: Exception | None = None
         """The first error of a value that is not read."""
         if not call_extra_state:
@@ -142,8 +128,6 @@ class Planner:
         if self.options.in_place is None and sum(item.transfers.nbytes for item in waiting) < _LEAST_LEASED_BYTES:
             for item in waiting:
                 item.stage_instead("they are small")
-        if self._in_memory:
-            self._check_overlaps()
         # How the parts of DTensors are read whose bytes do not adjoin in the file.
         strided = [
             (item.nbytes, read_bytes(facts.stored))
@@ -163,15 +147,14 @@ class Planner:
     def add_plain(self) -> Collection[str]:
         """Adds plain values all at once, and returns their names. Called where a load runs no code of the model."""
         options, entries = self.options, self.matched.applied.entries
-        tensors: StoredTensors | None = None
-        keeps_stored_dtypes = self.changes_dtypes and options.dtype is None
         has_own_writes = options.transform is not None or options.read_once or self.transaction.reads_values
-        if has_own_writes or keeps_stored_dtypes:
+        if has_own_writes or (self.changes_dtypes and options.dtype is None):
             return ()
-        if isinstance(entries, StoredEntries):
-            tensors = entries.tensors
-        elif stored := {name: entry.content for name, entry in entries.items() if is_run(entry.content)}:
-            tensors = StoredTensors.of(stored)  # under names that rules have changed, or beside other values
+        tensors = entries.tensors if isinstance(entries, StoredEntries) else None
+        if tensors is None:  # under names that rules have changed, or beside other values
+            tensors = StoredTensors.of(
+                {name: entry.content for name, entry in entries.items() if is_run(entry.content)}
+            )
         if tensors is None:
             return ()
         transfers = plain_transfers(self.slots.tensors, tensors, options, lambda: self.incoming.maps)
@@ -200,10 +183,10 @@ class Planner:
         # A plan calls the method that only checks, of classes that declare extra state. A load sets at once: an invalid
         # value sets nothing, and everything is undone where there are problems.
         take = module.set_extra_state if self._call_extra_state else getattr(module, CHECK_EXTRA_STATE, None)
+        if isinstance(value, ModelStateError) and not isinstance(value, CodecError):
+            return self.unread(key, value)
         try:
-            if isinstance(value, ModelStateError):
-                if not isinstance(value, CodecError):
-                    return self.unread(key, value)
+            if isinstance(value, CodecError):
                 raise value
             if take is not None:
                 take(value)
@@ -254,15 +237,24 @@ class Planner:
         if first is not None:
             known = first.transfers.facts
             if not self.incoming.are_equal(known.value if known.sharded is None else known.sharded.value, value):
-                self.problems.append(self._tie_conflict(name, first.transfers.name))
+                self.problems.append(self.tie_conflict(name, first.transfers.name))
             return
         item = self._transfer(name, kind, param, RowFacts(value=value, given=given, stored=stored))
         self.filled[id(param)] = execution = Execution(item)
         self.singles.append(execution)
         self.executions.append(execution)
         param, value, stored = item.param, item.facts.value, item.facts.stored
-        if not is_plain(param, value) and self._has_other_class(item):
-            return  # the value is never written, even where the model's own code uses the tensor
+        # A value that cannot be copied is never written, even where the model's own code uses the tensor: a FakeTensor
+        # has no values, and torch cannot copy from a DTensor to a whole tensor.
+        if is_fake(param) or is_fake(value):
+            found = "model" if is_fake(param) else "checkpoint"
+            self.problems.append(Problem(ProblemKind.FAKE_TENSORS, name, found=found))
+            return
+        if is_sharded(param):
+            return  # `_local_facts` has added the problem
+        if is_sharded(value):
+            self.problems.append(Problem(ProblemKind.SHARDED_TENSORS, name))
+            return
         gets_memory = item.way is Way.NEW and not param.is_meta and item.facts.module_transform is None
         if item.facts.sharded is not None and gets_memory and self._shards_are_in_use:
             self.problems.append(Problem(ProblemKind.SHARDS_IN_USE, name, why=item.why))
@@ -270,9 +262,9 @@ class Planner:
             self.problems.append(Problem(ProblemKind.NO_VALUES, name))
         elif value.dtype != item.dtype:
             self._check_dtype(item)
-        if is_plain(param) and not param.is_meta:
+        if is_plain(param) and item.way is Way.STAGED:
             self._check_memory(item)
-        self.transaction.add(self._make_write(execution))
+        self.transaction.add(self.make_write(execution))
 
     def _transfer(self, name: str, kind: str, param: torch.Tensor, facts: RowFacts) -> Transfers:
         """Chooses how a value gets into its slot."""
@@ -340,91 +332,24 @@ class Planner:
         self._mapped_storages.update([stored.storage] if stored.nbytes else [])
         return maps
 
-    def move(self, slot: Slot, device: torch.device) -> None:
-        """Moves a tensor that gets no value to a device when the load is committed."""
-        value, why = slot.tensor.detach(), f"moves to {device}"
-        facts = RowFacts(value=value, given="", stored=value)
-        columns = [slot.name], [slot.kind], [slot.tensor], [value.dtype]
-        item = Execution(with_way(Transfers(*columns, device, why=why, own=facts)))
-        self.moves.append(item)
-        self.transaction.add(self._make_write(item))
-
-    def hidden_buffer(self, slot: Slot, name: str) -> bool:
-        """Fills a non-persistent buffer on meta; elsewhere the value must equal the buffer. Returns whether it does."""
-        value, buffer = self.incoming.value(name), slot.tensor
-        if buffer.is_meta or not isinstance(value, torch.Tensor) or is_lazy(value) or value.shape != buffer.shape:
-            self.tensor(name, buffer, value, None, [])
-            return False
-        value, is_equal = self.incoming.with_values(value), False
-        if is_plain(value, buffer) and not value.is_meta:
-            common = torch.promote_types(value.dtype, buffer.dtype)
-            is_equal = same_values(value.to(buffer.device, common), buffer.to(common))
-        if not is_equal:
-            self.problems.append(Problem(ProblemKind.BUFFER_CONFLICT, name, name_for_rules=self.other_name(name)))
-        return is_equal
-
     def other_name(self, name: str) -> str:
         """Returns the name that rules see, empty where it is the same."""
         return self.matched.before_wrappers.get(name, "")
 
     # Checks of single transfers.
 
-    def _has_other_class(self, item: Transfers) -> bool:
-        """Adds a problem where the classes of the two tensors rule out a copy. Returns whether they do.
-
-        A FakeTensor has no values, and torch cannot copy from a DTensor to a whole tensor.
-        """
-        param, value = item.param, item.facts.value
-        if is_fake(param) or is_fake(value):
-            found = "model" if is_fake(param) else "checkpoint"
-            self.problems.append(Problem(ProblemKind.FAKE_TENSORS, item.name, found=found))
-        elif is_sharded(value) and not is_sharded(param):
-            self.problems.append(Problem(ProblemKind.SHARDED_TENSORS, item.name))
-        else:
-            return is_sharded(param)  # `_local_facts` has added the problem
-        return True
-
     def _check_memory(self, item: Transfers) -> None:
-        """Adds problems of plain slots that cannot be written to, and notes the others for `_check_overlaps`."""
-        param, is_written = item.param, item.way is Way.STAGED
-        if is_written and not has_its_memory(param):
+        """Adds the problem of a plain slot that cannot be written to."""
+        param = item.param
+        if not has_its_memory(param):
             stored = param.untyped_storage().nbytes()
             self.problems.append(Problem(ProblemKind.FREED_MEMORY, item.name, param.nbytes, stored))
-        elif is_written and item.facts.transform is None and any(refusal := refusal_of_writes(param)):
+        elif item.facts.transform is None and any(refusal := refusal_of_writes(param)):
             why, remedy = refusal
             self.problems.append(Problem(ProblemKind.NOT_WRITABLE, item.name, why=why, remedy=remedy))
-        elif storage_id(param):
-            self._in_memory.append(item)
 
-    def _check_overlaps(self) -> None:
-        """Adds problems of slots whose memory overlaps, where one would overwrite the values of the other."""
-        for group in sharing(self._in_memory, [item.param for item in self._in_memory]):
-            # Where many slots are the same view of the same memory, each is compared with the first of them only.
-            first_at: dict[Hashable, Transfers] = {}
-            pairs = [(first_at.setdefault(place_of(second.param), second), second) for second in group]
-            distinct = list(first_at.values())
-            pairs += overlapping(distinct, [item.param for item in distinct])
-            for first, second in pairs:
-                if first is second or any(item.facts.value.shape != item.param.shape for item in (first, second)):
-                    continue
-                if second.way not in (Way.INTO, Way.STAGED):
-                    self.notes.append(f"{first.name} and {second.name} share memory now, and not after the load")
-                elif self._clash(first, second):
-                    self.problems.append(self._tie_conflict(second.name, first.name))
-
-    def _clash(self, first: Transfers, second: Transfers) -> bool:
-        is_whole = first.facts.sharded is None and second.facts.sharded is None
-        if is_whole and place_of(first.param) == place_of(second.param):
-            return not self.incoming.are_equal(first.facts.value, second.facts.value)
-        return clash(first.param, self._values(first.facts), second.param, self._values(second.facts))
-
-    def _values(self, facts: RowFacts) -> torch.Tensor:
-        """The values of a row for a comparison. The local part of a deferred value is never computed."""
-        if facts.sharded is not None and isinstance(facts.stored, StoredTensor):
-            return self.incoming.maps.tensor(facts.stored)
-        return self.incoming.with_values(facts.value)
-
-    def _tie_conflict(self, name: str, first: str) -> Problem:
+    def tie_conflict(self, name: str, first: str) -> Problem:
+        """Returns the problem of a tensor whose value differs from that of another tensor in the same memory."""
         names = [self.other_name(of) or of for of in (name, first)]
         return Problem(
             ProblemKind.TIE_CONFLICT,
@@ -517,40 +442,24 @@ class Planner:
         """Returns a function that makes the step of each row. It holds no tensor."""
         own, columns = item.own, item.columns
         names, kinds, dtypes, device, way, why = item.names, item.kinds, item.dtypes, item.device, item.way, item.why
-        given, ties, shard, is_mapped = names, tuple[str, ...](), "", item.maps is not None
+        given, shapes, stored, nbytes = names, columns.shapes, list[torch.dtype](), columns.nbytes
+        ties, is_mapped, shard = tuple[str, ...](), item.maps is not None, ""
         if own is not None:
-            given, shape = [own.given], item.slot_tensors[0].shape
-            columns = TensorColumns([short(own.value.dtype)], [shape], [""], [0], [item.nbytes])
+            given, shapes, stored, nbytes = [own.given], [item.slot_tensors[0].shape], [own.value.dtype], [item.nbytes]
             slot = self.slots.by_name.get(item.name)
             ties = () if slot is None else tuple(name for name in slot.names if name != item.name)
             shard = "" if own.sharded is None else str(own.sharded.shard)
         # An entry of stored tensors is created when it is accessed, and has the name in the model.
         has_own_names = own is None and isinstance(self.matched.applied.entries, StoredEntries)
-        entries = [] if has_own_names else [(self.source_of(name), self.entry_of(name)) for name in given]
-        origins = [(source, () if entry is None else entry.rules) for source, entry in entries]
+        entries = [] if has_own_names else [self.entry_of(name) for name in given]
+        rules = [() if entry is None else entry.rules for entry in entries]
+        sources = names if has_own_names else [*map(self.source_of, given)]
 
         def make() -> list[Step]:
-            return [
-                Step(
-                    name=name,
-                    kind=kind,
-                    source=source,
-                    way=way,
-                    why=why,
-                    shape=torch.Size(shape),
-                    dtype=dtype,
-                    stored_dtype=stored_dtype,
-                    device=device,
-                    nbytes=nbytes,
-                    ties=ties,
-                    rules=rules,
-                    mapped=is_mapped,
-                    shard=shard,
-                )
-                for name, kind, dtype, (source, rules), (stored_dtype, shape, _, _, nbytes) in zip(
-                    names, kinds, dtypes, origins or zip(names, repeat(())), columns.rows(), strict=True
-                )
-            ]
+            before = names, kinds, sources, repeat(way), repeat(why), map(torch.Size, shapes), dtypes
+            in_file = stored or [dtype for dtype, *_ in columns.rows()], repeat(device), nbytes
+            after = repeat(ties), rules or repeat(()), repeat(is_mapped), repeat(shard)
+            return [*map(Step, *before, *in_file, *after)]
 
         return make
 

@@ -62,6 +62,8 @@ class LoadSink(Protocol):
         """Returns the device of a tensor of the model after all writes."""
 
 
+_Load = Callable[..., ReturnedKeys]
+"""A `load_state_dict`."""
 Versions = Mapping[str, dict[str, object]] | None
 """The versions of modules by their paths, as torch's `_metadata` has them; None where they are unknown."""
 
@@ -108,7 +110,7 @@ class _Recording(msgspec.Struct, eq=False):
     prefix: str = ""
     """Of the names of a module that is visited as if it were loaded alone."""
     outcome: IncompatibleKeys = msgspec.field(default_factory=IncompatibleKeys)
-    load: Callable[..., ReturnedKeys] | None = None
+    load: _Load | None = None
     """Called in place of torch's `load_state_dict`, by the override of a module."""
 
 
@@ -145,12 +147,12 @@ def _visit(recording: _Recording, module: nn.Module, state_dict: dict[str, objec
             load_from_state_dict(module)(state_dict, prefix, local_metadata, True, *lists)
     else:
         _load_local(recording, module, state_dict, prefix, local_metadata, True, *lists)
-    parts, _ = _by_child(state_dict, prefix, own_modules(module))
+    parts = _by_child(state_dict, prefix, own_modules(module))
     # Children are looked up in each iteration, because code of earlier children may have replaced them.
     for name, child in own_modules(module).items():
         if child is not None:
             if name not in parts:
-                parts, _ = _by_child(state_dict, prefix, own_modules(module))
+                parts = _by_child(state_dict, prefix, own_modules(module))
             is_alone = isinstance(module, ModuleContainer) and not isinstance(child, ModuleContainer)
             has_own_pair = recording.calls_own and has_own_load(child) and has_own_state_dict(child)
             visit: Callable[..., None] = _visit_alone if is_alone or has_own_pair else _visit
@@ -183,11 +185,7 @@ def _call_own(recording: _Recording, module: nn.Module, state_dict: dict[str, ob
     """The errors of strict calls of torch's method. The names in them are problems of the load."""
 
     def load(
-        stock: Callable[..., ReturnedKeys],
-        inner: nn.Module,
-        given: Mapping[str, object],
-        strict: bool = True,
-        assign: bool = False,
+        stock: _Load, inner: nn.Module, given: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> ReturnedKeys:
         """Does what torch's method does, with the sink in place of writes."""
         if id(inner) not in prefixes or not isinstance(given, Mapping):
@@ -246,21 +244,16 @@ def own_state(module: nn.Module) -> Mapping[str, object]:
 
 def _by_child(
     state_dict: Mapping[str, object], prefix: str, children: Mapping[str, object]
-) -> tuple[dict[str, dict[str, object]], list[str]]:
-    """Returns the items below each child, and the names below no child."""
+) -> dict[str, dict[str, object]]:
+    """Returns the items below each child."""
     parts: dict[str, dict[str, object]] = {name: {} for name in children.keys()}  # noqa: SIM118  (TorchScript's)
-    rest: list[str] = []
-    cut = len(prefix)
     for key, value in state_dict.items():
-        if key.startswith(prefix):
-            child, dot, _ = key[cut:].partition(".")
-            if dot and child in parts:
-                parts[child][key] = value
-            else:
-                rest.append(key)
+        child, dot, _ = key[len(prefix) :].partition(".") if key.startswith(prefix) else ("", "", "")
+        if dot and child in parts:
+            parts[child][key] = value
     for name in [name for name in parts if "." in name]:
         parts[name] = {key: value for key, value in state_dict.items() if key.startswith(f"{prefix}{name}.")}
-    return parts, rest
+    return parts
 
 
 def _load_local(
@@ -293,8 +286,11 @@ def _load_local(
             with transaction.model_code():
                 recording.sink.extra_state(module, recording.prefix + key, state_dict[key])
     if strict:
-        _, rest = _by_child(state_dict, prefix, own_modules(module))
-        unexpected = [key for key in rest if key not in own and not (has_extra and key == extra_key)]
+        known, children, unexpected = {*own, extra_key} if has_extra else own, own_modules(module), list[str]()
+        for key in [key for key in state_dict if key.startswith(prefix) and key not in known]:
+            child, dot, _ = key[len(prefix) :].partition(".")
+            if not (dot and child in children):
+                unexpected.append(key)
         unexpected_keys += sorted(unexpected, key=lambda key: key != extra_key)
 
 
@@ -338,7 +334,7 @@ def _load_from_state_dict(stock: Callable[..., None], self: nn.Module, *args: ob
             _load_local(recording, self, *args, **named)  # type: ignore[arg-type]
 
 
-def _load_state_dict(stock: Callable[..., ReturnedKeys], *args: object, **named: object) -> ReturnedKeys:
+def _load_state_dict(stock: _Load, *args: object, **named: object) -> ReturnedKeys:
     recording = _recording.value
     if recording is None or recording.load is None:
         return stock(*args, **named)

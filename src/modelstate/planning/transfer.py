@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, StrEnum
 
 import msgspec
@@ -273,7 +273,13 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
         if self.columns.paths:
             return [*map(Request, self.columns.ranges(), [target.data_ptr() for target in targets])]
         (address,) = [target.data_ptr() for target in targets]
-        return [request for runs in self.facts.placed for request in _requests_of(runs, address)]
+        requests: list[Request | Rows] = []
+        for runs in self.facts.placed:
+            if not runs.dims or runs.run_bytes >= _LONG_RUN_BYTES:
+                requests += [Request(source, address + at) for source, at in runs.places()]
+            else:  # many short runs are one request
+                requests += [Rows(source, address + at, *runs.dims[-1]) for source, at in runs.places(-1)]
+        return requests
 
     def layouts(self) -> list[Layout]:
         """Shape, stride and dtype of new memory for each slot. The stride is None unless it is a dense format.
@@ -332,15 +338,6 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
         by_rows = self.own is not None and self.own.block_function is not None
         return self.nbytes // self.facts.value.shape[0] if by_rows else self.stored_dtype.itemsize
 
-    def working_bytes(self, block_bytes: int) -> int:
-        """Bytes of memory that each thread needs for a value in blocks in addition to its read buffer."""
-        function = None if self.own is None else self.own.block_function
-        if function is None:
-            return 0
-        stored = self.stored_dtype
-        cast = min(max(block_bytes, self.unit_bytes), self.nbytes) // stored.itemsize * self.dtype.itemsize
-        return function.extra_bytes + (cast if stored != self.dtype else 0)
-
 
 class Execution(msgspec.Struct, eq=False):
     """The execution of transfers: the values that have been read so far, and the way that they really take."""
@@ -374,13 +371,12 @@ def final_memory(executions: Sequence[Execution]) -> Memory:
     """The final memory of values: the slots, or new memory, which small values share."""
     transfers = [item.transfers for item in executions]
     layouts = [[] if item.way is Way.INTO else item.layouts() for item in transfers]
-    pairs = [*zip(transfers, layouts, strict=True)]
-    fresh = iter(fresh_tensors([layout for item, each in pairs if item.device.type == "cpu" for layout in each]))
-    memory = list[list[torch.Tensor]]()
+    pairs, memory = [*zip(transfers, layouts, strict=True)], list[list[torch.Tensor]]()
+    fresh = iter(fresh_tensors([layout for item, each in pairs if item.on_cpu for layout in each]))
     for item, each in pairs:
         if item.way is Way.INTO:
             memory.append(item.params)
-        elif item.device.type == "cpu":
+        elif item.on_cpu:
             memory.append([next(fresh) for _ in each])
         else:
             with torch.inference_mode(False):
@@ -457,14 +453,6 @@ def _is_from_checkpoint(stored: Source) -> bool:
     return True
 
 
-def _requests_of(runs: Runs, address: int) -> Iterator[Request | Rows]:
-    """Yields the reads of runs into memory at an address: many short runs are one request."""
-    if not runs.dims or runs.run_bytes >= _LONG_RUN_BYTES:
-        yield from (Request(source, address + at) for source, at in runs.places())
-    else:
-        yield from (Rows(source, address + at, *runs.dims[-1]) for source, at in runs.places(-1))
-
-
 # Memory that a load needs beyond the final tensors.
 
 
@@ -492,7 +480,12 @@ def _stream(blocks: Sequence[Transfers], strategy: ReadStrategy) -> int:
     used = strategy.for_devices(total) if devices else strategy
     largest_unit = max(min(item.unit_bytes, item.nbytes) for item in blocks)
     block_bytes = min(aligned(max(used.block_bytes, largest_unit)), total)
-    working_bytes = max(item.working_bytes(strategy.block_bytes) for item in blocks)
+    working_bytes = 0  # of each thread, beside its buffer
+    for item in blocks:
+        if (function := None if item.own is None else item.own.block_function) is not None:
+            cast = min(max(strategy.block_bytes, item.unit_bytes), item.nbytes) // item.stored_dtype.itemsize
+            cast_bytes = cast * item.dtype.itemsize if item.stored_dtype != item.dtype else 0
+            working_bytes = max(working_bytes, function.extra_bytes + cast_bytes)
     threads = used.threads if total > block_bytes else 1
     return threads * (used.reply_bytes + block_bytes + working_bytes) + len(devices) * block_bytes
 
