@@ -32,7 +32,7 @@ from modelstate.objects.optimizer_values import (
     OptimizerPlan,
     ParamState,
     Path,
-    Recorded,
+    Replaced,
     Values,
     expected_state,
     group_options,
@@ -48,7 +48,6 @@ from modelstate.objects.optimizer_values import (
     place,
     placed_options,
     placed_state,
-    recorded_by_graphs,
     same_state,
     trial_state,
     value_problems,
@@ -232,10 +231,10 @@ def load_optimizer_state(
                 )
         with ExitStack() as held, Transaction(model) as transaction:
             with agreement.phase("reading", decides=True):
-                recorded = planned.load(transaction)
+                replaced = planned.load(transaction)
                 # A rank that is interrupted behind the vote would be the only one that keeps its old state.
                 held.enter_context(deferred_signals())
-            transaction.at_commit(partial(into_recorded_memory, recorded))
+            transaction.at_commit(partial(into_recorded_memory, replaced))
             transaction.commit()
 
 
@@ -353,7 +352,7 @@ def _load(
     other: Mapping[str, object],
     options: Iterable[tuple[dict[str, Any], Mapping[str, object]]],
     transaction: Transaction,
-) -> list[Recorded]:
+) -> list[Replaced]:
     """Gives an optimizer copies of a saved state, as `OptimizerPlan.load` does.
 
     Args:
@@ -378,21 +377,14 @@ def _load(
             values.update(old)
 
     transaction.register_undo(put_back)
-    recorded: list[Recorded] = []
     with deferred_signals(), without_modes():
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                new = new_state.get(param, {})
-                recorded += recorded_by_graphs(optimizer.state.pop(param, {}), new, new)
         optimizer.state.clear()
-        optimizer.state.update(new_state)
-        of_all = cast(dict[str, object], optimizer.state)
-        of_all.update(new_other)
-        recorded += recorded_by_graphs(before[0], new_other, of_all)
+        changed[0].update(new_state)
+        changed[0].update(new_other)
         for group, of_group in new_options:
-            recorded += recorded_by_graphs(group, of_group, group)
             group.update(of_group)
-    return recorded
+    of_params = [(before[0].get(param, {}), values) for param, values in new_state.items()]
+    return [*of_params, *zip(before, changed, strict=True)]
 
 
 class _SavedState:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from types import MappingProxyType
@@ -53,8 +53,8 @@ Path = tuple[object, ...]
 Copies = dict[tuple[object, ...], torch.Tensor]
 """Copies of tensors of saved state. For a parameter, a copy is found by the `_identity` of the tensor, its dtype, the
 parameter (None where it may be shared), its device, and whether it is a step; elsewhere by the first three."""
-Recorded = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
-"""Values of an optimizer, a name among them, the new tensor of this name, and the one that was there."""
+Replaced = tuple[Mapping[Any, object], dict[Any, Any]]
+"""Values of an optimizer before a restore, and the dict that has others now."""
 
 
 def group_options(group: Group) -> dict[str, object]:
@@ -98,7 +98,7 @@ def is_torchs(cls: type) -> bool:
 class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
     """The plan of loading the state of an optimizer. Made by `plan_by_name`, and by `plan_whole`."""
 
-    load: Callable[[Transaction], list[Recorded]]
+    load: Callable[[Transaction], list[Replaced]]
     """Loads the state, and registers the undo. Returns what is for `into_recorded_memory` when all else has succeeded.
 
     Call it only where there are no problems. Raises `OptimizerStateError` for a value that the optimizer does not take.
@@ -373,41 +373,32 @@ def is_number(value: object) -> bool:
 # new tensors, so that it can be undone. When nothing can fail any more, their values go to the tensors before.
 
 
-def recorded_by_graphs(
-    before: Mapping[str, object], new: Mapping[str, object], values: dict[str, object]
-) -> Iterator[Recorded]:
-    """Yields the tensors on a GPU that new ones take the place of: a CUDA graph may have recorded their addresses."""
-    for key, value in new.items():
-        old = before.get(key)
-        if (
-            type(value) is torch.Tensor
-            and type(old) is torch.Tensor
-            and old.is_cuda
-            and not old.is_inference()
-            and (old.shape, old.stride(), old.dtype, old.device)
-            == (value.shape, value.stride(), value.dtype, value.device)
-        ):
-            yield values, key, value, old
-
-
-def into_recorded_memory(recorded: Iterable[Recorded]) -> None:
-    """Copies new values to the tensors that were there before, and puts these in their place again.
+def into_recorded_memory(replaced: Iterable[Replaced]) -> None:
+    """Copies new values to the tensors on a GPU that were there before, and puts these in their place again.
 
     A tensor that was there under several names, as the learning rate of several groups, is left out if it cannot have
     the new values of all of them.
     """
-    by_memory = defaultdict[tuple[torch.device, int], list[Recorded]](list)
-    for entry in recorded:
-        values, key, new, old = entry
-        if values.get(key) is new:
-            by_memory[old.device, old.data_ptr()].append(entry)
+    by_memory = defaultdict[tuple[torch.device, int], list[tuple[dict[Any, Any], object, torch.Tensor]]](list)
+    for before, values in replaced:
+        for key, new in values.items():
+            old = before.get(key)
+            if (
+                type(new) is torch.Tensor
+                and type(old) is torch.Tensor
+                and new is not old
+                and old.is_cuda
+                and not old.is_inference()
+                and (old.shape, old.stride(), old.dtype, old.device) == (new.shape, new.stride(), new.dtype, new.device)
+            ):
+                by_memory[old.device, old.data_ptr()].append((values, key, old))
     with torch.inference_mode(False), torch.no_grad():
         for entries in by_memory.values():
-            _, _, first, old = entries[0]
-            if all(new.dtype == first.dtype and torch.equal(new, first) for _, _, new, _ in entries[1:]):
-                old.copy_(first)
-                for values, key, _, before in entries:
-                    values[key] = before
+            first, *others = (values[key] for values, key, _ in entries)
+            if all(new.dtype == first.dtype and torch.equal(new, first) for new in others):
+                entries[0][2].copy_(first)
+                for values, key, old in entries:
+                    values[key] = old
 
 
 # Optimizers that are saved whole.
@@ -506,7 +497,7 @@ def plan_whole(
 
 def _load_whole(
     optimizer: _Optimizer, state: Mapping[str, Any], keeps: Callable[[str], bool], transaction: Transaction
-) -> list[Recorded]:
+) -> list[Replaced]:
     """Loads a state by the optimizer's own `load_state_dict`, and compares what the optimizer has then.
 
     Torch's own `load_state_dict` casts tensors to the dtypes of the parameters. They get their saved dtypes again,

@@ -54,7 +54,7 @@ from modelstate.objects.optimizer_state import (
 from modelstate.objects.optimizer_values import (
     DTYPES,
     OptimizerPlan,
-    Recorded,
+    Replaced,
     group_options,
     into_recorded_memory,
     is_whole,
@@ -394,12 +394,12 @@ class _Restoring:
         """Restores all objects except modules."""
         if self.runs_code:
             transaction.arm()
-        recorded = list[Recorded]()
+        replaced = list[Replaced]()
         if self.plans:
-            transaction.at_commit(partial(into_recorded_memory, recorded))
+            transaction.at_commit(partial(into_recorded_memory, replaced))
         for path, plan in self.plans.items():
             with object_code(path, "its state cannot be loaded; nothing has been changed"):
-                recorded += plan.load(transaction)
+                replaced += plan.load(transaction)
             self.notes += [f"{path}: {plan.note}"] if plan.note else []
         generators = [target.obj for _, target in self.targets if target.is_restored_last]
         for path, target in self.targets:
