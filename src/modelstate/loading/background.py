@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -44,6 +45,7 @@ class LoadHandle:
         self._lock = threading.RLock()
         """Held by the thread that sets the outcome."""
         self._committing_thread: int | None = None
+        self._pid = os.getpid()
         weakref.finalize(self, self._task.cancel, wait=False).atexit = False
         self._task.start()
 
@@ -81,6 +83,7 @@ class LoadHandle:
             >>> handle = modelstate.load(model, "model.safetensors", background=True)
             >>> report = handle.result(timeout_seconds=60)
         """
+        self._leave_parent()
         if self._outcome is None:
             if self._task.is_current or self._committing_thread == threading.get_ident():
                 raise OptionError(
@@ -118,11 +121,14 @@ class LoadHandle:
         """
         if self._committing_thread == threading.get_ident():
             return False  # the model's own code calls this while the values are put in place
-        with self._lock:
-            was_open = self._outcome is None
-            if was_open:
-                self._outcome = self._task.cancelled_error("it was cancelled")
-                self._commit = None
+        self._leave_parent()
+        was_open = False
+        if self._outcome is None:
+            with self._lock:
+                was_open = self._outcome is None
+                if was_open:
+                    self._outcome = self._task.cancelled_error("it was cancelled")
+                    self._commit = None
         self._task.cancel(wait=wait)
         return was_open
 
@@ -132,6 +138,11 @@ class LoadHandle:
     def __exit__(self, *_: object) -> None:
         if self._outcome is None:
             self.cancel()
+
+    def _leave_parent(self) -> None:
+        """In a forked child, gives up what other threads of the parent were doing, whose lock nobody releases here."""
+        if self._outcome is None and self._pid != os.getpid():
+            self._outcome = self._task.cancelled_error("it belongs to the process that this one was forked from")
 
     def _put_in_place(self, commit: Callable[[], LoadReport]) -> None:
         self._committing_thread = threading.get_ident()
