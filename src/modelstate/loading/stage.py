@@ -156,7 +156,7 @@ class Place(Write):
     @property
     def cannot_fail(self) -> bool:
         """Whether only a copy between existing memory remains."""
-        transfer, param, final = self.execution.transfers, self.target, self.execution.final
+        transfer, param, final = self.execution.transfers, self.target, next(iter(self.execution.finals), None)
         if final is None or transfer.way is Way.CODE or param.is_meta or not _keeps_memory(transfer):
             return False
         return final is param or copy_cannot_fail(param, final)

@@ -26,7 +26,7 @@ from modelstate.codec.codec import decode, encode
 from modelstate.errors import ExtraStateError, ModelStateError, OptionError, code_errors
 from modelstate.formats.tree import EXTRA_STATE, leaf_paths, map_leaves, same_value
 from modelstate.planning.planner import CHECK_EXTRA_STATE
-from modelstate.planning.recorder import KEEPS_NAMES, device_after, recording_of
+from modelstate.planning.recorder import KEEPS_NAMES, recording_of
 from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.modules import (
     load_from_state_dict,
@@ -455,7 +455,9 @@ def _set_all(module: nn.Module, values: list[tuple[str, object]], first: Callabl
 def _set(module: nn.Module, name: str, value: object, current: object) -> None:
     """Sets an attribute, with tensors on the device of those that it replaces, or else of the module's parameters."""
     devices = [leaf.device for _, leaf in leaf_paths(current) if isinstance(leaf, torch.Tensor)]
-    devices += (device_after(module, param) for param in module.parameters())
+    recording = recording_of(module)
+    for param in module.parameters():  # which the load may move later
+        devices.append(param.device if recording is None else recording.sink.device_after(param))
     device = next((device for device in devices if device.type != "meta"), None)
 
     def moved(_: object, leaf: object) -> object:

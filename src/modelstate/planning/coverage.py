@@ -192,7 +192,8 @@ class _Coverage:
         missing = self._without_problems(missing)
         unexpected = [name for name in self._unexpected() if name not in of_quantized]
         has_matches = bool(self.filled or planner.uninitialised or outcome.called)
-        initialised = self._initialised({*missing}, allowed) if self.options.init_missing else {}
+        if self.options.init_missing:
+            self._initialise({*missing}, allowed)
         problems += self._differences([name for name in missing if name not in allowed], unexpected)
         problems += [Problem(ProblemKind.COMPLAINT, "", why=message) for message in outcome.errors]
         unfilled = [slot for slot in self.slots.tensors if id(slot.tensor) not in self.filled]
@@ -219,9 +220,11 @@ class _Coverage:
         self._note_dtypes()
         _note(planner, self.computed, "made by the model's own loading code")
         _note(planner, planner.uninitialised, "stay uninitialised, as they were when the checkpoint was saved")
-        for how in dict.fromkeys(initialised.values()):
-            _note(planner, [name for name in initialised if initialised[name] == how], f"initialised by {how}")
-        _note(planner, allowed - initialised.keys() - left_out, "left as they are, as allowed by allow_missing")
+        initialised = [slot.name for slot in self.slots.tensors if slot.name in planner.initialised]
+        for (how,) in dict.fromkeys(planner.initialised[name].rules for name in initialised):
+            names = [name for name in initialised if planner.initialised[name].rules == (how,)]
+            _note(planner, names, f"initialised by {how}")
+        _note(planner, allowed - planner.initialised.keys() - left_out, "left as they are, as allowed by allow_missing")
         _note(planner, left_out, "left as they are: the model's own state_dict leaves them out")
 
     # Names and slots.
@@ -307,25 +310,22 @@ class _Coverage:
             self.problems.append(Problem(ProblemKind.BUFFER_CONFLICT, name, name_for_rules=seen))
         return is_equal
 
-    def _initialised(self, missing: set[str], allowed: set[str]) -> dict[str, str]:
-        """Initialises missing tensors with the model's own methods. Returns the methods by the names of the tensors.
+    def _initialise(self, missing: set[str], allowed: set[str]) -> None:
+        """Initialises missing tensors with the model's own methods.
 
         A tensor that has values and may be missing keeps its values.
         """
         planner, reported = self.planner, self._reported()
-        initialised: dict[str, str] = {}
         for slot in self.slots.tensors:
+            tensor = slot.tensor
             is_required = not (missing.isdisjoint(slot.names) or allowed.issuperset(slot.names))
-            is_settled = id(slot.tensor) in self.filled or is_lazy(slot.tensor) or not reported.isdisjoint(slot.names)
-            if is_settled or not (is_required or slot.tensor.is_meta):
+            is_settled = id(tensor) in self.filled or is_lazy(tensor) or not reported.isdisjoint(slot.names)
+            if is_settled or not (is_required or tensor.is_meta):
                 continue
             if (initialiser := planner.view.initialiser_of(slot)) is not None:
-                tensor, how = slot.tensor, initialiser.how
                 stored = Derived(tensor.dtype, tuple(tensor.shape), (), initialiser.make, is_certain=False)
-                planner.initialised.update(dict.fromkeys(slot.names, Entry(stored, (), (how,))))
+                planner.initialised.update(dict.fromkeys(slot.names, Entry(stored, (), (initialiser.how,))))
                 planner.tensor(slot.name, tensor, planner.incoming.value(slot.name), None, [])
-                initialised[slot.name] = how
-        return initialised
 
     # Problems.
 
@@ -396,11 +396,9 @@ class _Coverage:
     def _note_lost_versions(self) -> None:
         """Notes modules whose loading code depends on a version that the checkpoint lacks."""
         versions = self.planner.matched.versions or {}
-        deciding = {
-            type(module).__name__
-            for path, module in self.planner.model.named_modules()
-            if path not in versions and overrides_loading(module) and getattr(module, "_version", None) not in (None, 1)
-        }
+        named = self.planner.model.named_modules()
+        own = [module for path, module in named if path not in versions and overrides_loading(module)]
+        deciding = {type(module).__name__ for module in own if getattr(module, "_version", None) not in (None, 1)}
         if deciding:
             lacks = "the checkpoint has no version metadata (torch's _metadata) for"
             self.planner.notes.append(f"{lacks} {', '.join(sorted(deciding))}: they load it as the oldest version")

@@ -41,7 +41,7 @@ from modelstate.transaction.slots import HIDDEN, Slot, Slots
 if TYPE_CHECKING:
     from modelstate.planning.initialise import Copies, Initialiser
 
-Shape = tuple[int, ...] | None
+Shapes = Mapping[str, tuple[int, ...] | None]
 _MOST_HEADS = 12
 _MOST_CANDIDATES = 4
 """A name that is the end of more names than this is not evidence of a prefix."""
@@ -172,12 +172,11 @@ def renamed_versions(
     for name, entry in applied.entries.items():
         if entry.rules and len(entry.sources) == 1:
             moved.setdefault(entry.sources[0].rpartition(".")[0], set()).add(name.rpartition(".")[0])
-    renamed: dict[str, dict[str, object]] = {}
-    rename = renaming(rules)
+    renamed, rename = dict[str, dict[str, object]](), renaming(rules)
     for path, saved in versions.items():
-        (only,) = moved[path] if len(moved.get(path, ())) == 1 else (None,)
+        paths = moved.get(path) or set[str]()
         by_rules = rename(f"{path}.x" if path else "x").rpartition(".")[0]
-        renamed[by_rules if only is None else only] = saved
+        renamed[next(iter(paths)) if len(paths) == 1 else by_rules] = saved
     return renamed
 
 
@@ -188,12 +187,10 @@ def select_part(
 
     Raises `AmbiguousCheckpointError`, `KeyNotFoundError` and the errors of schemas.
     """
-    part, rules = checkpoint, options.rules
+    part, rules, flat = checkpoint, options.rules, checkpoint.flat
     if options.key:
         part = checkpoint.select(options.key)
-    elif options.key is None and (
-        checkpoint.flat.containers != [""] or (checkpoint.flat.values and not checkpoint.flat.tensors)
-    ):
+    elif options.key is None and (flat.containers != [""] or (flat.values and not flat.tensors)):
         renamings = rules.renamings(checkpoint) if isinstance(rules, Schema) else [renaming(rules)]
         part = matching_part(checkpoint, names(), renamings)
     # The rules follow from the version of the selected part, not from other parts of the file.
@@ -376,10 +373,8 @@ class Rewrapped(msgspec.Struct, frozen=True):
 
     def note(self, names: int) -> str:
         """Returns a note for the report, for the number of names that the rule has changed."""
-        taken, put = (
-            {part for prefix in side for part in prefix.split(".") if part in WRAPPERS}
-            for side in (self.modules, self.modules.values())
-        )
+        sides = self.modules.keys(), self.modules.values()
+        taken, put = ({part for prefix in side for part in prefix.split(".")} & {*WRAPPERS} for side in sides)
         what = [f"without {', '.join(sorted(taken - put))}"] if taken - put else []
         what += [f"with {', '.join(sorted(put - taken))}"] if put - taken else []
         are_read = f"{count(names, 'name')} of the checkpoint {'is' if names == 1 else 'are'} read"
@@ -458,11 +453,7 @@ def _places(name: str) -> Iterator[tuple[str, str, str]]:
 
 
 def one_prefix(
-    missing: Mapping[str, Shape],
-    unexpected: Mapping[str, Shape],
-    *,
-    fitting: Collection[str] = (),
-    optional: Collection[str] = (),
+    missing: Shapes, unexpected: Shapes, *, fitting: Collection[str] = (), optional: Collection[str] = ()
 ) -> list[Problem]:
     """Returns a problem with the rule for the one prefix by which all missing and unexpected names differ, if any.
 
@@ -536,8 +527,6 @@ class Patterns:
         self._names = {*self.patterns}.difference(self._globs)  # found by hash: there may be as many as tensors
 
     def allow(self, name: str) -> bool:
-        if not self.patterns:
-            return False
         hits = [pattern for pattern in self._globs if fnmatchcase(name, pattern)]
         if name in self._names:
             hits.append(name)
@@ -545,8 +534,5 @@ class Patterns:
         return bool(hits)
 
     def idle(self) -> list[Problem]:
-        return [
-            Problem(ProblemKind.IDLE_PATTERN, pattern, found=self.option)
-            for pattern in self.patterns
-            if pattern not in self.used
-        ]
+        unused = [pattern for pattern in self.patterns if pattern not in self.used]
+        return [Problem(ProblemKind.IDLE_PATTERN, pattern, found=self.option) for pattern in unused]

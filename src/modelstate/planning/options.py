@@ -15,8 +15,9 @@ from modelstate.errors import OptionError, PlacementError
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.modules import unwrapped
-from modelstate.torch_compat.plain import is_fake
+from modelstate.torch_compat.plain import is_fake, is_sharded
 from modelstate.torch_compat.private import is_faking, is_transforming
+from modelstate.torch_compat.sharding import mesh_device_type
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which torch may have been built without
@@ -139,6 +140,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the device of a tensor of the model after the load."""
         if self.device is not None or not tensor.is_meta:
             return self.device or tensor.device
+        if is_sharded(tensor):
+            return torch.empty(0, device=mesh_device_type(tensor)).device
         return _CPU if self.device_of_meta is None else self.device_of_meta(tensor)
 
     def of_plan(self) -> dict[str, object]:

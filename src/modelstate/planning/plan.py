@@ -138,13 +138,10 @@ class LoadSummary(Shown, msgspec.Struct, frozen=True, kw_only=True, dict=True, e
     def _page_with(self, facts: tuple[tuple[str, str], ...], notes: tuple[str, ...], text: str = "") -> Page:
         """Returns the page with these facts, notes and details."""
         columns = ("Name", "Kind", "From", "Shape", "Dtype", "Cast", "Bytes", "Way", "Reason")
-        rows = [
-            (
-                *(step.name, step.kind, step.source, str(list(step.shape)), short(step.dtype) if step.dtype else ""),
-                *(step.cast, step.nbytes, step.way, step.why),
-            )
-            for step in self.steps
-        ]
+        rows = []
+        for step in self.steps:
+            of_slot = step.name, step.kind, step.source, str(list(step.shape)), short(step.dtype) if step.dtype else ""
+            rows.append((*of_slot, step.cast, step.nbytes, step.way, step.why))
         return Page(self._title(), facts, columns, rows, table="Steps", text=text, notes=(*ways(self.steps), *notes))
 
 
@@ -331,14 +328,11 @@ class LoadReport(LoadSummary, frozen=True, kw_only=True, dict=True, eq=False):
 
 def ways(steps: tuple[Step, ...]) -> list[str]:
     """Returns a line for each way with its reason, and for each cast."""
-    sizes: dict[tuple[Way, str, bool], list[int]] = {}
+    lines, sizes = list[str](), dict[tuple[Way, str, bool], list[int]]()
     for step in steps:
         sizes.setdefault((step.way, step.why, step.dtype is None), []).append(step.nbytes)
-    lines = [
-        f"{way}: {count(len(group), 'extra state')}: {why}"
-        if is_extra
-        else f"{way}: {count(len(group), 'tensor')}, {size(sum(group))}: {why}"
-        for (way, why, is_extra), group in sorted(sizes.items(), key=lambda item: -len(item[1]))
-    ]
+    for (way, why, is_extra), group in sorted(sizes.items(), key=lambda item: -len(item[1])):
+        what = count(len(group), "extra state") if is_extra else f"{count(len(group), 'tensor')}, {size(sum(group))}"
+        lines.append(f"{way}: {what}: {why}")
     casts = Counter(step.cast for step in steps if step.cast)
     return lines + [f"cast: {count(number, 'tensor')} from {cast}" for cast, number in casts.most_common()]

@@ -32,7 +32,7 @@ from modelstate.text_format import count, printable, size
 from modelstate.torch_compat.dtypes import cast_between, short
 from modelstate.torch_compat.plain import has_its_memory, is_fake, is_plain, is_quantized, is_sharded
 from modelstate.torch_compat.private import shards_in_use
-from modelstate.torch_compat.sharding import sharded_params
+from modelstate.torch_compat.sharding import local_tensor, sharded_params
 from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, SlotSignatures, signatures
 from modelstate.transaction.transaction import Transaction, Write
 
@@ -104,6 +104,7 @@ class Planner:
         because it has quantized tensors: a layer computes in the dtype that its weight was quantized from, and a cast
         cannot change that dtype."""
         self.make_write, self._call_extra_state = make_write, call_extra_state
+        self.device_after = self.options.device_after
         self.cause: Exception | None = None
         """The first error of a value that is not read."""
         if not call_extra_state:
@@ -129,12 +130,9 @@ class Planner:
             for item in waiting:
                 item.stage_instead("they are small")
         # How the parts of DTensors are read whose bytes do not adjoin in the file.
-        strided = [
-            (item.nbytes, read_bytes(facts.stored))
-            for item in (single.transfers for single in self.singles)
-            for facts in [item.facts]
-            if facts.sharded is not None and facts.stored is not None and not item.columns.paths and item.nbytes
-        ]
+        shards = [item for item in (single.transfers for single in self.singles) if item.facts.sharded is not None]
+        in_runs = [item for item in shards if item.facts.stored is not None and item.nbytes and not item.columns.paths]
+        strided = [(item.nbytes, read_bytes(stored)) for item in in_runs if (stored := item.facts.stored) is not None]
         if strided:
             needed, read = (sum(column) for column in zip(*strided, strict=True))
             gaps = f", {size(read)} with the gaps of up to {size(GAP_BYTES)} between them" if read > needed else ""
@@ -152,9 +150,8 @@ class Planner:
             return ()
         tensors = entries.tensors if isinstance(entries, StoredEntries) else None
         if tensors is None:  # under names that rules have changed, or beside other values
-            tensors = StoredTensors.of(
-                {name: entry.content for name, entry in entries.items() if is_run(entry.content)}
-            )
+            runs = {name: entry.content for name, entry in entries.items() if is_run(entry.content)}
+            tensors = StoredTensors.of(runs)
         if tensors is None:
             return ()
         transfers = plain_transfers(self.slots.tensors, tensors, options, lambda: self.incoming.maps)
@@ -174,9 +171,6 @@ class Planner:
         return sum(len(item.transfers.names) for item in self.executions if item.transfers.maps is not None)
 
     # The methods of `LoadSink`.
-
-    def device_after(self, param: torch.Tensor) -> torch.device:
-        return self.options.device_after(param)
 
     def extra_state(self, module: nn.Module, key: str, value: object) -> None:
         self.extra_states.append(key)
@@ -276,7 +270,7 @@ class Planner:
         if is_sharded(param):
             facts = self._local_facts(name, param, facts)
             if facts.sharded is not None:
-                param, device = facts.sharded.local, facts.sharded.device_after(options.device)
+                param = local_tensor(facts.sharded.tensor)
         dtype = param.dtype
         if self.changes_dtypes and param.is_floating_point() and facts.value.is_floating_point():
             dtype = options.dtype or (facts.value.dtype if param.is_meta else dtype)
@@ -351,13 +345,9 @@ class Planner:
     def tie_conflict(self, name: str, first: str) -> Problem:
         """Returns the problem of a tensor whose value differs from that of another tensor in the same memory."""
         names = [self.other_name(of) or of for of in (name, first)]
-        return Problem(
-            ProblemKind.TIE_CONFLICT,
-            name,
-            others=(first,),
-            rules=tuple(f"ms.rules.Ignore({of!r})" for of in names),
-            options=" or ".join(option("--ignore", of) for of in names),
-        )
+        rules = tuple(f"ms.rules.Ignore({of!r})" for of in names)
+        options = " or ".join(option("--ignore", of) for of in names)
+        return Problem(ProblemKind.TIE_CONFLICT, name, others=(first,), rules=rules, options=options)
 
     def _check_dtype(self, item: Transfers) -> None:
         """Adds a problem of a cast that loses values, unless it is requested. A transform may return any dtype."""

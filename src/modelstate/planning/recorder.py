@@ -309,12 +309,6 @@ def loads_names_itself(module: nn.Module) -> bool:
     return not all(getattr(hook, KEEPS_NAMES, False) for hook in load_pre_hooks(module))
 
 
-def device_after(module: nn.Module, param: torch.Tensor) -> torch.device:
-    """Returns the device of a module's tensor after the current load, which may move the tensor later."""
-    recording = recording_of(module)
-    return param.device if recording is None else recording.sink.device_after(param)
-
-
 def recording_of(module: nn.Module) -> _Recording | None:
     """What `walk` records, if it is calling the module's loading code: then the module's changes can be undone."""
     recording = _recording.value

@@ -122,10 +122,8 @@ def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
     dtype, value_dtype = target.dtype, value.dtype
     if dtype not in COPYABLE or value.is_meta or target.is_inference():
         return False
-    if value_dtype != dtype and (
-        value_dtype not in COPYABLE
-        or dtype.is_complex < value_dtype.is_complex  # torch warns, and a warning may be made an error
-    ):
+    # torch warns where imaginary parts are lost, and a warning may be made an error.
+    if value_dtype != dtype and (value_dtype not in COPYABLE or dtype.is_complex < value_dtype.is_complex):
         return False
     return target.is_meta or ((target.is_contiguous() or is_dense(target)) and has_its_memory(target))
 
@@ -353,11 +351,6 @@ class Execution(msgspec.Struct, eq=False):
     reader: int | None = None
     """That rank; None where each rank reads the value itself."""
 
-    @property
-    def final(self) -> torch.Tensor | None:
-        """The final value of the only row; None until it has been read, cast and transformed."""
-        return self.finals[0] if self.finals else None
-
     def stage_instead(self, reason: str) -> None:
         """Has values staged that were planned to be read at the commit."""
         self.transfers = replace(self.transfers, way=Way.STAGED, why=f"{AFTER_READS}: {reason}")
@@ -468,26 +461,23 @@ def peak_bytes(transfers: Iterable[Transfers], strategy: ReadStrategy) -> int:
         ranges += strategy.threads * ROWS_BYTES
     if strategy.remote and (whole or any(item.sink is Sink.MEMORY for item in reading)):
         ranges += strategy.threads * strategy.reply_bytes
-    streamed = _stream(blocks, strategy) if blocks else 0
+    streamed = 0
+    if blocks:  # the memory of the threads of a stream of these values, and of a block on each device
+        devices = {item.device for item in blocks if item.device.type == "cuda"}
+        total = sum(aligned(nbytes) for item in blocks for nbytes in item.columns.nbytes)
+        used = strategy.for_devices(total) if devices else strategy
+        largest_unit = max(min(item.unit_bytes, item.nbytes) for item in blocks)
+        block_bytes = min(aligned(max(used.block_bytes, largest_unit)), total)
+        working_bytes = 0  # of each thread, beside its buffer
+        for item in blocks:
+            if item.own is not None and (function := item.own.block_function) is not None:
+                cast = min(max(strategy.block_bytes, item.unit_bytes), item.nbytes) // item.stored_dtype.itemsize
+                cast_bytes = cast * item.dtype.itemsize if item.stored_dtype != item.dtype else 0
+                working_bytes = max(working_bytes, function.extra_bytes + cast_bytes)
+        threads = used.threads if total > block_bytes else 1
+        streamed = threads * (used.reply_bytes + block_bytes + working_bytes) + len(devices) * block_bytes
     # These reads follow each other, and each frees its memory.
     return sum(item.staged_bytes for item in reading) + max(streamed, computing, ranges)
-
-
-def _stream(blocks: Sequence[Transfers], strategy: ReadStrategy) -> int:
-    """The memory of the threads of a stream of these values, and of a block on each device."""
-    devices = {item.device for item in blocks if item.device.type == "cuda"}
-    total = sum(aligned(nbytes) for item in blocks for nbytes in item.columns.nbytes)
-    used = strategy.for_devices(total) if devices else strategy
-    largest_unit = max(min(item.unit_bytes, item.nbytes) for item in blocks)
-    block_bytes = min(aligned(max(used.block_bytes, largest_unit)), total)
-    working_bytes = 0  # of each thread, beside its buffer
-    for item in blocks:
-        if (function := None if item.own is None else item.own.block_function) is not None:
-            cast = min(max(strategy.block_bytes, item.unit_bytes), item.nbytes) // item.stored_dtype.itemsize
-            cast_bytes = cast * item.dtype.itemsize if item.stored_dtype != item.dtype else 0
-            working_bytes = max(working_bytes, function.extra_bytes + cast_bytes)
-    threads = used.threads if total > block_bytes else 1
-    return threads * (used.reply_bytes + block_bytes + working_bytes) + len(devices) * block_bytes
 
 
 # Values without facts of their own.

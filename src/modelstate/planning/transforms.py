@@ -142,23 +142,20 @@ class Transforms:
     def idle(self) -> Iterator[Problem]:
         """Yields a problem for each pattern, and for each transform, without effect."""
         for index, (pattern, transform) in enumerate(self._pairs):
-            name = pattern if self._by_pattern else str(transform)
+            name, why = pattern if self._by_pattern else str(transform), None
             if self._by_pattern and index not in self._winning:
                 why = "earlier patterns match all of its names" if index in self._matching else ""
-                yield Problem(ProblemKind.IDLE_PATTERN, name, found="transform", why=why)
             elif isinstance(transform, ModuleTransform) and index not in self._applied:
                 matched = "the names that match" if self._by_pattern else "the model's tensors"
                 why = f"{transform} applies to none of {matched}"
+            if why is not None:
                 yield Problem(ProblemKind.IDLE_PATTERN, name, found="transform", why=why)
 
     def _choose(self, names: tuple[str, ...]) -> Transform | Bound | None:
         """Chooses for a tensor with these names. The first pattern that matches a name of a tied tensor counts."""
         paths = [name.rpartition(".")[0] for name in names]
-        hits = [
-            index
-            for index, (pattern, _) in enumerate(self._pairs)
-            if any(fnmatchcase(text, pattern) for text in (*names, *paths))
-        ]
+        texts = *names, *paths
+        hits = [at for at, (pattern, _) in enumerate(self._pairs) if any(fnmatchcase(text, pattern) for text in texts)]
         self._matching.update(hits)
         if not hits:
             return None
@@ -250,11 +247,6 @@ class ShardedSlot(msgspec.Struct, frozen=True, eq=False):
     value: torch.Tensor
     """The value of the whole tensor, as it is in the checkpoint."""
 
-    @property
-    def local(self) -> torch.Tensor:
-        """The local tensor."""
-        return local_tensor(self.tensor)
-
     def local_value(self, stored: Source | None) -> tuple[torch.Tensor, Source | None]:
         """Returns what is loaded into the local tensor, and its source, for the source of the whole tensor.
 
@@ -279,12 +271,6 @@ class ShardedSlot(msgspec.Struct, frozen=True, eq=False):
         lacking = source.lacks_values if isinstance(source, Derived) else lacks_values(source)
         device = "meta" if value.is_meta or lacking else "cpu"
         return torch.empty(self.shard.shape, dtype=value.dtype, device=device), source
-
-    def device_after(self, requested: torch.device | None) -> torch.device:
-        """Returns the device of the local tensor after the load."""
-        if requested is not None or not self.tensor.is_meta:
-            return requested or self.tensor.device
-        return torch.empty(0, device=mesh_device_type(self.tensor)).device
 
     def cropped(self, transform: Transform, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Returns the part of a transform's result that this rank holds."""
