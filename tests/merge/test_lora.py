@@ -340,7 +340,7 @@ def test_an_adapter_whose_base_was_changed_for_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("adapter", ["adapter", Path("adapter")])
 def test_an_adapter_in_the_place_of_alpha(adapter: Any) -> None:
-    with pytest.raises(OptionError, match=r"ms\.open\(\[base, adapter\], combine=ms\.merge\.LoRA\(\)\)"):
+    with pytest.raises(OptionError, match=r"ms\.open\(\[first, second\], combine=ms\.merge\.LoRA\(\)\)"):
         ms.merge.LoRA(adapter)
 
 

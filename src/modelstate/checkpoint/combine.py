@@ -11,7 +11,7 @@ import torch
 
 from modelstate.arguments import invalid_option
 from modelstate.checkpoint.checkpoint import Checkpoint, join
-from modelstate.errors import CombineError, code_errors
+from modelstate.errors import CombineError, OptionError, code_errors
 from modelstate.formats.sharded import merged_metadata
 from modelstate.formats.tree import FlatTree, same_value
 from modelstate.spec import Combined, Stored, StoredTensor, set_version_metadata
@@ -23,7 +23,25 @@ CombineFunction = Callable[[str, list[torch.Tensor]], torch.Tensor]
 
 
 class Combination(msgspec.Struct, frozen=True):
-    """A way to combine several checkpoints into one."""
+    """A way to combine several checkpoints into one.
+
+    Raises:
+        OptionError: A value is not of the type of its field.
+    """
+
+    def __post_init__(self) -> None:
+        call = f"ms.merge.{type(self).__name__}"
+        for field in msgspec.structs.fields(self):
+            try:
+                msgspec.convert(getattr(self, field.name), field.type)
+            except (msgspec.ValidationError, OverflowError) as error:
+                raise OptionError(
+                    f"{call} does not take this value of {field.name}=",
+                    expected=type(self).__annotations__[field.name],
+                    found=str(error),
+                    remedy=f"checkpoints are the sources of ms.open: ms.open([first, second], combine={call}())",
+                    names=(field.name,),
+                ) from error
 
     def merge(self, sources: Sequence[Checkpoint]) -> FlatTree:
         """Merges the checkpoints without reading a tensor. Raises `CombineError` with all problems."""

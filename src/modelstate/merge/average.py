@@ -9,13 +9,12 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-import msgspec
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.combine import Combination, check_values, holders_of, label, refuse, versions_of
 from modelstate.checkpoint.reduction import kind_of
-from modelstate.errors import CombineError, OptionError
+from modelstate.errors import CombineError
 from modelstate.formats.tree import FlatTree
 from modelstate.planning.quantized import stored_quantized
 from modelstate.problems import ProblemKind, join_remedies, remedies_for
@@ -69,21 +68,13 @@ class Average(Combination, frozen=True):
     """
 
     weights: Sequence[float] | None = None
-    others: str | int = "equal"
+    others: Literal["equal", "first", "last"] | int = "equal"
 
     def __post_init__(self) -> None:
-        try:
-            weights = msgspec.convert(self.weights, list[float] | None)
-            msgspec.convert(self.others, Literal["equal", "first", "last"] | int)
-        except (msgspec.ValidationError, OverflowError) as error:
-            raise OptionError(
-                "an average cannot be made with these arguments",
-                expected='weights=: a number for each checkpoint; others=: "equal", "first", "last" or an index',
-                found=str(error),
-            ) from error
+        super().__post_init__()
         largest = torch.finfo(torch.float32).max  # torch multiplies no float32 with a larger number
-        if weights is not None and not all(abs(weight) <= largest for weight in weights):  # also False for NaN
-            raise CombineError("the weights of an average must be finite in float32", found=weights)
+        if not all(abs(weight) <= largest for weight in self.weights or ()):  # also False for NaN
+            raise CombineError("the weights of an average must be finite in float32", found=self.weights)
 
     def merge(self, sources: Sequence[Checkpoint]) -> FlatTree:
         """Returns the averages, which are computed when they are read.

@@ -12,17 +12,17 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import chain
-from typing import Annotated, TypeGuard
+from typing import Annotated
 
 import msgspec
 import torch
 from msgspec.structs import replace
 
-from modelstate.arguments import check_flag, invalid_option, is_number
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.combine import Combination, label, refuse, versions_of
 from modelstate.formats.tree import FlatTree
@@ -35,6 +35,7 @@ from modelstate.spec import Allocate, Blocks, Combined, FillBlock, Stored, block
 from modelstate.text_format import count, listed
 
 _Rank = Annotated[int, msgspec.Meta(ge=1)]
+FiniteFloat = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _Roles = dict[str, str]
 """The names of the tensors of a module by what they are: "A", "B", "B.bias", "magnitude_vector", "alpha", ..."""
 _NOT_MERGED = re.compile(
@@ -99,16 +100,9 @@ class LoRA(Combination, frozen=True):
         >>> ms.load(model, merged)
     """
 
-    alpha: float | None = None
+    alpha: FiniteFloat | None = None
     rslora: bool | None = None
     fan_in_fan_out: bool | None = None
-
-    def __post_init__(self) -> None:
-        check_flag("rslora", self.rslora, accepts_none=True)
-        check_flag("fan_in_fan_out", self.fan_in_fan_out, accepts_none=True)
-        if self.alpha is not None and not _is_finite_number(self.alpha):
-            expected = "a finite number; adapters are sources: ms.open([base, adapter], combine=ms.merge.LoRA())"
-            raise invalid_option("alpha", "is not a finite number", self.alpha, expected=expected)
 
     def merge(self, sources: Sequence[Checkpoint]) -> FlatTree:
         """Returns the weights of the base, to which the products of the adapters are added when they are read.
@@ -415,7 +409,7 @@ class _Merger:
         if alpha is None and (full := roles.get("alpha")):
             is_one = math.prod(self.adapter[full].shape) == 1 and not lacks_values(self.adapter.stored(full))
             alpha = self.adapter.tensor(full).item() if is_one else None
-            if not _is_finite_number(alpha):
+            if not (isinstance(alpha, int | float) and math.isfinite(alpha)):
                 raise _MisfitError(f"{full!r} is not one finite number")
         elif alpha is None:
             alpha = _by_pattern(config.alpha_pattern, path, config.lora_alpha)
@@ -460,11 +454,6 @@ def _part_of(name: str) -> tuple[str, str]:
 
 def _is_embedding(roles: _Roles) -> bool:
     return ".lora_embedding_A" in roles["A"]
-
-
-def _is_finite_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a number that fits a float; a bool is not a number here."""
-    return is_number(value) and abs(value) <= torch.finfo(torch.float64).max
 
 
 # The configuration: `adapter_config.json` of peft, or the metadata that diffusers writes.

@@ -30,7 +30,6 @@ from modelstate.objects.optimizer_values import (
     Copies,
     Group,
     OptimizerPlan,
-    ParamState,
     Path,
     Replaced,
     Values,
@@ -315,7 +314,7 @@ def plan_by_name(
             unfit.append(f"{name}: its state differs from that of another name of {names[params[name]]}")
     unfit += saved.order_problems()
     saved_options = {id(group): of_group for group, of_group in options}
-    states: dict[torch.Tensor, ParamState] = {}
+    states: dict[torch.Tensor, Callable[[Copies], dict[str, object]]] = {}
     for group in optimizer.param_groups:
         new_options = {**group, **saved_options.get(id(group), {})}
         trial = cache(partial(trial_state, type(optimizer), options=new_options))
@@ -325,7 +324,7 @@ def plan_by_name(
                 unfit += value_problems(names[param], by_param[param], param, expected, saved.is_same_class)
                 dtypes = {str(saved.dtypes[name]) for name in saved.sources[param] if name in saved.dtypes}
                 dtype = dtypes.pop() if len(dtypes) == 1 else None
-                states[param] = ParamState(by_param[param], dtype, new_options, expected)
+                states[param] = partial(placed_state, optimizer, param, by_param[param], dtype, new_options, expected)
 
     keep = f"keep_options={keep_options}" if not unfit else ""
     class_problem, remedies, note = saved.class_problem(bool(option_problems or unfit), keep, start_anew)
@@ -348,7 +347,7 @@ def plan_by_name(
 
 def _load(
     optimizer: torch.optim.Optimizer,
-    states: Mapping[torch.Tensor, ParamState],
+    states: Mapping[torch.Tensor, Callable[[Copies], dict[str, object]]],
     other: Mapping[str, object],
     options: Iterable[tuple[dict[str, Any], Mapping[str, object]]],
     transaction: Transaction,
@@ -357,7 +356,7 @@ def _load(
 
     Args:
         optimizer: the optimizer.
-        states: the saved state of each parameter that has some.
+        states: returns a copy of the saved state of each parameter that has some, and adds it to the copies.
         other: the saved state under other keys than parameters.
         options: groups of the optimizer, each with the saved options that it gets.
         transaction: gets the undo.
@@ -365,7 +364,7 @@ def _load(
     what = "a value of the state cannot be copied; nothing has been changed"
     with code_errors(OptimizerStateError, what, where=type(optimizer).__name__):
         copies: Copies = {}
-        new_state = placed_state(optimizer, states, copies)
+        new_state = {param: placed(copies) for param, placed in states.items()}
         new_other = placed_options(other, cast(Group, optimizer.state), copies)
         new_options = [(group, placed_options(of_group, group, copies)) for group, of_group in options]
     changed: list[dict[Any, Any]] = [optimizer.state, *optimizer.param_groups]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -113,18 +113,6 @@ class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
     """Names of parameters that lack saved state, and may not."""
     unexpected: Sequence[str] = ()
     """Saved names that the optimizer does not have, and may not be there."""
-
-
-class ParamState(NamedTuple):
-    """The saved state of one parameter."""
-
-    values: Values
-    dtype: str | None
-    """The dtype that the parameter had when its state was saved, if it is known."""
-    options: Mapping[str, object]
-    """The options that the group of the parameter is going to have."""
-    expected: Values | None
-    """What the optimizer keeps, as `expected_state` returns it."""
 
 
 def trial_state(build: Any, dims: int, options: Mapping[str, object]) -> Values | None:
@@ -283,25 +271,36 @@ def _unfit_for_shard(value: torch.Tensor, param: torch.Tensor) -> str:
 
 @torch.inference_mode(False)  # a tensor made in that mode could never be updated
 def placed_state(
-    optimizer: torch.optim.Optimizer, states: Mapping[torch.Tensor, ParamState], copies: Copies
-) -> dict[torch.Tensor, dict[str, object]]:
-    """Returns copies of the state of each parameter on the device, and in the dtype, that the optimizer needs.
+    optimizer: torch.optim.Optimizer,
+    param: torch.Tensor,
+    values: Values,
+    saved_dtype: str | None,
+    options: Mapping[str, object],
+    expected: Values | None,
+    copies: Copies,
+) -> dict[str, object]:
+    """Returns a copy of the state of a parameter on the device, and in the dtype, that the optimizer needs.
 
     A tensor that several parameters share stays one tensor. Optimizers of torch share none: there it is a tensor that
-    the state has been given for several parameters. `copies` gets the copy of each tensor.
+    the state has been given for several parameters.
+
+    Args:
+        optimizer: The optimizer.
+        param: The parameter.
+        values: Its saved state.
+        saved_dtype: The dtype that the parameter had when its state was saved, if it is known.
+        options: The options that the group of the parameter is going to have.
+        expected: What the optimizer keeps, as `expected_state` returns it.
+        copies: Gets the copy of each tensor.
     """
     is_of_torch = is_torchs(type(optimizer))
-    return {param: _placed(state, param, is_of_torch, copies) for param, state in states.items()}
-
-
-def _placed(state: ParamState, param: torch.Tensor, is_of_torch: bool, copies: Copies) -> dict[str, object]:
-    casts = state.dtype is None and is_of_torch  # as torch's own load_state_dict does
-    step_on_device = bool(state.options.get("capturable") or state.options.get("fused"))
+    casts = saved_dtype is None and is_of_torch  # as torch's own load_state_dict does
+    step_on_device = bool(options.get("capturable") or options.get("fused"))
 
     def copied(path: Path, leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return deepcopy(leaf)
-        had_it = leaf.is_floating_point() if casts else str(leaf.dtype) == state.dtype
+        had_it = leaf.is_floating_point() if casts else str(leaf.dtype) == saved_dtype
         follows = had_it and follows_dtype(path, leaf, param, leaf.dtype)
         dtype = param.dtype if follows and param.is_complex() == leaf.is_complex() else leaf.dtype
         of_param = param if is_of_torch else None
@@ -311,9 +310,9 @@ def _placed(state: ParamState, param: torch.Tensor, is_of_torch: bool, copies: C
             copies.setdefault(key[:3], copies[key])
         return copies[key]
 
-    placed: dict[str, object] = map_leaves(dict(state.values), copied)
+    placed: dict[str, object] = map_leaves(dict(values), copied)
     step = placed.get("step")
-    if isinstance((state.expected or {}).get("step"), torch.Tensor) and isinstance(step, int | float):
+    if isinstance((expected or {}).get("step"), torch.Tensor) and isinstance(step, int | float):
         device = param.device if step_on_device else "cpu"
         placed["step"] = torch.tensor(float(step), device=device)  # torch keeps it as a tensor since 1.12
     return placed

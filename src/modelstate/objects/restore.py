@@ -397,21 +397,18 @@ class _Restoring:
         replaced = list[Replaced]()
         if self.plans:
             transaction.at_commit(partial(into_recorded_memory, replaced))
-        for path, plan in self.plans.items():
-            with object_code(path, "its state cannot be loaded; nothing has been changed"):
-                replaced += plan.load(transaction)
-            self.notes += [f"{path}: {plan.note}"] if plan.note else []
         generators = [target.obj for _, target in self.targets if target.is_restored_last]
         for path, target in self.targets:
-            if target.kind is Kind.STATEFUL:
-                state = deep_copy(self.saved[path].tree)  # the object may keep the state that it is given
-                with (
-                    object_code(path, "its load_state_dict raised; nothing has been changed"),
-                    transaction.model_code(),
-                ):
-                    load_state(target.obj, state, generators)
-            elif target.kind is Kind.GENERATOR:
-                with object_code(path, "the generator does not take the state; nothing has been changed"):
+            with object_code(path, "its state cannot be loaded; nothing has been changed"):
+                if target.kind is Kind.OPTIMIZER:
+                    plan = self.plans[path]
+                    replaced += plan.load(transaction)
+                    self.notes += [f"{path}: {plan.note}"] if plan.note else []
+                elif target.kind is Kind.STATEFUL:
+                    state = deep_copy(self.saved[path].tree)  # the object may keep the state that it is given
+                    with transaction.model_code():
+                        load_state(target.obj, state, generators)
+                elif target.kind is Kind.GENERATOR:
                     target.obj.set_state(self.saved[path].tree)
         others = {path: target.obj for path, target in self.targets if target.kind is Kind.STATEFUL}
         for path, target in self.targets:
@@ -478,9 +475,16 @@ class _Restoring:
                     problems.append(Problem(ProblemKind.OPTIMIZER_MISFIT, path, why=line))
                 elif name not in misshapen:  # else its state has the shape of the checkpoint's parameter
                     problems.append(Problem(ProblemKind.OPTIMIZER_MISFIT, f"{path}.{name}", why=why))
-        missing = [problem.name for problem in problems if problem.kind is ProblemKind.MISSING]
+        missing, unexpected = (
+            [problem.name for problem in problems if problem.kind is kind]
+            for kind in (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
+        )
+        renamed = [
+            path
+            for path in self.checkpoints
+            if all(any(name.startswith(f"{path}.") for name in names) for names in (missing, unexpected))
+        ]
         missing += [f"{path}.{name}" for path, plan in self.plans.items() for name in plan.missing]
-        unexpected = [problem.name for problem in problems if problem.kind is ProblemKind.UNEXPECTED]
         unexpected += [f"{path}.{name}" for path, plan in self.plans.items() for name in plan.unexpected]
         remedies = [remedy for plan in self.plans.values() for remedy in plan.remedies]
         if any(problem.kind is ProblemKind.OTHER_NAMES for problem in problems):
@@ -489,14 +493,6 @@ class _Restoring:
             remedies += remedies_for_names(missing, unexpected, f"allow_unexpected={glob_patterns(unexpected)!r}")
         checkpoints = self.checkpoints
         sources = list(dict.fromkeys(checkpoint.source for checkpoint in checkpoints.values()))
-        renamed = [
-            path
-            for path in checkpoints
-            if all(
-                any(problem.kind is kind and problem.name.startswith(f"{path}.") for problem in problems)
-                for kind in (ProblemKind.MISSING, ProblemKind.UNEXPECTED)
-            )
-        ]
         code = ", ".join(f"{path!r}: {_suggest_code(path, checkpoints[path], self.source_name)}" for path in renamed)
         return plan_error(
             ", ".join(checkpoints) or "the objects",
