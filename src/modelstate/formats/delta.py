@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -178,45 +179,59 @@ class Adder:
             self._add(bits, waiting)
 
     def _add(self, bits: torch.Tensor, frames: Sequence[_Frame]) -> None:
-        contents, counts = [frame.content for frame in frames], np.array([frame.entries for frame in frames])
-        begins, stops = np.array([(frame.indices.start, frame.indices.stop) for frame in frames]).T
-        ends = counts.cumsum()
-        starts, count = ends - counts, int(ends[-1])
+        # Numbers of frames are in lists: there are few, and a call of NumPy takes as long as a thousand entries.
+        counts, contents = [frame.entries for frame in frames], [frame.content for frame in frames]
+        ends = [*accumulate(counts)]
+        starts, count = [0, *ends[:-1]], ends[-1]
         positions, steps, high = self._positions.numpy()[:count], self._steps[:count], self._high[:count]
         low = positions.view(np.int32)[:count]  # before there are positions
-        np.concatenate(_parts(contents, 0 * counts, counts), out=low)
-        np.concatenate(_parts(contents, counts, 2 * counts), out=high)
+        np.concatenate([content[:entries] for content, entries in zip(contents, counts, strict=True)], out=low)
+        np.concatenate(
+            [content[entries : 2 * entries] for content, entries in zip(contents, counts, strict=True)], out=high
+        )
         steps[:] = high
         steps &= 15
         steps <<= 8
         steps += low
-        # The first step in a block is from the last position in the block before.
-        spans = np.add.reduceat(steps, starts, dtype=np.int32)
-        steps[starts] += begins - 1 - np.append(0, (begins - 1 + spans)[:-1])
+        spans = np.add.reduceat(steps, starts, dtype=np.int64).tolist()
+        is_right, last, shifts = True, 0, list[int]()
+        for frame, first, span in zip(frames, steps[starts].tolist(), spans, strict=True):
+            # The first step in a block is from the last position in the block before.
+            before = frame.indices.start - 1
+            shifts.append(before - last)
+            last = before + span
+            is_right = is_right and first > 0 and last < frame.indices.stop
+        steps[starts] += shifts
         steps.cumsum(out=positions)
         differences = self._differences.numpy()[:count]
         differences[:] = high
         differences >>= 4
         (escaped_4,) = np.less(high, (_ESCAPE_4 + 1) << 4, out=steps.view(np.bool_)[:count]).nonzero()
         until_4 = escaped_4.searchsorted(ends)
-        ends_8 = 2 * counts + np.diff(until_4, prepend=0)
-        codes = np.concatenate(_parts(contents, 2 * counts, ends_8)).view(np.int8)
+        ends_8 = [2 * entries + more for entries, more in zip(counts, _numbers(until_4), strict=True)]
+        codes = np.concatenate(
+            [content[2 * entries : end] for content, entries, end in zip(contents, counts, ends_8, strict=True)]
+        ).view(np.int8)
         (escaped_8,) = (codes == _ESCAPE_8).nonzero()
-        sizes = ends_8 + np.diff(escaped_8.searchsorted(until_4), prepend=0) * bits.itemsize
-        is_complete = sizes == [len(content) for content in contents]
-        if not (is_complete & (positions[starts] >= begins) & (positions[ends - 1] < stops)).all():
+        last_bytes = [number * bits.itemsize for number in _numbers(escaped_8.searchsorted(until_4))]
+        sizes = [end + nbytes for end, nbytes in zip(ends_8, last_bytes, strict=True)]
+        if not is_right or sizes != [*map(len, contents)]:
             raise _damaged("a block of other streams than its directory describes")
         differences[escaped_4] = codes
-        differences[escaped_4[escaped_8]] = np.concatenate(_parts(contents, ends_8, sizes)).view(differences.dtype)
+        if len(escaped_8):
+            whole = np.concatenate([content[end:] for content, end in zip(contents, ends_8, strict=True)])
+            differences[escaped_4[escaped_8]] = whole.view(differences.dtype)
         index, source = self._positions[:count], self._differences[:count]
-        if begins.min() < 0 or stops.max() > len(bits):
+        if min(frame.indices.start for frame in frames) < 0 or max(frame.indices.stop for frame in frames) > len(bits):
             is_inside = (index >= 0) & (index < len(bits))
             index, source = index[is_inside], source[is_inside]
         bits.scatter_add_(0, index, source)
 
 
-def _parts(contents: Sequence[_Bytes], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> list[_Bytes]:
-    return [content[start:end] for content, start, end in zip(contents, starts, ends, strict=True)]
+def _numbers(until: NDArray[np.int64]) -> list[int]:
+    """How many there are of each frame, from how many there are until its end."""
+    ends = until.tolist()
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> Directory:
