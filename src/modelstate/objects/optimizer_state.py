@@ -20,18 +20,16 @@ from torch import nn
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.open import patterns_of
 from modelstate.distributed.agreement import TIMEOUT_SECONDS, Digest, agreement_of
-from modelstate.errors import OptimizerStateError, OptionError, code_errors
+from modelstate.errors import OptimizerStateError, OptionError
 from modelstate.formats.tree import leaf_paths, refused_in
 from modelstate.loading.collective import before_call, described, text_of
 from modelstate.objects.optimizer_values import (
     CLASS,
     DTYPES,
     ORDERS,
-    Copies,
-    Group,
     OptimizerPlan,
     Path,
-    Replaced,
+    PlacedState,
     Values,
     expected_state,
     group_options,
@@ -42,10 +40,10 @@ from modelstate.objects.optimizer_values import (
     is_saved_whole,
     is_torchs,
     is_whole,
+    load_values,
     memory_orders,
     parameter_names,
     place,
-    placed_options,
     placed_state,
     same_state,
     trial_state,
@@ -63,7 +61,6 @@ from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules, renaming, way_back
 from modelstate.spec import span
 from modelstate.text_format import listed, short_repr
-from modelstate.torch_compat.private import without_modes
 from modelstate.transaction.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -314,7 +311,7 @@ def plan_by_name(
             unfit.append(f"{name}: its state differs from that of another name of {names[params[name]]}")
     unfit += saved.order_problems()
     saved_options = {id(group): of_group for group, of_group in options}
-    states: dict[torch.Tensor, Callable[[Copies], dict[str, object]]] = {}
+    states: dict[torch.Tensor, PlacedState] = {}
     for group in optimizer.param_groups:
         new_options = {**group, **saved_options.get(id(group), {})}
         trial = cache(partial(trial_state, type(optimizer), options=new_options))
@@ -336,54 +333,13 @@ def plan_by_name(
     lines += [f"{name}: the optimizer has no such parameter" for name in unexpected]
     lines += [f"{name}: nothing was saved for it" for name in missing]
     return OptimizerPlan(
-        load=partial(_load, optimizer, states, saved.other, options),
+        load=partial(load_values, optimizer, states, saved.other, options),
         problems=list(dict.fromkeys([*lines, *option_problems, *unfit])),
         remedies=remedies,
         note=note,
         missing=missing,
         unexpected=unexpected,
     )
-
-
-def _load(
-    optimizer: torch.optim.Optimizer,
-    states: Mapping[torch.Tensor, Callable[[Copies], dict[str, object]]],
-    other: Mapping[str, object],
-    options: Iterable[tuple[dict[str, Any], Mapping[str, object]]],
-    transaction: Transaction,
-) -> list[Replaced]:
-    """Gives an optimizer copies of a saved state, as `OptimizerPlan.load` does.
-
-    Args:
-        optimizer: the optimizer.
-        states: returns a copy of the saved state of each parameter that has some, and adds it to the copies.
-        other: the saved state under other keys than parameters.
-        options: groups of the optimizer, each with the saved options that it gets.
-        transaction: gets the undo.
-    """
-    what = "a value of the state cannot be copied; nothing has been changed"
-    with code_errors(OptimizerStateError, what, where=type(optimizer).__name__):
-        copies: Copies = {}
-        new_state = {param: placed(copies) for param, placed in states.items()}
-        new_other = placed_options(other, cast(Group, optimizer.state), copies)
-        new_options = [(group, placed_options(of_group, group, copies)) for group, of_group in options]
-    changed: list[dict[Any, Any]] = [optimizer.state, *optimizer.param_groups]
-    before = [dict(values) for values in changed]
-
-    def put_back() -> None:
-        for values, old in zip(changed, before, strict=True):
-            values.clear()
-            values.update(old)
-
-    transaction.register_undo(put_back)
-    with deferred_signals(), without_modes():
-        optimizer.state.clear()
-        changed[0].update(new_state)
-        changed[0].update(new_other)
-        for group, of_group in new_options:
-            group.update(of_group)
-    of_params = [(before[0].get(param, {}), values) for param, values in new_state.items()]
-    return [*of_params, *zip(before, changed, strict=True)]
 
 
 class _SavedState:

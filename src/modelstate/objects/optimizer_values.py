@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from modelstate.codec.codec import encode
-from modelstate.errors import OptimizerStateError, OptionError, keep_interrupt
+from modelstate.errors import OptimizerStateError, OptionError, code_errors, keep_interrupt
 from modelstate.formats.tree import deep_copy, leaf_paths, map_leaves, same_value
 from modelstate.objects.parts import class_name, is_same_class
 from modelstate.planning.transforms import ShardedSlot, sharded_slot
@@ -53,6 +53,8 @@ Path = tuple[object, ...]
 Copies = dict[tuple[object, ...], torch.Tensor]
 """Copies of tensors of saved state. For a parameter, a copy is found by the `_identity` of the tensor, its dtype, the
 parameter (None where it may be shared), its device, and whether it is a step; elsewhere by the first three."""
+PlacedState = Callable[[Copies], dict[str, object]]
+"""Returns a copy of the state of a parameter."""
 Replaced = tuple[Mapping[Any, object], dict[Any, Any]]
 """Values of an optimizer before a restore, and the dict that has others now."""
 
@@ -334,6 +336,46 @@ def placed_options(options: Mapping[str, object], group: Group, copies: Copies) 
         if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
             placed[key] = value.to(live.device)
     return placed
+
+
+def load_values(
+    optimizer: torch.optim.Optimizer,
+    states: Mapping[torch.Tensor, PlacedState],
+    other: Mapping[str, object],
+    options: Iterable[tuple[dict[str, Any], Mapping[str, object]]],
+    transaction: Transaction,
+) -> list[Replaced]:
+    """Gives an optimizer copies of a saved state, as `OptimizerPlan.load` does.
+
+    Args:
+        optimizer: the optimizer.
+        states: returns a copy of the saved state of each parameter that has some, and adds it to the copies.
+        other: the saved state under other keys than parameters.
+        options: groups of the optimizer, each with the saved options that it gets.
+        transaction: gets the undo.
+    """
+    what = "a value of the state cannot be copied; nothing has been changed"
+    with code_errors(OptimizerStateError, what, where=type(optimizer).__name__):
+        copies: Copies = {}
+        new_state = {param: placed(copies) for param, placed in states.items()}
+        new_other = placed_options(other, cast(Group, optimizer.state), copies)
+        new_options = [(group, placed_options(of_group, group, copies)) for group, of_group in options]
+    changed: list[dict[Any, Any]] = [optimizer.state, *optimizer.param_groups]
+    before = [dict(values) for values in changed]
+
+    def put_back() -> None:
+        for values, old in zip(changed, before, strict=True):
+            values.clear()
+            values.update(old)
+
+    transaction.register_undo(put_back)
+    optimizer.state.clear()
+    changed[0].update(new_state)
+    changed[0].update(new_other)
+    for group, of_group in new_options:
+        group.update(of_group)
+    of_params = [(before[0].get(param, {}), values) for param, values in new_state.items()]
+    return [*of_params, *zip(before, changed, strict=True)]
 
 
 def _identity(tensor: torch.Tensor) -> object:
