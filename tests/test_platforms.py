@@ -34,7 +34,7 @@ real = ctypes.CDLL(None, use_errno=True)
 def madvise(address, nbytes, advice):
     if advice in (22, 23, 25):
         return errno.EINVAL
-    return ctypes.get_errno() if real.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) else 0
+    return ctypes.get_errno() if real.madvise(address, nbytes, advice) else 0
 
 
 class Map(mmap.mmap):

@@ -93,7 +93,7 @@ def test_a_file_that_has_changed_is_not_leased(path: Path) -> None:
 
 
 def test_where_the_kernel_does_not_say_what_is_in_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linux, "_mincore", None)
+    monkeypatch.setattr(linux, "IS_LINUX", False)
     with OpenFiles({}) as files:
         assert not bring_into_cache(whole(path), files)
 

@@ -163,11 +163,12 @@ def apply(
         if "attached" in manifest:
             metadata["extra"] = Encoded(manifest["attached"], hidden, f"{path}: extra")
         composites: dict[str, Stored] = {}
-        after = {name: patch.digests[-1] for name, patch in patched.items()}
-        of_patched = manifest.get("digests", {}).get("patched", digest_of_all({}))
-        if not hidden.keys().isdisjoint(after) or of_patched != digest_of_all(after):
-            raise damaged(where, "its patches lead to other values than those that were saved")
-        composites |= {name: patch.tensor for name, patch in patched.items()}
+        of_patched = manifest.get("digests", {}).get("patched")
+        if patched or of_patched is not None:
+            after = {name: patch.digests[-1] for name, patch in patched.items()}
+            if not hidden.keys().isdisjoint(after) or of_patched != digest_of_all(after):
+                raise damaged(where, "its patches lead to other values than those that were saved")
+            composites |= {name: patch.tensor for name, patch in patched.items()}
         known = ChainMap[str, Stored](composites, cast("Any", tensors))
         parts: set[str] = set()
         for name, description in manifest.get("subclasses", {}).items():

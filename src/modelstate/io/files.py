@@ -431,13 +431,10 @@ def _special_file(path: str, mode: int) -> SourceTypeError:
 RangeFile: TypeAlias = "LocalFile | RemoteFile"
 
 
-def open_unchanged(path: str, fingerprint: FileFingerprint | None, file: LocalFile | None = None) -> LocalFile:
-    """Opens a file of this machine, unless it is open already.
-
-    Raises `ReadFailedError` where it does not match the fingerprint.
-    """
+def open_unchanged(path: str, fingerprint: FileFingerprint | None) -> LocalFile:
+    """Opens a file of this machine. Raises `ReadFailedError` where it does not match the fingerprint."""
     try:
-        file = file or LocalFile(path)
+        file = LocalFile(path)
     except (OSError, SourceTypeError) as error:
         raise read_failed("the file can no longer be opened", path, error, "open the checkpoint again") from error
     if fingerprint is not None and file.fingerprint != fingerprint:
@@ -466,13 +463,13 @@ class OpenFiles:
         with self._lock:
             file = self._files.get(path)
             if file is None:
-                known = self.fingerprints.get(path)
+                known, file = self.fingerprints.get(path), self._kept.pop(path, None)
                 if known is not None and known.is_remote:
                     from modelstate.remote.file import ObjectVersion, RemoteFile
 
                     file = RemoteFile(path, ObjectVersion(known.nbytes, known.modified_ns, known.tag), known.cache)
-                else:
-                    file = open_unchanged(path, known, self._kept.pop(path, None))
+                elif file is None or file.fingerprint != known:
+                    file = open_unchanged(path, known)
                 self._files[path] = file
             return file
 

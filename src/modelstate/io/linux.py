@@ -1,8 +1,7 @@
 """The calls that only Linux has, each behind one check; where one is missing, it does nothing or says that it failed.
 
-Other systems may have a function of the same name that does something else: macOS has `syscall`, with numbers of its
-own, and `madvise`, with other advice. So what is looked up by name or number is looked up on Linux only. Leases have
-their check in `modelstate.io.lease`.
+Other systems may have a function of the same name that does something else: macOS has `madvise`, with other advice.
+Leases have their check in `modelstate.io.lease`.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ import errno
 import mmap
 import os
 import platform
-from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
-from typing import cast
 
 IS_LINUX = platform.system() == "Linux"
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -53,9 +50,9 @@ def processor_flags() -> frozenset[str]:
 
 def madvise(address: int, nbytes: int, advice: Advice) -> int:
     """Advises the kernel about whole pages of memory. Returns 0 or an error number: `ENOSYS` where it is not Linux."""
-    if _madvise is None:
+    if not IS_LINUX:
         return errno.ENOSYS
-    return ctypes.get_errno() if _madvise(address, nbytes, advice) else 0
+    return ctypes.get_errno() if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice) else 0
 
 
 def populate(address: int, nbytes: int) -> None:
@@ -85,31 +82,31 @@ def resident(descriptor: int, start: int, nbytes: int, *, step: int = 0) -> byte
     Unlike `cachestat` it does not count pages whose read has failed, or is not over. Returns None where the kernel does
     not say. For a file that the user neither owns nor may write to, all pages seem to be there.
     """
-    if _mincore is None or _mmap is None or _munmap is None or not nbytes:
+    if not IS_LINUX or not nbytes:
         return None if nbytes else b""
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     nbytes += start - first
+    length, flags = ctypes.c_size_t(nbytes), mmap.MAP_PRIVATE | MAP_NORESERVE
     # Not `mmap.mmap`, which duplicates the descriptor, and asks for the status of the file.
-    address = _mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | MAP_NORESERVE, descriptor, first)
+    address = _libc.mmap(None, length, mmap.PROT_READ, flags, descriptor, ctypes.c_long(first))
     if address == MAP_FAILED:
         return None
     try:
-        step, length = (step // mmap.PAGESIZE * mmap.PAGESIZE, 1) if step else (nbytes, nbytes)
-        pages = ctypes.create_string_buffer(-(-nbytes // (step if length == 1 else mmap.PAGESIZE)))
-        for number, at in enumerate(range(0, nbytes, step)):
-            if _mincore(address + at, length, ctypes.addressof(pages) + number):
+        step = step // mmap.PAGESIZE * mmap.PAGESIZE
+        pages = ctypes.create_string_buffer(-(-nbytes // (step or mmap.PAGESIZE)))
+        asked = ctypes.c_size_t(1 if step else nbytes)
+        for number, at in enumerate(range(0, nbytes, step or nbytes)):
+            if _libc.mincore(ctypes.c_void_p(address + at), asked, ctypes.byref(pages, number)):
                 return None
         return pages.raw
     finally:
-        _munmap(address, nbytes)
+        _libc.munmap(ctypes.c_void_p(address), length)
 
 
 def filesystem_type(descriptor: int) -> int:
     """The number of the type of a file's file system (`f_type` of `fstatfs`); 0 where the kernel does not say."""
-    if _fstatfs is None:
-        return 0
     status = (ctypes.c_long * 64)()  # larger than `struct statfs`, which begins with the type
-    return 0 if _fstatfs(descriptor, ctypes.byref(status)) else status[0] & 0xFFFFFFFF
+    return 0 if not IS_LINUX or _libc.fstatfs(descriptor, ctypes.byref(status)) else status[0] & 0xFFFFFFFF
 
 
 def available_bytes() -> int:
@@ -127,29 +124,9 @@ def available_bytes() -> int:
 
 def trim_heap() -> None:
     """Returns free memory of the heaps of all threads to the system, where the C library can."""
-    if _malloc_trim is not None:
-        _malloc_trim(0)
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(ctypes.c_size_t(0))
 
 
-def function(name: str, *arguments: type, result: type = ctypes.c_int) -> Callable[..., int] | None:
-    """A function of the C library of Linux, which sets `ctypes.get_errno`; None where it is missing.
-
-    `arguments` and `result` are the ctypes of the function's arguments, and of its result.
-    """
-    symbol = getattr(ctypes.CDLL(None, use_errno=True), name, None) if IS_LINUX else None
-    if symbol is not None:
-        symbol.argtypes, symbol.restype = arguments or None, result
-    return cast("Callable[..., int] | None", symbol)
-
-
-_madvise = function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_mmap = function(
-    "mmap",
-    ctypes.c_void_p,
-    *[ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long],
-    result=ctypes.c_void_p,
-)
-_munmap = function("munmap", ctypes.c_void_p, ctypes.c_size_t)
-_mincore = function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-_malloc_trim = function("malloc_trim", ctypes.c_size_t)
-_fstatfs = function("fstatfs", ctypes.c_int, ctypes.c_void_p)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
