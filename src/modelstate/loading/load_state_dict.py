@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -156,10 +156,10 @@ class _TorchSink:
         write = Write(param, value)
         if self._swaps:
             cannot_fail = _swap_cannot_fail(param, value, assigns)
-            write = _Call(param, value, partial(_module_load, param, value, assigns, cannot_fail))
+            write = Write(param, value, partial(_module_load, param, value, assigns, cannot_fail))
         elif owner is not None:
             name = key.rpartition(".")[2]
-            write = _Call(param, value, partial(_assign, owner, name, param, value))
+            write = Write(param, value, partial(_assign, owner, name, param, value))
             if _assign_cannot_fail(owner, param, value):
                 # At once, since code of the model can see the new object without a use of the tensor.
                 transaction.register_undo(partial(setattr, owner, name, param))
@@ -173,19 +173,6 @@ class _TorchSink:
             transaction.add(write)
         else:
             transaction.run_now(write)
-
-
-class _Call(Write):
-    """A write that calls a function."""
-
-    __slots__ = ("call",)
-
-    def __init__(self, target: torch.Tensor, value: torch.Tensor, call: Callable[..., None]) -> None:
-        super().__init__(target, value)
-        self.call = call
-
-    def run(self, transaction: Transaction | None) -> None:
-        self.call(transaction)
 
 
 def _assign(owner: nn.Module, name: str, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:

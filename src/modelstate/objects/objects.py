@@ -26,9 +26,9 @@ from modelstate.text_format import listed, short_repr
 from modelstate.torch_compat.modules import (
     ModuleContainer,
     broadcast_buffers,
-    has_own_state_dict,
     modules_of as modules_within,
     names_not_loaded,
+    overrides,
     tensors_of,
     unwrapped,
 )
@@ -128,10 +128,10 @@ def check_loadable(path: str, module: nn.Module, state: object) -> None:
             remedy="override load_state_dict, too, so that it takes them; of an extra state, set_extra_state. Or save "
             "the state dict, which a restore returns as a value: model.state_dict() in place of the model",
         )
-    if not isinstance(state, Mapping) or has_own_state_dict(module):
+    if not isinstance(state, Mapping) or overrides(module, "state_dict"):
         return
     for name, inner in module.named_modules():
-        is_lost = name and has_own_state_dict(inner) and not any(str(key).startswith(f"{name}.") for key in state)
+        is_lost = name and overrides(inner, "state_dict") and not any(str(key).startswith(f"{name}.") for key in state)
         if is_lost and (names := list(inner.state_dict())):
             raise ObjectStateError(
                 "a module within the model has a state_dict of its own that does not reach the state dict of the model",

@@ -20,7 +20,7 @@ from modelstate.planning.recorder import own_state
 from modelstate.rules.expression import Derived, Source, Unchanged, values_of
 from modelstate.rules.rule import Entry, Value
 from modelstate.spec import Assemble, StoredComposite, StoredTensor
-from modelstate.torch_compat.modules import has_own_load, load_pre_hooks, overrides_loading
+from modelstate.torch_compat.modules import load_pre_hooks, overrides, overrides_loading
 from modelstate.torch_compat.plain import same_place, same_values
 from modelstate.torch_compat.private import storage_id
 from modelstate.transaction.transaction import Transaction, Write
@@ -184,7 +184,7 @@ class MappedState:
 
 def _has_code(module: nn.Module) -> bool:
     """Whether code of a module, or of a user, gets the state dict of the module while it is loaded."""
-    return overrides_loading(module) or has_own_load(module) or bool(load_pre_hooks(module))
+    return overrides_loading(module) or overrides(module, "load_state_dict") or bool(load_pre_hooks(module))
 
 
 def _is_value(name: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -193,4 +193,4 @@ def _is_value(name: str, modules: Mapping[str, nn.Module]) -> bool:
     module = modules.get(prefix)
     if module is None or f"{name}." not in modules:
         return module is not None
-    return has_own_load(module) and name[len(prefix) :] in own_state(module)
+    return overrides(module, "load_state_dict") and name[len(prefix) :] in own_state(module)

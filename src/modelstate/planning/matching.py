@@ -35,7 +35,7 @@ from modelstate.rules.rule import Entries, Entry, ModelTensor, ModelTensors, Rul
 from modelstate.rules.schema import Applied, Schema, apply_rules, renaming, way_back
 from modelstate.spec import Stored, StoredTensor, StoredTensors
 from modelstate.text_format import count
-from modelstate.torch_compat.modules import has_own_load, has_own_state_dict, named_modules_of
+from modelstate.torch_compat.modules import named_modules_of, overrides
 from modelstate.transaction.slots import HIDDEN, Slot, Slots
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class ModelSchemaView(msgspec.Struct, eq=False):
         """Returns the names of the slots; of a module that saves and loads its state itself those that it saves."""
         names = {*self.slots.by_name, *self.slots.extra, *self.slots.lazy}
         for prefix, module in outermost(self.model):
-            saves_itself = has_own_load(module) and has_own_state_dict(module)
+            saves_itself = overrides(module, "load_state_dict", "state_dict")
             if saves_itself and (own := [name for name, _ in leaves(own_state(module)) if name]):
                 names = {name for name in names if not name.startswith(prefix)}.union(prefix + name for name in own)
         return names
@@ -427,7 +427,7 @@ def wrapper_rule(
         above = {prefix[:-1] for place in modules.values() for prefix in prefixes(place)} | {""}
         is_wrapped = any(map(_has_wrapper, modules.values()))
         for module in (of_model[path] for path in above if path in of_model):
-            if loads_names_itself(module) or (is_wrapped and has_own_load(module)):
+            if loads_names_itself(module) or (is_wrapped and overrides(module, "load_state_dict")):
                 return None  # a module at or above a wrapper may change the meaning of names while it loads
     return rule
 

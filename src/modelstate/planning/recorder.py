@@ -29,12 +29,11 @@ from modelstate.torch_compat.modules import (
     MethodOverride,
     ModuleContainer,
     Overrides,
-    has_own_load,
-    has_own_state_dict,
     load_from_state_dict,
     load_post_hooks,
     load_pre_hooks,
     non_persistent_buffers,
+    overrides,
     overrides_loading,
     own_buffers,
     own_modules,
@@ -126,7 +125,8 @@ def _visit_alone(
         set_version_metadata(own, versions)
     of_root = IncompatibleKeys(called=outcome.called)
     alone = replace(recording, prefix=recording.prefix + prefix, versions=versions, outcome=of_root)
-    visit: Callable[..., None] = _call_own if calls_root and recording.calls_own and has_own_load(root) else _visit
+    calls_own = calls_root and recording.calls_own and overrides(root, "load_state_dict")
+    visit: Callable[..., None] = _call_own if calls_own else _visit
     with _recording.replaced(alone):
         visit(alone, root, own)
     outcome.missing += [prefix + key for key in of_root.missing]
@@ -154,7 +154,7 @@ def _visit(recording: _Recording, module: nn.Module, state_dict: dict[str, objec
             if name not in parts:
                 parts = _by_child(state_dict, prefix, own_modules(module))
             is_alone = isinstance(module, ModuleContainer) and not isinstance(child, ModuleContainer)
-            has_own_pair = recording.calls_own and has_own_load(child) and has_own_state_dict(child)
+            has_own_pair = recording.calls_own and overrides(child, "load_state_dict", "state_dict")
             visit: Callable[..., None] = _visit_alone if is_alone or has_own_pair else _visit
             visit(recording, child, parts[name], f"{prefix}{name}.")
     incompatible = ReturnedKeys(outcome.missing, outcome.unexpected)

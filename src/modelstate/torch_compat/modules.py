@@ -133,7 +133,7 @@ def needs_protocol(modules: Mapping[str, torch.nn.Module], names: Collection[obj
     one_of_each = {type(module): module for module in modules.values()}
     if any(cls.set_extra_state is not torch.nn.Module.set_extra_state for cls in one_of_each):
         return True
-    if any(map(has_own_load, one_of_each.values())):
+    if any(overrides(module, "load_state_dict") for module in one_of_each.values()):
         return True
     for module in modules.values():
         if "load_state_dict" in module.__dict__:
@@ -164,19 +164,14 @@ def overrides_loading(module: torch.nn.Module) -> bool:
     return getattr(getattr(function, "__code__", None), "co_filename", "") not in _STOCK_OR_REPLACED
 
 
-def has_own_load(module: torch.nn.Module) -> bool:
-    """Whether the class of a module, or the module itself, overrides `load_state_dict`."""
-    return _is_overridden(module, "load_state_dict")
-
-
-def has_own_state_dict(module: torch.nn.Module) -> bool:
-    """Whether the class of a module, or the module itself, overrides `state_dict`."""
-    return _is_overridden(module, "state_dict")
-
-
-def _is_overridden(module: torch.nn.Module, name: str) -> bool:
-    is_stock = getattr(type(module), name) is getattr(torch.nn.Module, name) and name not in module.__dict__
-    return not is_stock and getattr(getattr(type(module), name), "__module__", "").partition(".")[0] != "torch"
+def overrides(module: torch.nn.Module, *names: str) -> bool:
+    """Whether the class of a module, or the module itself, overrides each of these methods of torch's modules."""
+    for name in names:
+        method = getattr(type(module), name)
+        is_stock = method is getattr(torch.nn.Module, name) and name not in module.__dict__
+        if is_stock or getattr(method, "__module__", "").partition(".")[0] == "torch":
+            return False
+    return True
 
 
 def changes_state(module: torch.nn.Module) -> bool:
@@ -184,7 +179,7 @@ def changes_state(module: torch.nn.Module) -> bool:
     for inner in module.modules():
         held: Any = inner
         hooks = [*held._state_dict_hooks.values(), *held._state_dict_pre_hooks.values()]
-        if has_own_state_dict(inner) or not all(map(is_hook_of_fsdp, hooks)):
+        if overrides(inner, "state_dict") or not all(map(is_hook_of_fsdp, hooks)):
             return True
     return False
 
@@ -194,7 +189,7 @@ def names_not_loaded(module: torch.nn.Module, state: Mapping[str, object]) -> li
     modules = {f"{path}." if path else "": inner for path, inner in module.named_modules()}
     for inner in modules.values():
         has_override = overrides_loading(inner) and not _only_adds_counter(inner)
-        if has_own_load(inner) or has_override or load_pre_hooks(inner) or load_post_hooks(inner):
+        if overrides(inner, "load_state_dict") or has_override or load_pre_hooks(inner) or load_post_hooks(inner):
             return []
     stock = torch.nn.Module
     getting = [prefix for prefix, inner in modules.items() if type(inner).get_extra_state is not stock.get_extra_state]

@@ -48,17 +48,21 @@ _log = logging.getLogger("modelstate")
 
 
 class Write:
-    """A write to a tensor of the model that may wait until the commit: a copy, or what a subclass does."""
+    """A write to a tensor of the model that may wait until the commit: a copy, a call, or what a subclass does."""
 
-    __slots__ = ("done", "target", "value")
+    __slots__ = ("call", "done", "target", "value")
 
-    def __init__(self, target: torch.Tensor, value: torch.Tensor) -> None:
-        self.target = target
-        self.value = value
+    def __init__(
+        self, target: torch.Tensor, value: torch.Tensor, call: Callable[[Transaction | None], None] | None = None
+    ) -> None:
+        self.target, self.value, self.call = target, value, call
         self.done = False
 
     def run(self, transaction: Transaction | None) -> None:
         """Writes the value. With a transaction, it registers the undo first; without one, it cannot fail."""
+        if self.call is not None:
+            self.call(transaction)
+            return
         if transaction is not None:
             transaction.save_tensor(self.target)
         with torch.no_grad():
@@ -94,8 +98,6 @@ class Transaction:
         """Whether model code may have run, so that `ObjectSnapshot` has recorded the objects."""
         self.reads_values = False
         """Whether other code will read tensors within the transaction: each value then needs a write of its own."""
-        self._lock: exclusive | None = None
-        """The lock that this thread has acquired last and not released."""
         self.ended = False
         """Whether it has been committed or undone."""
         self._without_modes = ExitStack()
@@ -120,10 +122,9 @@ class Transaction:
 
     def __enter__(self) -> Self:
         # Python handles signals at the start of a function, so an interrupt can end `__exit__` before its first
-        # statement. Then the end of the lock rolls back.
-        self._lock = next(reversed(_locks_of_thread()), None)
-        if self._lock is not None:
-            self._lock.rollbacks.append(self.rollback)
+        # statement. Then the end of the lock that this thread has acquired last rolls back.
+        for lock in _locks_of_thread()[-1:]:
+            lock.rollbacks.append(self.rollback)
         return self
 
     def __exit__(
@@ -133,8 +134,6 @@ class Transaction:
             self.rollback()
         finally:
             self.rollback()  # an interrupt may have arrived before the first call
-            if self._lock is not None:
-                self._lock.rollbacks.remove(self.rollback)
 
     def commit(self) -> None:
         """Runs the waiting writes, and then what `at_commit` has registered. Nothing can be undone afterwards.
@@ -448,7 +447,7 @@ _guard = fork_safe_lock()
 class exclusive:
     """A context manager: no other thread changes the models, or what they share with others, through this library.
 
-    Its end rolls back the transactions within it that an interrupt has kept from ending.
+    Its end also rolls back the transactions within it, which an interrupt may have kept from ending.
 
     Raises `busy`, by default a `ModelBusyError`, when the wait exceeds the time.
     """
@@ -463,7 +462,7 @@ class exclusive:
         self._shared_ids: set[int] | None = None
         """The ids of modules, tensors and storages; computed only when two threads change models at once."""
         self.rollbacks: list[Callable[[], None]] = []
-        """The rollbacks of the transactions within it that have not ended."""
+        """The rollbacks of the transactions within it."""
 
     def __enter__(self) -> None:
         deadline = time.monotonic() + self._timeout_seconds
