@@ -55,8 +55,10 @@ Copies = dict[tuple[object, ...], torch.Tensor]
 parameter (None where it may be shared), its device, and whether it is a step; elsewhere by the first three."""
 PlacedState = Callable[[Copies], dict[str, object]]
 """Returns a copy of the state of a parameter."""
-Replaced = tuple[Mapping[Any, object], dict[Any, Any]]
-"""Values of an optimizer before a restore, and the dict that has others now."""
+_Live = dict[Any, Any]
+"""The state of an optimizer or of one of its parameters, or a group."""
+Replaced = tuple[_Live, _Live]
+"""A copy of one of these from before a restore, and the dict that has other values now."""
 
 
 def group_options(group: Group) -> dict[str, object]:
@@ -342,7 +344,7 @@ def load_values(
     optimizer: torch.optim.Optimizer,
     states: Mapping[torch.Tensor, PlacedState],
     other: Mapping[str, object],
-    options: Iterable[tuple[dict[str, Any], Mapping[str, object]]],
+    options: Iterable[tuple[_Live, Mapping[str, object]]],
     transaction: Transaction,
 ) -> list[Replaced]:
     """Gives an optimizer copies of a saved state, as `OptimizerPlan.load` does.
@@ -360,7 +362,7 @@ def load_values(
         new_state = {param: placed(copies) for param, placed in states.items()}
         new_other = placed_options(other, cast(Group, optimizer.state), copies)
         new_options = [(group, placed_options(of_group, group, copies)) for group, of_group in options]
-    changed: list[dict[Any, Any]] = [optimizer.state, *optimizer.param_groups]
+    changed: list[_Live] = [optimizer.state, *optimizer.param_groups]
     before = [dict(values) for values in changed]
 
     def put_back() -> None:
@@ -420,7 +422,7 @@ def into_recorded_memory(replaced: Iterable[Replaced]) -> None:
     A tensor that was there under several names, as the learning rate of several groups, is left out if it cannot have
     the new values of all of them.
     """
-    by_memory = defaultdict[tuple[torch.device, int], list[tuple[dict[Any, Any], object, torch.Tensor]]](list)
+    by_memory = defaultdict[tuple[torch.device, int], list[tuple[_Live, object, torch.Tensor]]](list)
     for before, values in replaced:
         for key, new in values.items():
             old = before.get(key)
