@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 import weakref
 from contextlib import suppress
@@ -46,6 +47,7 @@ WRITE_REMEDIES = {
 _REMEDIES = WRITE_REMEDIES | {
     errno.ELOOP: f"remove {LOCK_FILE}, which is a symbolic link",
     errno.EISDIR: f"remove {LOCK_FILE}, which is a directory",
+    errno.ENXIO: f"remove {LOCK_FILE}, which is a pipe, a socket or a device",
 }
 
 descriptors_to_close: set[Descriptor] = set()
@@ -92,7 +94,10 @@ class WriterLock:
         try:
             opened.append(_open(self.directory, os.O_RDONLY | os.O_DIRECTORY))
             for _ in range(_TRIES):
-                opened.append(_open(LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, opened[0]))
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+                opened.append(_open(LOCK_FILE, flags, opened[0]))
+                if not stat.S_ISREG(os.fstat(opened[1]).st_mode):
+                    raise OSError(errno.ENXIO, "not a regular file")
                 self._lock(opened[1])
                 if is_at(opened[1], self._path):
                     break
