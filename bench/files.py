@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bench.models import KINDS, Sizes, minilm_folder, on_meta, values, write_config
-from modelstate.io.linux import resident
+from modelstate.io.system import resident
 
 
 class StaysCached(Exception):

@@ -13,7 +13,7 @@ import torch
 from bench import files
 from bench.measure import Stages
 from bench.models import QUICK, run, sizes_of, with_memory
-from modelstate.io.linux import resident
+from modelstate.io.system import resident
 
 MEMCPY = "memcpy into touched memory"
 FORWARD = "the forward alone"

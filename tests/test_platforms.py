@@ -163,7 +163,7 @@ for name in ("x.safetensors", "x.pt"):
         with ms.skeleton():
             empty = build()
         ms.load(empty, f"{folder}/{name}", background=options.get("map") is False, **options)
-from modelstate.io import linux
+from modelstate.io import system
 
 with torch.no_grad():
     large = torch.nn.Sequential(*(torch.nn.Linear(1024, 2048) for _ in range(10)))
@@ -178,7 +178,7 @@ for options in ({}, {"map": True}, {"map": False}):
     if options:
         loading.result()
     assert same(large, empty)
-assert linux.available_bytes() > 0
+assert system.available_bytes() > 0
 with ms.skeleton():
     empty = build()
 assert ms.load(empty, f"{folder}/x.safetensors", background=True).result() and same(model, empty)

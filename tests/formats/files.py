@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from modelstate.io import linux
+from modelstate.io import system
 from modelstate.spec import StoredTensor
 
 
@@ -63,7 +63,7 @@ def cached_share(path: Path) -> float | None:
     """The part of a file that is in the page cache; None where the kernel does not say."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        pages = linux.resident(descriptor, 0, path.stat().st_size)
+        pages = system.resident(descriptor, 0, path.stat().st_size)
         return None if pages is None else pages.count(1) / len(pages)
     finally:
         os.close(descriptor)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from modelstate.errors import ReadFailedError
-from modelstate.io import lease, linux, page_cache
+from modelstate.io import lease, page_cache, system
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import LocalFile, OpenFiles, SourceFile
 from modelstate.io.page_cache import bring_into_cache, lease_files
@@ -93,7 +93,7 @@ def test_a_file_that_has_changed_is_not_leased(path: Path) -> None:
 
 
 def test_where_the_kernel_does_not_say_what_is_in_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linux, "IS_LINUX", False)
+    monkeypatch.setattr(system, "IS_LINUX", False)
     with OpenFiles({}) as files:
         assert not bring_into_cache(whole(path), files)
 

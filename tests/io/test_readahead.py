@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.io import linux
+from modelstate.io import system
 from tests.faults import Request, faulty_reads
 from tests.formats.files import cached_share, evict
 
@@ -88,7 +88,7 @@ def test_what_is_loaded_is_read_ahead_unless_it_is_there(options: dict[str, Any]
 
 
 def test_at_most_half_of_the_available_memory_is_read_ahead(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linux, "available_bytes", lambda: 40_000_000)
+    monkeypatch.setattr(system, "available_bytes", lambda: 40_000_000)
     module = model()
     report = ms.load(module, cold)
     assert "20.0 MB of it are read ahead" in " ".join(report.notes)

@@ -18,7 +18,7 @@ from modelstate.errors import (
     ProgramInputError,
     WeightsError,
 )
-from modelstate.io import linux
+from modelstate.io import system
 from tests.serve.models import Small, linear
 from tests.serve.packages import linear_package, package_of, package_of_torch
 from tests.serve.test_export import edited, rewritten
@@ -114,7 +114,7 @@ def test_instructions_that_the_processor_lacks(
                 content = json.dumps({**json.loads(content), "AOTI_CPU_ISA": "AVX512 AVX512_VNNI"}).encode()
             new.writestr(name, content)
     needed = "fma avx512f avx512dq avx512vl avx512bw avx512_vnni"
-    monkeypatch.setattr(linux, "processor_flags", lambda: frozenset((needed if flags is None else flags).split()))
+    monkeypatch.setattr(system, "processor_flags", lambda: frozenset((needed if flags is None else flags).split()))
     if not lacking:
         assert isinstance(ms.Live(path)(torch.ones(3, 4)), torch.Tensor)
         return

@@ -18,7 +18,7 @@ from modelstate.io import system
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint, LocalFile, fingerprint_of, open_unchanged, read_failed
 from modelstate.io.lease import NAMELESS, hold
-from modelstate.io.linux import MAP_NORESERVE
+from modelstate.io.system import MAP_NORESERVE
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor, TensorColumns
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ import xxhash
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, UnsavableError
 from modelstate.formats.manifest import BLOCK_BYTES
-from modelstate.io import linux, system
+from modelstate.io import system
 from modelstate.io.atomic import Output
 from modelstate.io.engine import for_each, memory_at, read_threads
 from modelstate.io.memory import DIRECT_ALIGN_BYTES, Buffer, empty_cpu
@@ -79,9 +79,9 @@ class Uncached:
 def past_page_cache(output: Output, nbytes: int) -> Iterator[Output | Uncached]:
     """Yields the object to write `nbytes` bytes with: `output` itself if they are few, or O_DIRECT is not supported."""
     descriptor = None
-    if linux.O_DIRECT and nbytes >= LEAST_BYTES:
+    if system.O_DIRECT and nbytes >= LEAST_BYTES:
         with suppress(OSError):
-            descriptor = Descriptor(system.open_to_write(output.path, os.O_WRONLY | linux.O_DIRECT))
+            descriptor = Descriptor(system.open_to_write(output.path, os.O_WRONLY | system.O_DIRECT))
     if descriptor is None:
         yield output
         return

@@ -25,7 +25,7 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from modelstate.errors import LockedError, ModelStateError, TargetExistsError, UnsavableError, WriteFailedError
-from modelstate.io import linux, system
+from modelstate.io import system
 from modelstate.io.files import mode_of
 from modelstate.io.lock import WRITE_REMEDIES, descriptors_to_close, unlock
 from modelstate.io.system import Descriptor
@@ -85,7 +85,7 @@ class Output:
         """Flushes the file to the disk."""
         system.fsync(self.descriptor)
         if self.is_uncached:
-            linux.advise(self.descriptor, "POSIX_FADV_DONTNEED")
+            system.advise(self.descriptor, "POSIX_FADV_DONTNEED")
         self.is_synced = True
 
     def append(self, data: bytes | memoryview) -> None:

@@ -23,7 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from modelstate.errors import OPEN_AGAIN, ReadFailedError
-from modelstate.io import linux
+from modelstate.io import system
 from modelstate.io.files import FileFingerprint, OpenFiles, RangeFile
 from modelstate.io.memory import DIRECT_ALIGN_BYTES, fresh_tensors
 from modelstate.process import parallel_for
@@ -325,7 +325,7 @@ def read_ranges(
         for part in item.parts:
             address = addresses[part.which] + part.first
             if is_new_memory:
-                linux.populate(address, part.nbytes)
+                system.populate(address, part.nbytes)
             if part.at > end:
                 views.append(memoryview(bytearray(part.at - end)))
             views.append(memory_at(address, part.nbytes))

@@ -32,7 +32,7 @@ from modelstate.errors import (
     TruncatedFileError,
     keep_interrupt,
 )
-from modelstate.io import lease, linux, system
+from modelstate.io import lease, system
 from modelstate.io.memory import DIRECT_ALIGN_BYTES, HUGE_PAGE_BYTES, Buffer
 from modelstate.io.system import Descriptor
 from modelstate.process import ThreadValue
@@ -345,9 +345,9 @@ class LocalFile:
 
         `windows` are the buffers for it, which files share: a thread that finds none allocates one.
         """
-        if linux.O_DIRECT and self._direct is None:
+        if system.O_DIRECT and self._direct is None:
             with suppress(OSError):
-                opened = system.open(f"/proc/self/fd/{int(self.descriptor)}", os.O_RDONLY | linux.O_DIRECT)
+                opened = system.open(f"/proc/self/fd/{int(self.descriptor)}", os.O_RDONLY | system.O_DIRECT)
                 self._direct, self._windows = Descriptor(opened), windows
         return self._direct is not None
 

@@ -40,8 +40,7 @@ from functools import partial
 
 from modelstate.forks import at_fork, fork_safe_lock
 from modelstate.io import system
-from modelstate.io.linux import IS_LINUX, MAP_FAILED, MAP_NORESERVE, Advice, filesystem_type, madvise
-from modelstate.io.system import Descriptor
+from modelstate.io.system import IS_LINUX, MAP_FAILED, MAP_NORESERVE, Advice, Descriptor, filesystem_type, madvise
 from modelstate.text_format import size
 
 _log = logging.getLogger("modelstate")

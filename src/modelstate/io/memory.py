@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from modelstate.errors import MemoryBudgetError
-from modelstate.io import linux
+from modelstate.io import system
 from modelstate.spec import span
 
 if TYPE_CHECKING:
@@ -88,19 +88,19 @@ class Buffer(mmap.mmap):
     Raises `OSError` where no memory is available.
     """
 
-    def __new__(cls, nbytes: int, *advice: linux.Advice) -> Self:
+    def __new__(cls, nbytes: int, *advice: system.Advice) -> Self:
         # Larger than asked for, so that it can begin and end at a huge page; the rest is never touched.
         return super().__new__(cls, -1, nbytes + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
-    def __init__(self, nbytes: int, *advice: linux.Advice) -> None:
+    def __init__(self, nbytes: int, *advice: system.Advice) -> None:
         """Advises the kernel; by default it allocates all pages."""
         first, unit = ctypes.addressof(ctypes.c_char.from_buffer(self)), mmap.PAGESIZE
         self._start, self._end = -first % HUGE_PAGE_BYTES, -first % HUGE_PAGE_BYTES + nbytes
         self.address = first + self._start
         if nbytes >= HUGE_PAGE_BYTES:
             unit = HUGE_PAGE_BYTES
-        for each in advice or (linux.Advice.HUGEPAGE, linux.Advice.POPULATE_WRITE, linux.Advice.COLLAPSE):
-            linux.madvise(self.address, -(-nbytes // unit) * unit, each)
+        for each in advice or (system.Advice.HUGEPAGE, system.Advice.POPULATE_WRITE, system.Advice.COLLAPSE):
+            system.madvise(self.address, -(-nbytes // unit) * unit, each)
 
     @property
     def view(self) -> memoryview:

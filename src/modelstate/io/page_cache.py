@@ -30,7 +30,7 @@ from contextlib import suppress
 from functools import partial
 
 from modelstate.errors import ReadFailedError
-from modelstate.io import lease, linux
+from modelstate.io import lease, system
 from modelstate.io.engine import block_buffers, in_blocks, read_threads, stream
 from modelstate.io.files import FileFingerprint, LocalFile, OpenFiles, open_unchanged
 from modelstate.io.memory import Buffer
@@ -79,13 +79,13 @@ def look(ranges: Iterable[ByteRange], files: OpenFiles, *, closely: bool = False
         file = files[path]
         found[block.source] = None
         if isinstance(file, LocalFile):
-            found[block.source] = linux.resident(file.descriptor, start, nbytes, step=step)
+            found[block.source] = system.resident(file.descriptor, start, nbytes, step=step)
     return found
 
 
 def most_to_read() -> int:
     """The most bytes to bring into the page cache before they are used: half of the available memory."""
-    return linux.available_bytes() // 2
+    return system.available_bytes() // 2
 
 
 # Reads ahead.
@@ -135,7 +135,7 @@ def _read_ahead(spans: Sequence[ByteRange], total: int, fingerprints: Mapping[st
             end = first + min(nbytes, total)
             with open_unchanged(path, fingerprints.get(path)).descriptor as descriptor:
                 for start in range(first, end, _STEP_BYTES):
-                    linux.advise(descriptor, "POSIX_FADV_WILLNEED", start, min(_STEP_BYTES, end - start))
+                    system.advise(descriptor, "POSIX_FADV_WILLNEED", start, min(_STEP_BYTES, end - start))
             total -= end - first
 
 
@@ -181,7 +181,7 @@ def bring_into_cache(
     for (path, start, nbytes), pages in look(extents, files, closely=True).items():
         file, origin = files[path], start // mmap.PAGESIZE * mmap.PAGESIZE
         if pages is not None and 0 in pages and isinstance(file, LocalFile):
-            pages = linux.resident(file.descriptor, start, nbytes)
+            pages = system.resident(file.descriptor, start, nbytes)
         if pages is None:
             return False
         for absent in re.finditer(rb"\0+", pages):

@@ -17,7 +17,7 @@ from itertools import accumulate
 
 import torch
 
-from modelstate.io import linux
+from modelstate.io import system
 from modelstate.io.engine import for_each, read_threads
 from modelstate.io.memory import Buffer, aligned, empty_cpu
 from modelstate.process import deferred_signals
@@ -125,13 +125,13 @@ class _Pinned(Buffer):
 def _registered(nbytes: int, device: torch.device) -> _Pinned | None:
     try:
         # The device goes on with the pages that it has pinned: a write after a fork must not copy them to others.
-        buffer = _Pinned(nbytes, linux.Advice.HUGEPAGE, linux.Advice.WIPEONFORK)
+        buffer = _Pinned(nbytes, system.Advice.HUGEPAGE, system.Advice.WIPEONFORK)
     except OSError:
         return None
     first = buffer.address
 
     def populate(at: int) -> None:
-        linux.madvise(first + at, min(_PIECE_BYTES, nbytes - at), linux.Advice.POPULATE_WRITE)
+        system.madvise(first + at, min(_PIECE_BYTES, nbytes - at), system.Advice.POPULATE_WRITE)
 
     pieces = range(0, nbytes, _PIECE_BYTES)
     for_each(pieces, [populate] * min(read_threads(), len(pieces)))

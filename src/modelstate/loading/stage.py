@@ -23,9 +23,9 @@ from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
 from modelstate.io import system
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import LocalFile, OpenFiles
-from modelstate.io.linux import MAP_NORESERVE
 from modelstate.io.memory import HUGE_PAGE_BYTES
 from modelstate.io.page_cache import LEAST_BYTES_AHEAD, bring_into_cache, lease_files, look, read_ahead, skip_page_cache
+from modelstate.io.system import MAP_NORESERVE
 from modelstate.loading.values import Staging, in_blocks, read_computed, read_whole
 from modelstate.planning.planner import refusal_of_writes
 from modelstate.planning.transfer import (

@@ -32,9 +32,9 @@ from modelstate.io.engine import (
     stream,
 )
 from modelstate.io.files import OpenFiles
-from modelstate.io.linux import populate, trim_heap
 from modelstate.io.memory import aligned, fresh_tensors
 from modelstate.io.staging import pinned_memory
+from modelstate.io.system import populate, trim_heap
 from modelstate.io.tensors import ReadAll, compute, read_tensor
 from modelstate.planning.options import LoadOptions
 from modelstate.planning.transfer import BY_SUBCLASS, Execution, Memory, Transfers, Way, choose_way, final_memory

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import DamagedFileError, ExportError, LiveTargetError, code_errors
-from modelstate.io import linux
+from modelstate.io import system
 from modelstate.serve.meta_clone import runtime_state, state_module
 from modelstate.serve.program_file import Manifest, ProgramFile, ProgramInput, ProgramInputs
 from modelstate.serve.targets import Program, Target, Weights, input_error
@@ -323,7 +323,7 @@ def _check_machine(file: ProgramFile) -> None:
         what, remedy = "the package is for a device that is not served", "serve the exported program, or the module"
         raise LiveTargetError(what, where=file.path, expected="cpu", found=device, remedy=remedy)
     needed = [flag for kind in metadata.get("AOTI_CPU_ISA", "").split() for flag in _INSTRUCTIONS.get(kind, ())]
-    flags = linux.processor_flags()
+    flags = system.processor_flags()
     if flags and not flags.issuperset(needed):
         raise LiveTargetError(
             "the package has instructions that this processor lacks, and a call of it would end the process",
