@@ -13,12 +13,16 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from modelstate.errors import ModelStateError
 from tests.real_files import FILES, path_of
+
+if TYPE_CHECKING:
+    from tests.programs import Forks
 
 # The compiler of torch: no vector instructions, which it would try out in every process, and little optimization.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
@@ -148,6 +152,15 @@ def no_stacks_of_seeds() -> None:
 
     for kind in ("cuda", "xpu", "mtia"):
         getattr(torch, kind).traceback = SimpleNamespace(format_stack=list)
+
+
+@pytest.fixture(scope="session")
+def new_interpreter() -> "Iterator[Forks]":
+    """Programs that must not find more than torch imported run as forks of this interpreter."""
+    from tests.programs import Forks
+
+    with Forks("import torch") as forks:
+        yield forks
 
 
 @pytest.fixture(autouse=True)

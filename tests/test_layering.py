@@ -149,17 +149,16 @@ def test_public_names_are_the_same_for_programs_and_for_type_checkers(package: s
         _ = module.nothing
 
 
-@pytest.fixture(scope="module")
-def fresh() -> Iterator[Fresh]:
+@pytest.fixture
+def fresh(new_interpreter: Forks) -> Fresh:
     """Returns what a program prints as JSON on its last line, run in a process that has imported torch alone."""
 
     def run(code: str) -> dict[str, object]:
-        done = forks.run(code)
+        done = new_interpreter.run(code)
         done.check_returncode()
         return json.loads(done.stdout.splitlines()[-1])
 
-    with Forks("import torch") as forks:
-        yield run
+    return run
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import modelstate as ms
 from tests.commands import run_command
+from tests.programs import run_program
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(dict(model.state_dict()), directory / "net.safetensors")
     torch.save(model.state_dict(), directory / "net.pt")
     program = "import torch, mine_in_folder as m; torch.save({'w': torch.ones(2), 's': m.Settings()}, 'settings.pt')"
-    subprocess.run([sys.executable, "-c", program], cwd=directory, check=True)
+    run_program(program, cwd=directory).check_returncode()
     installed = {module.name for module in pkgutil.iter_modules()} | set(sys.stdlib_module_names)
     # `python -m` loads what the probe has found before any code of a package.
     for name in installed - {"modelstate", *probe.stdout.split()}:

@@ -142,7 +142,7 @@ def use(folder: Path, kind: str, rank: int, number: int) -> tuple[int, str, floa
         return step, error, time.monotonic() - started, values_in(objects), len(calls)
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("whole", 1), ("deltas", 0), ("deltas", 3), ("restore", 2)])
+@pytest.mark.parametrize(("kind", "rank"), [("whole", 1), ("deltas", 0), ("restore", 2), *[("deltas", 3)] * EXHAUSTIVE])
 def test_a_rank_is_killed_at_each_call(ranks: Ranks, tmp_path: Path, kind: str, rank: int) -> None:
     """One error on the others, and soon; each step is the old or the new one; the next run goes on at once."""
     calls = ranks.values(use, tmp_path, kind, rank, 0)[rank][4]

@@ -23,6 +23,7 @@ from modelstate.store import PendingSave
 from tests.distributed import models
 from tests.distributed.ranks import Ranks, die, error_of, survivors
 from tests.faults import failing
+from tests.sweeps import EXHAUSTIVE
 
 pytestmark = pytest.mark.slow
 
@@ -562,8 +563,8 @@ def all_files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-KINDS = ("plain", "fsdp", "hsdp", "fsdp+tp", "shard1", "uneven", "empty", "tied", "replicated")
-WIDE = [("2", (2,), 0, {}), ("4", (4,), 3, {"shard_size_bytes": 5_000_000}), ("2 x 2", (2, 2), 0, {})]
+KINDS = ("plain", "fsdp", "fsdp+tp", "shard1", "uneven", "empty", "tied", *("hsdp", "replicated") * EXHAUSTIVE)
+WIDE = [("4", (4,), 3, {"shard_size_bytes": 5_000_000}), ("2 x 2", (2, 2), 0, {}), *[("2", (2,), 0, {})] * EXHAUSTIVE]
 
 
 @pytest.mark.parametrize(("kind", "shape", "odd", "options"), [*((kind, (), 0, {}) for kind in KINDS), *WIDE])

@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import BackgroundCancelledError
 from tests.io.test_lease import saved
+from tests.programs import Forks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork")
 
@@ -218,8 +218,9 @@ assert model.weight.eq(1).all()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "size"), [(FIRST_CALLS, 8), (WHILE_REPLACED, 4096)], ids=["calls", "replaced"])
-def test_children_that_are_forked_at_any_moment(program: str, size: int, tmp_path: Path) -> None:
+def test_children_that_are_forked_at_any_moment(
+    program: str, size: int, tmp_path: Path, new_interpreter: Forks
+) -> None:
     """The modules that a first call imports are imported in the child; memory of a map is being replaced by another."""
-    command = [sys.executable, "-c", program, str(saved(tmp_path / "model.safetensors", size=size))]  # imports nothing
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = new_interpreter.run(program, saved(tmp_path / "model.safetensors", size=size))
     assert done.returncode == 0, done.stderr

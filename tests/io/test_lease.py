@@ -351,9 +351,7 @@ for path in sys.argv[1:]:
         models.append(torch.nn.Linear(2, 2))
     print(all(step.mapped for step in ms.load(models[-1], path).steps))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, *paths], capture_output=True, text=True, check=False, timeout=100
-    )
+    done = run_program(code, *paths, finalizes=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == ["True"] * 10 + ["False"] * 2
 

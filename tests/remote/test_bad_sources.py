@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import subprocess
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ from modelstate.errors import (
     UnknownFormatError,
     WriteFailedError,
 )
+from tests.programs import Forks
 from tests.proxy import FaultProxy
 from tests.remote.servers import FileServer, http_server
 
@@ -242,7 +241,7 @@ def test_shards_that_are_missing_are_listed(bucket: str, s3_client: Any) -> None
 
 
 @pytest.mark.slow
-def test_local_work_imports_no_client(tmp_path: Path) -> None:
+def test_local_work_imports_no_client(tmp_path: Path, new_interpreter: Forks) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
     code = f"""
 import sys
@@ -255,7 +254,7 @@ try:
 except ms.ModelStateError as error:
     print(error.remedy)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = new_interpreter.run(code)
     assert done.stdout.strip() == "pip install 'modelstate[remote]'"
 
 
