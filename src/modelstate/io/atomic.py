@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from modelstate.errors import LockedError, ModelStateError, TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.io import system
 from modelstate.io.files import mode_of
-from modelstate.io.lock import WRITE_REMEDIES, descriptors_to_close, unlock
+from modelstate.io.lock import WRITE_REMEDIES, LockDescriptor
 from modelstate.io.system import Descriptor
 from modelstate.text_format import printable
 
@@ -130,23 +130,21 @@ def unfinished_file(path: str, mode: int | None, lock_timeout_seconds: float) ->
             _remove_leftovers(path)
             directory, name = os.path.split(path)
             unfinished = os.path.join(directory, f".{_beginning(name)}.{os.urandom(6).hex()}{SUFFIX}")
-            output = opened.enter_context(new_file(unfinished, mode))
-            opened.callback(descriptors_to_close.discard, output.descriptor)
-            descriptors_to_close.add(output.descriptor)
+            output = opened.enter_context(new_file(unfinished, mode, LockDescriptor))
             with _if_supported():  # on a file system without locks no leftover is ever removed
                 fcntl.flock(output.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield output
 
 
 @contextmanager
-def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
+def new_file(path: str, mode: int | None = None, kind: type[Descriptor] = Descriptor) -> Iterator[Output]:
     """Creates a file, which is on the disk when the block ends, and removed when the block raises.
 
     Its name is durable only after its directory has been synced, too. With `mode` it has exactly these permission
     bits, and at no time more of them; otherwise it has those of new files.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-    descriptor = Descriptor(system.open_to_write(path, flags, 0o666 if mode is None else mode))
+    descriptor = kind(system.open_to_write(path, flags, 0o666 if mode is None else mode))
     try:
         with descriptor:
             if mode is not None:  # the umask may have removed permission bits, which some file systems lack
@@ -309,14 +307,10 @@ def locked_directory(directory: str, timeout_seconds: float) -> Iterator[None]:
     Raises `LockedError` where the lock is not free in time: any process that can read the directory can hold
     it.
     """
-    opened = [Descriptor(system.open_to_write(directory or ".", os.O_RDONLY))]
-    try:
-        descriptors_to_close.update(opened)
+    with LockDescriptor(system.open_to_write(directory or ".", os.O_RDONLY)) as descriptor:
         with _if_supported():
-            _lock(opened[0], directory or ".", timeout_seconds)
+            _lock(descriptor, directory or ".", timeout_seconds)
         yield
-    finally:
-        unlock(opened)
 
 
 def _lock(descriptor: int, directory: str, timeout_seconds: float) -> None:

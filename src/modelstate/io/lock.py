@@ -50,14 +50,31 @@ _REMEDIES = WRITE_REMEDIES | {
     errno.ENXIO: f"remove {LOCK_FILE}, which is a pipe, a socket or a device",
 }
 
-descriptors_to_close: set[Descriptor] = set()
+_locking: set[LockDescriptor] = set()
 """Descriptors of this process that hold a lock, or wait for one; a forked child closes them. No lock guards the set,
 since a signal handler may save in the middle of another save; each change is a single operation."""
 
 
+class LockDescriptor(Descriptor):
+    """The descriptor of an open file that is locked, or will be. A forked child closes its copy."""
+
+    def __new__(cls, descriptor: int) -> LockDescriptor:
+        self = super().__new__(cls, descriptor)
+        _locking.add(self)
+        return self
+
+    def close(self) -> None:
+        """Unlocks and closes the file, if it is open."""
+        if self.is_open:
+            with suppress(OSError):
+                fcntl.flock(self, fcntl.LOCK_UN)
+            _locking.discard(self)
+            super().close()
+
+
 def _close_in_child() -> None:
-    while descriptors_to_close:
-        descriptors_to_close.pop().close()
+    while _locking:
+        Descriptor.close(_locking.pop())  # to unlock the file would unlock it for the parent
 
 
 at_fork(in_child=_close_in_child)
@@ -75,7 +92,7 @@ class WriterLock:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.fspath(directory)
         self._path = os.path.join(self.directory, LOCK_FILE)
-        self._opened = list[Descriptor]()
+        self._opened = list[LockDescriptor]()
         """The descriptors of the directory, whose inode no other one gets while it is open, and of the lock file."""
 
     @property
@@ -90,18 +107,18 @@ class WriterLock:
             LockedError: Another writer holds the lock; the error names it and since when.
             WriteFailedError: The directory cannot be written to, or its file system has no locks.
         """
-        opened = list[Descriptor]()
+        opened = list[LockDescriptor]()
         try:
-            opened.append(_open(self.directory, os.O_RDONLY | os.O_DIRECTORY))
+            opened.append(LockDescriptor(os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)))
             for _ in range(_TRIES):
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-                opened.append(_open(LOCK_FILE, flags, opened[0]))
+                opened.append(LockDescriptor(os.open(LOCK_FILE, flags, 0o666, dir_fd=opened[0])))
                 if not stat.S_ISREG(os.fstat(opened[1]).st_mode):
                     raise OSError(errno.ENXIO, "not a regular file")
                 self._lock(opened[1])
                 if is_at(opened[1], self._path):
                     break
-                unlock([opened.pop()])  # the file was removed or replaced between the two calls
+                opened.pop().close()  # the file was removed or replaced between the two calls
             else:
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
@@ -111,7 +128,7 @@ class WriterLock:
             weakref.finalize(self, _release, opened).atexit = False  # the end of the process releases it
             self._opened = opened
         except BaseException as error:
-            unlock(opened)
+            _close_all(opened)
             if isinstance(error, OSError) and not isinstance(error, ModelStateError):
                 raise WriteFailedError(
                     "the directory cannot be locked for writing",
@@ -173,30 +190,17 @@ class WriterLock:
         )
 
 
-def _open(path: str, flags: int, directory: int | None = None) -> Descriptor:
-    """Opens a file, whose descriptor a forked child closes."""
-    descriptor = Descriptor(os.open(path, flags | os.O_CLOEXEC, 0o666, dir_fd=directory))
-    descriptors_to_close.add(descriptor)
-    return descriptor
-
-
-def _release(opened: list[Descriptor]) -> None:
+def _release(opened: list[LockDescriptor]) -> None:
     """Unlocks and closes what a lock has opened. Another call does nothing, nor does one in a forked child."""
     if opened and opened[0].is_open:
         with suppress(OSError):  # a disk that fails
             os.ftruncate(opened[1], 0)
-    unlock(opened)
+    _close_all(opened)
 
 
-def unlock(opened: list[Descriptor]) -> None:
-    """Unlocks and closes descriptors that a forked child closes, and takes them out of the list."""
+def _close_all(opened: list[LockDescriptor]) -> None:
     while opened:
-        descriptor = opened.pop()
-        if descriptor.is_open:
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            descriptors_to_close.discard(descriptor)
-            descriptor.close()
+        opened.pop().close()
 
 
 def check_directory(directory: str, before: os.stat_result) -> None:
