@@ -192,6 +192,21 @@ def randomised(module: nn.Module, seed: int = 7) -> nn.Module:
     return module
 
 
+INPUTS_OF_TABLE = {"x": torch.zeros(2, 4), "y": torch.ones(2, 4)}
+
+
+class Table(nn.Module):
+    """Answers with views of its weights, and with a tensor for which autograd needs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.ones(6, 4))
+        self.register_buffer("b", torch.ones(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return self.p[: x.shape[0]], self.p.t(), self.b[:], x * self.p[:2] + y
+
+
 X_OF_TIED = torch.ones(4, 8)
 
 

@@ -18,16 +18,18 @@ AOTI = pytest.param("aoti", marks=pytest.mark.slow)
 KINDS = ("eager", "compiled", "exported", AOTI)
 
 
-def target_of(kind: str, module: nn.Module, x: torch.Tensor, *, training: bool = False) -> Any:
-    """What is served of a module, which is put into eval mode unless `training` is given."""
+def target_of(
+    kind: str, module: nn.Module, *inputs: torch.Tensor, training: bool = False, **named: torch.Tensor
+) -> Any:
+    """What is served of a module for inputs like these. It is put into eval mode unless `training` is given."""
     module.train(training)
     if kind == "eager":
         return module
     if kind == "compiled":
         return torch.compile(module, backend="aot_eager")
     if kind == "aoti":
-        return package_of(module, x)
-    return torch.export.export(module, (x,))
+        return package_of(module, *inputs, **({"kwargs": named} if named else {}))
+    return torch.export.export(module, inputs, named)
 
 
 def module_of(live: ms.Live) -> nn.Module:

@@ -19,8 +19,9 @@ from modelstate.errors import (
     WeightsError,
 )
 from modelstate.io import system
-from tests.serve.models import Small, linear
+from tests.serve.models import INPUTS_OF_TABLE, Small, Table, linear, weights_of
 from tests.serve.packages import linear_package, package_of, package_of_torch
+from tests.serve.targets import target_of
 from tests.serve.test_export import edited, rewritten
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(4))
@@ -180,26 +181,17 @@ def test_packages_are_on_the_cpu_whatever_the_default_device_is() -> None:
         assert live(x).unique().tolist() == [10.0]
 
 
-class TwoInputs(nn.Module):
-    """Computes something else where its inputs are exchanged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((), 2.0))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x * self.weight + y
-
-
 def test_each_call_is_checked_also_after_one_with_the_same_sizes() -> None:
-    x, y = torch.ones(2, 3), torch.zeros(2, 3)
-    live = ms.Live(package_of(TwoInputs(), kwargs={"x": x, "y": y}))
+    """The answer is another one where the inputs are exchanged."""
+    x, y = torch.ones(2, 4), torch.zeros(2, 4)
+    live = ms.Live(target_of("aoti", Table(), **INPUTS_OF_TABLE))
+    live.swap(weights_of(Table(), 2))
 
     def answer(x: object, y: object) -> torch.Tensor:
-        value: torch.Tensor = live(y=y, x=x)
+        value: torch.Tensor = live(y=y, x=x)[3]
         return value
 
-    columns = torch.arange(6.0).view(3, 2).T
+    columns = torch.arange(8.0).view(4, 2).T
     for _ in range(2):
         assert answer(x, y).unique().tolist() == [2.0]
         assert answer(y, x).unique().tolist() == [1.0]

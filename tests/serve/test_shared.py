@@ -7,36 +7,21 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from tests.serve.models import INPUTS_OF_TABLE, Table, weights_of
 from tests.serve.targets import KINDS, target_of
 
 X = torch.zeros(2, 4)
 
 
-class Table(nn.Module):
-    """Answers with views of its weights, and with a tensor for which autograd needs one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.p = nn.Parameter(torch.ones(6, 4))
-        self.register_buffer("b", torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.p[: x.shape[0]], self.p.t(), self.b[:], x * self.p[:2] + 1
-
-
-def state(k: float) -> dict[str, torch.Tensor]:
-    return {"p": torch.full((6, 4), float(k)), "b": torch.full((4,), float(k))}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_stay_as_they_were_given(kind: str) -> None:
-    live = ms.Live(target_of(kind, Table(), X))
+    live = ms.Live(target_of(kind, Table(), **INPUTS_OF_TABLE))
     given: list[Any] = []
     for k in (1, 2, 3):
         if k > 1:
-            live.swap(state(k))
-        given.append(live(X))
+            live.swap(weights_of(Table(), k))
+        given.append(live(**INPUTS_OF_TABLE))
         for at, answer in enumerate(given, 1):
             assert [one.unique().tolist() for one in answer] == [[at], [at], [at], [1]]
 
