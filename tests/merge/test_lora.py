@@ -206,13 +206,14 @@ def test_patterns_of_modules(pattern: str, tmp_path: Path) -> None:
 
 
 def test_a_tied_weight_changes_under_all_its_names() -> None:
-    weight = torch.ones(4, 3)
-    checkpoint = ms.open(
-        [{"lin.weight": weight, "head.weight": weight}, matrices("lin")], combine=ms.merge.LoRA(alpha=2)
-    )
+    base = {"lin.weight": (weight := torch.ones(4, 3)), "head.weight": weight}
+    checkpoint = ms.open([base, matrices("lin")], combine=ms.merge.LoRA(alpha=2))
     assert checkpoint.aliases == (("lin.weight", "head.weight"),)
     assert torch.equal(checkpoint.tensor("head.weight"), weight + product())
-    assert weight.eq(1).all()
+    replaced = matrices("lin") | {"base_model.model.head.weight": torch.zeros(4, 3)}
+    checkpoint = ms.open([base, replaced], combine=ms.merge.LoRA(alpha=2))
+    assert torch.equal(checkpoint.tensor("lin.weight"), weight + product())
+    assert (checkpoint.tensor("head.weight").sum(), weight.sum()) == (0, 12)
 
 
 def test_modules_to_save(tmp_path: Path) -> None:

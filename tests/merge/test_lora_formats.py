@@ -99,22 +99,22 @@ def test_files_of_diffusers_have_the_rank_as_alpha(part: str) -> None:
 
 
 def test_the_metadata_of_diffusers_has_alpha(tmp_path: Path) -> None:
-    base = {"unet.q.weight": torch.zeros(4, 4), "text_encoder.q.weight": torch.zeros(4, 4)}
+    base = {"prior.q.weight": torch.zeros(4, 4), "text_encoder.q.weight": torch.zeros(4, 4)}
     adapter = {
         f"{part}.q.lora_{kind}.weight": torch.ones(size)
-        for part in ("unet", "text_encoder")
+        for part in ("prior", "text_encoder")
         for kind, size in (("A", (2, 4)), ("B", (4, 2)))
     }
-    config = {"unet.lora_alpha": 6, "unet.r": 2, "unet.alpha_pattern": {}, "unet.peft_type": "LORA"}
+    config = {"prior.lora_alpha": 6, "prior.r": 2, "prior.alpha_pattern": {}, "prior.peft_type": "LORA"}
     path = tmp_path / "pytorch_lora_weights.safetensors"
     save_file(adapter, path, metadata={"format": "pt", "lora_adapter_metadata": json.dumps(config)})
     checkpoint = ms.open([base, path], combine=ms.merge.LoRA())
-    assert checkpoint.tensor("unet.q.weight").eq(6).all()
+    assert checkpoint.tensor("prior.q.weight").eq(6).all()
     assert checkpoint.tensor("text_encoder.q.weight").eq(2).all()
     save_file(adapter, path, metadata={"lora_adapter_metadata": json.dumps({"r": 2, "lora_alpha": 3})})
-    assert ms.open([base, path], combine=ms.merge.LoRA()).tensor("unet.q.weight").eq(3).all()
-    damaged = ["{", "[1]", '{"unet.lora_alpha": "x"}']
-    for text in (*damaged, '{"lora_alpha": 1, "kasa_config": {"beta": 1}}', '{"unet.r": 2}'):
+    assert ms.open([base, path], combine=ms.merge.LoRA()).tensor("prior.q.weight").eq(3).all()
+    damaged = ["{", "[1]", '{"prior.lora_alpha": "x"}']
+    for text in (*damaged, '{"lora_alpha": 1, "kasa_config": {"beta": 1}}', '{"prior.r": 2}'):
         save_file(adapter, path, metadata={"lora_adapter_metadata": text})
         with pytest.raises(CombineError, match="damaged" if text in damaged else "kasa_config|without the lora_alpha"):
             ms.open([base, path], combine=ms.merge.LoRA())

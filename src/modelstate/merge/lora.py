@@ -60,7 +60,7 @@ _COMPONENTS = {
 """What kohya's tools call the parts of a pipeline, with the paths of these parts, where each dot is an underscore. A
 base may be one part alone."""
 _PARTS = {*_COMPONENTS, *(path.rstrip("_") for paths in _COMPONENTS.values() for path in paths)}
-"""The parts of a pipeline, which files of diffusers put before the path of a module and the name of a setting."""
+"""The parts of a pipeline, which files of diffusers put before the path of a module."""
 _OTHER_BASE = (
     "open the base that the adapter was trained for; its names may need the prefix of a wrapper. Names of experts that "
     "transformers fuses: ms.convert_checkpoint(base, path, rules=ms.rules.from_transformers(model))"
@@ -265,7 +265,10 @@ class _Merger:
     def merged(self) -> dict[str, Stored]:
         """Returns all tensors of the result. One that something is added to is computed once for all its names."""
         tensors = {**self.base.flat.tensors, **self.replaced}
-        tied = {name: names for names in self.base.aliases for name in names if name in self.updates}
+        # peft gives a tensor that it replaces memory of its own: what is added to another name of it stays apart.
+        apart = self.replaced.keys() - self.updates.keys()
+        groups = [tuple(name for name in names if name not in apart) for names in self.base.aliases]
+        tied = {name: names for names in groups for name in names if name in self.updates}
         for names in dict.fromkeys(tied.get(name, (name,)) for name in (*self.replaced, *self.updates)):
             first = next(filter(self.replaced.__contains__, names), names[0])
             updates = [update for name in names for update in self.updates.get(name, ())]
@@ -399,7 +402,7 @@ class _Merger:
 
     def _scaling(self, roles: _Roles, path: str, rank: int) -> float:
         """Returns the factor of a product: alpha by the rank or its root, by the options, a tensor, or the settings."""
-        first, (part, rest) = roles["A"], _part_of(path)
+        first, (part, _, rest) = roles["A"], path.partition(".")
         config, path = (self.configs[part], rest) if part in self.configs else (self.configs[""], path)
         if (expected := _by_pattern(config.rank_pattern, path, config.r)) not in (None, rank):
             raise _MisfitError(f"{first!r} has rank {rank}, and rank {expected} is expected")
@@ -487,7 +490,8 @@ def _configs_of(adapter: Checkpoint) -> dict[str, _AdapterConfig]:
     try:
         settings = msgspec.json.decode(text, type=dict[str, object]) if isinstance(text, str | bytes) else {}
         for name, value in settings.items():
-            part, setting = _part_of(name)
+            # Only the metadata of diffusers has the part of the pipeline before the name of a setting.
+            part, _, setting = name.rpartition(".") if isinstance(text, str) else ("", "", name)
             parts.setdefault(part, {})[setting] = value
         configs = {part: msgspec.convert(of_part, _AdapterConfig) for part, of_part in parts.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
