@@ -24,7 +24,6 @@ from modelstate.errors import ModelCodeError, OptionError, PlanError, code_error
 from modelstate.io.files import OpenFiles, kept_open
 from modelstate.loading import collective
 from modelstate.loading.background import LoadHandle, StagedLoad
-from modelstate.loading.collective import PLANNING, before_call
 from modelstate.loading.stage import (
     Place,
     commit_values,
@@ -62,8 +61,6 @@ OF_TORCH = {
     "mmap": "map=: whether tensors on meta may be maps of the file",
 }
 """Arguments of `torch.load` and `load_state_dict`, each with the argument that replaces it."""
-_MAKE_AGAIN = "make the plan again"
-_LOAD_AGAIN = "load again, and do not change the model's slots until the result"
 
 
 @checked_call("ms.plan", foreign=OF_TORCH, options=PlanArguments, defaults=LoadOptions())
@@ -120,7 +117,11 @@ def load(
     model: nn.Module, source: Source | LoadPlan, *, background: bool, **options: Unpack[LoadArguments]
 ) -> LoadReport | LoadHandle: ...
 @checked_call(
-    "ms.load", foreign=OF_TORCH, within=before_call("modelstate.load"), options=LoadArguments, defaults=LoadOptions()
+    "ms.load",
+    foreign=OF_TORCH,
+    within=collective.before_call("modelstate.load"),
+    options=LoadArguments,
+    defaults=LoadOptions(),
 )
 def load(
     model: nn.Module, source: Source | LoadPlan, *, background: bool = False, **options: Unpack[LoadArguments]
@@ -172,7 +173,7 @@ def load(
     # A module that is passed as the source is an error, of all its ranks.
     given = next((value for value in (model, source) if isinstance(value, nn.Module)), ())
     agreement = _ranks_of(given, process_group, timeout_seconds)
-    with nullcontext() if agreement is None else agreement.before(PLANNING):
+    with nullcontext() if agreement is None else agreement.before(collective.PLANNING):
         model = check_model(model)
         checked = checked_options(**options)
         if checked.optimizers != ():
@@ -384,7 +385,8 @@ def prepare(
         if not isinstance(source, LoadPlan):
             _record(planner)
         else:
-            _bind(planner, source, _MAKE_AGAIN if staged is None else _LOAD_AGAIN)
+            remedy = "load again, and do not change the model's slots until the result"
+            _bind(planner, source, "make the plan again" if staged is None else remedy)
         if options.read_once:
             planner.notes += collective.share_reads(planner.singles, agreement or agreement_of(transaction.root))
         return planner, staging
