@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, GetSetDescriptorType
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,12 +22,18 @@ _FILLS = ("normal_", "uniform_", "log_normal_", "exponential_", "cauchy_", "geom
 """Fills that initialisation uses, and that take 10 to 800 us for a tensor on meta, because torch implements their meta
 kernels in Python. For many models they are most of the construction time. Other fills take about a microsecond."""
 
-_created = ThreadValue[WeakValueDictionary[int, nn.Parameter] | None](None)
-"""The parameters that a thread has created within `skeleton`, by id; None outside of `skeleton`."""
-_modules = ThreadValue[WeakValueDictionary[int, nn.Module] | None](None)
-"""The modules that a thread has created within `skeleton`, by id."""
-_devices = ThreadValue[dict[int, torch.device]]({})
-"""The devices of the parameters that have moved to meta, before, by the ids of the parameters."""
+
+class _Created(NamedTuple):
+    """What a thread has created within `skeleton`, by id."""
+
+    parameters: WeakValueDictionary[int, nn.Parameter]
+    modules: WeakValueDictionary[int, nn.Module]
+    devices: dict[int, torch.device]
+    """Of the parameters that have moved to meta, before."""
+
+
+_current = ThreadValue[_Created | None](None)
+"""None outside of `skeleton`."""
 
 
 @contextmanager
@@ -60,21 +67,15 @@ def skeleton() -> Iterator[None]:
         >>> model.weight.device
         device(type='meta')
     """
-    if _created.value is not None:
+    if _current.value is not None:
         yield
         return
-    modules = WeakValueDictionary[int, nn.Module]()
-    with (
-        _created.replaced(WeakValueDictionary()),
-        _modules.replaced(modules),
-        _devices.replaced({}),
-        _overrides.used(),
-        marked_empties(),
-    ):
+    created = _Created(WeakValueDictionary(), WeakValueDictionary(), {})
+    with _current.replaced(created), _overrides.used(), marked_empties():
         yield
     # The buffers of modules and of those below them, and the tensors among their attributes, each once.
     found = dict[int, nn.Module]()
-    for root in modules.values():
+    for root in created.modules.values():
         if id(root) not in found:
             found |= {id(module): module for module in modules_of(root)}
     values = [value for module in found.values() for value in vars(module).values()]
@@ -88,58 +89,59 @@ def skeleton() -> Iterator[None]:
 
 def _new(stock: Callable[..., nn.Parameter], cls: type[nn.Parameter], *args: object, **named: object) -> nn.Parameter:
     param = stock(cls, *args, **named)
-    created = _created.value
-    if created is not None:
-        created[id(param)] = param
+    if _current.value is not None:
+        _current.value.parameters[id(param)] = param
     return param
 
 
 def _register(stock: Callable[..., None], module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     stock(module, name, param)
-    created = _created.value
-    # A parameter of an existing model keeps its memory.
-    if param is not None and created is not None and id(param) in created and is_plain(param) and not param.is_meta:
-        _devices.value[id(param)] = param.device
+    created = _current.value
+    if param is None or created is None or id(param) not in created.parameters:
+        return  # a parameter of an existing model keeps its memory
+    if is_plain(param) and not param.is_meta:
+        created.devices[id(param)] = param.device
         with unwatched():
             give_memory(param, torch.empty_like(param, device="meta", requires_grad=False))
 
 
 def _init(stock: Callable[..., None], module: nn.Module, *args: object, **named: object) -> None:
     stock(module, *args, **named)
-    modules = _modules.value
-    if modules is not None:
-        modules[id(module)] = module
+    if _current.value is not None:
+        _current.value.modules[id(module)] = module
 
 
 def _is_meta(stock: GetSetDescriptorType, param: nn.Parameter) -> bool:
     is_meta: bool = stock.__get__(param)
-    return is_meta and not _is_concealed(param, sys._getframe(2))
+    return is_meta and _concealed_device(param, sys._getframe(2)) is None
 
 
 def _device(stock: GetSetDescriptorType, param: nn.Parameter) -> torch.device:
     device: torch.device = stock.__get__(param)
-    return _devices.value[id(param)] if device.type == "meta" and _is_concealed(param, sys._getframe(2)) else device
+    concealed = _concealed_device(param, sys._getframe(2)) if device.type == "meta" else None
+    return device if concealed is None else concealed
 
 
-def _is_concealed(param: nn.Parameter, caller: FrameType) -> bool:
-    """Whether methods of a new module see a parameter on the device where the constructor has created it.
+def _concealed_device(param: nn.Parameter, caller: FrameType) -> torch.device | None:
+    """Returns the device where the constructor has created a parameter, for methods of a new module; else None.
 
     Constructors fill buffers only `if not self.weight.is_meta`, and compute buffers on `self.weight.device`. A method
     that gets another module as an argument initialises the parameters of that one, and computes with them.
     """
-    created, modules, code = _created.value, _modules.value, caller.f_code
-    if created is None or modules is None or id(param) not in created or id(param) not in _devices.value:
-        return False
+    created, code = _current.value, caller.f_code
+    if created is None or id(param) not in created.parameters or id(param) not in created.devices:
+        return None
     if code.co_varnames[:1] != ("self",) or caller.f_globals.get("__name__", "").partition(".")[0] == "torch":
-        return False
+        return None
     own, *arguments = (caller.f_locals.get(name) for name in code.co_varnames[: code.co_argcount])
     others = [argument for argument in arguments if isinstance(argument, nn.Module)]
-    return id(own) in modules and not any(param is each for other in others for each in own_parameters(other).values())
+    is_others = any(param is each for other in others for each in own_parameters(other).values())
+    return created.devices[id(param)] if id(own) in created.modules and not is_others else None
 
 
 def _fill(stock: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: object, **named: object) -> torch.Tensor:
     recorded = tensor.requires_grad and torch.is_grad_enabled()
-    if _created.value is not None and tensor.is_meta and is_plain(tensor) and not recorded:
+    if _current.value is not None and tensor.is_meta and is_plain(tensor) and not recorded:
         return tensor
     return stock(tensor, *args, **named)
 

@@ -338,10 +338,9 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[C
         staging.progress(sum(item.transfers.nbytes for item in waiting))
         staging.progress = lambda _: None
         staging.files.check_unchanged()
-        casts = [item for item in waiting if _is_cast_from_map(item.transfers)]
-        copy = _copy_from_maps(staging, casts) if casts else None
-        others = waiting if copy is None else [item for item in waiting if not _is_cast_from_map(item.transfers)]
-        at_commit = [*([] if copy is None else [copy]), *reads(staging, others), staging.files.check_unchanged]
+        copies = _copies_from_maps(staging, [item for item in waiting if _is_cast_from_map(item.transfers)])
+        others = [item for item in waiting if not (copies and _is_cast_from_map(item.transfers))]
+        at_commit = [*copies, *reads(staging, others), staging.files.check_unchanged]
         for item in waiting:
             item.finals = item.transfers.params  # from here on, nothing else reads them
         return at_commit
@@ -363,10 +362,10 @@ def _is_cast_from_map(transfers: Transfers) -> bool:
     return are_aligned and not any(can_overflow(stored, dtype) for dtype in {*transfers.dtypes})
 
 
-def _copy_from_maps(staging: Staging, items: Sequence[Execution]) -> Callable[[], None] | None:
+def _copies_from_maps(staging: Staging, items: Sequence[Execution]) -> list[Callable[[], None]]:
     """Returns a function that copies values out of maps of their files, which are leased and in the page cache.
 
-    None where the system has no room for a map.
+    Returns none where there are no values, and where the system has no room for a map.
     """
     columns, maps = [item.transfers.columns for item in items], dict[str, mmap.mmap]()
     try:
@@ -375,7 +374,7 @@ def _copy_from_maps(staging: Staging, items: Sequence[Execution]) -> Callable[[]
             assert isinstance(file, LocalFile)  # others are not leased
             maps[path] = system.mmap(file.descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
     except (OSError, ValueError):
-        return None
+        return []
     memory = final_memory(items)
     params, values = ([*chain.from_iterable(each)] for each in (memory, [views_of(maps, each) for each in columns]))
 
@@ -388,7 +387,7 @@ def _copy_from_maps(staging: Staging, items: Sequence[Execution]) -> Callable[[]
         copy_each(params, values)
         start_threads(unmap)  # which takes a quarter of the time of the copy
 
-    return partial(_execute, items, memory, copy)
+    return [partial(_execute, items, memory, copy)] if params else []
 
 
 def commit_values(
