@@ -505,7 +505,8 @@ def plain_transfers(
         maps_of_load: Returns what maps values, where a slot may be a map.
     """
     rows, columns, by_tensor = tensors.rows, tensors.columns, options.device_of_meta
-    dtype_names, shapes, nbytes, paths = columns.dtype_names, columns.shapes, columns.nbytes, columns.paths
+    dtype_names, shapes, nbytes = columns.dtype_names, columns.shapes, columns.nbytes
+    paths, starts = columns.paths, columns.starts
     groups = defaultdict[_Group, list[_Row]](list)
     kinds = dict[_Kind, tuple[list[_Row], torch.dtype, bool] | None]()
     """The rows of the group, the dtype after the load, and whether they are maps, for slots that go the same way."""
@@ -537,12 +538,12 @@ def plain_transfers(
                 known = None
             if known is not None:
                 of_group, dtype, is_map = known
-                if is_map and (columns.starts[row] % dtype.itemsize or row in mapped):
+                if is_map and row not in mapped and not starts[row] % dtype.itemsize:
+                    mapped.add(row)
+                elif is_map:
                     of_group = groups[Way.NEW, _ON_META, "", _CPU]
                     if row not in mapped:
                         maps_of_load().note(UNALIGNED, paths[row])
-                elif is_map:
-                    mapped.add(row)
                 of_group.append((slot, row, dtype))
         if not is_meta and (known is not None or is_plain(param)):
             with_memory.append(param)
