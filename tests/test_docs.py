@@ -3,14 +3,12 @@
 import importlib
 import re
 import shlex
-import socket
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import modelstate
-from tests.programs import run_program
+from tests.programs import RANKS, run_program
 from tests.serve.packages import needs_a_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,8 +38,8 @@ def blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def run_in_order(folder: Path, code: list[str]) -> None:
-    done = run_program("\n".join(code), cwd=folder, errors=FutureWarning, ignored_warnings=[NOT_OURS])
+def run_in_order(folder: Path, code: list[str], *arguments: object) -> None:
+    done = run_program("\n".join(code), *arguments, cwd=folder, errors=FutureWarning, ignored_warnings=[NOT_OURS])
     assert done.returncode == 0, done.stderr
 
 
@@ -71,19 +69,11 @@ def test_python_blocks_run_in_their_order(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_python_blocks_of_several_ranks_run_on_as_many(tmp_path: Path) -> None:
-    """Starts one process for each rank, with the environment that torchrun gives it."""
+    """As torchrun runs them."""
     page = ROOT / "docs" / SHARDED
     (ranks,) = {int(number) for number in re.findall(r"--nproc_per_node[ \n](\d+)", page.read_text())}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-
-    def run(rank: int) -> None:
-        environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        run_in_order(tmp_path, [f"import os; os.environ.update({environment})", *blocks(page, "python")])
-
-    with ThreadPoolExecutor(ranks) as pool:
-        list(pool.map(run, range(ranks)))
+    (tmp_path / "program.py").write_text("\n".join(blocks(page, "python")))
+    run_in_order(tmp_path, [RANKS], ranks, "", "program.py")
 
 
 @pytest.mark.slow

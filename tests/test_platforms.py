@@ -1,6 +1,5 @@
 """Load, save, convert, store and resume without the calls that only Linux has, or only a new one."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -204,15 +203,8 @@ print("done")
 """
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    """Processes that have imported torch, and nothing of modelstate."""
-    with Forks("import numpy, safetensors.torch, torch, torch._dynamo") as forks:
-        yield forks
-
-
 @pytest.mark.parametrize("system", [MACOS, OLD_LINUX], ids=["macos", "old_linux"])
-def test_without_what_only_a_new_linux_has(system: str, forks: Forks, tmp_path: Path) -> None:
-    done = forks.run(BEFORE + system + PROGRAM, tmp_path)
+def test_without_what_only_a_new_linux_has(system: str, new_interpreter: Forks, tmp_path: Path) -> None:
+    done = new_interpreter.run(BEFORE + system + PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("done\n")

@@ -9,7 +9,6 @@ import os
 import pickle
 import shutil
 import socket
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -38,6 +37,7 @@ from modelstate.errors import (
 )
 from tests.faults import Request, faulty_reads
 from tests.formats.files import index_text, same
+from tests.programs import run_program
 
 STATE = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.arange(3)}
 
@@ -338,8 +338,7 @@ def as_nobody(*paths: Path) -> list[str]:
                 print(type(error).__name__, isinstance(error, PermissionError))
                 print(error, end="\\0")
     """
-    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, paths)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    return run_program(textwrap.dedent(program), *paths).stdout.split("\0")[:-1]
 
 
 @pytest.mark.slow
