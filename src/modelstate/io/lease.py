@@ -311,22 +311,23 @@ def _replace(address: int, nbytes: int, until: float) -> int:
     step = max(_PIECE_BYTES, _whole_pages(end // _MOST_PIECES))
     sleep = ctypes.cast(_libc.usleep, ctypes.c_void_p).value
     waiting, before = _SigAction(handler=sleep, flags=_SA_NODEFER_RESTART), _SigAction()
+    # Pieces of one map stay one map for the kernel, which limits the number of maps of a process.
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    memory = _libc.mmap(None, ctypes.c_size_t(end), access, _ANONYMOUS, -1, ctypes.c_long(0))
+    if memory == MAP_FAILED:
+        return 0
     while done < end and time.monotonic() < until:
-        count, old = min(step, end - done), address + done
+        count, old, new = min(step, end - done), address + done, memory + done
         if madvise(old, count, Advice.POPULATE_READ) not in (0, errno.EINVAL):
             break  # an I/O error, or the file has been truncated since the kernel stopped delaying the writer
-        length, source = ctypes.c_size_t(count), ctypes.c_void_p(old)
-        new = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, _ANONYMOUS, -1, ctypes.c_long(0))
-        if new == MAP_FAILED:
-            break
         madvise(new, count, Advice.POPULATE_WRITE)
-        target = ctypes.c_void_p(new)
+        length, source, target = ctypes.c_size_t(count), ctypes.c_void_p(old), ctypes.c_void_p(new)
         calls = (
             partial(_libc.sigaction, signal.SIGSEGV, ctypes.byref(waiting), ctypes.byref(before)),
             partial(_libc.mprotect, source, length, mmap.PROT_READ),
             partial(_libc.memcpy, target, source, length),
             partial(_libc.mremap, target, length, length, _MREMAP_MAYMOVE_FIXED, source),
-            partial(_libc.mprotect, source, length, mmap.PROT_READ | mmap.PROT_WRITE),
+            partial(_libc.mprotect, source, length, access),
             partial(_libc.sigaction, signal.SIGSEGV, ctypes.byref(before), None),
         )
         is_enabled = gc.isenabled()
@@ -337,6 +338,7 @@ def _replace(address: int, nbytes: int, until: float) -> int:
         if results[3] != old:
             break
         done += count
+    _libc.munmap(ctypes.c_void_p(memory + done), ctypes.c_size_t(end - done))
     return min(done, nbytes)
 
 
