@@ -194,12 +194,14 @@ def load(
                 found=overwrites if agreement is None else "a model with DTensors, whose ranks load together",
                 remedy="leave background=True out",
             )
+    # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
+    paused_gc = gc_paused if checked.transform is None else nullcontext[None]
     if not background:
         votes = nullcontext() if agreement is None else agreement.collective()
         # The votes first, as in every call: two threads that took these locks in two orders would wait for each other.
-        with votes, exclusive(model), Transaction(model) as transaction:
+        with votes, exclusive(model), paused_gc(), Transaction(model) as transaction:
             return execute(transaction, source, checked, agreement, started=started)
-    with exclusive(model), gc_paused(), Transaction(model) as transaction:
+    with exclusive(model), paused_gc(), Transaction(model) as transaction:
         with torch.random.fork_rng(devices=[]):
             planner, staging = prepare(transaction, source, checked, call_extra_state=False)
         staging.files.close()
@@ -213,7 +215,7 @@ def load(
 
     def commit() -> LoadReport:
         options = replace(checked, progress=False)
-        with exclusive(model), Transaction(model) as transaction:
+        with exclusive(model), paused_gc(), Transaction(model) as transaction:
             return execute(transaction, staged.plan, options, None, started=started, staged=staged)
 
     return LoadHandle(staged, commit)
@@ -252,7 +254,7 @@ def load_then(
         agreement = _ranks_of(transaction.root)
     elif not agreement.is_collective:
         agreement = None
-    with nullcontext() if agreement is None else agreement.collective():
+    with nullcontext() if agreement is None else agreement.collective(), gc_paused():
         return execute(transaction, checkpoint, options, agreement, then=then, check=check)
 
 
@@ -268,6 +270,8 @@ def execute(
     check: Callable[[Planner], None] | None = None,
 ) -> LoadReport:
     """Loads into the root of a transaction. All references to the planner are gone when the function returns.
+
+    The caller pauses the garbage collector, which would visit every object of the load if it went on before that.
 
     Args:
         transaction: The transaction of the load.
@@ -285,8 +289,7 @@ def execute(
     planner: Planner
     phase: Callable[..., AbstractContextManager[None]]
     phase = (lambda *_, **__: nullcontext()) if agreement is None else agreement.phase
-    # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
-    with ExitStack() as held, gc_paused() if options.transform is None else nullcontext():
+    with ExitStack() as held:
         with phase(collective.PLANNING, lambda: collective.digests_of(planner)):
             planner, staging = prepare(transaction, source, options, agreement, call_extra_state=True, staged=staged)
             held.callback(staging.files.close)
