@@ -113,12 +113,12 @@ SHORT = """
 import resource, sys, torch, modelstate as ms
 from torch import nn
 
-def linear():
-    module = nn.utils.skip_init(nn.Linear, 2048, 2048, bias=False)
-    nn.init.ones_(module.weight)
-    return module
-
-model = nn.Sequential(*(linear() for _ in range(8)))
+width = int(sys.argv[4])
+state = dict.fromkeys((f"{i}.weight" for i in range(8 * 2048**2 // width**2)), torch.ones(width, width))
+ms.save(state, sys.argv[1])
+model = nn.Sequential(*(nn.utils.skip_init(nn.Linear, width, width, bias=False) for _ in state))
+for parameter in model.parameters():
+    nn.init.zeros_(parameter)
 before = [p.detach().clone() for p in list(model.parameters())[:1]]
 objects = [id(p) for p in model.parameters()]
 ms.load(nn.Linear(8, 8), nn.Linear(8, 8).state_dict())
@@ -138,15 +138,18 @@ assert [id(p) for p in model.parameters()] == objects
 
 
 @pytest.mark.parametrize(
-    ("options", "megabytes", "outcomes"),
+    ("options", "megabytes", "width", "outcomes"),
     [
-        ("dict()", 240, ["loaded"]),
-        ("dict(in_place=False)", 120, ["MemoryBudgetError", "ReadFailedError"]),
-        ("dict(dtype=torch.float64)", 240, ["MemoryBudgetError", "ReadFailedError"]),
+        ("dict()", 240, 2048, ["loaded"]),
+        ("dict(in_place=False)", 120, 2048, ["MemoryBudgetError", "ReadFailedError"]),
+        ("dict(in_place=False)", 60, 240, ["MemoryBudgetError"]),
+        ("dict(dtype=torch.float64)", 240, 2048, ["MemoryBudgetError", "ReadFailedError"]),
     ],
 )
-def test_a_machine_without_the_memory(options: str, megabytes: int, outcomes: list[str], path: Path) -> None:
+def test_a_machine_without_the_memory(
+    options: str, megabytes: int, width: int, outcomes: list[str], tmp_path: Path
+) -> None:
     """Few addresses are left: too few for a copy of the model, or for wider weights. The default needs neither."""
-    done = run_program(SHORT, path, options, megabytes)
+    done = run_program(SHORT, tmp_path / "model.safetensors", options, megabytes, width)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in outcomes

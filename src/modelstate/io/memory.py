@@ -50,33 +50,28 @@ def fresh_tensors(like: Sequence[Layout]) -> list[torch.Tensor]:
     import torch
 
     tensors = list[torch.Tensor]()
-    with torch.inference_mode(False):  # otherwise they could never be trained
-        for shape, stride, dtype in like:
-            count = shape.numel() if stride is None else span(shape, stride)
-            if (nbytes := count * dtype.itemsize) < _LARGE_BYTES:
-                flat = torch.empty(count, dtype=dtype, device="cpu")
-            else:
-                flat = torch.frombuffer(_new_mapping(nbytes), dtype=dtype)
-            # Reshaped in place, without another object.
-            tensors.append(flat.resize_(shape) if stride is None else flat.as_strided_(shape, stride))
-    return tensors
-
-
-def _new_mapping(nbytes: int) -> mmap.mmap:
-    """Returns new private memory of zeros.
-
-    In small pages: on a virtual machine whose host has not backed the memory yet, faults of huge pages were measured to
-    take two to three times as long as those of small pages, which the kernel takes from memory that was used before.
-    """
+    flags, nbytes = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0
     try:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
+        with torch.inference_mode(False):  # otherwise they could never be trained
+            for shape, stride, dtype in like:
+                count = shape.numel() if stride is None else span(shape, stride)
+                if (nbytes := count * dtype.itemsize) < _LARGE_BYTES:
+                    flat = torch.empty(count, dtype=dtype, device="cpu")
+                else:
+                    # In small pages: on a virtual machine whose host has not backed the memory yet, faults of huge
+                    # pages were measured to take two to three times as long as those of small pages, which the kernel
+                    # takes from memory that was used before.
+                    flat = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=dtype)
+                # Reshaped in place, without another object.
+                tensors.append(flat.resize_(shape) if stride is None else flat.as_strided_(shape, stride))
+    except (OSError, RuntimeError) as error:
         raise MemoryBudgetError(
             "the system has no memory for the tensors; nothing has been changed",
             expected=f"{nbytes} bytes at once",
             found=error,
             remedy="map=True on a skeleton and in_place=True elsewhere need the least",
         ) from error
+    return tensors
 
 
 class Buffer(mmap.mmap):
