@@ -126,7 +126,7 @@ class WriterLock:
                 os.ftruncate(opened[1], 0)
                 os.pwrite(opened[1], f"{json.dumps(holder)}\n".encode(), 0)
             weakref.finalize(self, _release, opened).atexit = False  # the end of the process releases it
-            self._opened = opened
+            self._status, self._opened = os.fstat(opened[0]), opened
         except BaseException as error:
             _close_all(opened)
             if isinstance(error, OSError) and not isinstance(error, ModelStateError):
@@ -175,7 +175,7 @@ class WriterLock:
     def check_directory(self) -> None:
         """Raises `StoreMovedError` where the directory that this object has locked is no longer at its path."""
         if self.held:
-            check_directory(self.directory, os.fstat(self._opened[0]))
+            check_directory(self.directory, self._status)
 
     def _locked(self, found: str) -> LockedError:
         other = "close the other Store of this process (close(), or `with`)"
