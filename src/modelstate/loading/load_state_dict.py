@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -207,9 +207,12 @@ def _module_load(
             )
         if isinstance(param, nn.Parameter):
             new = _as_parameter(new, param.requires_grad)
-        (exchange if is_checked else torch.utils.swap_tensors)(param, new)
-    if transaction is not None:
-        transaction.register_undo(partial(exchange, param, new))
+
+        def swap() -> Callable[[], object]:
+            (exchange if is_checked else torch.utils.swap_tensors)(param, new)
+            return partial(exchange, param, new)
+
+        swap() if transaction is None else transaction.change(swap)
 
 
 def _assign_cannot_fail(module: nn.Module, param: torch.Tensor, value: torch.Tensor) -> bool:

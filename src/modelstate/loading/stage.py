@@ -195,12 +195,12 @@ class Place(Write):
             elif not is_plain(final):
                 self._become(transaction, param, final)
             elif param.is_meta:
-                transaction.register_undo(give_memory(param, final))
+                transaction.change(partial(give_memory, param, final))
             elif _keeps_memory(transfer):
                 transaction.save_tensor(param)
                 param.copy_(final)
             else:
-                transaction.register_undo(point_to(param, final, _converted_grad(param, final)))
+                transaction.change(partial(point_to, param, final, _converted_grad(param, final)))
         if execution.freezes and held.requires_grad:
             if transaction is not None:
                 transaction.save_metadata(held)
@@ -233,7 +233,7 @@ class Place(Write):
         # which cannot be trained.
         in_inference_mode = tensor.is_inference() or value.is_inference()
         with nullcontext() if in_inference_mode else torch.inference_mode(False):
-            transaction.register_undo(become(tensor, value, grad if fits else None))
+            transaction.change(partial(become, tensor, value, grad if fits else None))
         self.execution.transfers = replace(self.execution.transfers, dtypes=[tensor.dtype], device=tensor.device)
 
 

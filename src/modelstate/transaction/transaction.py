@@ -223,6 +223,11 @@ class Transaction:
         """Registers how to undo a change. A rollback calls it once."""
         self._undo.append(undo)
 
+    def change(self, change: Callable[[], Callable[[], object]]) -> None:
+        """Makes a change of a tensor, which returns its undo. An interrupt comes before both or after both."""
+        with deferred_signals():
+            self._undo.append(change())
+
     def at_commit(self, function: Callable[[], None]) -> None:
         """Registers what a commit calls after the writes, in the order of the calls. It must not raise."""
         self._at_commit.append(function)
