@@ -24,12 +24,17 @@ count_threads = _thread._count
 """Returns the number of threads that Python runs, without the main thread, also of those that `threading` lacks."""
 
 
+def until(holds: Callable[[], object]) -> None:
+    """Waits until something holds, for a minute at the most."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.002)
+
+
 def wait_for_threads(most: int) -> None:
     """Waits until Python runs no more threads than these: one whose work is done needs a moment to end."""
-    deadline = time.monotonic() + 60
-    while count_threads() > most:
-        assert time.monotonic() < deadline, count_threads()
-        time.sleep(0.01)
+    until(lambda: count_threads() <= most)
 
 
 READ_CALLS = ("open", "stat", "fstat", "pread", "preadv", "preadv_cached", "mmap")

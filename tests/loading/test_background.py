@@ -5,9 +5,8 @@ import os
 import signal
 import textwrap
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from tests.faults import Request, faulty_reads
+from tests.faults import Request, faulty_reads, until
 from tests.loading.fingerprint import whole
 from tests.loading.loads import stored
 from tests.loading.test_load import Tied, made, other
@@ -33,18 +32,10 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("modelstate-load")]
 
 
-def eventually(holds: Callable[[], bool]) -> bool:
-    until = time.monotonic() + SOON
-    while not holds():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.002)
-    return True
-
-
 def ended() -> bool:
-    """Whether no thread of a load is left, after a while."""
-    return eventually(lambda: not threads())
+    """Waits until no thread of a load is left."""
+    until(lambda: not threads())
+    return True
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +171,7 @@ def test_the_model_is_left_alone_until_the_result(path: Path, gate: Gate) -> Non
     assert not handle.done
     assert "coming in" in repr(handle)
     gate.opened.set()
-    assert eventually(lambda: handle.done)
+    until(lambda: handle.done)
     assert "ready" in repr(handle)
     assert whole(module) == before
     handle.result()
@@ -220,7 +211,7 @@ def test_the_models_code_counts_once(tmp_path: Path) -> None:
     handle = ms.load(module, tmp_path / "model.pt", background=True)
     assert whole(module) == before
     assert EVER == []
-    assert eventually(lambda: handle.done)
+    until(lambda: handle.done)
     assert torch.equal(torch.get_rng_state(), random_state)
     report = handle.result()
     assert EVER == module.calls == [{"n": 1}]
@@ -316,7 +307,7 @@ def test_a_dropped_handle_ends_and_is_freed(path: Path, gate: Gate) -> None:
         gate.opened.set()
         assert ended()
         assert len(gate.names) == 1
-        assert eventually(lambda: owner() is None)
+        until(lambda: owner() is None)
         assert all(storage() is None for storage in kept)
     finally:
         gc.enable()
@@ -485,7 +476,7 @@ def test_memory_of_a_mapping_that_the_model_has_come_to_hold() -> None:
         one, two = torch.ones(2, 2), torch.zeros(2, 2)
         kept.update({"0.weight": one, "1.weight": two})
         handle = ms.load(pair, {"0.weight": one, "1.weight": two}, background=True, transform=transform)
-        assert eventually(partial(getattr, handle, "done"))
+        until(partial(getattr, handle, "done"))
         pair[0].weight.data, pair[1].weight.data = two, one
         handle.result()
         assert torch.equal(pair[0].weight, torch.ones(2, 2))
@@ -530,7 +521,7 @@ def test_a_file_that_changes_before_the_result(path: Path) -> None:
     module = made("materialised")
     before = whole(module)
     handle = ms.load(module, path, background=True)
-    assert eventually(lambda: handle.done)
+    until(lambda: handle.done)
     torch.save(other(Tied()), path)
     with pytest.raises(errors.ReadFailedError, match="has changed"):
         handle.result()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 import modelstate as ms
 from modelstate.errors import SkippedCheckpointError
+from tests.faults import until
 from tests.serve.followed import Target
 from tests.serve.models import Constant, linear
 from tests.serve.stores import save
@@ -45,13 +45,6 @@ for step, line in enumerate(sys.stdin, 1):
     store.save(step, {"model": model, "step": step}, metrics={"loss": 1 / step})
     print("saved", flush=True)
 """
-
-
-def until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.01)
 
 
 class Training:
