@@ -227,10 +227,9 @@ class Stopped(BaseException):
 
 
 def _wait_until_empty(running: list[None]) -> None:
-    """Waits until all threads that have started have ended, also when interrupts arrive.
+    """Waits until all threads that have begun have ended, also when interrupts arrive.
 
-    It does not join the threads: a thread whose start was interrupted is not in any list, and a thread whose `join` was
-    interrupted counts as ended.
+    A thread is in the list while it runs, also where an interrupt has kept its starter from counting it.
     """
     interrupt: BaseException | None = None
     while running:

@@ -32,16 +32,15 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("modelstate-load")]
 
 
-def ended() -> bool:
+def wait_for_end() -> None:
     """Waits until no thread of a load is left."""
     until(lambda: not threads())
-    return True
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
-    assert ended()
+    wait_for_end()
 
 
 class Gate:
@@ -263,7 +262,7 @@ def test_cancelled_in_the_middle(path: Path, gate: Gate) -> None:
     assert not handle.cancel(wait=False)
     assert handle.done
     gate.opened.set()
-    assert ended()
+    wait_for_end()
     assert len(gate.names) == 1
     for _ in range(2):
         with pytest.raises(errors.BackgroundCancelledError, match="was cancelled"):
@@ -305,7 +304,7 @@ def test_a_dropped_handle_ends_and_is_freed(path: Path, gate: Gate) -> None:
         del handle, module
         assert there() is None
         gate.opened.set()
-        assert ended()
+        wait_for_end()
         assert len(gate.names) == 1
         until(lambda: owner() is None)
         assert all(storage() is None for storage in kept)
@@ -391,7 +390,7 @@ def test_an_interrupt_while_it_waits(path: Path, gate: Gate) -> None:
     with pytest.raises(KeyboardInterrupt):
         handle.result()
     gate.opened.set()
-    assert ended()
+    wait_for_end()
     assert len(gate.names) == 1
     with pytest.raises(errors.BackgroundCancelledError):
         handle.result()

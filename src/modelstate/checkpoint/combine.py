@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
@@ -30,16 +31,19 @@ class Combination(msgspec.Struct, frozen=True):
     """
 
     def __post_init__(self) -> None:
-        call = f"ms.merge.{type(self).__name__}"
-        for field in msgspec.structs.fields(self):
+        call, fields = f"ms.merge.{type(self).__name__}", msgspec.structs.fields(self)
+        for field in fields:
+            value = getattr(self, field.name)
             try:
-                msgspec.convert(getattr(self, field.name), field.type)
+                msgspec.convert(value, field.type)
             except (msgspec.ValidationError, OverflowError) as error:
+                is_source = field is fields[0] and isinstance(value, str | os.PathLike | Checkpoint)
+                of_open = f"checkpoints are the sources of ms.open: ms.open([first, second], combine={call}())"
                 raise OptionError(
                     f"{call} does not take this value of {field.name}=",
                     expected=type(self).__annotations__[field.name],
                     found=str(error),
-                    remedy=f"checkpoints are the sources of ms.open: ms.open([first, second], combine={call}())",
+                    remedy=of_open if is_source else "",
                     names=(field.name,),
                 ) from error
 

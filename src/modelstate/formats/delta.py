@@ -180,15 +180,13 @@ class Adder:
 
     def _add(self, bits: torch.Tensor, frames: Sequence[_Frame]) -> None:
         # Numbers of frames are in lists: there are few, and a call of NumPy takes as long as a thousand entries.
-        counts, contents = [frame.entries for frame in frames], [frame.content for frame in frames]
+        counts = [frame.entries for frame in frames]
         ends = [*accumulate(counts)]
         starts, count = [0, *ends[:-1]], ends[-1]
         positions, steps, high = self._positions.numpy()[:count], self._steps[:count], self._high[:count]
         low = positions.view(np.int32)[:count]  # before there are positions
-        np.concatenate([content[:entries] for content, entries in zip(contents, counts, strict=True)], out=low)
-        np.concatenate(
-            [content[entries : 2 * entries] for content, entries in zip(contents, counts, strict=True)], out=high
-        )
+        np.concatenate([frame.content[: frame.entries] for frame in frames], out=low)
+        np.concatenate([frame.content[frame.entries : 2 * frame.entries] for frame in frames], out=high)
         steps[:] = high
         steps &= 15
         steps <<= 8
@@ -209,17 +207,16 @@ class Adder:
         (escaped_4,) = np.less(high, (_ESCAPE_4 + 1) << 4, out=steps.view(np.bool_)[:count]).nonzero()
         until_4 = escaped_4.searchsorted(ends)
         ends_8 = [2 * entries + more for entries, more in zip(counts, _numbers(until_4), strict=True)]
-        codes = np.concatenate(
-            [content[2 * entries : end] for content, entries, end in zip(contents, counts, ends_8, strict=True)]
-        ).view(np.int8)
+        of_8 = [frame.content[2 * frame.entries : end] for frame, end in zip(frames, ends_8, strict=True)]
+        codes = np.concatenate(of_8).view(np.int8)
         (escaped_8,) = (codes == _ESCAPE_8).nonzero()
         last_bytes = [number * bits.itemsize for number in _numbers(escaped_8.searchsorted(until_4))]
         sizes = [end + nbytes for end, nbytes in zip(ends_8, last_bytes, strict=True)]
-        if not is_right or sizes != [*map(len, contents)]:
+        if not is_right or sizes != [len(frame.content) for frame in frames]:
             raise _damaged("a block of other streams than its directory describes")
         differences[escaped_4] = codes
         if len(escaped_8):
-            whole = np.concatenate([content[end:] for content, end in zip(contents, ends_8, strict=True)])
+            whole = np.concatenate([frame.content[end:] for frame, end in zip(frames, ends_8, strict=True)])
             differences[escaped_4[escaped_8]] = whole.view(differences.dtype)
         index, source = self._positions[:count], self._differences[:count]
         if min(frame.indices.start for frame in frames) < 0 or max(frame.indices.stop for frame in frames) > len(bits):

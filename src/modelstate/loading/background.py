@@ -140,7 +140,7 @@ class LoadHandle:
             self.cancel()
 
     def _leave_parent(self) -> None:
-        """In a forked child, gives up what other threads of the parent were doing, whose lock nobody releases here."""
+        """Ends the load in a forked child, where the thread that may hold the lock does not exist."""
         if self._outcome is None and self._pid != os.getpid():
             self._outcome = self._task.cancelled_error("it belongs to the process that this one was forked from")
 

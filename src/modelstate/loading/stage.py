@@ -21,7 +21,6 @@ from torch.autograd.graph import increment_version
 from modelstate.checkpoint.mapped import views_of
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, ReadFailedError, code_errors
 from modelstate.io import system
-from modelstate.io.engine import read_ranges
 from modelstate.io.files import LocalFile, OpenFiles
 from modelstate.io.memory import HUGE_PAGE_BYTES
 from modelstate.io.page_cache import LEAST_BYTES_AHEAD, bring_into_cache, lease_files, look, read_ahead, skip_page_cache
@@ -133,15 +132,9 @@ def _read_ranges(staging: Staging, items: Sequence[Execution], memory: Memory) -
     in_slots = [item for item in items if item.transfers.way is Way.INTO]
     for item in in_slots:
         increment_version(item.transfers.params)  # autograd does not see the writes
-    pairs, strategy = zip(items, memory, strict=True), staging.strategy
-    read_ranges(
-        [request for item, targets in pairs for request in item.transfers.requests(targets)],
-        files=staging.files,
-        on_read=staging.progress,
-        threads=strategy.threads,
-        batch_bytes=strategy.block_bytes if strategy.remote else None,
-        is_new_memory=len(in_slots) < len(items),
-    )
+    pairs = zip(items, memory, strict=True)
+    requests = [request for item, targets in pairs for request in item.transfers.requests(targets)]
+    staging.read_ranges(requests, on_read=staging.progress, is_new_memory=len(in_slots) < len(items))
 
 
 class Place(Write):

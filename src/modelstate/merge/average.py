@@ -202,7 +202,8 @@ def _differences(sources: Sequence[Checkpoint], chosen: int | None) -> tuple[lis
             casts |= {index: specs[0].dtype for index, spec in specs.items() if spec.dtype != specs[0].dtype}
     for index, source in enumerate(sources):
         rules = [f"ms.rules.Ignore({name!r})" for name in unfit if name in source]
-        options = [f"rules=[{listed(rules, 3)}]"] if rules else []
+        shown = [*rules[:3], *["..."][: len(rules) > 3]]
+        options = [f"rules=[{', '.join(shown)}]"] if rules else []
         options += [f"dtype={short(casts[index])!r}"] if index in casts else []
         if options:
             how = f"ms.convert_checkpoint(path, new_path, {', '.join(options)})"

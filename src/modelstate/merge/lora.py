@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
@@ -23,6 +22,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
+from modelstate.arguments import invalid_option
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.combine import Combination, label, refuse, versions_of
 from modelstate.formats.tree import FlatTree
@@ -35,7 +35,6 @@ from modelstate.spec import Allocate, Blocks, Combined, FillBlock, Stored, block
 from modelstate.text_format import count, listed
 
 _Rank = Annotated[int, msgspec.Meta(ge=1)]
-FiniteFloat = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _Roles = dict[str, str]
 """The names of the tensors of a module by what they are: "A", "B", "B.bias", "magnitude_vector", "alpha", ..."""
 _NOT_MERGED = re.compile(
@@ -100,9 +99,14 @@ class LoRA(Combination, frozen=True):
         >>> ms.load(model, merged)
     """
 
-    alpha: FiniteFloat | None = None
+    alpha: float | None = None
     rslora: bool | None = None
     fan_in_fan_out: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha is not None and not math.isfinite(self.alpha):
+            raise invalid_option("alpha", "is not finite", self.alpha, expected="a finite number")
 
     def merge(self, sources: Sequence[Checkpoint]) -> FlatTree:
         """Returns the weights of the base, to which the products of the adapters are added when they are read.
