@@ -47,6 +47,8 @@ def _options(arguments: Iterable[str] | None = None) -> argparse.Namespace:
     if not options.quick and not options.only:
         options.out = options.out or ROOT / "docs"
         options.keep = options.keep or RESULTS
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
     return options
 
 
