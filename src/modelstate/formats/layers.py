@@ -6,7 +6,7 @@ whole, with the patches of the later layers applied in their order. docs/delta_f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -24,6 +24,9 @@ from modelstate.spec import ByteRange, Checksum, StoredTensor, StoredTensors
 from modelstate.text_format import quote
 
 if TYPE_CHECKING:
+    import torch
+
+    from modelstate.formats.block_writer import LazyTensor
     from modelstate.formats.delta import Directory
 
 PATCHES = "modelstate_patches"
@@ -64,6 +67,17 @@ class PatchLayer(msgspec.Struct, frozen=True):
             for name, digest in digests.items()
         ]
         return {"format": FORMAT, PATCHES: msgspec.json.encode((self.step, self.save, patches)).decode()}
+
+
+class NewLayers(msgspec.Struct, frozen=True):
+    """The layers that a step gets of an object: whole tensors, and patches."""
+
+    whole: Mapping[str, torch.Tensor | LazyTensor]
+    constant: Set[str]
+    """The whole tensors that do not change from step to step."""
+    payloads: Mapping[str, torch.Tensor | LazyTensor] = {}
+    patches: PatchLayer | None = None
+    """Describes the payloads; None where there are none."""
 
 
 def patch_layer(metadata: Mapping[str, str], names: Iterable[str]) -> PatchLayer | None:

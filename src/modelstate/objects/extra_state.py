@@ -22,6 +22,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from modelstate.arguments import check_flag, check_integer
 from modelstate.codec.codec import decode, encode
 from modelstate.errors import ExtraStateError, ModelStateError, OptionError, code_errors
 from modelstate.formats.tree import EXTRA_STATE, leaf_paths, map_leaves, same_value
@@ -125,21 +126,14 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
     """The methods that the class itself defined before the declaration."""
 
     def __post_init__(self) -> None:
-        if not self.names:
-            _refuse("extra state needs the name of at least one attribute", "none", 'as in @ms.extra_state("epoch")')
-        for name in self.names:
-            if not isinstance(name, str) or not name.isidentifier() or name.startswith("__"):
-                _refuse("this cannot be the name of an attribute", repr(name), 'as in @ms.extra_state("epoch")')
-        if len(set(self.names)) < len(self.names):
-            _refuse("an attribute is named twice", _quoted(self.names))
-        if type(self.optional) is not bool:
-            _refuse("optional= must be True or False", self.optional, "for single names: defaults={name: value}")
-        if type(self.version) is not int or self.version < 1:
-            _refuse("version= must be an integer >= 1", self.version)
-        if not isinstance(self.defaults, Mapping):
-            _refuse("defaults= maps names to values", self.defaults)
-        if unknown := [name for name in self.defaults if name not in self.names]:
-            _refuse("a default is for a name that is declared", unknown, f"the names are {_quoted(self.names)}")
+        is_name = [isinstance(name, str) and name.isidentifier() and not name.startswith("__") for name in self.names]
+        if not self.names or not all(is_name) or len({*self.names}) < len(self.names):
+            found = _quoted(self.names)
+            _refuse("extra state needs the names of attributes, each once", found, 'as in @ms.extra_state("epoch")')
+        check_flag("optional", self.optional)
+        check_integer("version", self.version, least=1)
+        if not isinstance(self.defaults, Mapping) or not self.defaults.keys() <= {*self.names}:
+            _refuse("defaults= maps declared names to values", self.defaults, f"the names are {_quoted(self.names)}")
         if self.upgrade is not None and not callable(self.upgrade):
             _refuse("upgrade= must be a function", self.upgrade, "a function upgrade(old_version, values) -> values")
 

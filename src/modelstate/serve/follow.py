@@ -362,14 +362,16 @@ class Following:
         info, index, started = candidate.info, self._store.index, time.perf_counter()
         is_live = isinstance(self._target, Live)
 
-        def attempt(entry: StepEntry) -> Checkpoint:
+        def attempt(entry: StepEntry) -> tuple[str, Checkpoint]:
             # A `Live` verifies what it reads. Other targets get the path of files that have been verified.
+            share = slice(0) if is_live else ALL
             with trust_known_patches():
-                return entry.open_object(self._object, index.cache, verify=True, share=slice(0) if is_live else ALL)
+                return entry.place.path, entry.open_object(self._object, index.cache, verify=True, share=share)
 
         try:
-            with index.first_usable(info.step, attempt)[0] as checkpoint:
-                if not index.backend.is_of(checkpoint.source, info.path):
+            (path, opened), _ = index.first_usable(info.step, attempt)
+            with opened as checkpoint:
+                if path != info.path:
                     return "again"  # the checkpoint was replaced after it was listed
                 report = self._target.swap(checkpoint if is_live else checkpoint.source, **self._options)
         except OptionError:

@@ -9,15 +9,15 @@ from modelstate.lazy import attach
 if TYPE_CHECKING:
     from modelstate.store.resumable import Resumable as Resumable
     from modelstate.store.retention import CheckpointInfo as CheckpointInfo
-    from modelstate.store.saving import PendingSave as PendingSave, SavedStep as SavedStep
-    from modelstate.store.store import RestoredStep as RestoredStep
+    from modelstate.store.saving import SavedStep as SavedStep
+    from modelstate.store.store import PendingSave as PendingSave, RestoredStep as RestoredStep
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "modelstate.store.resumable": ("Resumable",),
             "modelstate.store.retention": ("CheckpointInfo",),
-            "modelstate.store.saving": ("PendingSave", "SavedStep"),
-            "modelstate.store.store": ("RestoredStep",),
+            "modelstate.store.saving": ("SavedStep",),
+            "modelstate.store.store": ("PendingSave", "RestoredStep"),
         },
     )

@@ -103,10 +103,6 @@ class LocalBackend:
         """Whether there is no checkpoint at a path where one was listed."""
         return not os.path.lexists(path)  # what is not a directory stays, and is damaged
 
-    def is_of(self, source: str, path: str) -> bool:
-        """Whether an object that was opened is of the checkpoint at this path."""
-        return os.path.dirname(source) == path
-
     def is_pinned(self, place: Place) -> bool:
         """Whether a checkpoint stays, whatever the rules of the store say."""
         try:
@@ -248,8 +244,8 @@ class NewDirectory:
         unnamed = os.path.join(self.path, f".{self._count}{SUFFIX}")  # no object has such a name
         with new_file(unnamed) as output:
             written = write(output, planned)
-        name = self.name_of(unnamed, key, written)
-        return name, written, self.finish(unnamed, name, written.header, planned.nbytes)
+        name, record = self.finish(unnamed, key, written, planned.nbytes)
+        return name, written, record
 
     def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
         """Writes a small file. Returns its name, which begins with the given one without its suffixes."""
@@ -262,15 +258,12 @@ class NewDirectory:
         """Returns the paths of files that several ranks are about to write, for the object of each of them."""
         return [os.path.join(self.path, f".{number}{SUFFIX}") for number in range(len(keys))]
 
-    def name_of(self, path: str, key: str, written: Written) -> str:
-        """Returns the name that such a file gets."""
-        return f"{key}-{written.content[:16]}{SUFFIX}"
-
-    def finish(self, path: str, name: str, header: bytes, nbytes: int) -> FileRecord:
-        """Gives such a file its name."""
+    def finish(self, path: str, key: str, written: Written, nbytes: int) -> tuple[str, FileRecord]:
+        """Gives such a file its name. Returns the name."""
+        name = f"{key}-{written.content[:16]}{SUFFIX}"
         system.replace(path, os.path.join(self.path, name))
         self._names.add(name)
-        return _record_of(os.path.join(self.path, name), header)
+        return name, _record_of(os.path.join(self.path, name), written.header)
 
     def link(self, file: str) -> bool:
         """Makes a file of an earlier checkpoint a file of this one. Returns False where this is not possible."""

@@ -154,9 +154,6 @@ class Bucket:
             return match is None or get(self.at(f"claim-{match[2]}")) is None
         return False
 
-    def is_of(self, source: str, path: str) -> bool:
-        return path.rpartition(".")[2] in os.path.basename(source).split(".")  # the nonce of the save
-
     def is_pinned(self, place: Place) -> bool:
         return place.revision in self.listed.pins
 
@@ -263,7 +260,7 @@ class NewObjects:
             return new_object(self._new(f"{DATA}/{name}"), planned.nbytes, overwrite=True)
 
         written = write_in_order(upload, planned)
-        return name, written, self.finish("", name, written.header, planned.nbytes)
+        return name, written, self.finish(name, key, written, planned.nbytes)[1]
 
     def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
         suffix = SUFFIX + INDEX_SUFFIX
@@ -276,11 +273,8 @@ class NewObjects:
         names = [f"{key}-{number:05d}.{self._nonce}{SUFFIX}" for number, key in enumerate(keys, 1)]
         return [self._new(f"{DATA}/{name}").url for name in names]
 
-    def name_of(self, path: str, key: str, written: Written) -> str:
-        return path.rpartition("/")[2]
-
-    def finish(self, path: str, name: str, header: bytes, nbytes: int) -> FileRecord:
-        return FileRecord(nbytes, 0, len(header), digest(header))
+    def finish(self, path: str, key: str, written: Written, nbytes: int) -> tuple[str, FileRecord]:
+        return path.rpartition("/")[2], FileRecord(nbytes, 0, len(written.header), digest(written.header))
 
     def link(self, file: str) -> bool:
         return True

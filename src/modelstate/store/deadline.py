@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Literal, Self
 
-from modelstate.arguments import invalid_option, is_number
+from modelstate.arguments import invalid_option, is_number, seconds_of
 from modelstate.errors import OptionError
 from modelstate.text_format import short_repr
 
@@ -147,7 +147,7 @@ class Deadline:
         Examples:
             >>> deadline.saved(store.save(1000, objects).seconds)
         """
-        self._longest_save = max(self._longest_save or 0.0, _checked_seconds(seconds))
+        self._longest_save = max(self._longest_save or 0.0, seconds_of("seconds", seconds))
 
     def stepped(self, seconds: float) -> None:
         """Records how much time passed between two checks of `reached`.
@@ -161,7 +161,7 @@ class Deadline:
         Examples:
             >>> deadline.stepped(2.5)
         """
-        self._longest_step = max(self._longest_step, _checked_seconds(seconds))
+        self._longest_step = max(self._longest_step, seconds_of("seconds", seconds))
 
     def __enter__(self) -> Self:
         if self._depth:
@@ -236,12 +236,6 @@ _came: dict[int, float] = {}
 """When each signal came last, in seconds since the machine started, for all deadlines of the process."""
 _entered: list[Deadline] = []
 """The deadlines that are entered, in the order of entering."""
-
-
-def _checked_seconds(given: float) -> float:
-    if not (is_number(given) and 0 <= given < math.inf):
-        raise OptionError("the duration must be a number", expected="seconds, from 0", found=short_repr(given))
-    return float(given)
 
 
 def _name(number: int) -> str:

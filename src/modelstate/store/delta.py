@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -30,20 +30,21 @@ from modelstate.distributed.shards import Mesh
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.errors import ModelStateError
 from modelstate.formats.block_writer import LazyTensor, write_blocks
-from modelstate.formats.layers import Patch, PatchLayer
+from modelstate.formats.layers import NewLayers, Patch, PatchLayer
 from modelstate.formats.manifest import BLOCK_BYTES
 from modelstate.formats.safetensors import FileLayout
 from modelstate.formats.serialize import SerializedState
 from modelstate.io.engine import for_each, read_threads
 from modelstate.io.memory import empty_cpu
 from modelstate.store.directory import StepIndex
-from modelstate.store.object_files import Key, WrittenModule
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.plain import byte_tensor, in_a_row
 
 if TYPE_CHECKING:
     from modelstate.formats.delta import Difference
 
+_Key = tuple[str, str]
+"""The path of a module, and the name of a tensor."""
 LastObject = tuple[dict[str, str], str, bool]
 """An object in the last checkpoint: the digests of the tensors that have the same dtypes and shapes there; its index,
 relative to the directory of the store, or nothing; and whether its tensors may be patched."""
@@ -102,22 +103,6 @@ class Delta(msgspec.Struct, frozen=True):
                     state.tensors[name] = tensor.to(dtype)
 
 
-class LastObjects(Protocol):
-    """What the first rank knows of the last checkpoint, and links."""
-
-    def last_object(self, path: str) -> LastObject:
-        """Returns what the last checkpoint has of an object."""
-
-    def link_object(self, path: str, same: Set[str], payloads: Mapping[str, int] | None) -> LinkedObject:
-        """Links the files that an object needs, after `last_object`.
-
-        Args:
-            path: The path of the module.
-            same: The tensors that have not changed.
-            payloads: The bytes of the payloads of those that can be patched; None for a step that is to be whole.
-        """
-
-
 class _Change(msgspec.Struct):
     """A tensor beside what it was: the same on all ranks."""
 
@@ -166,9 +151,9 @@ class ModuleDeltas:
 
     def __init__(self, delta: Delta, index: StepIndex) -> None:
         self.delta, self._index = delta, index
-        self._copies: dict[Key, torch.Tensor] = {}
+        self._copies: dict[_Key, torch.Tensor] = {}
         """For each tensor its blocks, one after another."""
-        self._digests: dict[Key, dict[range, str]] = {}
+        self._digests: dict[_Key, dict[range, str]] = {}
         """Those of the blocks in the copies that are not being changed, by their elements."""
 
     def write(
@@ -178,8 +163,9 @@ class ModuleDeltas:
         frozen: Set[str],
         agreement: Agreement,
         writer: CollectiveWriter | None,
-        before: LastObjects,
-    ) -> WrittenModule:
+        last_object: Callable[[], LastObject],
+        link: Callable[[Set[str], Mapping[str, int] | None], LinkedObject],
+    ) -> NewLayers:
         """Compares a module with the last checkpoint, and links its files: a call of all ranks.
 
         Args:
@@ -188,7 +174,9 @@ class ModuleDeltas:
             frozen: The parameters that training does not change.
             agreement: The ranks.
             writer: Their writer; None where this process saves alone.
-            before: The modules of the last checkpoint; used on the first rank.
+            last_object: Returns the module in the last checkpoint; called on the first rank.
+            link: Links its files, by the tensors that have not changed, and the bytes of the payloads of those that can
+                be patched (None for a step that is to be whole); called on the first rank.
 
         Returns:
             What is to be written.
@@ -202,7 +190,7 @@ class ModuleDeltas:
         if writer is not None:
             planned = FileLayout([*tensors.items()], lambda _: {}, 0)
             meshes, _ = writer.planned([planned], lambda: {path: state.values(path)}, list)
-        last, index, takes_patches = agreement.decided(COMPARING, lambda: before.last_object(path))
+        last, index, takes_patches = agreement.decided(COMPARING, last_object)
         # Blocks of deltas are also those of digests.
         blocks = divided(tensors, meshes, ranks, lambda itemsize: math.lcm(BLOCK_ELEMENTS, BLOCK_BYTES // itemsize))
         patchable = {name: last[name] for name in last.keys() & state.plain_names} if takes_patches else {}
@@ -231,9 +219,7 @@ class ModuleDeltas:
         heads = {name: head(tensors[name].numel(), change.frames or ()) for name, change in changes.items()}
         sizes = {name: change.payload_bytes(len(heads[name])) for name, change in changes.items() if change.frames}
         payload_bytes = {name: size for name, size in sizes.items() if 2 * size <= tensors[name].nbytes}
-        step, serial, linked = agreement.decided(
-            CHOOSING, lambda: before.link_object(path, same, payload_bytes if takes_patches else None)
-        )
+        step, serial, linked = agreement.decided(CHOOSING, lambda: link(same, payload_bytes if takes_patches else None))
         payloads, patches = dict[str, _Tensor](), dict[str, Patch]()
         for name, tensor in tensors.items():
             change = changes[name]
@@ -250,7 +236,7 @@ class ModuleDeltas:
             digests = _exchange(payloads, agreement, writer)
             patches = {name: msgspec.structs.replace(patch, payload=digests[name]) for name, patch in patches.items()}
         whole = {name: tensor for name, tensor in tensors.items() if name not in linked}
-        return WrittenModule(whole, same if index else frozen, payloads, PatchLayer(step, serial, patches))
+        return NewLayers(whole, same if index else frozen, payloads, PatchLayer(step, serial, patches))
 
     @torch.inference_mode(False)
     def _own(

@@ -9,10 +9,11 @@ import json
 import os
 import re
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -22,17 +23,21 @@ from modelstate.errors import (
     DamagedCheckpointError,
     DamagedCheckpointWarning,
     DistributedError,
+    LockedError,
     ModelStateError,
     NewerManifestError,
     OpenError,
     ReadFailedError,
     SourceNotFoundError,
     StepNotFoundError,
+    StoreMovedError,
 )
 from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, sealed
 from modelstate.formats.sharded import INDEX_SUFFIX
+from modelstate.io.atomic import write_error
 from modelstate.io.engine import for_each
 from modelstate.io.files import read_failed, read_whole
+from modelstate.io.lock import check_directory
 from modelstate.objects.parts import Kind, Part
 from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote
@@ -43,7 +48,7 @@ from modelstate.text_format import in_a_line, short_repr
 
 if TYPE_CHECKING:
     from modelstate.checkpoint.checkpoint import Checkpoint
-    from modelstate.distributed.agreement import Agreement  # imports torch
+    from modelstate.distributed.agreement import Agreement, Digest  # imports torch
     from modelstate.remote.cache import Cache
     from modelstate.store.bucket import Bucket
 
@@ -184,11 +189,11 @@ class StepEntry:
             record.metrics,
             pinned,
             problem,
-            nbytes=sum(file.nbytes for entry in record.entries.values() for file in entry.files.values()),
+            nbytes=record.nbytes,
             path=path,
             serial=record.serial,
             store=record.store,
-            written_bytes=sum(entry.written_bytes for entry in record.entries.values()),
+            written_bytes=record.written_bytes,
             patches=max((entry.patches for entry in record.entries.values()), default=0),
         )
 
@@ -474,66 +479,56 @@ class StepIndex:
     ) -> tuple[Record, dict[str, Part]]:
         """Returns the record of a checkpoint and the saved state of each object, on all ranks or on none.
 
-        Ranks that see the same files verify a share of them each. Raises `DistributedError` where they see another
-        step, and what `read_parts` raises.
-        """
-        if not agreement.is_collective:
-            return entry.usable_record, self.read_parts(entry, verify, progress=progress)
-        from modelstate.distributed.agreement import Digest
+        Args:
+            entry: the checkpoint.
+            verify: whether its bytes are compared with their digests. Ranks that see the same files compare a share of
+                them each.
+            agreement: the ranks.
+            progress: whether the verification on one rank shows a progress bar, as in `modelstate.verify`.
 
-        place = entry.place
+        Raises `DistributedError` where the ranks see different checkpoints, and the error for which the checkpoint
+        cannot be used.
+        """
+        place, number = entry.place, entry.place.step
 
         def digests() -> list[Digest]:
+            from modelstate.distributed.agreement import Digest
+
             record = entry.usable_record
             text = f"{place.path}, save {record.serial} of the store {record.store}"
             return [Digest.of("the checkpoints", text, [record.text()])]
 
-        with agreement.phase(f"opening step {place.step}", digests):
-            if entry.is_gone and not agreement.is_first:
+        with agreement.phase(f"opening step {number}", digests):
+            if not agreement.is_first and entry.is_gone:
                 chosen = f"{os.path.basename(place.path)}, which the first rank has chosen"
                 raise not_shared(self.directory, chosen, "no such directory")
             record = entry.usable_record
             identity = self.backend.identity(place.path)
         files = agreement.texts("comparing files", f"{identity}")
         share = slice(agreement.position, None, len(files)) if len(set(files)) == 1 else ALL
-        with agreement.phase(f"verifying step {place.step}" if verify else f"opening the objects of step {place.step}"):
-            return record, self.read_parts(entry, verify, share, map=True)
-
-    def read_parts(
-        self,
-        entry: StepEntry,
-        verify: bool,
-        share: slice = ALL,
-        *,
-        map: bool = False,
-        progress: bool | None = False,
-    ) -> dict[str, Part]:
-        """Returns the saved state of each object. Raises the error for which the checkpoint cannot be used.
-
-        Args:
-            entry: the checkpoint.
-            verify: whether its bytes are compared with their digests.
-            share: the share of its bytes that this rank verifies.
-            map: whether the tensors of optimizers may be maps of the files.
-            progress: whether the verification shows a progress bar, as in `modelstate.verify`.
-        """
-        entries, directory = entry.usable_record.entries, entry.place.files
         opened: dict[str, Checkpoint] = {}
         parts = {}
-        with progress_bar(progress if verify else False, entry.info.nbytes, "verifying") as advance:
-            for path, saved in entries.items():
+        with (
+            agreement.phase(f"verifying step {number}" if verify else f"opening the objects of step {number}"),
+            progress_bar(
+                progress if verify and not agreement.is_collective else False, record.nbytes, "verifying"
+            ) as advance,
+        ):
+            for path, saved in record.entries.items():
                 if saved.index:
-                    opened[path] = saved.open(directory, self.cache, verify=verify, share=share, on_read=advance)
-        if verify:
-            self.note_whole(entry.place.path)
-        for path, saved in entries.items():
-            tree: object = opened.get(path)
-            if saved.kind is not Kind.MODULE or tree is None:
-                tree = saved.decode(directory, opened=opened.get(path), map=map and saved.kind is Kind.OPTIMIZER)
-            if saved.ranks and not (isinstance(tree, list) and len(tree) == saved.ranks):
-                raise damaged(directory, f"{path}: not the states of {saved.ranks} ranks")
-            parts[path] = Part(saved.kind, tree, saved.ranks)
-        return parts
+                    opened[path] = saved.open(place.files, self.cache, verify=verify, share=share, on_read=advance)
+            if verify:
+                self.note_whole(place.path)
+            for path, saved in record.entries.items():
+                tree: object = opened.get(path)
+                if saved.kind is not Kind.MODULE or tree is None:
+                    # Each of several ranks takes only its part of the tensors.
+                    may_map = agreement.is_collective and saved.kind is Kind.OPTIMIZER
+                    tree = saved.decode(place.files, opened=opened.get(path), map=may_map)
+                if saved.ranks and not (isinstance(tree, list) and len(tree) == saved.ranks):
+                    raise damaged(place.files, f"{path}: not the states of {saved.ranks} ranks")
+                parts[path] = Part(saved.kind, tree, saved.ranks)
+        return record, parts
 
     def problem_of(self, entry: StepEntry, progress: bool | None = False) -> ModelStateError | None:
         """Reads all of a checkpoint. Returns the error for which it cannot be used; None where it is whole.
@@ -676,6 +671,101 @@ class StepIndex:
         text = json.dumps({SEAL: OPEN_SEAL, "format": STORE_FORMAT, "store": name}).encode() + b"\n"
         self.backend.write_name(sealed(text))
         return name
+
+
+class WriteAccess:
+    """The right to change a store, of one process at a time, and of one thread of it.
+
+    Args:
+        index: the checkpoints of the store.
+    """
+
+    def __init__(self, index: StepIndex) -> None:
+        self._index, self.lock = index, index.backend.lock
+        self.in_use: os.stat_result | None = None
+        """The directory of the last restore or save, which no other directory may replace."""
+        self._pid, self._thread_lock = os.getpid(), threading.RLock()
+        self._is_writing = False
+        """Whether the thread that has the lock is writing: a signal handler runs in the same thread."""
+
+    @contextmanager
+    def exclusive(self, wait: bool = True) -> Iterator[bool]:
+        """Keeps other threads from saving and pruning. Yields False where `wait` is false and another thread does."""
+        if self._pid != os.getpid():  # a forked child lacks the thread that may hold the lock
+            self._pid, self._thread_lock, self._is_writing = os.getpid(), threading.RLock(), False
+        if not self._thread_lock.acquire(blocking=wait):
+            yield False
+            return
+        try:
+            if self._is_writing:
+                raise LockedError(
+                    "a save in this thread has been interrupted by another one, as by a signal's handler",
+                    where=self._index.directory,
+                    remedy="have the handler set a flag, and the loop save: see modelstate.Deadline",
+                )
+            self._is_writing = True
+            try:
+                yield True
+            finally:
+                self._is_writing = False
+        finally:
+            self._thread_lock.release()
+
+    def acquire(self) -> str:
+        """Creates the directory and locks it for this process, unless that is done. Returns the name of the store."""
+        index = self._index
+        with self.errors():
+            if self.lock.held:
+                try:
+                    self.lock.confirm()
+                    return index.ensure_name()
+                except LockedError:
+                    # The lock file was replaced. The lock is acquired again, unless another process has it.
+                    self.lock.release()
+            if self.in_use is not None:
+                check_directory(index.directory, self.in_use)
+            index.backend.make()
+            try:
+                self.lock.acquire()
+            except LockedError as error:
+                dist = sys.modules.get("torch.distributed")
+                if dist is not None and dist.is_available() and dist.is_initialized():
+                    error.remedy = (
+                        "if the other writer is a rank of this run: Store(process_group=) for a save on all ranks, and "
+                        f"prune(), pin() and unpin() on the first rank only; {error.remedy}"
+                    )
+                raise
+            try:
+                # Before anything is removed: a store of a newer version is refused here.
+                store = index.ensure_name()
+                self.in_use = index.backend.in_use()
+                index.backend.clear(index.file_names)
+                return store
+            except BaseException:
+                self.lock.release()
+                raise
+
+    @contextmanager
+    def errors(self, *name: str) -> Iterator[None]:
+        """Raises `WriteFailedError` in place of an I/O error, or `StoreMovedError` where the directory was moved.
+
+        `name` is the file or the directory, in that of the store, that is written; without it, the store is.
+        """
+        try:
+            yield
+        except OSError as error:
+            try:
+                self.lock.check_directory()
+            except StoreMovedError as moved:
+                raise moved from error
+            if isinstance(error, ModelStateError):
+                raise
+            raise write_error(os.path.join(self._index.directory, *name), error) from error
+
+    def release(self) -> None:
+        """Unlocks the store for other processes."""
+        self.lock.release()
+        self.in_use = None
 
 
 def _read_store_file(directory: str) -> tuple[str, object]:

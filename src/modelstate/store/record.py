@@ -153,6 +153,16 @@ class Record(msgspec.Struct, frozen=True):
     serial: int = 0
     """The number of the save: the later checkpoint of a store has the higher one, independent of steps and clocks."""
 
+    @property
+    def nbytes(self) -> int:
+        """The size of its files."""
+        return sum(file.nbytes for entry in self.entries.values() for file in entry.files.values())
+
+    @property
+    def written_bytes(self) -> int:
+        """The size of those that were written for it; the others are links."""
+        return sum(entry.written_bytes for entry in self.entries.values())
+
     def open(self, directory: str, cache: Cache | None = None) -> Checkpoint:
         """Opens all objects as one checkpoint, whose names begin with the path of an object.
 

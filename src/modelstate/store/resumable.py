@@ -32,8 +32,8 @@ from modelstate.process import ThreadValue
 from modelstate.store.deadline import Deadline, now_seconds
 from modelstate.store.directory import warn_caller
 from modelstate.store.retention import Keep, check_metric, metric_value
-from modelstate.store.saving import PendingSave, SavedStep
-from modelstate.store.store import RestoredStep, Store
+from modelstate.store.saving import SavedStep
+from modelstate.store.store import PendingSave, RestoredStep, Store
 from modelstate.text_format import short_repr
 
 _logger = logging.getLogger(__name__)

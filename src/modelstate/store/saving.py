@@ -1,8 +1,9 @@
-"""Writes a checkpoint of a store, complete and durable, also in the background.
+"""Writes a checkpoint of a store, complete and durable.
 
 Each file holds tensors and nothing that changes with the step, and its name has a digest of its content. A file of the
 checkpoint before is not written again where none of its tensors has changed: the new checkpoint gets a hard link to
-it, and stays complete when the old one is removed.
+it, and stays complete when the old one is removed. So tensors that change and tensors that do not are in different
+files. An index says which file has which tensor.
 """
 
 from __future__ import annotations
@@ -10,60 +11,62 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import sys
-import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import torch
 from msgspec.structs import replace
 
-from modelstate.background import AtExit, BackgroundTask
 from modelstate.distributed.agreement import Agreement
 from modelstate.distributed.connections import number_of
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
-from modelstate.errors import LockedError, ModelStateError, StoreMovedError, TargetExistsError
+from modelstate.errors import ModelStateError, TargetExistsError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, write_blocks
-from modelstate.formats.manifest import KEY, check_size, digest
-from modelstate.formats.safetensors import FileLayout, blank_digests, layout, parts_of
+from modelstate.formats.layers import NewLayers, PatchLayer, chains, patch_layer
+from modelstate.formats.manifest import KEY, LAYERS, MAX_PARTS, check_size, digest, index_of
+from modelstate.formats.safetensors import (
+    METADATA_NAME,
+    FileLayout,
+    Written,
+    blank_digests,
+    dtype_and_shape,
+    layout,
+    parts_of,
+)
 from modelstate.formats.serialize import SerializedState, serialize
-from modelstate.formats.sharded import SHARD_METADATA
-from modelstate.io.atomic import Output, new_file, write_error
-from modelstate.io.lock import check_directory
+from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards
+from modelstate.io.atomic import Output, new_file
+from modelstate.io.engine import for_each
 from modelstate.io.staging import StagingBuffer
 from modelstate.objects.objects import Target, capture
 from modelstate.objects.parts import Kind
 from modelstate.objects.per_rank import gathered
-from modelstate.process import stopped_by, unstoppable
-from modelstate.store.backend import name_of
-from modelstate.store.directory import StepEntry, StepIndex
-from modelstate.store.object_files import (
-    Key,
-    LastFiles,
-    NewFiles,
-    ObjectFiles,
-    Split,
-    planned_files,
-    read_last_files,
-    size_errors,
-    splitter,
-    unsavable,
-    write_index,
-)
-from modelstate.store.record import MAX_RECORD_BYTES, ObjectEntry, Record
+from modelstate.process import unstoppable
+from modelstate.store.backend import NewDirectory, name_of
+from modelstate.store.directory import READS_AT_ONCE, StepEntry, StepIndex, WriteAccess
+from modelstate.store.record import MAX_RECORD_BYTES, FileRecord, ObjectEntry, Record
 from modelstate.store.retention import Keep
 from modelstate.text_format import size
 from modelstate.torch_compat.sharding import reshard
 
 if TYPE_CHECKING:
+    from modelstate.store.bucket import NewObjects
     from modelstate.store.delta import Delta, LastObject, LinkedObject, ModuleDeltas
 
 CHOOSING = "choosing the files"
 """The phase in which ranks learn which files are linked."""
 _logger = logging.getLogger(__name__)
+_Tensors: TypeAlias = Mapping[str, torch.Tensor | LazyTensor]
+_Key = tuple[str, str]
+"""The path of an object, and the name of a tensor."""
+_Split = Callable[[_Tensors], Iterable[_Tensors]]
+NewFiles: TypeAlias = "NewDirectory | NewObjects"
+"""Writes the files of a checkpoint where no reader sees them yet."""
 
 
 class SavedStep(msgspec.Struct, frozen=True):
@@ -93,36 +96,6 @@ class SavedStep(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         linked = f", {size(self.linked_bytes)} linked" if self.linked_bytes else ""
         return f"step {self.step}: {size(self.written_bytes)} written{linked} in {self.seconds:.3f} s, {self.path}"
-
-
-class PendingSave(BackgroundTask[SavedStep]):
-    """A save that runs in a thread: the result of `Store.save(background=True)`.
-
-    Attributes:
-        step: the number of the checkpoint.
-        staging_bytes: the memory that the state was copied to.
-
-    Examples:
-        >>> pending = store.save(1000, {"model": model}, background=True)
-        >>> pending.result().step
-        1000
-    """
-
-    def __init__(self, step: int, staging_bytes: int, write: Callable[[Callable[[], None]], SavedStep]) -> None:
-        """Takes a function that writes; its argument raises where the save was cancelled."""
-
-        def run(task: BackgroundTask[SavedStep]) -> SavedStep:
-            with stopped_by(lambda: task.is_cancelled):
-                return write(task.check)
-
-        super().__init__(
-            run,
-            kind="save",
-            where=f"step {step}",
-            at_exit=AtExit.FINISH,
-            failure=f"step {step} was not saved",
-        )
-        self.step, self.staging_bytes = step, staging_bytes
 
 
 class EncodedObject(msgspec.Struct, frozen=True):
@@ -198,176 +171,203 @@ def replicated_values(
     return values
 
 
-class SpreadFile(msgspec.Struct, frozen=True):
-    """A file that several ranks have written."""
+class LastFiles(msgspec.Struct):
+    """The files of an object in the last checkpoint that can be linked. It has none that cannot be read."""
 
-    key: str
-    """The path of the object."""
-    nbytes: int
-    path: str = ""
-    """The path of the file while it is written; empty on other ranks than the first one."""
-    name: str = ""
-    """The name of the file; empty on other ranks than the first one."""
-    digests: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Those of the tensors; none on other ranks than the first one."""
-    header: bytes = b""
-    """The header of a file that the first rank has written."""
-    suffix: str = ""
-    """What its name has behind the path of the object; empty where it has no patches."""
+    index: str = ""
+    """The path of their index below the directory of the store; empty for no files."""
+    records: Mapping[str, FileRecord] = {}
+    names: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    """The names of the tensors in each file, in the order of the layers."""
+    layouts: dict[str, tuple[object, object]] = msgspec.field(default_factory=dict)
+    digests: dict[str, str] = msgspec.field(default_factory=dict)
+    patches: dict[str, PatchLayer] = msgspec.field(default_factory=dict)
+    """The files that have patches."""
+    chains: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    """The files that the value of each tensor needs."""
+
+    def needed(self, names: Iterable[str]) -> set[str]:
+        """Returns the files that the values of tensors need."""
+        return {file for name in names for file in self.chains[name]}
+
+    def kept(self, state: SerializedState, same: Set[str], payloads: Mapping[str, int] | None) -> Set[str]:
+        """Returns the tensors whose files are to be linked. The arguments are those of `NewStep.link_object`."""
+        if payloads is not None:
+            kept = same | payloads.keys()
+            written_bytes = sum(tensor.nbytes for name, tensor in state.tensors.items() if name not in kept)
+            written_bytes += sum(payloads.values())
+            linked_bytes = sum(self.records[file].nbytes for file in self.needed(kept))
+            if 2 * written_bytes <= state.nbytes and written_bytes + linked_bytes <= 2 * state.nbytes:
+                return kept
+        # A whole step links only files that have whole tensors and no tensor that has changed.
+        whole = (names for file, names in self.names.items() if all(self.chains[name] == [file] for name in names))
+        return {name for names in whole if same >= {*names} for name in names}
 
 
-class WriteAccess:
-    """The right to change a store, of one process at a time, and of one thread of it.
+def read_last_files(index: StepIndex, directory: str, entry: ObjectEntry | None) -> LastFiles:
+    """Reads which files of an object in the last checkpoint can be linked, and what they have.
 
     Args:
         index: the checkpoints of the store.
+        directory: where the files of the last checkpoint are.
+        entry: the object there; None where it lacks the object.
     """
+    if entry is None or not entry.index.endswith(INDEX_SUFFIX):
+        return LastFiles()
+    last = LastFiles(os.path.join(directory, entry.index)[len(index.directory) + 1 :], entry.files)
+    read = dict[str, bytes]()
 
-    def __init__(self, index: StepIndex) -> None:
-        self._index, self.lock = index, index.backend.lock
-        self.in_use: os.stat_result | None = None
-        """The directory of the last restore or save, which no other directory may replace."""
-        self._pid, self._thread_lock = os.getpid(), threading.RLock()
-        self._is_writing = False
-        """Whether the thread that has the lock is writing: a signal handler runs in the same thread."""
+    def read_head(file: tuple[str, FileRecord]) -> None:
+        head = index.untouched_head(os.path.join(directory, file[0]), file[1])
+        # Parsing one with more parts could need gigabytes.
+        if head is not None and sum(map(head.count, (b"[", b"{", b","))) <= MAX_PARTS:
+            read[file[0]] = head
 
-    @contextmanager
-    def exclusive(self, wait: bool = True) -> Iterator[bool]:
-        """Keeps other threads from saving and pruning. Yields False where `wait` is false and another thread does."""
-        if self._pid != os.getpid():  # a forked child lacks the thread that may hold the lock
-            self._pid, self._thread_lock, self._is_writing = os.getpid(), threading.RLock(), False
-        if not self._thread_lock.acquire(blocking=wait):
-            yield False
-            return
-        try:
-            if self._is_writing:
-                raise LockedError(
-                    "a save in this thread has been interrupted by another one, as by a signal's handler",
-                    where=self._index.directory,
-                    remedy="have the handler set a flag, and the loop save: see modelstate.Deadline",
-                )
-            self._is_writing = True
-            try:
-                yield True
-            finally:
-                self._is_writing = False
-        finally:
-            self._thread_lock.release()
-
-    def acquire(self) -> str:
-        """Creates the directory and locks it for this process, unless that is done. Returns the name of the store."""
-        index = self._index
-        with self.errors():
-            if self.lock.held:
-                try:
-                    self.lock.confirm()
-                    return index.ensure_name()
-                except LockedError:
-                    # The lock file was replaced. The lock is acquired again, unless another process has it.
-                    self.lock.release()
-            if self.in_use is not None:
-                check_directory(index.directory, self.in_use)
-            index.backend.make()
-            try:
-                self.lock.acquire()
-            except LockedError as error:
-                dist = sys.modules.get("torch.distributed")
-                if dist is not None and dist.is_available() and dist.is_initialized():
-                    error.remedy = (
-                        "if the other writer is a rank of this run: Store(process_group=) for a save on all ranks, and "
-                        f"prune(), pin() and unpin() on the first rank only; {error.remedy}"
-                    )
-                raise
-            try:
-                # Before anything is removed: a store of a newer version is refused here.
-                store = index.ensure_name()
-                self.in_use = index.backend.in_use()
-                index.backend.clear(index.file_names)
-                return store
-            except BaseException:
-                self.lock.release()
-                raise
-
-    @contextmanager
-    def errors(self, *name: str) -> Iterator[None]:
-        """Raises `WriteFailedError` in place of an I/O error, or `StoreMovedError` where the directory was moved.
-
-        `name` is the file or the directory, in that of the store, that is written; without it, the store is.
-        """
-        try:
-            yield
-        except OSError as error:
-            try:
-                self.lock.check_directory()
-            except StoreMovedError as moved:
-                raise moved from error
-            if isinstance(error, ModelStateError):
-                raise
-            raise write_error(os.path.join(self._index.directory, *name), error) from error
-
-    def release(self) -> None:
-        """Unlocks the store for other processes."""
-        self.lock.release()
-        self.in_use = None
+    threads = READS_AT_ONCE if index.backend.is_lazy else 1
+    for_each(entry.files.items(), [read_head] * min(threads, len(entry.files)))
+    heads = {name: read[name] for name in entry.files if name in read}
+    parse = msgspec.json.decode
+    try:
+        metadata = parse(heads.pop(entry.index))["metadata"]
+        check_size(metadata[KEY])
+        digests = parse(metadata[KEY])["digests"]["tensors"]
+        layers = parse(metadata.get(LAYERS, "[]"))
+        if layers and heads.keys() != {*layers}:
+            return LastFiles()
+        for file in layers or heads:
+            entries = parse(heads[file][8:])
+            metadata = entries.pop(METADATA_NAME)
+            last.names[file] = tuple(entries)
+            if layers and (patches := patch_layer(metadata, entries)) is not None:
+                last.patches[file] = patches
+                last.digests |= {name: patch.after for name, patch in patches.tensors.items()}
+                continue
+            last.layouts |= {key: (of["dtype"], of["shape"]) for key, of in entries.items()}
+            last.chains |= {name: [file] for name in entries}
+        last.digests |= digests
+        if layers:
+            last.chains = chains(last.names, last.patches)
+    except (msgspec.DecodeError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return LastFiles()
+    return last
 
 
-class NewStep:
+class ObjectFiles(msgspec.Struct):
+    """The files of an object that is being written: those of the last checkpoint that are linked, and new ones."""
+
+    last: LastFiles = msgspec.field(default_factory=LastFiles)
+    tensors: dict[str, Sequence[str]] = msgspec.field(default_factory=dict)
+    """The names of the tensors in each file, by the file's name."""
+    digests: dict[str, str] = msgspec.field(default_factory=dict)
+    """The digest of each tensor."""
+    records: dict[str, FileRecord] = msgspec.field(default_factory=dict)
+    written_bytes: int = 0
+    patched: set[str] = msgspec.field(default_factory=set)
+    """The tensors with patches."""
+    saves: set[int] = msgspec.field(default_factory=set)
+    """The saves whose patches it needs."""
+
+
+class PlannedFile(msgspec.Struct, frozen=True):
+    """A file that is about to be written."""
+
+    path: str
+    """The path of the object."""
+    layout: FileLayout
+    patched: Mapping[str, str] = {}
+    """The digests of its tensors after its patches; none where it has no patches."""
+
+    @property
+    def key(self) -> str:
+        """What its name begins with."""
+        return f"{self.path}.delta" if self.patched else self.path
+
+    def digests(self, written: Written) -> Mapping[str, str]:
+        """Returns the digests of its tensors, when it has been written."""
+        return self.patched or written.digests
+
+
+def planned_files(path: str, new: NewLayers, split: _Split) -> Iterator[PlannedFile]:
+    """Yields the files of an object. Tensors that do not change are in files of their own.
+
+    Args:
+        path: the path of the object.
+        new: what is written of it.
+        split: divides tensors into files.
+    """
+    with size_errors(path):
+        for is_constant in (True, False):
+            alike = {name: tensor for name, tensor in new.whole.items() if (name in new.constant) == is_constant}
+            for group in split(alike) if alike else ():
+                yield PlannedFile(path, layout(group, lambda _: SHARD_METADATA))
+        if new.patches is not None and new.payloads:
+            patches = new.patches.tensors
+            for group in split(new.payloads):
+                after = {name: patches[name].after for name in group}
+                yield PlannedFile(path, layout(group, new.patches.metadata), after)
+
+
+class SpreadTensors(msgspec.Struct):
+    """The tensors that are spread over several ranks, as the last save of this process has written them."""
+
+    save: str = ""
+    """The temporary name of that save, which no other save has; empty before the first save."""
+    parts: Mapping[_Key, object] = {}
+    """For each tensor its layout, and the digest of what this rank holds."""
+    digests: Mapping[_Key, str] = {}
+    """On the first rank, those of the tensors."""
+
+
+class NewStep(msgspec.Struct, kw_only=True, eq=False):
     """A checkpoint that is written where no reader sees it, until it is complete.
 
     Of several ranks only the first one writes it, but for the tensors that are spread over the ranks.
-
-    Args:
-        access: the right to change the store.
-        index: the checkpoints of the store.
-        name: the temporary name: the result of `unfinished_name`.
-        record: the record of the checkpoint, without its objects, and without the names that the store gives.
-        objects: the objects, by path.
-        shard_bytes: the most bytes of tensors in a file; None for no limit.
-        pin: whether the checkpoint is pinned. It also is where it replaces one that is.
-        begin_seconds: when the save began, by `time.perf_counter`.
-        deltas: writes modules as differences to the last checkpoint; None writes them whole.
     """
 
-    def __init__(
-        self,
-        access: WriteAccess,
-        index: StepIndex,
-        name: str,
-        record: Record,
-        objects: Mapping[str, EncodedObject],
-        *,
-        shard_bytes: int | None,
-        pin: bool,
-        begin_seconds: float,
-        deltas: ModuleDeltas | None,
-    ) -> None:
-        self.name, self._access, self._index, self._record, self._objects = name, access, index, record, objects
-        self._shard_bytes, self._pin, self._begin_seconds = shard_bytes, pin, begin_seconds
-        self._deltas = deltas
-        self._final_name = name_of(record.step, 0)
-        self._new: NewFiles | None = None
-        self._before: Mapping[str, ObjectEntry] = {}
-        """The objects of the last checkpoint; unchanged files of it are linked."""
-        self._files_before = ""
-        """The directory of these files."""
-        self._revisions: list[StepEntry] = []
-        """The checkpoints of the same step."""
-        self._by_age: list[StepEntry] = []
-        """The checkpoints of the store, the newest last."""
-        self._written: dict[str, tuple[ObjectEntry, ObjectFiles]] = {}
-        self._lasts: dict[str, LastFiles] = {}
-        """The objects of the last checkpoint."""
-        self._linked: dict[str, ObjectFiles] = {}
-        """The files of the last checkpoint that are linked, by object."""
+    access: WriteAccess
+    """The right to change the store."""
+    index: StepIndex
+    name: str
+    """The temporary name: the result of `unfinished_name`."""
+    record: Record
+    """Without the objects, and without the names that the store gives."""
+    objects: Mapping[str, EncodedObject]
+    """By path."""
+    agreement: Agreement
+    writer: CollectiveWriter | None
+    """That of the ranks; None where this process saves alone."""
+    spread: SpreadTensors
+    deltas: ModuleDeltas | None
+    """Writes modules as differences to the last checkpoint; None writes them whole."""
+    shard_bytes: int | None
+    """The most bytes of tensors in a file; None for no limit."""
+    keep: Keep | None
+    """The rules for which checkpoints stay."""
+    pin: bool
+    """Whether the checkpoint is pinned. It also is where it replaces one that is."""
+    begin_seconds: float
+    """When the save began, by `time.perf_counter`."""
+    new: NewFiles | None = None
+    """Writes the files, on the first rank."""
+    before: Mapping[str, ObjectEntry] = {}
+    """The objects of the last checkpoint; unchanged files of it are linked."""
+    files_before: str = ""
+    """The directory of these files."""
+    revisions: Sequence[StepEntry] = ()
+    """The checkpoints of the same step."""
+    by_age: Sequence[StepEntry] = ()
+    """The checkpoints of the store, the newest last."""
+    files: defaultdict[str, ObjectFiles] = msgspec.field(default_factory=partial(defaultdict, ObjectFiles))
+    entries: dict[str, ObjectEntry] = msgspec.field(default_factory=dict)
+    """The objects that have been written."""
 
     def begin(self, overwrite: bool) -> None:
         """Locks and lists the store. Raises `TargetExistsError` where it has this step, and does not replace it."""
-        store = self._access.acquire()
-        revisions = self._index.all_revisions(store)
-        self._by_age = self._index.by_age(revisions)
-        step = self._record.step
-        self._revisions = [entry for entry in revisions if entry.place.step == step]
-        existing = next((entry for entry in self._by_age if entry.place.step == step), None)
+        store, step = self.access.acquire(), self.record.step
+        revisions = self.index.all_revisions(store)
+        self.by_age = self.index.by_age(revisions)
+        self.revisions = [entry for entry in revisions if entry.place.step == step]
+        existing = next((entry for entry in self.by_age if entry.place.step == step), None)
         if existing is not None and not existing.is_damaged:
             remedy = "it is another store's, or a newer version's: take it away, or take another directory"
             if existing.is_whole:
@@ -381,14 +381,11 @@ class NewStep:
                     found="" if existing.error is None else existing.error.what,
                     remedy=remedy,
                 )
-        serial = self._index.backend.serial(max((entry.serial or 0 for entry in self._by_age), default=0))
-        self._record = replace(self._record, store=store, serial=serial)
+        serial = self.index.backend.serial(max((entry.serial or 0 for entry in self.by_age), default=0))
+        self.record = replace(self.record, store=store, serial=serial)
 
     def save(
         self,
-        agreement: Agreement,
-        keep: Keep | None,
-        write_spread: Callable[[], Sequence[SpreadFile]],
         staging_bytes: int = 0,
         blocked_seconds: float | None = None,
         check_cancelled: Callable[[], None] | None = None,
@@ -396,9 +393,6 @@ class NewStep:
         """Writes the checkpoint, makes it visible and durable, and removes those that are not kept.
 
         Args:
-            agreement: the ranks.
-            keep: the rules for which checkpoints stay.
-            write_spread: writes the tensors that are spread over the ranks.
             staging_bytes: the memory that the state was copied to.
             blocked_seconds: how long `Store.save` has blocked, where it has returned.
             check_cancelled: raises `Stopped` where the save was cancelled, which the other ranks are told.
@@ -409,271 +403,224 @@ class NewStep:
             UnsavableError: The values are too large.
             BackgroundCancelledError: The save was cancelled.
         """
-        record, files = self._record, list[SpreadFile]()
+        agreement, step, final_name = self.agreement, self.record.step, name_of(self.record.step, 0)
 
         def check() -> None:
             if check_cancelled is not None:
                 check_cancelled()
-            self._access.lock.check_directory()
+            self.access.lock.check_directory()
 
         def commit() -> tuple[str, int, int, float, tuple[int, ...]]:
-            with self._access.errors(self._final_name):
-                path = self._commit(files, check)
-            seconds = time.perf_counter() - self._begin_seconds
+            with self._errors():
+                path, record = self._commit(files, check)
+            seconds = time.perf_counter() - self.begin_seconds
             pruned: tuple[int, ...] = ()
             try:
-                if replaced := [entry for entry in self._revisions if entry.is_whole or entry.is_damaged]:
-                    self._index.discard(replaced)
-                if keep is not None:
-                    pruned = self._index.prune(keep)
+                if replaced := [entry for entry in self.revisions if entry.is_whole or entry.is_damaged]:
+                    self.index.discard(replaced)
+                pruned = self.index.prune(self.keep)
             except OSError as error:  # the checkpoint is saved; the next save prunes again
                 _logger.warning(
-                    "%s: earlier checkpoints that are not kept were not removed: %s", self._index.directory, error
+                    "%s: earlier checkpoints that are not kept were not removed: %s", self.index.directory, error
                 )
-            of_objects = [of_object for _, of_object in self._written.values()]
-            written_bytes = sum(of_object.written_bytes for of_object in of_objects)
-            return path, written_bytes, sum(of_object.linked_bytes for of_object in of_objects), seconds, pruned
+            return path, record.written_bytes, record.nbytes - record.written_bytes, seconds, pruned
 
         try:
             with agreement.collective():
-                with agreement.phase(f"writing step {record.step}"):
+                with agreement.phase(f"writing step {step}"):
                     if agreement.is_first:
                         self._write(check)
                     values: dict[str, object] = {}
                     if agreement.is_collective:
-                        every = self._objects.items()
+                        every = self.objects.items()
                         alike = {path: of for path, of in every if of.has_one_state and not of.is_spread}
                         # The first rank has written them.
-                        digests = {path: self._written[path][1].digests for path in alike} if self._written else None
+                        digests = {path: self.files[path].digests for path in alike} if agreement.is_first else None
                         values = replicated_values(alike, digests)
-                agreement.check_equal(f"comparing the ranks in step {record.step}", values)
-                files += write_spread()
+                agreement.check_equal(f"comparing the ranks in step {step}", values)
+                files = self._write_spread()
                 # A commit without an answer may have succeeded, so `cancel` waits for it.
                 with nullcontext() if check_cancelled is None else unstoppable():
                     path, written, linked, seconds, pruned = agreement.decided(
-                        f"committing step {record.step}",
-                        commit,
-                        effect=f"{self._final_name} is complete, or does not exist",
+                        f"committing step {step}", commit, effect=f"{final_name} is complete, or does not exist"
                     )
         except BaseException:
-            if self._new is not None:
-                self._new.discard()
+            if self.new is not None:
+                self.new.discard()
             raise
-        finally:
-            # The traceback of an error keeps this object, which would keep the lock of the store and the copied state.
-            vars(self).clear()
         blocked_seconds = seconds if blocked_seconds is None else blocked_seconds
-        return SavedStep(record.step, path, written, linked, staging_bytes, blocked_seconds, seconds, tuple(pruned))
+        return SavedStep(step, path, written, linked, staging_bytes, blocked_seconds, seconds, tuple(pruned))
+
+    def _errors(self) -> AbstractContextManager[None]:
+        return self.access.errors(name_of(self.record.step, 0))
 
     def _write(self, check: Callable[[], object]) -> None:
         """Writes the objects that this process holds whole. `check` is called before each of them, and may raise."""
-        with self._access.errors(self._final_name):
+        with self._errors():
             check()
-            backend, record = self._index.backend, self._record
-            backend.clear(self._index.file_names)
-            for entry in reversed(self._by_age):
+            backend, record = self.index.backend, self.record
+            backend.clear(self.index.file_names)
+            for entry in reversed(self.by_age):
                 if entry.is_whole and (last := entry.record) is not None:
-                    self._before, self._files_before = last.entries, entry.place.files
+                    self.before, self.files_before = last.entries, entry.place.files
                     break
-            places = [entry.place for entry in self._revisions]
-            self._new = new = backend.new_step(self.name, record.step, record.serial, places)
-            for path, encoded in self._objects.items():
+            places = [entry.place for entry in self.revisions]
+            self.new = backend.new_step(self.name, record.step, record.serial, places)
+            for path, encoded in self.objects.items():
                 if not encoded.is_spread:
                     check()
-                    self._written[path] = self._write_object(new, path, encoded)
+                    self.entries[path] = self._write_object(self.new, path, encoded)
 
-    def _write_object(self, new: NewFiles, path: str, encoded: EncodedObject) -> tuple[ObjectEntry, ObjectFiles]:
+    def _write_object(self, new: NewFiles, path: str, encoded: EncodedObject) -> ObjectEntry:
         """Writes an object where readers do not see it yet. Raises `OSError` and `UnsavableError`."""
-        state, kind, files = encoded.state, encoded.kind, ObjectFiles()
+        state = encoded.state
         if not state.tensors and isinstance(state.tree, dict) and set(state.tree) == {"value"}:
-            return ObjectEntry(kind, value=state.tree["value"]), files
-        with size_errors(path):
-            if not state.tensors:
-                # An index without files is invalid, so the manifest goes into a file without tensors.
+            return ObjectEntry(encoded.kind, value=state.tree["value"])
+        if not state.tensors:
+            # An index without files is invalid, so the manifest goes into a file without tensors.
+            with size_errors(path):
                 planned = layout({}, lambda digests: {**SHARD_METADATA, KEY: state.manifest(None, digests)})
-                name, _, record = new.write_tensors(path, planned)
-                files.written_bytes += planned.nbytes
-                return ObjectEntry(kind, name, {name: record}), files
-            module = None
-            rest: Mapping[str, torch.Tensor | LazyTensor] = state.live
-            if self._deltas is not None and kind is Kind.MODULE:
-                module = self._deltas.write(path, state, encoded.frozen, Agreement((), 0), None, self)
-                rest, constant = module.whole, module.constant
-            else:
-                last, index, _ = self.last_object(path)
-                hashes = write_blocks(None, 0, [state.live[name] for name in last])
-                same = {name for name, hashed in zip(last, hashes, strict=True) if last[name] == hashed}
-                _, _, linked = self.link_object(path, same, None)
-                rest = {name: tensor for name, tensor in rest.items() if name not in linked}
-                constant = same if index else encoded.frozen
-            files = self._linked.pop(path)
-            for planned, suffix, patched in planned_files(rest, constant, splitter(self._shard_bytes), module):
-                name, of_file, record = new.write_tensors(path + suffix, planned)
-                files.add(name, record, patched or of_file.digests, self._record.serial if patched else None)
-        return write_index(new, path, kind, state, files), files
+            name, _, record = new.write_tensors(path, planned)
+            return ObjectEntry(encoded.kind, name, {name: record}, written_bytes=record.nbytes)
+        layers = self._patched(path, encoded, Agreement((), 0))
+        if layers is None:
+            last, index, _ = self.last_object(path)
+            hashes = write_blocks(None, 0, [state.live[name] for name in last])
+            same = {name for name, hashed in zip(last, hashes, strict=True) if last[name] == hashed}
+            _, _, linked = self.link_object(path, same, None)
+            rest = {name: tensor for name, tensor in state.live.items() if name not in linked}
+            layers = NewLayers(rest, same if index else encoded.frozen)
+        for file in planned_files(path, layers, splitter(self.shard_bytes)):
+            self._add(file, *new.write_tensors(file.key, file.layout))
+        return self._write_index(new, path)
+
+    def _patched(self, path: str, encoded: EncodedObject, agreement: Agreement) -> NewLayers | None:
+        """Returns what is to be written of a module with differences; None for others."""
+        if self.deltas is None or encoded.kind is not Kind.MODULE:
+            return None
+        writer = self.writer if agreement.is_collective else None
+        last, link = partial(self.last_object, path), partial(self.link_object, path)
+        return self.deltas.write(path, encoded.state, encoded.frozen, agreement, writer, last, link)
 
     def last_object(self, path: str) -> LastObject:
-        """Returns what the last checkpoint has of a module, or of another object."""
-        with self._access.errors(self._final_name):
-            last = read_last_files(self._index, self._files_before, self._before.get(path))
-        if last is None:
-            return {}, "", False
-        self._lasts[path], tensors = last, self._objects[path].state.tensors
-        digests = {name: last.digests[name] for name in last.comparable(tensors)}
-        index = os.path.join(self._files_before, last.entry.index)[len(self._index.directory) + 1 :]
+        """Returns what the last checkpoint has of an object."""
+        with self._errors():
+            last = self.files[path].last = read_last_files(self.index, self.files_before, self.before.get(path))
+        tensors = self.objects[path].state.tensors
+        digests = {
+            name: last.digests[name]
+            for name, tensor in tensors.items()
+            if name in last.digests and last.layouts.get(name) == dtype_and_shape(tensor)
+        }
         saves = {layer.save for layer in last.patches.values()}
-        full_every = 0 if self._deltas is None else self._deltas.delta.full_every
-        return digests, index, last.chains.keys() <= tensors.keys() and len(saves) + 1 < full_every
+        takes_patches = (
+            self.deltas is not None
+            and last.index != ""
+            and last.chains.keys() <= tensors.keys()
+            and len(saves) + 1 < self.deltas.delta.full_every
+        )
+        return digests, last.index, takes_patches
 
     def link_object(self, path: str, same: Set[str], payloads: Mapping[str, int] | None) -> LinkedObject:
         """Links files of an object, after `last_object`, but for those of tensors with a file that cannot be linked.
 
-        The arguments are those of `LastFiles.kept`.
-        """
-        files = self._linked[path] = ObjectFiles()
-        if (last := self._lasts.get(path)) is not None:
-            names = last.kept(self._objects[path].state, same, payloads)
-            with self._access.errors(self._final_name):
-                directory = self._files_before
-                linked = {file for file in last.needed(names) if self.files.link(os.path.join(directory, file))}
-                complete = {name for name in names if linked.issuperset(last.chains[name])}
-                used = last.needed(complete)
-                for file in linked - used:
-                    self.files.unlink(file)
-            for file in filter(used.__contains__, last.names):
-                record, patches = last.entry.files[file], last.patches.get(file)
-                files.tensors[file], files.records[file] = last.names[file], record
-                files.linked_bytes += record.nbytes
-                files.saves |= set() if patches is None else {patches.save}
-            files.digests |= {name: digest for name, digest in last.digests.items() if name in complete}
-            files.patched |= {name for name in complete if len(last.chains[name]) > 1}
-        return self._record.step, self._record.serial, [*files.digests]
-
-    @property
-    def files(self) -> NewFiles:
-        """The files that are being written, on the first rank."""
-        assert self._new is not None
-        return self._new
-
-    def link_unchanged(self, digests: Mapping[Key, str]) -> list[Key]:
-        """Links the files of the last checkpoint all of whose tensors have these digests. Returns the tensors."""
-        linked = []
-        for path in dict.fromkeys(path for path, _ in digests):
-            last, _, _ = self.last_object(path)
-            same = {name for name, digest in last.items() if digests.get((path, name)) == digest}
-            linked += [(path, name) for name in self.link_object(path, same, None)[2]]
-        return linked
-
-    def _commit(self, files: Sequence[SpreadFile], check: Callable[[], object]) -> str:
-        """Makes the checkpoint visible and durable, with the files that several ranks have written.
-
-        `check` is called right before the checkpoint becomes visible; it may raise. Returns the path.
-        """
-        new = self.files
-        spread = {path: of for path, of in self._objects.items() if of.is_spread}
-        of_objects = {path: self._linked.get(path, ObjectFiles()) for path in spread}
-        for file in files:
-            record = new.finish(file.path, file.name, file.header, file.nbytes)
-            of_objects[file.key].add(file.name, record, file.digests, self._record.serial if file.suffix else None)
-        for path, of in spread.items():
-            self._written[path] = write_index(new, path, of.kind, of.state, of_objects[path]), of_objects[path]
-        entries = {path: replace(self._written[path][0], ranks=of.ranks) for path, of in self._objects.items()}
-        text = replace(self._record, entries=entries).text()
-        if len(text) > MAX_RECORD_BYTES:
-            raise unsavable(
-                "the values that are no tensors", f"{len(text):,} bytes of them, above {MAX_RECORD_BYTES:,}"
-            )
-        path = new.commit(text, self._pin or any(entry.is_pinned for entry in self._revisions), check)
-        self._index.note_whole(path)
-        return path
-
-
-class SpreadWriter:
-    """Writes the objects whose tensors are spread over the ranks.
-
-    A file is not written again where no rank's part of its tensors has changed since the last checkpoint: the first
-    rank links it. Other tensors that have not changed go into files of their own.
-
-    Each rank knows the digests of what it held in the last save of this process, and the first one those that the files
-    have. The first save of a process writes all tensors.
-
-    Args:
-        deltas: writes modules as differences to the last checkpoint; None writes them whole.
-    """
-
-    def __init__(self, deltas: ModuleDeltas | None) -> None:
-        self._deltas = deltas
-        self._digests: dict[Key, str] = {}
-        """On the first rank, those of the tensors of the last save."""
-        self._parts: Mapping[Key, object] = {}
-        """For each tensor of the last save its layout, and the digest of what this rank holds."""
-        self._save = ""
-        """The last save: its temporary name, which no other save has."""
-
-    def write(
-        self,
-        directory: str,
-        objects: Mapping[str, EncodedObject],
-        agreement: Agreement,
-        writer: CollectiveWriter,
-        shard_bytes: int | None,
-        new: NewStep,
-    ) -> Sequence[SpreadFile]:
-        """Writes the files: a call of all ranks.
-
         Args:
-            directory: the directory of the new step, as this rank names it.
-            objects: the objects whose tensors are spread over the ranks, by path.
-            agreement: the ranks.
-            writer: their writer.
-            shard_bytes: the most bytes of tensors in a file; None for no limit.
-            new: the new step; used on the first rank.
+            path: the path of the object.
+            same: the tensors that have not changed.
+            payloads: the bytes of the payloads of those that can be patched; None for a step that is to be whole.
+        """
+        assert self.new is not None
+        files, new = self.files[path], self.new
+        last = files.last
+        names = last.kept(self.objects[path].state, same, payloads)
+        with self._errors():
+            linked = {file for file in last.needed(names) if new.link(os.path.join(self.files_before, file))}
+            complete = {name for name in names if linked.issuperset(last.chains[name])}
+            used = last.needed(complete)
+            for file in linked - used:
+                new.unlink(file)
+        for file in filter(used.__contains__, last.names):
+            files.tensors[file], files.records[file] = last.names[file], last.records[file]
+            if file in last.patches:
+                files.saves.add(last.patches[file].save)
+        files.digests |= {name: digest for name, digest in last.digests.items() if name in complete}
+        files.patched |= {name for name in complete if len(last.chains[name]) > 1}
+        return self.record.step, self.record.serial, [*files.digests]
+
+    def _add(self, file: PlannedFile, name: str, written: Written, record: FileRecord) -> None:
+        """Adds a file that was written to those of its object."""
+        files, digests = self.files[file.path], file.digests(written)
+        files.tensors[name], files.records[name] = tuple(digests), record
+        files.digests |= digests
+        files.written_bytes += record.nbytes
+        if file.patched:
+            files.saves.add(self.record.serial)
+            files.patched |= digests.keys()
+
+    def _write_index(self, new: NewFiles, path: str) -> ObjectEntry:
+        """Writes the index of the files of an object. Returns the entry of the object."""
+        encoded, files = self.objects[path], self.files[path]
+        is_layered = sum(map(len, files.tensors.values())) > len(files.digests)
+        with size_errors(path):
+            manifest = encoded.state.manifest(None, files.digests, files.patched)
+            text = index_of(files.tensors, encoded.state.nbytes, manifest, is_layered)
+        index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
+        records, nbytes = {**files.records, index: record}, files.written_bytes + record.nbytes
+        return ObjectEntry(encoded.kind, index, records, written_bytes=nbytes, patches=len(files.saves))
+
+    def _write_spread(self) -> list[tuple[PlannedFile, str, Written]]:
+        """Writes the tensors that are spread over the ranks: a call of all ranks.
+
+        A file is not written again where no rank's part of its tensors has changed since the last checkpoint: the first
+        rank links it. Other tensors that have not changed go into files of their own. Each rank knows the digests of
+        what it held in the last save of this process, and the first one those that the files have. The first save of a
+        process writes all tensors.
 
         Returns:
-            The files that were written, whose bytes are durable.
+            Each file, its path, and its digests, on the first rank. The bytes are durable.
 
         Raises what `CollectiveWriter.write` raises.
         """
+        agreement, writer = self.agreement, self.writer
+        objects = {path: encoded for path, encoded in self.objects.items() if encoded.is_spread}
+        if writer is None or not objects:
+            return []
         from modelstate.distributed.uploading import CollectiveUploader
 
-        layouts: list[FileLayout] = []
-        files: list[SpreadFile] = []
-        paths: list[str] = []
-        split: Split[torch.Tensor | LazyTensor] = splitter(shard_bytes)
-        if isinstance(writer, CollectiveUploader) and shard_bytes is None:
+        layers = {path: self._patched(path, encoded, agreement) for path, encoded in objects.items()}
+        with writer.planning():
+            parts = {
+                key: part
+                for path, encoded in objects.items()
+                if layers[path] is None
+                for key, part in _parts(path, encoded.state)
+            }
+        unchanged = self._unchanged(parts)
+        known = {key: digest for key, digest in self.spread.digests.items() if key in unchanged}
+        linked: set[_Key] = set()
+        if unchanged:
+            linked = {(path, name) for path, name in agreement.decided(CHOOSING, lambda: self._link_unchanged(known))}
+        split: _Split = splitter(self.shard_bytes)
+        if isinstance(writer, CollectiveUploader) and self.shard_bytes is None:
             split = writer.shards
+        planned: list[PlannedFile] = []
+        with writer.planning():
+            for path, encoded in objects.items():
+                new = layers[path]
+                if new is None:
+                    tensors = encoded.state.tensors
+                    rest = {name: tensor for name, tensor in tensors.items() if (path, name) not in linked}
+                    constant = {name for name in rest if (path, name) in unchanged} if unchanged else encoded.frozen
+                    new = NewLayers(rest, constant)
+                planned += planned_files(path, new, split)
+        layouts, paths = [file.layout for file in planned], list[str]()
 
         def compared() -> dict[str, object]:
             return {path: encoded.state.values(path) for path, encoded in objects.items()}
 
-        modules = {}
-        for path, of in objects.items():
-            if self._deltas is not None and of.kind is Kind.MODULE:
-                modules[path] = self._deltas.write(path, of.state, of.frozen, agreement, writer, new)
-        others = {path: encoded for path, encoded in objects.items() if path not in modules}
-        with writer.planning():
-            parts = {key: part for path, encoded in others.items() for key, part in _parts(path, encoded)}
-        unchanged = self._unchanged(parts, agreement)
-        known = {key: digest for key, digest in self._digests.items() if key in unchanged}
-        linked: set[Key] = set()
-        if unchanged:
-            linked = {(path, name) for path, name in agreement.decided(CHOOSING, lambda: new.link_unchanged(known))}
-        with writer.planning():
-            for path, encoded in objects.items():
-                module = modules.get(path)
-                if module is not None:
-                    rest, constant = module.whole, module.constant
-                else:
-                    tensors = encoded.state.tensors
-                    rest = {name: tensor for name, tensor in tensors.items() if (path, name) not in linked}
-                    constant = {name for name in rest if (path, name) in unchanged} if unchanged else encoded.frozen
-                with size_errors(path):
-                    for planned, suffix, patched in planned_files(rest, constant, split, module):
-                        layouts.append(planned)
-                        files.append(SpreadFile(path, planned.nbytes, digests=patched, suffix=suffix))
-
         def begin() -> list[str]:
-            paths.extend(new.files.begin([file.key + file.suffix for file in files]))
+            assert self.new is not None
+            paths.extend(self.new.begin([file.key for file in planned]))
             return paths
 
         def outputs() -> Generator[Output]:
@@ -685,59 +632,81 @@ class SpreadWriter:
             written = writer.upload(layouts, begin, compared)
         else:
             written = writer.write(layouts, outputs, compared)
-        if agreement.is_first:
-            files = [
-                replace(
-                    file,
-                    path=path,
-                    name=new.files.name_of(path, file.key + file.suffix, of_file),
-                    digests=file.digests or of_file.digests,
-                    header=of_file.header,
-                )
-                for file, path, of_file in zip(files, paths, written, strict=True)
-            ]
-            self._digests = {key: digest for key, digest in known.items() if key in linked}
-            self._digests |= {(file.key, name): digest for file in files for name, digest in file.digests.items()}
-        self._parts = parts
-        self._save = os.path.basename(directory)
+        files = [*zip(planned, paths, written, strict=True)] if agreement.is_first else []
+        digests = {key: digest for key, digest in known.items() if key in linked}
+        digests |= {(file.path, name): of for file, _, w in files for name, of in file.digests(w).items()}
+        self.spread.save, self.spread.parts, self.spread.digests = self.name, parts, digests
         return files
 
-    def _unchanged(self, parts: Mapping[Key, object], agreement: Agreement) -> set[Key]:
+    def _unchanged(self, parts: Mapping[_Key, object]) -> set[_Key]:
         """Returns the tensors that no rank has changed; none where the ranks have no last save in common."""
-        same = {key for key, part in parts.items() if self._parts.get(key) == part}
-        save = number_of([self._save])
-        reduced = agreement.maximum("comparing tensors", [save, -save, *(key not in same for key in parts)])
-        if not self._save or not reduced or reduced[0] != -reduced[1]:
+        save = number_of([self.spread.save])
+        changes = [self.spread.parts.get(key) != part for key, part in parts.items()]
+        reduced = self.agreement.maximum("comparing tensors", [save, -save, *changes])
+        if not self.spread.save or not reduced or reduced[0] != -reduced[1]:
             return set()
         return {key for key, is_changed in zip(parts, reduced[2:], strict=True) if not is_changed}
 
+    def _link_unchanged(self, digests: Mapping[_Key, str]) -> list[_Key]:
+        """Links the files of the last checkpoint all of whose tensors have these digests. Returns the tensors."""
+        linked = []
+        for path in dict.fromkeys(path for path, _ in digests):
+            last, _, _ = self.last_object(path)
+            same = {name for name, digest in last.items() if digests.get((path, name)) == digest}
+            linked += [(path, name) for name in self.link_object(path, same, None)[2]]
+        return linked
 
-def _parts(path: str, encoded: EncodedObject) -> Iterator[tuple[Key, object]]:
+    def _commit(
+        self, spread: Iterable[tuple[PlannedFile, str, Written]], check: Callable[[], object]
+    ) -> tuple[str, Record]:
+        """Makes the checkpoint visible and durable, with the files that several ranks have written.
+
+        `check` is called right before the checkpoint becomes visible; it may raise. Returns the path, and the record.
+        """
+        new = self.new
+        assert new is not None
+        for file, written_path, written in spread:
+            name, record = new.finish(written_path, file.key, written, file.layout.nbytes)
+            self._add(file, name, written, record)
+        entries = {
+            path: replace(self._write_index(new, path) if of.is_spread else self.entries[path], ranks=of.ranks)
+            for path, of in self.objects.items()
+        }
+        of_step = replace(self.record, entries=entries)
+        text = of_step.text()
+        if len(text) > MAX_RECORD_BYTES:
+            raise unsavable(
+                "the values that are no tensors", f"{len(text):,} bytes of them, above {MAX_RECORD_BYTES:,}"
+            )
+        path = new.commit(text, self.pin or any(entry.is_pinned for entry in self.revisions), check)
+        self.index.note_whole(path)
+        return path, of_step
+
+
+def splitter(shard_bytes: int | None) -> _Split:
+    """Returns a function that groups tensors into files of at most so many bytes; None stands for one file."""
+    return lambda tensors: [tensors] if shard_bytes is None else in_shards(tensors, shard_bytes)
+
+
+def _parts(path: str, state: SerializedState) -> Iterator[tuple[_Key, object]]:
     """Yields the layout of each tensor of an object, and the digest of what this rank holds of it."""
-    tensors = encoded.state.tensors
-    hashes = write_blocks(None, 0, [local_part(tensor) for tensor in tensors.values()])
-    for (name, tensor), hashed in zip(tensors.items(), hashes, strict=True):
+    hashes = write_blocks(None, 0, [local_part(tensor) for tensor in state.tensors.values()])
+    for (name, tensor), hashed in zip(state.tensors.items(), hashes, strict=True):
         spread = (tensor.placements, tensor.mesh) if isinstance(tensor, ShardedTensor) else ()
         yield (path, name), (tensor.dtype, tuple(tensor.shape), *spread, parts_of(tensor), digest(hashed.encode()))
 
 
-class Staging(StagingBuffer):
-    """The buffer for the copy of a state."""
+def stage(buffer: StagingBuffer, states: Sequence[SerializedState]) -> None:
+    """Replaces the tensors of states by copies in a buffer. The copies before are overwritten.
 
-    def copy(self, states: Iterable[SerializedState]) -> None:
-        """Copies the tensors of the states, and replaces them by the copies. The copies before are overwritten.
-
-        Raises torch's error where there is not enough memory; then no tensor is replaced.
-        """
-        states = list(states)
-        copies = iter(self.copies(local_part(tensor) for state in states for tensor in state.tensors.values()))
-        for state in states:
-            state.tensors = {
-                name: dataclasses.replace(tensor, local=next(copies))
-                if isinstance(tensor, ShardedTensor)
-                else next(copies)
-                for name, tensor in state.tensors.items()
-            }
+    Raises torch's error where there is not enough memory; then no tensor is replaced.
+    """
+    copies = iter(buffer.copies(local_part(tensor) for state in states for tensor in state.tensors.values()))
+    for state in states:
+        state.tensors = {
+            name: dataclasses.replace(tensor, local=next(copies)) if isinstance(tensor, ShardedTensor) else next(copies)
+            for name, tensor in state.tensors.items()
+        }
 
 
 def local_part(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
@@ -745,3 +714,25 @@ def local_part(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
     held = tensor.local if isinstance(tensor, ShardedTensor) else tensor
     assert isinstance(held, torch.Tensor)
     return held
+
+
+@contextmanager
+def size_errors(path: str) -> Iterator[None]:
+    """Raises `UnsavableError` in place of the `ValueError` for a header or a manifest that is too large."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, ModelStateError):
+            raise
+        raise unsavable(path, error) from error
+
+
+def unsavable(where: str, found: object) -> UnsavableError:
+    """Returns the error for a state with more in it than one checkpoint can hold."""
+    return UnsavableError(
+        "this is more than a checkpoint of a store holds",
+        where=where,
+        found=found,
+        remedy="keep large values as tensors or arrays, and save very many tensors as several objects: two optimizers "
+        "for half of the parameters each, say; where a header is too large, shard_size_bytes= makes more files",
+    )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, TypedDict, Unpack, overload
 
 from modelstate.arguments import check_choice, check_integer, checked_call, invalid_option, seconds_of
+from modelstate.background import AtExit, BackgroundTask
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import patterns_of
 from modelstate.checkpoint.write import target_path
@@ -20,24 +21,16 @@ from modelstate.distributed.writing import CollectiveWriter
 from modelstate.errors import BackgroundCancelledError, StepNotFoundError, UnsavableError
 from modelstate.html.page import Page, Shown
 from modelstate.io.atomic import write_errors
+from modelstate.io.staging import StagingBuffer
 from modelstate.objects.objects import RestoreArguments, Restored, RestoreOptions, targets_of, tensors_within
 from modelstate.objects.stateful import preserved_generators
+from modelstate.process import stopped_by
 from modelstate.remote.location import is_remote
 from modelstate.store.backend import STORE_FILE, unfinished_name
-from modelstate.store.directory import Step, StepEntry, StepIndex, not_shared, store_file_problem
+from modelstate.store.directory import Step, StepEntry, StepIndex, WriteAccess, not_shared, store_file_problem
 from modelstate.store.record import RECORD_FILE, Record
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
-from modelstate.store.saving import (
-    NewStep,
-    PendingSave,
-    SavedStep,
-    SpreadFile,
-    SpreadWriter,
-    Staging,
-    WriteAccess,
-    encode_objects,
-    replicated_values,
-)
+from modelstate.store.saving import NewStep, SavedStep, SpreadTensors, encode_objects, replicated_values, stage
 from modelstate.text_format import as_given, size
 from modelstate.version import __version__
 
@@ -75,6 +68,36 @@ class _SaveOptions(TypedDict, total=False):
     pin: bool
     overwrite: bool
     when_busy: Literal["wait", "skip"]
+
+
+class PendingSave(BackgroundTask[SavedStep]):
+    """A save that runs in a thread: the result of `Store.save(background=True)`.
+
+    Attributes:
+        step: the number of the checkpoint.
+        staging_bytes: the memory that the state was copied to.
+
+    Examples:
+        >>> pending = store.save(1000, {"model": model}, background=True)
+        >>> pending.result().step
+        1000
+    """
+
+    def __init__(self, step: int, staging_bytes: int, write: Callable[[Callable[[], None]], SavedStep]) -> None:
+        """Takes a function that writes; its argument raises where the save was cancelled."""
+
+        def run(task: BackgroundTask[SavedStep]) -> SavedStep:
+            with stopped_by(lambda: task.is_cancelled):
+                return write(task.check)
+
+        super().__init__(
+            run,
+            kind="save",
+            where=f"step {step}",
+            at_exit=AtExit.FINISH,
+            failure=f"step {step} was not saved",
+        )
+        self.step, self.staging_bytes = step, staging_bytes
 
 
 class Store(Shown):
@@ -136,9 +159,9 @@ class Store(Shown):
         self.index = StepIndex(self.directory, cache=cache)
         """The checkpoints of the directory, as they are now."""
         self._backend, self._access = self.index.backend, WriteAccess(self.index)
-        self._staging = Staging()
+        self._staging = StagingBuffer()
         self._delta, self._deltas = delta, _deltas(delta, self.index)
-        self._spread = SpreadWriter(self._deltas)
+        self._spread = SpreadTensors()
         self._pending: PendingSave | None = None
 
     def __repr__(self) -> str:
@@ -248,33 +271,32 @@ class Store(Shown):
                 if background:
                     with writing.phase("connecting"):
                         pass
-                directory = os.path.join(self.directory, name)
-                writer = _writer(writing, directory)
+                writer = _writer(writing, os.path.join(self.directory, name))
                 encoded = encode_objects(targets, agreement, writer, self._delta)
-                record = Record("", step, time.time(), checked_metrics, {})
                 new_step = NewStep(
-                    *(self._access, self.index, name, record, encoded),
+                    access=self._access,
+                    index=self.index,
+                    name=name,
+                    record=Record("", step, time.time(), checked_metrics, {}),
+                    objects=encoded,
+                    agreement=writing,
+                    writer=writer,
+                    spread=self._spread,
+                    deltas=self._deltas,
                     shard_bytes=self._shard_bytes,
+                    keep=self.keep,
                     pin=pin,
                     begin_seconds=begin_seconds,
-                    deltas=self._deltas,
                 )
-                write_spread: Callable[[], Sequence[SpreadFile]] = tuple
-                spread = {path: of for path, of in encoded.items() if of.is_spread}
-                if writer is not None and spread:
-                    write_spread = partial(
-                        self._spread.write, directory, spread, writing, writer, self._shard_bytes, new_step
-                    )
                 with agreement.phase("opening the store"):
                     if agreement.is_first:
                         new_step.begin(overwrite)
                     if background:
-                        self._staging.copy(of_object.state for of_object in encoded.values())
-                write = partial(new_step.save, writing, self.keep, write_spread)
+                        stage(self._staging, [of_object.state for of_object in encoded.values()])
                 if not background:
-                    return write()
+                    return new_step.save()
                 nbytes, blocked_seconds = self._staging.nbytes, time.perf_counter() - begin_seconds
-                self._pending = pending = PendingSave(step, nbytes, partial(write, nbytes, blocked_seconds))
+                self._pending = pending = PendingSave(step, nbytes, partial(new_step.save, nbytes, blocked_seconds))
                 try:
                     with agreement.phase("starting the thread"):
                         pending.start()
@@ -678,8 +700,8 @@ class Store(Shown):
         finally:
             if self._pending is None:
                 self._access.release()
-                self._staging, self._deltas = Staging(), _deltas(self._delta, self.index)
-                self._spread = SpreadWriter(self._deltas)
+                self._staging, self._deltas = StagingBuffer(), _deltas(self._delta, self.index)
+                self._spread = SpreadTensors()
 
     def __enter__(self) -> Self:
         return self
