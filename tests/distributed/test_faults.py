@@ -290,7 +290,7 @@ def _fail_while_others_wait(folder: Path, what: str) -> tuple[Result, Result]:
     def fault() -> AbstractContextManager[object]:
         if what == "damage":
             return nullcontext()
-        return mock.patch.object(collective, "final_memory", side_effect=MemoryError("as asked"))
+        return mock.patch.object(collective, "allocate", side_effect=MemoryError("as asked"))
 
     data = bytearray(whole.read_bytes())
     data[-5] ^= 1

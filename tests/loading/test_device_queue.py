@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.loading import stage, values
+from modelstate.loading import stage
 from tests.faults import faulty_reads
 
 
@@ -36,7 +36,7 @@ class Stream:
 @pytest.fixture(autouse=True)
 def queued(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The queues that blocks have gone through."""
-    run, used = values.CudaQueue.run, list[object]()
+    run, used = stage.CudaQueue.run, list[object]()
 
     def noted(self: Any, *args: Any) -> Any:
         used.append(self)
@@ -45,10 +45,10 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(values, "pinned_memory", lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8))
-    monkeypatch.setattr(values, "_QUEUED_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(stage, "pinned_memory", lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(stage, "_QUEUED_DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(stage, "_is_cast_from_map", lambda _: False)  # as for the values of a device
-    monkeypatch.setattr(values.CudaQueue, "run", noted)
+    monkeypatch.setattr(stage.CudaQueue, "run", noted)
     return used
 
 
@@ -117,13 +117,13 @@ def test_each_read_that_fails_changes_nothing(path: Path) -> None:
 def test_nothing_is_queued_any_more_after_an_error(
     error: type[BaseException], in_place: bool | None, path: Path, queued: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = values.CudaQueue.run
+    run = stage.CudaQueue.run
 
     def fails(self: Any, *args: Any) -> Any:
         run(self, *args)
         raise error  # what was queued has no event to wait for
 
-    monkeypatch.setattr(values.CudaQueue, "run", fails)
+    monkeypatch.setattr(stage.CudaQueue, "run", fails)
     monkeypatch.setattr(Stream, "synchronize", lambda _: queued.clear())
     with pytest.raises((error, ms.ModelStateError)):
         ms.load(network(2, torch.bfloat16), path, dtype=torch.bfloat16, in_place=in_place)

@@ -44,7 +44,7 @@ _LEAST_BYTES_DIRECT = 64 << 20
 _JOINED_BYTES = 1 << 20
 _STEP_BYTES = 128 << 10
 """The length of one read-ahead request. The kernel silently cuts a larger one to the read-ahead of its block device."""
-_SAMPLES, _LEAST_STEP_BYTES, _CLOSE_STEP_BYTES = 16, 64 << 10, 4 << 20
+_SAMPLES, _LEAST_STEP_BYTES, _MOST_STEP_BYTES = 16, 64 << 10, 4 << 20
 """The pages of a range that `look` asks for, and the bytes from one to the next."""
 _LEAST_SECONDS = 5.0
 """With a shorter break time there are no leases."""
@@ -57,7 +57,7 @@ _READ_BYTES = 1 << 20
 # What is in the page cache.
 
 
-def look(ranges: Iterable[ByteRange], files: OpenFiles, *, closely: bool = False) -> dict[ByteRange, bytes | None]:
+def look(ranges: Iterable[ByteRange], files: OpenFiles) -> dict[ByteRange, bytes | None]:
     """Asks the kernel for some pages of ranges: to ask for all takes a seventh of the time of a load.
 
     Returns a byte for each of these pages, 1 where the page cache has it, by the ranges; ranges with small gaps between
@@ -66,7 +66,6 @@ def look(ranges: Iterable[ByteRange], files: OpenFiles, *, closely: bool = False
     Args:
         ranges: Ranges of files.
         files: The files.
-        closely: Asks for a page of every 4 MB at least, not for sixteen pages of a range.
 
     Raises:
         ReadFailedError: A file cannot be opened, or has changed.
@@ -74,8 +73,7 @@ def look(ranges: Iterable[ByteRange], files: OpenFiles, *, closely: bool = False
     found: dict[ByteRange, bytes | None] = {}
     for block in in_blocks(((span, 1) for span in ranges), sys.maxsize, gap_bytes=_JOINED_BYTES):
         path, start, nbytes = block.source
-        step = max(nbytes // _SAMPLES, _LEAST_STEP_BYTES)
-        step = min(step, _CLOSE_STEP_BYTES) if closely else step
+        step = min(max(nbytes // _SAMPLES, _LEAST_STEP_BYTES), _MOST_STEP_BYTES)
         file = files[path]
         found[block.source] = None
         if isinstance(file, LocalFile):
@@ -178,7 +176,7 @@ def bring_into_cache(
         ReadFailedError: A range cannot be read, or a file has changed.
     """
     missing: list[ByteRange] = []
-    for (path, start, nbytes), pages in look(extents, files, closely=True).items():
+    for (path, start, nbytes), pages in look(extents, files).items():
         file, origin = files[path], start // mmap.PAGESIZE * mmap.PAGESIZE
         if pages is not None and 0 in pages and isinstance(file, LocalFile):
             pages = system.resident(file.descriptor, start, nbytes)

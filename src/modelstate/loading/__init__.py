@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from modelstate.lazy import attach
 
 if TYPE_CHECKING:
-    from modelstate.loading.background import LoadHandle as LoadHandle
+    from modelstate.loading.load import LoadHandle as LoadHandle
     from modelstate.loading.quantize import Quantize as Quantize
     from modelstate.planning.options import LoadOptions as LoadOptions
     from modelstate.planning.plan import RankReport as RankReport
@@ -17,7 +17,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "modelstate.loading.background": ("LoadHandle",),
+            "modelstate.loading.load": ("LoadHandle",),
             "modelstate.loading.quantize": ("Quantize",),
             "modelstate.planning.plan": ("RankReport",),
             "modelstate.planning.options": ("LoadOptions",),

@@ -23,7 +23,7 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import runs
 from modelstate.planning.plan import RankReport
 from modelstate.planning.planner import Planner
-from modelstate.planning.transfer import Execution, Way, final_memory
+from modelstate.planning.transfer import Execution, Way, allocate
 from modelstate.rules.expression import Derived, leaves, read_bytes
 from modelstate.spec import AT_ONCE_BYTES, ByteRange, StoredTensor, pieces
 from modelstate.text_format import count, size
@@ -217,9 +217,7 @@ def broadcast(planner: Planner, agreement: Agreement) -> None:
     if not shared:
         return
     with agreement.phase(SHARING), agreement.barrier():
-        received = [item for item in shared if item.reader != agreement.rank]
-        for item, targets in zip(received, final_memory(received), strict=True):
-            item.finals = targets
+        allocate(item for item in shared if item.reader != agreement.rank)
         groups: dict[tuple[tuple[int, ...], int], list[torch.Tensor]] = defaultdict(list)
         for item in shared:
             assert item.reader is not None

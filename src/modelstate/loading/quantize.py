@@ -85,12 +85,6 @@ class Int8Rows(QuantizedRows):
     The operations and their order are those of torchao's symmetric quantization. They overwrite the rows.
     """
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the quantized rows. Overwrites `rows`."""
-        parts = self.parts(len(rows))
-        self.write(rows, parts)
-        return self.whole(parts, rows.shape)
-
     def write(self, rows: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
         """Writes the quantized rows to the parts of the result. Overwrites `rows`."""
         # Few operations, because threads wait for the interpreter lock before each of them.
@@ -178,35 +172,6 @@ class Quantize(BlockTransform):
 
     def __call__(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
         """Returns the weight of a Linear after `quantize_`."""
-        is_ordered = tensor.is_contiguous() and tensor.device.type == "cpu" and len(tensor)
-        in_place = self.block_function(tuple(tensor.shape), tensor.dtype) if is_ordered else None
-        return in_place(tensor) if isinstance(in_place, Int8Rows) else self._by_torchao(name, tensor, module)
-
-    def _exact_rows(self, columns: int, dtype: torch.dtype) -> QuantizedRows | None:
-        """The quantization by rows of so many columns, whose result for a sample is torchao's, bit for bit."""
-        if not 0 < columns <= _MOST_COLUMNS or not _by_rows(self.config):
-            return None
-        quantize = partial(self._by_torchao, "some rows", module=nn.Linear(1, 1, bias=False, device="meta"))
-        sample = _sample(columns).to(dtype)
-        try:
-            expected: Any = quantize(sample.clone())
-            names = set(expected.__tensor_flatten__()[0])
-        except Exception as error:  # a shape that torchao refuses, for example; it raises again for the weight itself
-            keep_interrupt(error)
-            return None
-        of_block = self._copies * 4 * max(BLOCK_BYTES // dtype.itemsize, columns)
-        found = [QuantizedRows(quantize, expected, of_block + _HEAP_BYTES)]
-        is_int8 = type(self.config).__name__ in _INT8 and _PARTS <= names <= {*_PARTS, _CONSTANT}
-        if is_int8 and dtype == torch.float32 and expected.scale.shape == (len(sample), 1):  # one scale for each row
-            found.insert(0, Int8Rows(quantize, expected, _HEAP_IN_PLACE_BYTES))
-        return next((rows for rows in found if rows.is_exact(sample)), None)
-
-    @property
-    def _copies(self) -> int:
-        """The copies in float32 that torchao makes of what it quantizes."""
-        return next((n for part, n in _COPIES.items() if part in type(self.config).__name__), _MOST_COPIES)
-
-    def _by_torchao(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
         from torchao.quantization import quantize_
 
         has_bias = getattr(module, "bias", None) is not None
@@ -238,6 +203,30 @@ class Quantize(BlockTransform):
             )
         return weight
 
+    def _exact_rows(self, columns: int, dtype: torch.dtype) -> QuantizedRows | None:
+        """The quantization by rows of so many columns, whose result for a sample is torchao's, bit for bit."""
+        if not 0 < columns <= _MOST_COLUMNS or not _by_rows(self.config):
+            return None
+        quantize = partial(self, "some rows", module=nn.Linear(1, 1, bias=False, device="meta"))
+        sample = _sample(columns).to(dtype)
+        try:
+            expected: Any = quantize(sample.clone())
+            names = set(expected.__tensor_flatten__()[0])
+        except Exception as error:  # a shape that torchao refuses, for example; it raises again for the weight itself
+            keep_interrupt(error)
+            return None
+        of_block = self._copies * 4 * max(BLOCK_BYTES // dtype.itemsize, columns)
+        found = [QuantizedRows(quantize, expected, of_block + _HEAP_BYTES)]
+        is_int8 = type(self.config).__name__ in _INT8 and _PARTS <= names <= {*_PARTS, _CONSTANT}
+        if is_int8 and dtype == torch.float32 and expected.scale.shape == (len(sample), 1):  # one scale for each row
+            found.insert(0, Int8Rows(quantize, expected, _HEAP_IN_PLACE_BYTES))
+        return next((rows for rows in found if rows.is_exact(sample)), None)
+
+    @property
+    def _copies(self) -> int:
+        """The copies in float32 that torchao makes of what it quantizes."""
+        return next((n for part, n in _COPIES.items() if part in type(self.config).__name__), _MOST_COPIES)
+
     def block_shape(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...] | None:
         """The shape of a group of the config, or of a row; None where the config has no separate scales for rows.
 
@@ -265,8 +254,6 @@ class Quantize(BlockTransform):
             shape: The shape of the weight.
             dtype: The dtype of the weight.
         """
-        if isinstance(self.block_function(shape, dtype), Int8Rows):
-            return _HEAP_IN_PLACE_BYTES
         return self._copies * torch.Size(shape).numel() * max(dtype.itemsize, 4) + _HEAP_BYTES
 
 

@@ -53,8 +53,6 @@ class Step(NamedTuple):
     """Other names of the same tensor in the model."""
     rules: tuple[str, ...] = ()
     """The rules that lead from the source to the name; with `init_missing=`, the methods that initialise the tensor."""
-    mapped: bool = False
-    """Whether the value is a map of the file, so that nothing is copied."""
     shard: str = ""
     """The part of a DTensor that this rank loads: "[2:4, 0:8]"; several parts where they do not adjoin."""
 
@@ -62,7 +60,12 @@ class Step(NamedTuple):
     def decision(self) -> tuple[object, ...]:
         """What a plan decides. Whether bytes are mapped, or read at the commit, depends on other processes too."""
         way = {Way.MAP: Way.NEW, Way.INTO: Way.STAGED}.get(self.way, self.way)
-        return (*self[:3], way, *self[5:12], self.shard)
+        return (*self[:3], way, *self[5:])
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the value is a map of the file, so that nothing is copied."""
+        return self.way is Way.MAP
 
     @property
     def cast(self) -> str:
@@ -77,7 +80,7 @@ class Step(NamedTuple):
         del values["stored_dtype"]
         values["dtype"] = "" if self.dtype is None else short(self.dtype)
         values["device"] = "" if self.device is None else str(self.device)
-        values["cast"], values["bytes"] = self.cast, values.pop("nbytes")
+        values |= {"mapped": self.mapped, "cast": self.cast, "bytes": values.pop("nbytes")}
         return values
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from itertools import repeat
+from itertools import cycle, repeat
 
 import torch
 from msgspec.structs import replace
@@ -131,9 +131,8 @@ class Planner:
                 item.stage_instead("they are small")
         # How the parts of DTensors are read whose bytes do not adjoin in the file.
         shards = [item for item in (single.transfers for single in self.singles) if item.facts.sharded is not None]
-        in_runs = [item for item in shards if item.facts.stored is not None and item.nbytes and not item.columns.paths]
-        strided = [(item.nbytes, read_bytes(stored)) for item in in_runs if (stored := item.facts.stored) is not None]
-        if strided:
+        in_runs = [(item.nbytes, item.facts.stored) for item in shards if item.nbytes and not item.columns.paths]
+        if strided := [(nbytes, read_bytes(stored)) for nbytes, stored in in_runs if stored is not None]:
             needed, read = (sum(column) for column in zip(*strided, strict=True))
             gaps = f", {size(read)} with the gaps of up to {size(GAP_BYTES)} between them" if read > needed else ""
             self.notes.append(f"{count(len(strided), 'shard')} of {size(needed)} read in separate runs{gaps}")
@@ -430,26 +429,25 @@ class Planner:
 
     def _steps_of(self, item: Transfers) -> Callable[[], list[Step]]:
         """Returns a function that makes the step of each row. It holds no tensor."""
-        own, columns = item.own, item.columns
+        own, columns, entries = item.own, item.columns, self.matched.applied.entries
         names, kinds, dtypes, device, way, why = item.names, item.kinds, item.dtypes, item.device, item.way, item.why
-        given, shapes, stored, nbytes = names, columns.shapes, list[torch.dtype](), columns.nbytes
-        ties, is_mapped, shard = tuple[str, ...](), item.maps is not None, ""
+        shapes, stored, nbytes, ties, shard = columns.shapes, columns.dtype_names, columns.nbytes, tuple[str, ...](), ""
         if own is not None:
-            given, shapes, stored, nbytes = [own.given], [item.slot_tensors[0].shape], [own.value.dtype], [item.nbytes]
+            shapes, nbytes = [item.slot_tensors[0].shape], [item.nbytes]
             slot = self.slots.by_name.get(item.name)
             ties = () if slot is None else tuple(name for name in slot.names if name != item.name)
             shard = "" if own.sharded is None else str(own.sharded.shard)
+        sources, rules = names, [tuple[str, ...]()]
         # An entry of stored tensors is created when it is accessed, and has the name in the model.
-        has_own_names = own is None and isinstance(self.matched.applied.entries, StoredEntries)
-        entries = [] if has_own_names else [self.entry_of(name) for name in given]
-        rules = [() if entry is None else entry.rules for entry in entries]
-        sources = names if has_own_names else [*map(self.source_of, given)]
+        if own is not None or not isinstance(entries, StoredEntries):
+            given = names if own is None else [own.given]
+            sources = [*map(self.source_of, given)]
+            rules = [() if (entry := self.entry_of(name)) is None else entry.rules for name in given]
 
         def make() -> list[Step]:
             before = names, kinds, sources, repeat(way), repeat(why), map(torch.Size, shapes), dtypes
-            in_file = stored or [dtype for dtype, *_ in columns.rows()], repeat(device), nbytes
-            after = repeat(ties), rules or repeat(()), repeat(is_mapped), repeat(shard)
-            return [*map(Step, *before, *in_file, *after)]
+            in_file = map(partial(getattr, torch), stored), repeat(device), nbytes
+            return [*map(Step, *before, *in_file, repeat(ties), cycle(rules), repeat(shard))]
 
         return make
 

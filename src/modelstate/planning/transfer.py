@@ -192,7 +192,7 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
     own: RowFacts | None = None
     """What the only row has besides; None for rows without facts of their own."""
     columns: TensorColumns = TensorColumns((), (), (), (), ())
-    """Where the values are in files; without rows for a value that is not one range of a file."""
+    """Dtypes and shapes of the values, and where they are in files; without that for a value that is not one range."""
     sink: Sink = Sink.WHOLE
     """All rows in blocks have one dtype in the files."""
     nbytes: int = 0
@@ -232,14 +232,15 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
     @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the first value in its file."""
-        return _DTYPES[self.columns.dtype_names[0]] if self.own is None else self.own.value.dtype
+        dtype: torch.dtype = getattr(torch, self.columns.dtype_names[0])
+        return dtype
 
     @property
     def extents(self) -> list[ByteRange]:
         """The ranges of files that the values are read from. Ranges of rows that adjoin are one."""
-        if self.columns.paths:
+        if self.own is None:
             return self.columns.extents
-        stored = self.facts.stored
+        stored = self.own.stored
         parts = () if stored is None else pieces_of(stored)
         return [part.extent for part in parts if isinstance(part, StoredTensor)]
 
@@ -285,10 +286,11 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
         The shapes are not those of the slots, which may change during a load in the background. A block function
         allocates the memory of its result.
         """
-        if self.own is not None:
-            is_new = self.own.block_function is None
-            return [(self.own.value.size(), self.own.own_stride, self.dtype)] if is_new else []
-        return [(torch.Size(shape), None, dtype) for shape, dtype in zip(self.columns.shapes, self.dtypes, strict=True)]
+        if self.own is not None and self.own.block_function is not None:
+            return []
+        stride = None if self.own is None else self.own.own_stride
+        rows = zip(self.columns.shapes, self.dtypes, strict=True)
+        return [(torch.Size(shape), stride, dtype) for shape, dtype in rows]
 
     def mapped(self) -> list[torch.Tensor]:
         """The values as maps of their files."""
@@ -310,8 +312,8 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
             return 0
         if self.sink is Sink.MEMORY:
             return self.nbytes
-        shapes = self.columns.shapes if self.own is None else [self.own.value.shape]
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, self.dtypes, strict=True))
+        rows = zip(self.columns.shapes, self.dtypes, strict=True)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in rows)
 
     @property
     def turn_bytes(self) -> int:
@@ -356,25 +358,18 @@ class Execution(msgspec.Struct, eq=False):
         self.transfers = replace(self.transfers, way=Way.STAGED, why=f"{AFTER_READS}: {reason}")
 
 
-Memory = Sequence[list[torch.Tensor]]
-"""The tensors that values are read into: for each execution one for each row."""
-
-
-def final_memory(executions: Sequence[Execution]) -> Memory:
-    """The final memory of values: the slots, or new memory, which small values share."""
-    transfers = [item.transfers for item in executions]
-    layouts = [[] if item.way is Way.INTO else item.layouts() for item in transfers]
-    pairs, memory = [*zip(transfers, layouts, strict=True)], list[list[torch.Tensor]]()
-    fresh = iter(fresh_tensors([layout for item, each in pairs if item.on_cpu for layout in each]))
-    for item, each in pairs:
-        if item.way is Way.INTO:
-            memory.append(item.params)
-        elif item.on_cpu:
-            memory.append([next(fresh) for _ in each])
+def allocate(executions: Iterable[Execution]) -> None:
+    """Sets the final values to the memory that they are read into: the slots, or new memory."""
+    for item in executions:
+        transfers = item.transfers
+        if transfers.way is Way.INTO:
+            item.finals = transfers.params
+        elif transfers.on_cpu:
+            item.finals = fresh_tensors(transfers.layouts())
         else:
             with torch.inference_mode(False):
-                memory.append([torch.empty(shape, dtype=dtype, device=item.device) for shape, _, dtype in each])
-    return memory
+                layouts, device = transfers.layouts(), transfers.device
+                item.finals = [torch.empty(shape, dtype=dtype, device=device) for shape, _, dtype in layouts]
 
 
 def with_way(item: Transfers, in_place: bool | None = None) -> Transfers:
@@ -384,7 +379,7 @@ def with_way(item: Transfers, in_place: bool | None = None) -> Transfers:
         item: The transfer. A way that has a reason stays.
         in_place: The option of the load.
     """
-    facts, param, value, stored, columns = item.facts, item.param, item.facts.value, item.facts.stored, item.columns
+    facts, param, value, stored = item.facts, item.param, item.facts.value, item.facts.stored
     bound, way, why = facts.module_transform, item.way, item.why
     if bound is not None:
         transform, shape, block_function = bound.transform, tuple(param.shape), None
@@ -400,9 +395,8 @@ def with_way(item: Transfers, in_place: bool | None = None) -> Transfers:
         way, why = choose_way(*plain, can_map=can_map, in_place=in_place, can_read_into=can_read_into)
     elif not why:
         way, why = Way.CODE, BY_SUBCLASS
-    if is_run(stored):
-        path, start, nbytes = stored.extent
-        columns = TensorColumns([stored.dtype_name], [stored.shape], [path], [start], [nbytes])
+    in_file = [[of_extent] for of_extent in stored.extent] if is_run(stored) else ((), (), ())
+    columns = TensorColumns([short(value.dtype)], [tuple(value.size())], *in_file)
     if isinstance(stored, Described | Derived):
         nbytes = stored.nbytes
     else:
@@ -453,6 +447,7 @@ def peak_bytes(transfers: Iterable[Transfers], strategy: ReadStrategy) -> int:
     """The memory beyond the final tensors: staged values, and buffers of casts and moves."""
     reading = [item for item in transfers if item.way is not Way.MAP]
     blocks = [item for item in reading if item.sink is Sink.BLOCKS]
+    devices = {item.device for item in blocks}
     whole = [item for item in reading if item.sink is Sink.WHOLE]
     combined = [item.facts.combined for item in reading if item.sink is Sink.COMPUTED]
     computing = max((read_threads() * each.thread_bytes for each in combined if each is not None), default=0)
@@ -461,23 +456,26 @@ def peak_bytes(transfers: Iterable[Transfers], strategy: ReadStrategy) -> int:
         ranges += strategy.threads * ROWS_BYTES
     if strategy.remote and (whole or any(item.sink is Sink.MEMORY for item in reading)):
         ranges += strategy.threads * strategy.reply_bytes
-    streamed = 0
-    if blocks:  # the memory of the threads of a stream of these values, and of a block on each device
-        devices = {item.device for item in blocks if item.device.type == "cuda"}
-        total = sum(aligned(nbytes) for item in blocks for nbytes in item.columns.nbytes)
-        used = strategy.for_devices(total) if devices else strategy
-        largest_unit = max(min(item.unit_bytes, item.nbytes) for item in blocks)
-        block_bytes = min(aligned(max(used.block_bytes, largest_unit)), total)
-        working_bytes = 0  # of each thread, beside its buffer
-        for item in blocks:
-            if item.own is not None and (function := item.own.block_function) is not None:
-                cast = min(max(strategy.block_bytes, item.unit_bytes), item.nbytes) // item.stored_dtype.itemsize
-                cast_bytes = cast * item.dtype.itemsize if item.stored_dtype != item.dtype else 0
-                working_bytes = max(working_bytes, function.extra_bytes + cast_bytes)
-        threads = used.threads if total > block_bytes else 1
-        streamed = threads * (used.reply_bytes + block_bytes + working_bytes) + len(devices) * block_bytes
+    streamed = sum(_stream_bytes([item for item in blocks if item.device == device], strategy) for device in devices)
     # These reads follow each other, and each frees its memory.
     return sum(item.staged_bytes for item in reading) + max(streamed, computing, ranges)
+
+
+def _stream_bytes(items: Sequence[Transfers], strategy: ReadStrategy) -> int:
+    """The memory of the threads of a stream of values to one device, and of a block there."""
+    total = sum(aligned(nbytes) for item in items for nbytes in item.columns.nbytes)
+    is_cuda = items[0].device.type == "cuda"
+    used = strategy.for_devices(total) if is_cuda else strategy
+    largest_unit = max(min(item.unit_bytes, item.nbytes) for item in items)
+    block_bytes = min(aligned(max(used.block_bytes, largest_unit)), total)
+    working_bytes = 0  # of each thread, beside its buffer
+    for item in items:
+        if item.own is not None and (function := item.own.block_function) is not None:
+            cast = min(max(strategy.block_bytes, item.unit_bytes), item.nbytes) // item.stored_dtype.itemsize
+            cast_bytes = cast * item.dtype.itemsize if item.stored_dtype != item.dtype else 0
+            working_bytes = max(working_bytes, function.extra_bytes + cast_bytes)
+    threads = used.threads if total > block_bytes else 1
+    return threads * (used.reply_bytes + block_bytes + working_bytes) + (block_bytes if is_cuda else 0)
 
 
 # Values without facts of their own.
