@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
+from torch import nn
 
 import modelstate as ms
 from modelstate.errors import DamagedFileError, OpenError, SourceNotFoundError
+from tests.faults import faulty_reads
 from tests.formats.files import index_text, same
 
 STATE = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(6)}
@@ -46,6 +49,29 @@ def test_what_huggingface_hub_writes(tmp_path: Path) -> None:
     found = ms.open(path)
     assert list(found) == list(STATE)
     assert all(same(found.tensor(name), STATE[name]) for name in STATE)
+
+
+@pytest.mark.slow
+def test_more_shards_than_a_process_may_open(tmp_path: Path) -> None:
+    """Files make room for others, and are mapped as far as there are descriptors. No file is read for each shard."""
+    state = {f"{i}.weight": torch.full((4, 4), float(i)) for i in range(300)}
+    save_torch_state_dict(state, tmp_path, max_shard_size=64)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (240, hard))
+    try:
+        for options in ({}, {"map": True}, {"in_place": True}, {"dtype": "float64"}):
+            with ms.skeleton():
+                mapped = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in state))
+            for model in (mapped, nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in state))):
+                report = ms.load(model, tmp_path, **options)
+                assert all(same(value.float(), state[name]) for name, value in model.state_dict().items())
+                assert "dtype" in options or any(step.mapped for step in report.steps) == (model is mapped)
+        with faulty_reads() as faults:
+            ms.convert_checkpoint(tmp_path, tmp_path / "one.pt")
+        assert sum(request.call == "open" and request.path.endswith(".json") for request in faults.requests) < 10
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert same(ms.open(tmp_path / "one.pt").tensor("299.weight"), state["299.weight"])
 
 
 def test_the_order_is_that_of_the_shards(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ class Maps:
             mapped = self._map(path)
             known = mapped is not None and self._protect(path, mapped, option)
             if mapped is None and not self._is_remote(path):
-                self.note("read into memory, not mapped: its file system has no maps, or the system refuses them", path)
+                self.note(f"read into memory, not mapped: {_REFUSED if path in self._maps else _TOO_MANY}", path)
             elif mapped is None and option:
                 self.note("read into memory: only files of this machine are mapped", path)
             self._can_map[path, option] = known
@@ -220,11 +220,11 @@ class Maps:
         return known is not None and known.is_remote
 
     def _map(self, path: str) -> mmap.mmap | None:
-        """The map of a file, which is as long as when it was opened; None where there are no maps of it.
+        """The map of a file, which is as long as when it was opened; None where there is none, or there are too many.
 
         Raises `ReadFailedError`.
         """
-        if path in self._maps or self._is_remote(path):
+        if path in self._maps or self._is_remote(path) or len(_mapped) >= system.most_open():
             return self._maps.get(path)
         fingerprint, mapped = self._fingerprints.get(path), None
         with open_unchanged(path, fingerprint).descriptor as descriptor:
@@ -233,6 +233,8 @@ class Maps:
             except (OSError, ValueError) as error:
                 if getattr(error, "errno", None) not in _NO_MAPS:
                     raise read_failed("the file cannot be mapped", path, error) from error
+            else:
+                _mapped.add(mapped)
         if mapped is not None and fingerprint is not None and len(mapped) < fingerprint.nbytes:
             raise ReadFailedError(
                 "the file has become shorter since it was opened",
@@ -257,9 +259,13 @@ def views_of(maps: Mapping[str, mmap.mmap], columns: TensorColumns) -> list[torc
 
 
 _lock = fork_safe_lock()
+_mapped = weakref.WeakSet[mmap.mmap]()
+"""The maps of this process. Each has a file descriptor."""
 
 
 UNALIGNED = "read into memory, not mapped: its elements are not at multiples of their size, as memory needs them"
+_REFUSED = "its file system has no maps, or the system refuses them"
+_TOO_MANY = "the files are more than a quarter of those that this process may have open (ulimit -n)"
 _MAPS_IT = "map=True, in Python, maps it all the same"
 _NO_MAPS = (errno.ENODEV, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 """The errors of a file system that has no maps, and of a system that does not permit them."""

@@ -23,6 +23,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -311,22 +312,17 @@ def other_shards(files: Collection[str]) -> tuple[str, str, tuple[str, ...]] | N
     Returns None where no file is such a shard. The path is empty where no index names the shard.
     """
     loaded = {os.path.basename(path) for path in files}
+    named_beside = cache(_named_in_directory)
     for path in files:
         directory, shard = os.path.split(path)
         match = re.fullmatch(_ANY, shard)
         if match is None:
             continue
-        index, names = "", frozenset[str]()
-        with suppress(OSError):
-            for entry in () if is_remote(path) else sorted(os.listdir(directory)):
-                if entry.endswith(INDEX_SUFFIX) and not names:
-                    index = os.path.join(directory, entry)
-                    named = named_in(index) or frozenset()
-                    names = named if shard in named else names
+        indices = () if is_remote(path) else named_beside(directory)
+        index, names = next((found for found in indices if shard in found[1]), ("", frozenset[str]()))
         if not names and int(match[3]) <= MAX_SHARDS:
             numbers = range(1, int(match[3]) + 1)
             names = frozenset(f"{match[1]}-{number:0{len(match[2])}d}-of-{match[3]}{match[4]}" for number in numbers)
-            index = ""
         if others := tuple(sorted(names - loaded)):
             return shard, index, others
     return None
@@ -393,6 +389,16 @@ def old_files(path: str, but: Collection[str] = ()) -> list[str]:
             shards = set() if elsewhere is None else shards - elsewhere
     paths = [os.path.join(directory, entry) for entry in (index, *sorted(shards)) if entry in entries]
     return [path for path in paths if path not in but]
+
+
+def _named_in_directory(directory: str) -> list[tuple[str, frozenset[str]]]:
+    """The paths of the indices in a directory, and the files that each of them names."""
+    with suppress(OSError):
+        entries = (entry for entry in sorted(os.listdir(directory or ".")) if entry.endswith(INDEX_SUFFIX))
+        return [
+            (index, named_in(index) or frozenset()) for index in (os.path.join(directory, entry) for entry in entries)
+        ]
+    return []
 
 
 def named_in(index: str) -> frozenset[str] | None:

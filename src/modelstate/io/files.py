@@ -446,7 +446,8 @@ def open_unchanged(path: str, fingerprint: FileFingerprint | None) -> LocalFile:
 class OpenFiles:
     """Files, each opened at its first use. A context manager, whose end closes them.
 
-    A file without a fingerprint is one of this machine.
+    A file without a fingerprint is one of this machine. Of more files than `system.most_open`, the first ones are
+    closed, and opened again at their next use.
 
     Args:
         fingerprints: What each file must be, by path.
@@ -456,6 +457,8 @@ class OpenFiles:
     def __init__(self, fingerprints: Mapping[str, FileFingerprint], kept: dict[str, LocalFile] | None = None) -> None:
         self.fingerprints, self._kept = fingerprints, {} if kept is None else kept
         self._files: dict[str, RangeFile] = {}
+        self._left: set[str] = set()
+        """The files that had to make room."""
         self._lock = threading.Lock()
 
     def __getitem__(self, path: str) -> RangeFile:
@@ -470,6 +473,10 @@ class OpenFiles:
                     file = RemoteFile(path, ObjectVersion(known.nbytes, known.modified_ns, known.tag), known.cache)
                 elif file is None or file.fingerprint != known:
                     file = open_unchanged(path, known)
+                if len(self._files) + len(self._kept) >= system.most_open():
+                    opened = self._files or self._kept
+                    self._left.add(first := next(iter(opened)))
+                    del opened[first]  # a thread that is reading it has a reference, which keeps it open
                 self._files[path] = file
             return file
 
@@ -477,6 +484,9 @@ class OpenFiles:
         """Raises `ReadFailedError` where a file has changed since it was opened."""
         for file in self._files.values():
             file.check_unchanged()
+        for path in self._left:
+            if (known := self.fingerprints.get(path)) is None or not known.is_remote:
+                open_unchanged(path, known).close()
 
     def release(self) -> None:
         """Releases the leases: a writer that waits goes on."""
@@ -498,8 +508,6 @@ class OpenFiles:
 
 
 _kept = ThreadValue[dict[str, LocalFile] | None](None)
-_MOST_KEPT = 64
-"""A process may usually have 1024 files open."""
 
 
 @contextmanager
@@ -573,7 +581,12 @@ class SourceFile:
 
     def __exit__(self, *_: object) -> None:
         kept = _kept.value
-        if kept is None or not isinstance(self._file, LocalFile) or self.path in kept or len(kept) == _MOST_KEPT:
+        if (
+            kept is None
+            or not isinstance(self._file, LocalFile)
+            or self.path in kept
+            or len(kept) >= system.most_open()
+        ):
             self._file.close()
         else:
             kept[self.path] = self._file

@@ -88,7 +88,7 @@ def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
     if not _CAN_REPLACE:
         return "this system has no file leases"
     with _lock:
-        if len(_leases) >= os.sysconf("SC_OPEN_MAX") // 4:
+        if len(_leases) >= system.most_open():
             return "a quarter of the file descriptors that this process may have (ulimit -n) hold leases already"
         if not _start_watcher():
             return "the thread that answers for leases cannot be started"

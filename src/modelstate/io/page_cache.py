@@ -148,7 +148,10 @@ def lease_files(extents: Sequence[ByteRange], files: OpenFiles) -> str:
     nbytes = sum(extent.nbytes for extent in extents)
     if lease.safe_seconds() < max(_LEAST_SECONDS, 2 * nbytes / _BYTES_PER_SECOND):
         return "the kernel lets a writer wait for a shorter time than the read may take"
-    for path in dict.fromkeys(extent.path for extent in extents):
+    paths = dict.fromkeys(extent.path for extent in extents)
+    if len(paths) > system.most_open():
+        return "the files are more than a quarter of those that this process may have open (ulimit -n)"
+    for path in paths:
         file = files[path]
         refusal = file.lease() if isinstance(file, LocalFile) else "it is not a file of this machine"
         if refusal:

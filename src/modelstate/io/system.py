@@ -29,6 +29,11 @@ open, stat, fstat = os.open, os.stat, os.fstat
 pread, preadv = os.pread, os.preadv
 
 
+def most_open() -> int:
+    """The most files that one use keeps open, such as maps or leases: the process needs descriptors for others."""
+    return os.sysconf("SC_OPEN_MAX") // 4
+
+
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
