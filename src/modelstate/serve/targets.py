@@ -6,6 +6,7 @@ A `Target` makes the programs, one for each version; requests call a `Program`. 
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 import types
 from abc import ABC, abstractmethod
@@ -356,7 +357,9 @@ def check_mode(target: nn.Module | ExportedProgram, training: bool, where: str) 
         ]
     else:
         remedy = "export module.eval()"
-        parts = [node.name for node in target.graph.nodes if node.op == "call_function" and _trains(node)]
+        # Also those of parts without gradients, with autocast, or under a condition, which have graphs of their own.
+        graphs = [part.graph for part in target.graph_module.modules() if isinstance(part, GraphModule)]
+        parts = [node.name for graph in graphs for node in graph.nodes if node.op == "call_function" and _trains(node)]
     if parts and not training:
         raise LiveTargetError(
             "the target is in training mode, and a part of it computes something else then",
@@ -368,18 +371,24 @@ def check_mode(target: nn.Module | ExportedProgram, training: bool, where: str) 
 
 
 def _reads_mode(module: nn.Module) -> bool:
-    """Whether code of the module's class, or a function among its attributes, refers to the name `training`."""
+    """Whether code of the module's class, or a function among its attributes, refers to the name `training`.
+
+    Functions that decorators have wrapped are looked at, too.
+    """
     if isinstance(module, torch.jit.ScriptModule):  # a trace has the mode as a constant
         return any(word in str(getattr(module, "code", "")) for word in ("training", "dropout", "batch_norm"))
     bases = [base for base in type(module).__mro__ if base not in nn.Module.__mro__]
     members = [value for base in bases for value in vars(base).values()] + [*vars(module).values()]
     members = [value.fget if isinstance(value, property) else getattr(value, "__func__", value) for value in members]
-    return any(isinstance(value, types.FunctionType) and _refers_to_mode(value.__code__) for value in members)
+    return any(_refers_to_mode(inspect.unwrap(value, stop=_refers_to_mode)) for value in members)
 
 
-def _refers_to_mode(code: types.CodeType) -> bool:
-    inner = [value for value in code.co_consts if isinstance(value, types.CodeType)]
-    return "training" in (*code.co_names, *code.co_consts) or any(map(_refers_to_mode, inner))
+def _refers_to_mode(value: object) -> bool:
+    """Whether a function, or its code, has the name `training`, or a function inside it has."""
+    code = value.__code__ if isinstance(value, types.FunctionType) else value
+    return isinstance(code, types.CodeType) and (
+        "training" in (*code.co_names, *code.co_consts) or any(map(_refers_to_mode, code.co_consts))
+    )
 
 
 def _trains(node: Node) -> bool:
