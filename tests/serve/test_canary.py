@@ -113,6 +113,8 @@ def test_a_type_that_changes_with_the_version_is_refused() -> None:
         tried(lambda k: None if k > 1 else "label")
     with pytest.raises(CanaryError, match="has NaN"):
         tried(lambda k: float("nan") if k > 1 else k)
+    with pytest.raises(CanaryError, match="has NaN"):
+        tried(lambda k: torch.tensor([float("nan"), float("nan") if k > 1 else k]))
     tried(lambda k: [object(), None, 2**70, np.array(["label"])], atol=0.0)  # of which only the class is looked at
 
 
