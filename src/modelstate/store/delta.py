@@ -66,8 +66,8 @@ class Delta(msgspec.Struct, frozen=True):
     where the difference would be larger than half of the model, or with the linked files larger than the model twice.
     Other objects than modules are whole in every step.
 
-    The store keeps a copy of the models as they were saved last in memory of the CPU, without frozen parameters, until
-    `Store.close`. Of a module with DTensors, each rank keeps a copy of its part, with frozen parameters.
+    The store keeps a copy of the models as they were saved last in memory of the CPU, until `Store.close`, without
+    frozen parameters that do not change. Of a module with DTensors, each rank keeps a copy of its part, with them.
 
     Args:
         full_every: the first of each so many steps is whole, so that at most one less have to be applied.
@@ -155,6 +155,8 @@ class ModuleDeltas:
         """For each tensor its blocks, one after another."""
         self._digests: dict[_Key, dict[range, str]] = {}
         """Those of the blocks in the copies that are not being changed, by their elements."""
+        self._moving: set[Key] = set()
+        """Frozen parameters that have changed all the same, such as those of a moving average."""
 
     def write(
         self,
@@ -195,9 +197,9 @@ class ModuleDeltas:
         blocks = divided(tensors, meshes, ranks, lambda itemsize: math.lcm(BLOCK_ELEMENTS, BLOCK_BYTES // itemsize))
         patchable = {name: last[name] for name in last.keys() & state.plain_names} if takes_patches else {}
         # Values of frozen parameters stay where they are, if this process has them.
-        kept = tensors.keys() if writer is not None else tensors.keys() - frozen
+        fixed = {name for name in frozen if writer is None and (path, name) not in self._moving}
         with agreement.phase(COMPARING), agreement.barrier():
-            own = self._own(path, [block for block in blocks if block.rank == agreement.rank], kept, patchable)
+            own = self._own(path, [block for block in blocks if block.rank == agreement.rank], fixed, patchable)
             self._encode(own, exchanged(blocks, writer, agreement.rank), os.path.join(self._index.directory, index))
         frames: dict[str, list[bytes]] = {}
         found: list[_Report] = []
@@ -216,6 +218,7 @@ class ModuleDeltas:
         for block in blocks:
             changes[block.name].add(block, *next(reports[block.rank]))
         same = {name for name, change in changes.items() if change.digest == last.get(name)}
+        self._moving |= {(path, name) for name in fixed & last.keys() - same}
         heads = {name: head(tensors[name].numel(), change.frames or ()) for name, change in changes.items()}
         sizes = {name: change.payload_bytes(len(heads[name])) for name, change in changes.items() if change.frames}
         payload_bytes = {name: size for name, size in sizes.items() if 2 * size <= tensors[name].nbytes}
@@ -240,14 +243,14 @@ class ModuleDeltas:
 
     @torch.inference_mode(False)
     def _own(
-        self, path: str, blocks: Sequence[TensorBlock], kept: Set[str], last: Mapping[str, str]
+        self, path: str, blocks: Sequence[TensorBlock], fixed: Set[str], last: Mapping[str, str]
     ) -> dict[tuple[str, range], _OwnBlock]:
         """Returns the blocks of this rank, by the name of the tensor and the elements.
 
         Args:
             path: The path of the module.
             blocks: The blocks.
-            kept: The tensors whose values are kept.
+            fixed: The tensors whose values are not kept.
             last: The digests in the last checkpoint of the tensors that can be patched.
         """
         own = dict[tuple[str, range], _OwnBlock]()
@@ -256,7 +259,7 @@ class ModuleDeltas:
             of, key = [*group], (path, name)
             known, copy = self._digests.pop(key, {}), before.pop(key, None)
             copies: Sequence[torch.Tensor | None] = [None] * len(of)
-            if name in kept:
+            if name not in fixed:
                 sizes, dtype = [len(block.elements) for block in of], of[0].tensor.dtype
                 if copy is None or copy.dtype != dtype or [*known] != [block.elements for block in of]:
                     # By its bytes: some dtypes cannot be filled with zeros.
