@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from modelstate.errors import TensorSpecError
-from modelstate.spec import (
-    DTYPES,
-    ByteRange,
-    Combined,
-    Described,
-    Stored,
-    StoredTensor,
-    StoredTensors,
-    elements_bytes,
-)
+from modelstate.spec import DTYPES, ByteRange, Combined, Described, Stored, StoredTensor, StoredTensors, elements_bytes
 
 if TYPE_CHECKING:
     import numpy as np

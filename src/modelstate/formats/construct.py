@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,7 @@ from msgspec.structs import replace
 
 from modelstate.errors import DamagedFileError, ForbiddenGlobalError, OpenError, UnsupportedTensorError, code_errors
 from modelstate.formats.torch_globals import TorchGlobals, is_never, set_state, unsupported
-from modelstate.formats.unpickle import (
-    Allowed,
-    DeferredCall,
-    DeferredTensor,
-    Keys,
-    SafeGlobal,
-    Storage,
-    invalid,
-)
+from modelstate.formats.unpickle import Allowed, DeferredCall, DeferredTensor, Keys, SafeGlobal, Storage, invalid
 from modelstate.problems import option
 from modelstate.spec import Refused, StoredComposite, StoredTensor, set_version_metadata, version_metadata
 from modelstate.text_format import listed
@@ -52,16 +45,14 @@ def dotted(path: Path) -> str:
     return ".".join(reversed(names))
 
 
-class Audit:
-    """The findings in the value of a pickle of `data_nbytes` bytes.
+class _Audit:
+    """What each container in the value of a pickle of `data_nbytes` bytes contains.
 
     Raises `DamagedFileError` where containers are shared so often that the value stands for far more than the file has
     bytes.
     """
 
     def __init__(self, value: object, data_nbytes: int) -> None:
-        self.refused: list[tuple[str, Path]] = []
-        self.flawed: list[tuple[OpenError, Path]] = []
         self.keep: list[object] = []
         """The audited objects, so that no id is used again."""
         self.sizes: dict[int, tuple[int, int, int]] = {}
@@ -69,7 +60,7 @@ class Audit:
         self.open: set[int] = set()
         self.too_deep: set[int] = set()
         """The ids of containers that are not audited, since more than 100 others are around them."""
-        nodes, characters, _ = self.visit(value, (), 0)
+        nodes, characters, self.all_flags = self.visit(value, 0)
         if nodes > 100_000 + data_nbytes or characters > 1_000_000 + 16 * data_nbytes:
             raise DamagedFileError(
                 "the pickle stands for more than any memory: it holds the same containers again and again",
@@ -82,11 +73,8 @@ class Audit:
         sizes = self.sizes.get(id(node))
         return sizes[2] if sizes is not None else TENSOR if type(node) is StoredTensor else 0
 
-    def visit(self, node: Any, path: Path, depth: int, bare: bool = False) -> tuple[int, int, int]:
-        """Returns the nodes, the characters of names and the flags below a node, with shared parts counted each time.
-
-        The items of a `bare` sequence, such as the arguments of a call, have the path of the sequence.
-        """
+    def visit(self, node: Any, depth: int) -> tuple[int, int, int]:
+        """Returns the nodes, the characters of names and the flags below a node. Shared parts count each time."""
         kind = type(node)
         if kind in _PLAIN:
             return 1, 0, 0
@@ -102,12 +90,11 @@ class Audit:
             self.too_deep.add(key)
             return 1, 0, INERT | UNFINISHED
         self.open.add(key)
-        nodes, characters, flags = 1, 0, self.own_flags(node, path)
-        for name, child in _children(node, bare):
-            if type(child) is StoredTensor:
-                below = (1, 0, TENSOR)
-            else:
-                below = self.visit(child, path if name is _SAME else (path, name), depth + 1, name is _SAME)
+        nodes, characters, flags = 1, 0, _FLAGS.get(kind, 0)
+        if (kind is Refused and node.module_fields is not None) or (kind is Storage and node.dtype in QUANTIZED):
+            flags = INERT | UNFINISHED
+        for name, child in _children(node):
+            below = (1, 0, TENSOR) if type(child) is StoredTensor else self.visit(child, depth + 1)
             nodes += below[0]
             characters += below[1] + below[0] * (1 + len(name) if type(name) is str else 8)
             flags |= below[2]
@@ -116,29 +103,21 @@ class Audit:
         self.keep.append(node)
         return nodes, characters, flags
 
-    def own_flags(self, node: Any, path: Path) -> int:
-        kind = type(node)
-        if kind is Refused:
-            if node.error is None:
-                self.refused.append((node.name, path))
-            else:
-                self.flawed.append((node.error, path))
-            return INERT if node.module_fields is None else INERT | UNFINISHED
-        if kind is Storage:
-            return INERT | UNFINISHED if node.dtype in QUANTIZED else TENSOR | UNFINISHED
-        if kind is DeferredTensor:
-            return TENSOR | UNFINISHED
-        if kind in (DeferredCall, Allowed, SafeGlobal):
-            return UNFINISHED
-        return 0
 
-
+_FLAGS: dict[type, int] = {
+    Refused: INERT,
+    **dict.fromkeys((Storage, DeferredTensor), TENSOR | UNFINISHED),
+    **dict.fromkeys((DeferredCall, Allowed, SafeGlobal), UNFINISHED),
+}
 _SAME = object()
 """Used as a key where the path of a child is that of the node."""
 
 
-def _children(node: Any, bare: bool) -> Iterator[tuple[object, object]]:
-    """The direct children of a node, with their keys in the path."""
+def _children(node: Any, bare: bool = False) -> Iterator[tuple[object, object]]:
+    """The direct children of a node, with their keys in the path.
+
+    The items of a `bare` sequence, such as the arguments of a call, have the path of the sequence.
+    """
     kind = type(node)
     if kind in MAPPINGS:
         for key, value in node.items():
@@ -155,6 +134,23 @@ def _children(node: Any, bare: bool) -> Iterator[tuple[object, object]]:
         yield _SAME, node.parts
     elif kind is DeferredCall:
         yield from ((_SAME, piece) for piece in node.pieces)
+
+
+def _refused_in(node: object) -> Iterator[tuple[Refused, Path]]:
+    """Yields the placeholders in a node, with their paths."""
+    waiting: list[tuple[object, Path, bool]] = [(node, (), False)]
+    seen = set[int]()
+    while waiting:
+        node, path, bare = waiting.pop()
+        if id(node) in seen or type(node) in _PLAIN:
+            continue
+        seen.add(id(node))
+        if type(node) is Refused:
+            yield node, path
+        children = [
+            (child, path if name is _SAME else (path, name), name is _SAME) for name, child in _children(node, bare)
+        ]
+        waiting += reversed(children)
 
 
 def construct(value: object, *, path: str, data_nbytes: int, names: TorchGlobals, skip_forbidden: bool) -> object:
@@ -175,14 +171,15 @@ def construct(value: object, *, path: str, data_nbytes: int, names: TorchGlobals
     `Refused`.
     """
     try:
-        findings = Audit(value, data_nbytes)
+        audit = _Audit(value, data_nbytes)
+        found = [*_refused_in(value)] if audit.all_flags & INERT else []
         if not skip_forbidden:
-            _raise_refused(findings, path, names)
-        for error, place in findings.flawed:
-            if not isinstance(error, UnsupportedTensorError):
-                error.where = f"{path}: {dotted(place)}" if place else path
-                raise error
-        return _Constructor(findings, path).make(value, ())
+            _raise_refused(found, path, names)
+        for refused, place in found:
+            if refused.error is not None and not isinstance(refused.error, UnsupportedTensorError):
+                refused.error.where = f"{path}: {dotted(place)}" if place else path
+                raise refused.error
+        return _Constructor(audit, path).make(value, ())
     except RecursionError as error:
         raise DamagedFileError(
             "containers in the pickle are nested too deep for Python's stack",
@@ -192,8 +189,8 @@ def construct(value: object, *, path: str, data_nbytes: int, names: TorchGlobals
         ) from error
 
 
-def _raise_refused(findings: Audit, path: str, names: TorchGlobals) -> None:
-    refused = [(name, dotted(place)) for name, place in findings.refused]
+def _raise_refused(found: Sequence[tuple[Refused, Path]], path: str, names: TorchGlobals) -> None:
+    refused = [(each.name, dotted(place)) for each, place in found if each.error is None]
     # A class that the pickle asked for and then dropped has no place, but it was asked for.
     refused += [(name, "") for name in sorted(names.refused - {name for name, _ in refused})]
     if not refused:
@@ -214,7 +211,7 @@ def _raise_refused(findings: Audit, path: str, names: TorchGlobals) -> None:
 
 def refusal(found: Mapping[str, Refused], source: str) -> OpenError:
     """Returns the error for values that are not read, by their paths, where they are needed."""
-    refused = ((value, path) for path, node in found.items() for value in _refused_in(node))
+    refused = ((value, path) for path, node in found.items() for value, _ in _refused_in(node))
     names = list(dict.fromkeys((value.name, path) for value, path in refused if value.error is None))
     if names:
         return forbidden(
@@ -277,31 +274,16 @@ def forbidden(
     )
 
 
-def _refused_in(node: object) -> Iterator[Refused]:
-    waiting, seen = [node], set[int]()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen or type(node) in _PLAIN:
-            continue
-        seen.add(id(node))
-        if type(node) is Refused:
-            yield node
-        waiting += reversed([child for _, child in _children(node, bare=True)])
-
-
 class _Constructor:
     """Creates the values of a tree, or the value of a composite from its tensors."""
 
-    def __init__(
-        self,
-        findings: Audit,
-        path: str,
-        tree: _Constructor | None = None,
-        tensors: Mapping[int, torch.Tensor] | None = None,
-    ) -> None:
-        """For a composite, `tree` creates what holds no tensors, and `tensors` has its tensors by the ids of nodes."""
-        self.audit, self.path, self.tree = findings, path, tree
-        self.tensors = tensors
+    tree: _Constructor | None = None
+    """For a composite: what creates the values that hold no tensors."""
+    tensors: Mapping[int, torch.Tensor]
+    """The tensors of a composite by the ids of their nodes."""
+
+    def __init__(self, audit: _Audit, path: str) -> None:
+        self.audit, self.path = audit, path
         self.values: dict[int, Any] = {}
         self.open: set[int] = set()
         self.keys = Keys()
@@ -336,7 +318,7 @@ class _Constructor:
             return node.real
         if kind is SafeGlobal:
             return Refused(node.name) if node.real is None else node.real
-        if self.tensors is not None and kind in (StoredTensor, Storage):
+        if self.tree is not None and kind in (StoredTensor, Storage):
             return _with_grad(self.tensors[id(node)], node)
         if kind is Storage:
             if node.dtype in QUANTIZED:
@@ -359,7 +341,8 @@ class _Constructor:
                 args, kwargs = self.make(node.args, path), self.make(node.kwargs, path)
                 if refused := _with_refused(node, (args, kwargs)):
                     return refused
-                target = self.values[id(node)] = _created(node, args, kwargs)
+                make = partial(node.make.__new__, node.make) if node.new else node.make
+                target = self.values[id(node)] = make(*args, **kwargs)
                 pieces = [self.make(piece, path) for piece in (node.states, node.appended, node.inserted)]
                 return _with_refused(node, pieces) or _filled(target, *pieces)
         except UnsupportedTensorError as error:
@@ -437,7 +420,8 @@ class _Constructor:
             what = f"a tensor of kind {kind} cannot be made of its parts"
             try:
                 with code_errors(DamagedFileError, what, where=place, remedy=_SAME_VERSION):
-                    inner = _Constructor(self.audit, self.path, self, dict(zip(parts, tensors, strict=True)))
+                    inner = _Constructor(self.audit, self.path)
+                    inner.tree, inner.tensors = self, dict(zip(parts, tensors, strict=True))
                     return recipe.make(inner.make(recipe.parts, path))
             except OpenError as error:
                 error.where = error.where or place
@@ -471,11 +455,6 @@ def _with_grad(tensor: torch.Tensor, node: StoredTensor | Storage | DeferredTens
     return tensor.detach().requires_grad_() if node.requires_grad else tensor
 
 
-def _created(call: DeferredCall, args: Any, kwargs: Any) -> object:
-    cls: Any = call.make
-    return cls.__new__(cls, *args, **kwargs) if call.new else cls(*args, **kwargs)
-
-
 def _filled(target: Any, states: Any, appended: Any, inserted: Any) -> object:
     if appended:
         add = target.append if hasattr(target, "append") else target.add
@@ -490,8 +469,9 @@ def _filled(target: Any, states: Any, appended: Any, inserted: Any) -> object:
 
 def _with_refused(node: object, pieces: object) -> Refused | None:
     """The placeholder for an object with refused values among its pieces; None where there are none."""
-    inner = next(_refused_in(pieces), None)
-    return None if inner is None else Refused(inner.name, node, error=inner.error)
+    for inner, _ in _refused_in(pieces):
+        return Refused(inner.name, node, error=inner.error)
+    return None
 
 
 def _within_itself(node: object) -> Refused:

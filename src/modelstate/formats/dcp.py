@@ -20,11 +20,7 @@ from typing import Any
 
 import torch
 
-from modelstate.errors import (
-    DamagedFileError,
-    OpenError,
-    UnsupportedTensorError,
-)
+from modelstate.errors import DamagedFileError, OpenError, UnsupportedTensorError
 from modelstate.formats import torch_zip
 from modelstate.formats.construct import construct, forbidden
 from modelstate.formats.recognise import Format, recognise
@@ -32,15 +28,7 @@ from modelstate.formats.sharded import safe_paths
 from modelstate.formats.torch_globals import MAX_INDEX, TorchGlobals, dims, shape_of
 from modelstate.formats.torch_zip import Archive
 from modelstate.formats.tree import Contents
-from modelstate.formats.unpickle import (
-    DeferredCall,
-    Keys,
-    damaged,
-    no_storage,
-    places_in,
-    typed,
-    unpickle,
-)
+from modelstate.formats.unpickle import DeferredCall, Keys, damaged, no_storage, places_in, typed, unpickle
 from modelstate.io.files import SourceFile
 from modelstate.spec import Assemble, Box, ByteRange, Refused, StoredComposite, StoredTensor, box_of
 from modelstate.text_format import excerpt

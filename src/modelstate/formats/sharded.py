@@ -29,11 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
-from modelstate.errors import (
-    DamagedFileError,
-    ModelStateError,
-    SourceNotFoundError,
-)
+from modelstate.errors import DamagedFileError, ModelStateError, SourceNotFoundError
 from modelstate.formats import manifest
 from modelstate.formats.manifest import (
     LAYERS,

@@ -22,12 +22,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from modelstate.errors import (
-    DamagedFileError,
-    OpenError,
-    SourceTypeError,
-    UnsupportedTensorError,
-)
+from modelstate.errors import DamagedFileError, OpenError, SourceTypeError, UnsupportedTensorError
 from modelstate.formats.unpickle import (
     MAX_ARGUMENTS,
     Allowed,

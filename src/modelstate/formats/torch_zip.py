@@ -35,14 +35,7 @@ from modelstate.formats.construct import construct, refusal
 from modelstate.formats.safetensors import listed_problems
 from modelstate.formats.torch_globals import TorchGlobals, storage_of
 from modelstate.formats.tree import Checksums, Contents, flatten, leaves, map_leaves, nodes_of, refused_in
-from modelstate.formats.unpickle import (
-    Storage,
-    check_protocol,
-    damaged,
-    invalid,
-    places_in,
-    unpickle,
-)
+from modelstate.formats.unpickle import Storage, check_protocol, damaged, invalid, places_in, unpickle
 from modelstate.formats.writing import write_file
 from modelstate.io import system
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS, Output, unfinished_file, write_errors

@@ -1,17 +1,18 @@
 """A pickle machine that creates plain values and descriptions, and runs no code of the pickle.
 
-The machine implements the opcodes of the protocols 2 to 5, and creates the types that opcodes create themselves. It
-looks up names with a `Find`, whose answers never run anything that the pickle could choose. A class or function becomes
-a placeholder or a description of the call. Every step costs time and memory in proportion to the bytes that it
-consumes, or counts against a budget.
+The machine is the one that Python has in Python, `pickle._Unpickler`, for the opcodes of the protocols 2 to 5. What
+creates, changes or calls something is replaced. The machine looks up names with a `Find`, whose answers never run
+anything that the pickle could choose. A class or function becomes a placeholder or a description of the call. Every
+step costs time and memory in proportion to the bytes that it consumes, or counts against a budget.
 
-`pickle.Unpickler` cannot replace the machine, even with an inert `find_class`. It hashes a key of a dict before our
-code sees the key: a nested tuple overflows the C stack and ends the process, and keys of equal hashes take quadratic
-time. It allocates the memo by the largest index: five bytes of a pickle ask for 64 GiB.
+`pickle.Unpickler`, in C, would not do, even with an inert `find_class`. It hashes a key of a dict before our code sees
+the key: a nested tuple overflows the C stack and ends the process, and keys of equal hashes take quadratic time. It
+allocates the memo by the largest index: five bytes of a pickle ask for 64 GiB.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 import re
@@ -206,21 +207,19 @@ class Keys:
 
 MAX_INT_BYTES = 256
 
-_u16 = struct.Struct("<H").unpack_from
-_u32 = struct.Struct("<I").unpack_from
-_i32 = struct.Struct("<i").unpack_from
-
-_u32_of_8 = struct.Struct("<8I").unpack
-
+_DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
+_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
+_INDICES = {4 * count: struct.Struct(f"<{count}I").unpack for count in (5, 7)}
+"""Reads the indices of the memo in the opcodes of a tensor, which are fewer without dimensions, by their bytes."""
 _NUMBER = rb"(?:K.|M..|J....)"
 _TUPLE = rb"(%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,8}t)" % ((_NUMBER,) * 4)
 _TENSOR = re.compile(
-    rb"r(....)h(.)\(\(h(.)h(.)X(.)\0\0\0([0-9]{1,10})r(....)h(.)(%b)tr(....)QK\0" % _NUMBER
-    + rb"%br(....)%br(....)\x89h(.)\)Rr(....)tr(....)Rr(....)" % (_TUPLE, _TUPLE),
+    rb"\(\(h(.)h(.)X(.)\0\0\0([0-9]{1,20})r(....)h(.)(%b)(N?)tr(....)QK\0" % _NUMBER
+    + rb"(?:%br(....)%br(....)|\)\))\x89h(.)\)Rr(....)tr(....)Rr(....)" % (_TUPLE, _TUPLE),
     re.DOTALL,
 )
-"""The opcodes of a tensor behind its name in a dict, where it begins with its storage and requires no gradient. `r`
-sets the memo, and `h` refers to an index below 256."""
+"""The opcodes of a tensor behind its function, where it begins with its storage and requires no gradient. `r` sets the
+memo, and `h` refers to an index below 256."""
 
 
 def unpickle(
@@ -244,37 +243,43 @@ def unpickle(
     machine = _Machine(data, start, persistent, find)
     try:
         with gc_paused():
-            return machine.run(), machine.pos
+            return machine.run(), machine.file.tell()
     except OpenError:
         raise
     except Exception as error:
         # Other exceptions that a damaged pickle causes (an empty stack, a missing key of the memo, text that is not
-        # UTF-8) mean the same to the caller.
-        if isinstance(error, struct.error) or str(error) == "index out of range":
-            raise _ends_early(len(data)) from error
+        # UTF-8) mean the same to the caller. What is cut off has no bytes for an argument, or a part of a text.
+        pos = machine.file.tell()
+        is_cut = isinstance(error, struct.error | UnicodeDecodeError) and pos == len(data)
+        if is_cut or str(error) == "index out of range":
+            raise machine.ends_early() from error
         raise DamagedFileError(
             "the pickle is damaged",
-            where=f"byte {machine.pos} of the pickle",
+            where=f"byte {pos} of the pickle",
             found=f"{type(error).__name__}: {str(error)[:200]}",
             remedy="get the file again; it was changed after it was written, or was never a checkpoint",
         ) from error
 
 
-def _ends_early(pos: int) -> TruncatedFileError:
-    return TruncatedFileError(f"the pickle ends early, at byte {pos}")
+class _Machine(pickle._Unpickler):
+    """Executes the opcodes of a pickle. `_ACTIONS` has the action of each."""
 
+    stack: list[Any]
+    pop_mark: Callable[[], list[object]]
 
-class _Machine:
     def __init__(self, data: bytes, start: int, persistent: Callable[[tuple[object, ...]], object], find: Find) -> None:
-        self.data = data
-        self.pos = start
-        self.persistent = persistent
-        self.find = find
-        self.stack: list[Any] = []
-        self.marks: list[list[object]] = []
+        self.data, self.file = data, io.BytesIO(data)
+        self.file.seek(start)
+        self.persistent, self.find = persistent, find
+        # The attributes with which the actions of Python work.
+        self.read, self.readline = self.file.read, self.file.readline
+        self.stack, self.metastack = [], list[list[object]]()
+        self.append = self.stack.append
         self.memo: dict[int, object] = {}
+        self.proto = 0
         self.globals: dict[str, object] = {}
-        self.protocol = 0
+        self.rebuild: object = self
+        """The function of tensors, if the pickle has named it."""
         self.budget = 4 * (len(data) - start) + 1000
         """The number of items and bytes that may still be copied."""
         self.keys = Keys()
@@ -282,198 +287,101 @@ class _Machine:
         """What `_layout` has returned."""
 
     def run(self) -> object:
-        # Files with many tensors consist almost entirely of the opcodes in this loop; the table has the others.
-        data, memo, stack, pos = self.data, self.memo, self.stack, self.pos
-        marks, call, persistent = self.marks, self.call, self.persistent
-        try:
-            while True:
-                op = data[pos]
-                pos += 1
-                if op == 0x72:  # LONG_BINPUT
-                    memo[_u32(data, pos)[0]] = stack[-1]
-                    pos += 4
-                elif op == 0x68:  # BINGET
-                    stack.append(memo[data[pos]])
-                    pos += 1
-                elif op == 0x4B:  # BININT1
-                    stack.append(data[pos])
-                    pos += 1
-                elif op == 0x28:  # MARK
-                    marks.append(stack)
-                    stack = []
-                elif op == 0x74:  # TUPLE
-                    items = tuple(stack)
-                    stack = marks.pop()
-                    stack.append(items)
-                elif op == 0x52:  # REDUCE
-                    args = stack.pop()
-                    stack[-1] = call(stack[-1], args)
-                elif op == 0x58:  # BINUNICODE
-                    end = pos + 4 + _u32(data, pos)[0]
-                    if end > len(data):
-                        raise _ends_early(len(data))
-                    stack.append(str(data[pos + 4 : end], "utf-8", "surrogatepass"))
-                    pos = end
-                    usual = _TENSOR.match(data, pos)
-                    if usual is not None and (tensor := self.usual_tensor(stack[-1], usual)) is not None:
-                        stack.append(tensor)
-                        pos = usual.end()
-                elif op == 0x71:  # BINPUT
-                    memo[data[pos]] = stack[-1]
-                    pos += 1
-                elif op == 0x86:  # TUPLE2
-                    last = stack.pop()
-                    stack[-1] = (stack[-1], last)
-                elif op == 0x85:  # TUPLE1
-                    stack[-1] = (stack[-1],)
-                elif op == 0x4D:  # BININT2
-                    stack.append(_u16(data, pos)[0])
-                    pos += 2
-                elif op == 0x51:  # BINPERSID
-                    key = stack.pop()
-                    if type(key) is not tuple:
-                        raise damaged("a persistent id that is not a tuple", type(key).__name__)
-                    stack.append(persistent(key))
-                elif op == 0x29:  # EMPTY_TUPLE
-                    stack.append(())
-                elif op == 0x89:  # NEWFALSE
-                    stack.append(False)
-                elif op == 0x4A:  # BININT
-                    stack.append(_i32(data, pos)[0])
-                    pos += 4
-                elif op == 0x2E:  # STOP
-                    return stack.pop()
-                else:
-                    self.pos, self.stack = pos, stack
-                    act = _ACTIONS.get(op)
-                    if act is None:
-                        raise damaged("an opcode of none of the protocols 2 to 5", f"0x{op:02x} at byte {pos - 1}")
-                    act(self)
-                    pos, stack = self.pos, self.stack
-        finally:
-            self.pos = pos
+        """Returns the value of the pickle."""
+        read = self.read
+        while (opcode := read(1)) != pickle.STOP:
+            action = _ACTIONS.get(opcode)
+            if action is None:
+                what, found = "an opcode of none of the protocols 2 to 5", f"0x{opcode.hex()}"
+                raise damaged(what, f"{found} at byte {self.file.tell() - 1}") if opcode else self.ends_early()
+            action(self)
+        return self.stack.pop()
 
-    def usual_tensor(self, name: str, match: re.Match[bytes]) -> StoredTensor | None:
+    def ends_early(self) -> TruncatedFileError:
+        """Returns the error for data that ends before the pickle does."""
+        return TruncatedFileError(f"the pickle ends early, at byte {len(self.data)}")
+
+    def binget(self) -> None:
+        """Pushes a value of the memo. A tensor that begins with its function is created, if nearly all are like it."""
+        value = self.memo[self.read(1)[0]]
+        if value is self.rebuild and (usual := _TENSOR.match(self.data, self.file.tell())) is not None:
+            tensor = self.usual_tensor(usual)
+            if tensor is not None:
+                self.file.seek(usual.end())
+                value = tensor
+        self.append(value)
+
+    def usual_tensor(self, match: re.Match[bytes]) -> StoredTensor | None:
         """Executes all opcodes of `_TENSOR`, for a contiguous tensor that fills its storage. Returns None for another.
 
         Nearly every tensor that `torch.save` writes is such a one. One pattern for all its opcodes takes less time than
         to execute them one by one.
         """
-        (name_at, function, word, kind, key_size, key, key_at, device, numel, id_at, shape, shape_at, stride,
-         stride_at, hooks, hooks_at, args_at, at) = match.groups()  # fmt: skip
+        (word, kind, key_size, key, key_at, device, numel, view, id_at, shape, shape_at, stride, stride_at, hooks,
+         hooks_at, args_at, at) = match.groups(b"")  # fmt: skip
         memo, layout = self.memo, (numel, shape, stride)
         if layout not in self.layouts:
             self.layouts[layout] = _layout(*map(_integers, layout))
-        indices = _u32_of_8(b"".join((name_at, key_at, id_at, shape_at, stride_at, hooks_at, args_at, at)))
-        rebuild, hooks_type, known = memo.get(function[0]), memo.get(hooks[0]), self.layouts[layout]
-        if (
-            known is None
-            or min(indices) < 256
-            or len(key) != key_size[0]
-            or getattr(rebuild, "name", "") != "torch._utils._rebuild_tensor_v2"
-            or getattr(hooks_type, "real", None) is not OrderedDict
-        ):
+        known, places = self.layouts[layout], b"".join((key_at, id_at, hooks_at, args_at, at, shape_at, stride_at))
+        indices = _INDICES[len(places)](places)
+        is_usual = getattr(memo.get(hooks[0]), "real", None) is OrderedDict and len(key) == key_size[0]
+        if known is None or min(indices) < 256 or not is_usual:
             return None
         count, sizes, steps = known
-        persistent_id = memo[word[0]], memo[kind[0]], key.decode(), memo[device[0]], count
+        persistent_id = memo[word[0]], memo[kind[0]], key.decode(), memo[device[0]], count, *([None] if view else [])
         storage = self.persistent(persistent_id)
         if type(storage) is not Storage or storage.dtype in QUANTIZED:
             return None
         if storage.region.nbytes != count * storage.dtype.itemsize:
             return None
-        tensor = StoredTensor.whole(str(storage.dtype).removeprefix("torch."), sizes, storage.region)
+        tensor = StoredTensor.whole(_DTYPE_NAMES[storage.dtype], sizes, storage.region)
         no_hooks = OrderedDict[str, object]()
         args = storage, 0, sizes, steps, False, no_hooks
-        values = name, persistent_id[2], persistent_id, sizes, steps, no_hooks, args, tensor
-        memo.update(zip(indices, values, strict=True))
+        values = persistent_id[2], persistent_id, no_hooks, args, tensor, sizes, steps
+        memo.update(zip(indices, values, strict=False))  # a tensor without dimensions has no sizes
         return tensor
-
-    # Reading the data.
-
-    def take(self, nbytes: int) -> bytes:
-        end = self.pos + nbytes
-        if end > len(self.data):
-            raise _ends_early(len(self.data))
-        piece = self.data[self.pos : end]
-        self.pos = end
-        return piece
-
-    def number(self, nbytes: int) -> int:
-        return int.from_bytes(self.take(nbytes), "little")
-
-    def line(self) -> str:
-        end = self.data.find(b"\n", self.pos)
-        if end < 0:
-            raise _ends_early(len(self.data))
-        piece = self.data[self.pos : end]
-        self.pos = end + 1
-        return piece.decode("utf-8")
-
-    def push(self, value: object) -> None:
-        self.stack.append(value)
-
-    def pop_last(self, count: int) -> list[object]:
-        items = self.stack[-count:]
-        if len(items) < count:
-            raise IndexError("pop from empty list")
-        del self.stack[-count:]
-        return items
-
-    def pop_mark(self) -> list[object]:
-        items = self.stack
-        self.stack = self.marks.pop()
-        return items
-
-    def text(self, nbytes: int) -> None:
-        self.push(str(self.take(nbytes), "utf-8", "surrogatepass"))
-
-    def old_string(self, piece: bytes) -> None:
-        """Python 2 wrote both text and bytes with this opcode; a string that is not UTF-8 is bytes."""
-        try:
-            self.push(piece.decode("utf-8"))
-        except UnicodeDecodeError:
-            self.push(piece)
 
     def long(self, nbytes: int) -> None:
         if nbytes > MAX_INT_BYTES:
             raise damaged("an integer that is too large", f"{nbytes} bytes")
-        self.push(int.from_bytes(self.take(nbytes), "little", signed=True))
+        self.append(pickle.decode_long(self.read(nbytes)))
 
-    def int_line(self) -> None:
-        """Python 2 wrote integers of more than 32 bits as text, also in protocol 2."""
-        line = self.line()
-        if len(line) > MAX_INT_BYTES:
-            raise damaged("an integer that is too large", f"{len(line)} digits")
-        self.push(int(line))
+    def _decode_string(self, value: bytes) -> str | bytes:
+        """Python 2 wrote both text and bytes with one opcode; a string that is not UTF-8 is bytes."""
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return value
 
     # Names, calls and objects.
 
-    def name(self, module: str, name: str) -> None:
-        if self.protocol < 3:
+    def persistent_load(self, pid: object) -> object:
+        if type(pid) is not tuple:
+            raise damaged("a persistent id that is not a tuple", type(pid).__name__)
+        return self.persistent(pid)
+
+    def find_class(self, module: str, name: str) -> object:
+        if self.proto < 3:
             if (module, name) in NAME_MAPPING:
                 module, name = NAME_MAPPING[(module, name)]
             else:
                 module = IMPORT_MAPPING.get(module, module)
+        self.spend((module, name))
         whole = f"{module}.{name}"
         if whole not in self.globals:
             self.globals[whole] = self.find(whole)
-        self.push(self.globals[whole])
-
-    def stack_global(self) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
-        if type(name) is not str or type(module) is not str:
-            raise damaged("a name that is not text", type(name).__name__)
-        self.budget -= len(module) + len(name)
-        self.check_budget()
-        self.name(module, name)
+            if whole == "torch._utils._rebuild_tensor_v2":
+                self.rebuild = self.globals[whole]
+        return self.globals[whole]
 
     def spend(self, copied: tuple[object, ...]) -> None:
         self.budget -= sum(len(value) for value in copied if hasattr(value, "__len__"))
-        self.check_budget()
-
-    def check_budget(self) -> None:
         if self.budget < 0:
             raise damaged("it copies more than it holds")
+
+    def reduce(self) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = self.call(self.stack[-1], args)
 
     def call(self, function: object, args: object) -> object:
         if type(args) is not tuple:
@@ -493,12 +401,12 @@ class _Machine:
             return DeferredCall(function.name, function.real, args)
         raise damaged("a call of a value that is not a function", type(function).__name__)
 
-    def new(self, parts: list[Any]) -> None:
-        cls, args, kwargs = parts
-        if type(cls) is not Allowed:
-            self.push(self.call(cls, (*args, kwargs) if kwargs else args))
-            return
-        self.push(DeferredCall(cls.name, cls.real, args, kwargs, new=True))
+    def new(self, kwargs: dict[str, object]) -> None:
+        args, cls = self.stack.pop(), self.stack.pop()
+        if type(cls) is Allowed:
+            self.append(DeferredCall(cls.name, cls.real, args, kwargs, new=True))
+        else:
+            self.append(self.call(cls, (*args, kwargs) if kwargs else args))
 
     def insert(self, items: list[object]) -> None:
         target, kind = self.stack[-1], type(self.stack[-1])
@@ -534,6 +442,9 @@ class _Machine:
             self.keys.check(item)
         return items
 
+    def frozen(self, items: list[object]) -> None:
+        self.append(frozenset(self.members(items)))
+
     def build(self, state: object) -> None:
         target, kind = self.stack[-1], type(self.stack[-1])
         if kind is DeferredCall and target.takes_state:
@@ -551,11 +462,6 @@ class _Machine:
         else:
             raise damaged("a state for a value without a state", kind.__name__)
 
-    def set_protocol(self) -> None:
-        self.protocol = self.number(1)
-        if self.protocol > pickle.HIGHEST_PROTOCOL:
-            raise damaged("a protocol that does not exist", self.protocol)
-
 
 def _integers(opcodes: bytes) -> tuple[int, ...]:
     """The integers that these opcodes push."""
@@ -567,44 +473,32 @@ def _layout(
     numel: tuple[int, ...], shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
     """Returns the number of elements, the shape and the stride; None unless they are those of a contiguous tensor."""
-    is_usual = min(shape) > 0 and numel == (math.prod(shape),) and stride == contiguous_stride(shape)
+    is_usual = min(shape, default=1) > 0 and numel == (math.prod(shape),) and stride == contiguous_stride(shape)
     return (numel[0], shape, stride) if is_usual else None
 
 
-_ACTIONS: dict[int, Callable[[_Machine], object]] = {
-    pickle.PROTO[0]: _Machine.set_protocol,
-    pickle.FRAME[0]: lambda m: m.take(8),
-    pickle.NONE[0]: lambda m: m.push(None),
-    pickle.NEWTRUE[0]: lambda m: m.push(True),
-    pickle.INT[0]: _Machine.int_line,
-    pickle.LONG1[0]: lambda m: m.long(m.number(1)),
-    pickle.LONG4[0]: lambda m: m.long(m.number(4)),
-    pickle.BINFLOAT[0]: lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-    pickle.SHORT_BINUNICODE[0]: lambda m: m.text(m.number(1)),
-    pickle.BINUNICODE8[0]: lambda m: m.text(m.number(8)),
-    pickle.SHORT_BINSTRING[0]: lambda m: m.old_string(m.take(m.number(1))),
-    pickle.BINSTRING[0]: lambda m: m.old_string(m.take(m.number(4))),
-    pickle.SHORT_BINBYTES[0]: lambda m: m.push(m.take(m.number(1))),
-    pickle.BINBYTES[0]: lambda m: m.push(m.take(m.number(4))),
-    pickle.BINBYTES8[0]: lambda m: m.push(m.take(m.number(8))),
-    pickle.BYTEARRAY8[0]: lambda m: m.push(bytearray(m.take(m.number(8)))),
-    pickle.EMPTY_LIST[0]: lambda m: m.push([]),
-    pickle.EMPTY_DICT[0]: lambda m: m.push({}),
-    pickle.EMPTY_SET[0]: lambda m: m.push(set()),
-    pickle.FROZENSET[0]: lambda m: m.push(frozenset(m.members(m.pop_mark()))),
-    pickle.TUPLE3[0]: lambda m: m.push(tuple(m.pop_last(3))),
-    pickle.APPEND[0]: lambda m: m.extend([m.stack.pop()]),
-    pickle.APPENDS[0]: lambda m: m.extend(m.pop_mark()),
-    pickle.ADDITEMS[0]: lambda m: m.extend(m.pop_mark()),
-    pickle.SETITEM[0]: lambda m: m.insert(m.pop_last(2)),
-    pickle.SETITEMS[0]: lambda m: m.insert(m.pop_mark()),
-    pickle.POP[0]: lambda m: m.stack.pop(),
-    pickle.POP_MARK[0]: lambda m: m.pop_mark(),
-    pickle.LONG_BINGET[0]: lambda m: m.push(m.memo[m.number(4)]),
-    pickle.MEMOIZE[0]: lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
-    pickle.GLOBAL[0]: lambda m: m.name(m.line(), m.line()),
-    pickle.STACK_GLOBAL[0]: _Machine.stack_global,
-    pickle.NEWOBJ[0]: lambda m: m.new([*m.pop_last(2), {}]),
-    pickle.NEWOBJ_EX[0]: lambda m: m.new(m.pop_last(3)),
-    pickle.BUILD[0]: lambda m: m.build(m.stack.pop()),
+_AS_IN_PYTHON = """
+    PROTO NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 BINFLOAT BINSTRING SHORT_BINSTRING
+    BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8
+    EMPTY_TUPLE EMPTY_LIST EMPTY_DICT EMPTY_SET MARK TUPLE TUPLE1 TUPLE2 TUPLE3 POP POP_MARK
+    LONG_BINGET BINPUT LONG_BINPUT MEMOIZE BINPERSID GLOBAL STACK_GLOBAL
+"""
+"""The opcodes that push plain values or rearrange the stack, and those that call methods that are replaced here."""
+_ACTIONS: dict[bytes, Callable[[Any], object]] = {
+    **{code: pickle._Unpickler.dispatch[code[0]] for code in (getattr(pickle, name) for name in _AS_IN_PYTHON.split())},
+    pickle.FRAME: lambda m: m.read(8),
+    pickle.LONG1: lambda m: m.long(m.read(1)[0]),
+    pickle.LONG4: lambda m: m.long(struct.unpack("<I", m.read(4))[0]),
+    pickle.BINGET: _Machine.binget,
+    pickle.BYTEARRAY8: lambda m: m.append(bytearray(m.read(struct.unpack("<Q", m.read(8))[0]))),
+    pickle.FROZENSET: lambda m: m.frozen(m.pop_mark()),
+    pickle.APPEND: lambda m: m.extend([m.stack.pop()]),
+    pickle.APPENDS: lambda m: m.extend(m.pop_mark()),
+    pickle.ADDITEMS: lambda m: m.extend(m.pop_mark()),
+    pickle.SETITEM: lambda m: m.insert([m.stack.pop(-2), m.stack.pop()]),
+    pickle.SETITEMS: lambda m: m.insert(m.pop_mark()),
+    pickle.REDUCE: _Machine.reduce,
+    pickle.NEWOBJ: lambda m: m.new({}),
+    pickle.NEWOBJ_EX: lambda m: m.new(m.stack.pop()),
+    pickle.BUILD: lambda m: m.build(m.stack.pop()),
 }

@@ -19,15 +19,7 @@ from typing import TYPE_CHECKING
 from modelstate.errors import TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.formats.manifest import KEY, WEIGHT_MAP, check_size, index_of
 from modelstate.formats.safetensors import FileLayout, Written, blank_digests, layout, write, write_in_order
-from modelstate.formats.sharded import (
-    INDEX_SUFFIX,
-    SHARD_METADATA,
-    Kind,
-    in_shards,
-    old_files,
-    own_shards,
-    shard_names,
-)
+from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, Kind, in_shards, old_files, own_shards, shard_names
 from modelstate.io import system
 from modelstate.io.atomic import (
     LOCK_TIMEOUT_SECONDS,
