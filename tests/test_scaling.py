@@ -93,6 +93,10 @@ CALLS: dict[str, Callable[[int, Path], Callable[[], object]]] = {
             *(ms.rules.Rename(name, f"new.{name}") for name in names(n, "old.")),
         ],
     ),
+    "a step with the tensors of the last": lambda n, path: (
+        (store := ms.Store(path / str(len([*path.iterdir()])))).save(0, objects := {"model": model(n)})
+        and (lambda: store.save(1, objects))
+    ),
     "names that do not fit": lambda n, _: failing(model(n), state(n, "body.layers.") | state(n, "head.")),
 }
 

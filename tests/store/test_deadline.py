@@ -84,9 +84,8 @@ def test_the_margin_is_learned(clock: Clock) -> None:
     deadline.saved(5)
     assert deadline.margin_seconds == 30
     deadline.saved(100)
-    deadline.stepped(3)
-    deadline.stepped(11.5)
-    deadline.stepped(2)
+    for seconds in (3, 11.5, 2):
+        deadline.stepped(seconds)
     deadline.saved(20)
     assert deadline.margin_seconds == 211.5
     short = ms.Deadline(0.1, since="now")

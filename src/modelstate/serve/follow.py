@@ -366,7 +366,7 @@ class Following:
             # A `Live` verifies what it reads. Other targets get the path of files that have been verified.
             share = slice(0) if is_live else ALL
             with trust_known_patches():
-                return entry.place.path, entry.open_object(self._object, index.cache, verify=True, share=share)
+                return entry.place.path, entry.open_object(self._object, verify=True, share=share)
 
         try:
             (path, opened), _ = index.first_usable(info.step, attempt)

@@ -222,7 +222,8 @@ class ModuleDeltas:
         heads = {name: head(tensors[name].numel(), change.frames or ()) for name, change in changes.items()}
         sizes = {name: change.payload_bytes(len(heads[name])) for name, change in changes.items() if change.frames}
         payload_bytes = {name: size for name, size in sizes.items() if 2 * size <= tensors[name].nbytes}
-        step, serial, linked = agreement.decided(CHOOSING, lambda: link(same, payload_bytes if takes_patches else None))
+        step, serial, names = agreement.decided(CHOOSING, lambda: link(same, payload_bytes if takes_patches else None))
+        linked = {*names}
         payloads, patches = dict[str, _Tensor](), dict[str, Patch]()
         for name, tensor in tensors.items():
             change = changes[name]

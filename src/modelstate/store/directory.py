@@ -147,9 +147,7 @@ class StepEntry:
             or self._index.backend.identity(self.place.path) != self._identity
         )
 
-    def open_object(
-        self, name: str, cache: Cache | None = None, *, verify: bool = False, share: slice = ALL
-    ) -> Checkpoint:
+    def open_object(self, name: str, *, verify: bool = False, share: slice = ALL) -> Checkpoint:
         """Opens one object, with `verify` after it, or a share of its tensors, was read and compared with its digests.
 
         Raises `StepNotFoundError` where there is no such object with tensors, and the error for which the checkpoint
@@ -165,7 +163,7 @@ class StepEntry:
                 found=short_repr(name),
                 remedy="give the name of one of these objects",
             )
-        checkpoint = saved.open(self.place.files, cache, verify=verify, share=share)
+        checkpoint = saved.open(self.place.files, self._index.cache, verify=verify, share=share)
         checkpoint.step = self.place.step
         return checkpoint
 
@@ -234,8 +232,8 @@ class StepIndex:
         """Checkpoints all of whose bytes this object has read, or written."""
         self._doubtful: set[str] = set()
         """The names of the files of damaged checkpoints. A link of another checkpoint has the same name."""
-        self._records: dict[str, tuple[object, Record]] = {}
-        """Records of a bucket, whose objects do not change, by the path of the checkpoint, with its identity."""
+        self._records: dict[str, Record] = {}
+        """Records of a bucket, whose objects do not change, by the path of the checkpoint."""
 
     # Listing.
 
@@ -345,13 +343,11 @@ class StepIndex:
         return names.most_common(1)[0][0] if names else ""
 
     def _record(self, place: Place) -> Record:
-        identity = self.backend.identity(place.path)
-        known = self._records.get(place.path)
-        if known is not None and known[0] == identity:
-            return known[1]
-        record = read_record(place.path)
-        if identity is not None and self.backend.is_lazy:
-            self._records[place.path] = identity, record
+        record = self._records.get(place.path)
+        if record is None:
+            record = read_record(place.path)
+            if self.backend.is_lazy:
+                self._records[place.path] = record
         return record
 
     def examined(

@@ -485,10 +485,11 @@ class NewStep(msgspec.Struct, kw_only=True, eq=False):
         layers = self._patched(path, encoded, Agreement((), 0))
         if layers is None:
             last, index, _ = self.last_object(path)
-            hashes = write_blocks(None, 0, [state.live[name] for name in last])
+            live = state.live
+            hashes = write_blocks(None, 0, [live[name] for name in last])
             same = {name for name, hashed in zip(last, hashes, strict=True) if last[name] == hashed}
-            _, _, linked = self.link_object(path, same, None)
-            rest = {name: tensor for name, tensor in state.live.items() if name not in linked}
+            linked = {*self.link_object(path, same, None)[2]}
+            rest = {name: tensor for name, tensor in live.items() if name not in linked}
             layers = NewLayers(rest, same if index else encoded.frozen)
         for file in planned_files(path, layers, splitter(self.shard_bytes)):
             self._add(file, *new.write_tensors(file.key, file.layout))

@@ -494,7 +494,7 @@ class Store(Shown):
         self.wait()
 
         def attempt(entry: StepEntry) -> Checkpoint:
-            return entry.open_object(name, self.index.cache, verify=verify)
+            return entry.open_object(name, verify=verify)
 
         return self.index.first_usable(step, attempt)[0]
 
