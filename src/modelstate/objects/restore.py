@@ -23,14 +23,7 @@ from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.checkpoint.open import Source, open as open_checkpoint, patterns_of
 from modelstate.distributed.agreement import Agreement, agreement_of
-from modelstate.errors import (
-    KeyNotFoundError,
-    ModelStateError,
-    ObjectStateError,
-    OptionError,
-    PlanError,
-    Remedy,
-)
+from modelstate.errors import KeyNotFoundError, ModelStateError, ObjectStateError, OptionError, PlanError, Remedy
 from modelstate.formats.tree import deep_copy, is_container, items_of, same_value, subtree
 from modelstate.loading.collective import PLANNING
 from modelstate.loading.load import load_then
@@ -46,11 +39,7 @@ from modelstate.objects.objects import (
     targets_of,
     tensors_within,
 )
-from modelstate.objects.optimizer_state import (
-    check_keep_options,
-    plan_by_name,
-    remedies_for_names,
-)
+from modelstate.objects.optimizer_state import check_keep_options, plan_by_name, remedies_for_names
 from modelstate.objects.optimizer_values import (
     DTYPES,
     OptimizerPlan,
@@ -140,10 +129,7 @@ def restore(
         for path in _paths_without_target(checkpoint, targets):
             saved[path] = Part(Kind.STATEFUL, None)  # the kind is not compared, since the objects lack this path
     return restore_objects(
-        objects,
-        saved,
-        source_name="" if isinstance(source, str | os.PathLike) else "source",
-        **options,
+        objects, saved, source_name="" if isinstance(source, str | os.PathLike) else "source", **options
     )
 
 

@@ -26,9 +26,7 @@ from modelstate.torch_compat.modules import state_dict_of, unwrapped
 
 
 def _agreement(
-    state: object,
-    process_group: dist.ProcessGroup | None = None,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    state: object, process_group: dist.ProcessGroup | None = None, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> Agreement:
     """Returns the ranks that save the state."""
     return agreement_of(tensors_within(state, reshards=True), process_group, timeout_seconds, "modelstate.save")

@@ -155,7 +155,7 @@ class ModuleDeltas:
         """For each tensor its blocks, one after another."""
         self._digests: dict[_Key, dict[range, str]] = {}
         """Those of the blocks in the copies that are not being changed, by their elements."""
-        self._moving: set[Key] = set()
+        self._moving: set[_Key] = set()
         """Frozen parameters that have changed all the same, such as those of a moving average."""
 
     def write(

@@ -91,11 +91,7 @@ class PendingSave(BackgroundTask[SavedStep]):
                 return write(task.check)
 
         super().__init__(
-            run,
-            kind="save",
-            where=f"step {step}",
-            at_exit=AtExit.FINISH,
-            failure=f"step {step} was not saved",
+            run, kind="save", where=f"step {step}", at_exit=AtExit.FINISH, failure=f"step {step} was not saved"
         )
         self.step, self.staging_bytes = step, staging_bytes
 
@@ -445,12 +441,7 @@ class Store(Shown):
 
         def attempt(entry: StepEntry) -> tuple[Record, Restored]:
             record, parts = self.index.opened(entry, verify, agreement, options.get("progress"))
-            return record, restore_objects(
-                objects,
-                parts,
-                agreement=agreement,
-                **options,
-            )
+            return record, restore_objects(objects, parts, agreement=agreement, **options)
 
         with agreement.collective():
             with agreement.phase("beginning", lambda: _same(f"step {step!r}")):
@@ -463,11 +454,7 @@ class Store(Shown):
             self._access.in_use = self._backend.in_use()
         inherited = {field.name: getattr(restored, field.name) for field in fields(restored)}
         return RestoredStep(
-            **inherited,
-            step=record.step,
-            time=record.time,
-            metrics=dict(record.metrics),
-            skipped=skipped,
+            **inherited, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped
         )
 
     @checked_call("store.open", is_method=True)
@@ -499,14 +486,7 @@ class Store(Shown):
         return self.index.first_usable(step, attempt)[0]
 
     @checked_call("store.diff", is_method=True)
-    def diff(
-        self,
-        a: Step,
-        b: Step,
-        *,
-        only: Iterable[str] = (),
-        values: bool = True,
-    ) -> Diff:
+    def diff(self, a: Step, b: Step, *, only: Iterable[str] = (), values: bool = True) -> Diff:
         """Compares two checkpoints of the store, with all their objects: see `modelstate.diff`.
 
         The names begin with the path of an object, such as "model.weight". Tensors that are the same in both steps are
