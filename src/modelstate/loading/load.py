@@ -310,10 +310,9 @@ def execute(
         nbytes = sum(item.transfers.nbytes for item in to_stage)
         staging.progress = held.enter_context(progress_bar(options.progress, nbytes, "loading"))
         with phase(collective.READING), nullcontext() if agreement is None else collective.reading(planner, agreement):
-            if staged is not None:
-                verified = staged.verified_bytes
-            else:
-                verified = staging.checkpoint.verify() if options.verify else 0
+            verified = 0 if staged is None else staged.verified_bytes
+            if staged is None and options.verify:
+                verified = staging.checkpoint.verify()
             notes += stage(staging, to_stage)
         if agreement is not None:
             collective.broadcast(planner, agreement)
@@ -378,10 +377,10 @@ def prepare(
         if "torch.distributed.fsdp" in sys.modules:
             reshard(transaction.root)
         view = ModelSchemaView(transaction.root, slots_of(transaction.root))
-        if not isinstance(source, LoadPlan):
-            matched = match(open_checkpoint(source), options, view)
-        else:
+        if isinstance(source, LoadPlan):
             matched = source.binding.matched
+        else:
+            matched = match(open_checkpoint(source), options, view)
         files = OpenFiles(matched.part.fingerprints, opened)
         staging = Staging(matched.part, options, transaction.root, files)
         if staged is not None:  # the memory of the model is looked up again

@@ -153,9 +153,10 @@ def stage(staging: Staging, executions: Iterable[Execution]) -> list[str]:
         if not nbytes:
             nbytes, how = read_ahead(looks, staging.files), "ahead"
     for item in waiting:
-        if item.transfers.way is Way.MAP:
-            item.finals = item.transfers.mapped()
-            staging.progress(item.transfers.nbytes)
+        transfers = item.transfers
+        if transfers.maps is not None:
+            item.finals = transfers.maps.tensors(transfers.columns) if transfers.own is None else [transfers.own.value]
+            staging.progress(transfers.nbytes)
     for read in reads(staging, (item for item in waiting if not item.finals)):
         read()
     return [f"the file was not in the page cache: {size(nbytes)} of it are read {how}"] if nbytes else []
@@ -169,23 +170,21 @@ def reads(staging: Staging, executions: Iterable[Execution]) -> Iterator[Callabl
     Each function raises `ReadFailedError` where a read fails; memory of slots is then partly overwritten. It raises
     `TransformError`, and `PlacementError` where a tensor subclass cannot be copied.
     """
-    by_sink = defaultdict[Sink, list[Execution]](list)
+    groups = defaultdict[tuple[Sink, str], list[Execution]](list)
     for item in executions:
-        by_sink[item.transfers.sink].append(item)
-    for sink in (Sink.COMPUTED, Sink.WHOLE):  # what is read in blocks or as ranges is sorted there
-        by_sink[sink].sort(key=lambda item: item.transfers.extents[:1])
-    by_device = defaultdict[torch.device, list[Execution]](list)
-    for item in by_sink[Sink.BLOCKS]:
-        by_device[item.transfers.device].append(item)
-    for device, items in by_device.items():
+        sink = item.transfers.sink
+        groups[sink, str(item.transfers.device) if sink is Sink.BLOCKS else ""].append(item)
+    for (sink, _), items in sorted(groups.items()):
+        if sink in (Sink.COMPUTED, Sink.WHOLE):  # what is read in blocks or as ranges is sorted there
+            items.sort(key=lambda item: item.transfers.extents[:1])
+        if sink is Sink.WHOLE:
+            yield from (partial(read_whole, staging, item) for item in items)
+            continue
         allocate(items)
-        yield in_blocks(staging, items, device)
-    for sink, read in ((Sink.COMPUTED, read_computed), (Sink.MEMORY, _read_ranges)):
-        if items := by_sink[sink]:
-            allocate(items)
-            yield partial(read, staging, items)
-    for item in by_sink[Sink.WHOLE]:
-        yield partial(read_whole, staging, item)
+        if sink is Sink.BLOCKS:
+            yield in_blocks(staging, items)
+        else:
+            yield partial(read_computed if sink is Sink.COMPUTED else _read_ranges, staging, items)
 
 
 def _read_ranges(staging: Staging, items: Sequence[Execution]) -> None:
@@ -436,9 +435,9 @@ def _buffers(blocks: Sequence[Block], threads: int, device: torch.device) -> lis
     return block_buffers(blocks, threads)
 
 
-def in_blocks(staging: Staging, items: Sequence[Execution], device: torch.device) -> Callable[[], None]:
-    """Returns the read of values that pass through blocks to a device. All its buffers have been allocated then."""
-    wanted, values = list[tuple[ByteRange, int]](), list[_Value | _Rows]()
+def in_blocks(staging: Staging, items: Sequence[Execution]) -> Callable[[], None]:
+    """Returns the read of values that pass through blocks to one device. All its buffers have been allocated then."""
+    wanted, values, device = list[tuple[ByteRange, int]](), list[_Value | _Rows](), items[0].transfers.device
     for item in items:
         transfer, dtype, unit_bytes = item.transfers, item.transfers.stored_dtype, item.transfers.unit_bytes
         wanted += [(source, unit_bytes) for source in transfer.columns.ranges()]
@@ -741,17 +740,17 @@ def _copies_from_maps(staging: Staging, items: Sequence[Execution]) -> list[Call
 
     Returns none where there are no values, and where the system has no room for a map.
     """
-    columns, maps = [item.transfers.columns for item in items], dict[str, mmap.mmap]()
+    maps = dict[str, mmap.mmap]()
     try:
-        for path in {path for each in columns for path in each.paths}:
+        for path in {path for item in items for path in item.transfers.columns.paths}:
             file = staging.files[path]
             assert isinstance(file, LocalFile)  # others are not leased
             maps[path] = system.mmap(file.descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
     except (OSError, ValueError):
         return []
     allocate(items)
-    finals, views = [item.finals for item in items], [views_of(maps, each) for each in columns]
-    params, values = ([*chain.from_iterable(each)] for each in (finals, views))
+    params = [final for item in items for final in item.finals]
+    values = [view for item in items for view in views_of(maps, item.transfers.columns)]
 
     def unmap() -> None:
         values.clear()

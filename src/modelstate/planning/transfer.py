@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum, StrEnum
+from enum import IntEnum, StrEnum
 
 import msgspec
 import torch
@@ -72,15 +72,15 @@ AFTER_READS = "into the existing memory, after all reads"
 BY_SUBCLASS = "a tensor subclass or layout decides in module_load"
 
 
-class Sink(Enum):
-    """What stands between the bytes of a file and the final memory of a value."""
+class Sink(IntEnum):
+    """What stands between the bytes of a file and the final memory of a value. Values are read in this order."""
 
-    MEMORY = 0
-    """Nothing: they are read into it."""
-    BLOCKS = 1
+    BLOCKS = 0
     """Blocks, which are cast, moved to a device or transformed while the next ones are read."""
-    COMPUTED = 2
+    COMPUTED = 1
     """A computation in blocks from several tensors."""
+    MEMORY = 2
+    """Nothing: they are read into it."""
     WHOLE = 3
     """The whole value, in memory of its own."""
 
@@ -291,13 +291,6 @@ class Transfers(msgspec.Struct, frozen=True, eq=False):
         stride = None if self.own is None else self.own.own_stride
         rows = zip(self.columns.shapes, self.dtypes, strict=True)
         return [(torch.Size(shape), stride, dtype) for shape, dtype in rows]
-
-    def mapped(self) -> list[torch.Tensor]:
-        """The values as maps of their files."""
-        if self.own is not None:
-            return [self.own.value]
-        assert self.maps is not None
-        return self.maps.tensors(self.columns)
 
     # Memory that a load needs.
 
