@@ -274,10 +274,11 @@ def _families(rows: Iterable[Names]) -> dict[Names, list[Names]]:
         common = common.intersection(*columns)
         if len({tuple(column for column in side if column in common) for side in columns}) > 1:
             common = set()
+        stars = [[column in common for column in side] for side in columns]
         for names in members:
             patterns = [
-                ".".join("*" if column in common else part for column, part in zip(side, name, strict=True))
-                for side, name in zip(columns, names, strict=True)
+                ".".join("*" if is_star else part for is_star, part in zip(side, name, strict=True))
+                for side, name in zip(stars, names, strict=True)
             ]
             families[tuple(patterns)].append(tuple(map(".".join, names)))
     return families
