@@ -166,7 +166,7 @@ def test_every_missing_shard_is_named(tmp_path: Path) -> None:
         (tmp_path / shard).unlink()
     with pytest.raises(SourceNotFoundError, match="2 of 2 shards") as raised:
         ms.open(index)
-    assert all(shard in raised.value.expected for shard in SHARDS)
+    assert all(shard in raised.value.found for shard in SHARDS)
     assert isinstance(raised.value, FileNotFoundError)
 
 

@@ -38,6 +38,7 @@ from modelstate.errors import (
     UnknownFormatError,
 )
 from modelstate.formats import safetensors, sharded
+from modelstate.formats.layers import PATCHES
 from modelstate.formats.recognise import DCP_METADATA, Format, no_checkpoint, recognise, tensorflow_prefix, unpacked
 from modelstate.formats.tree import Contents
 from modelstate.io import system
@@ -188,6 +189,13 @@ def open(
     else:
         file = local_path(path)
         contents = read(file if stat.S_ISREG(mode_of(file)) else _at_no_file(file, path))
+    if PATCHES in contents.metadata:
+        raise UnknownFormatError(
+            "this is a file of changes, which is a part of a step of a store",
+            where=label,
+            expected="all files of the step, which have the tensors",
+            remedy="open the step: its directory, its *.index.json, or modelstate.Store(path).open('model')",
+        )
     if repository:
         commit = os.path.basename(repository).rpartition("@")[2]
         label = f"hf://{name.partition('@')[0]}@{commit}"
@@ -507,7 +515,7 @@ def _nothing(directory: str, below: Sequence[str], others: Sequence[str]) -> Sou
             "it is a store: give one object of it, such as modelstate.Store(path).open('model'). Store.restore and "
             f"Store.verify read all objects; `modelstate store ls {shlex.quote(directory)}` lists the steps"
         )
-        options = "modelstate store restore DIR PATH writes one object of it as a file; give the path of this file"
+        options = "it is a store: give the directory of a step, or what modelstate store restore DIR PATH writes"
     elif below:
         remedy = f"subdirectories are not searched: give one of {listed(below)}"
     else:

@@ -250,7 +250,7 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
         raise SourceNotFoundError(
             f"{len(missing)} of {len(shards)} shards are missing",
             where=index_path,
-            expected=f"in {directory or '.'}: {listed(missing, 20)}",
+            found=f"no {listed(missing, 20)} in {directory or '.'}",
             remedy="finish the download or the copy",
         )
     return paths
