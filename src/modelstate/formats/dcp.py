@@ -10,7 +10,6 @@ archives follow one another, and `.metadata` has their names and places.
 
 from __future__ import annotations
 
-import enum
 import math
 import os
 from collections import Counter
@@ -28,7 +27,7 @@ from modelstate.formats.sharded import safe_paths
 from modelstate.formats.torch_globals import MAX_INDEX, TorchGlobals, dims, shape_of
 from modelstate.formats.torch_zip import Archive
 from modelstate.formats.tree import Contents
-from modelstate.formats.unpickle import DeferredCall, Keys, damaged, no_storage, places_in, typed, unpickle
+from modelstate.formats.unpickle import Allowed, DeferredCall, Keys, damaged, no_storage, places_in, typed, unpickle
 from modelstate.io.files import SourceFile
 from modelstate.spec import Assemble, Box, ByteRange, Refused, StoredComposite, StoredTensor, box_of
 from modelstate.text_format import excerpt
@@ -76,7 +75,7 @@ def _read_metadata(
     """
     path, data = file.path, file.read(0, file.nbytes, "the metadata")
     others = ((_StandIn, entry) if isinstance(entry, str) else entry for entry in allow)
-    names = TorchGlobals([*others, *((stand_in, name) for name, stand_in in _STAND_INS.items())])
+    names = _Names([*others])
     with places_in(path):
         value, end = unpickle(data, 0, no_storage, names.find)
         if names.refused and not skip_forbidden:
@@ -94,38 +93,21 @@ def _read_metadata(
         return items, places, _paths(items, fields.get("planner_data"))
 
 
+class _Names(TorchGlobals):
+    """As `TorchGlobals`, with one class in the place of those of torch.distributed.checkpoint and of paths."""
+
+    def find(self, name: str) -> object:
+        """Returns what a name stands for; a `Refused` if it is not allowed."""
+        return Allowed(name, _StandIn) if name.startswith(_OWN) else super().find(name)
+
+
 class _StandIn:
-    """Replaces every class of torch.distributed.checkpoint; no object of it is created."""
+    """Replaces every class that the metadata may name; no object of it is created."""
 
 
-class _MemoryFormat(enum.Enum):
-    TORCH_CONTIGUOUS_FORMAT = 0
-    TORCH_CHANNELS_LAST = 1
-    TORCH_PRESERVE_FORMAT = 2
-
-
+_OWN = (_DCP, _BEFORE_2_3, "pathlib.")
+"""The path is that of the directory that was passed to `save`."""
 _PROPERTIES = (f"{_DCP}metadata.TensorProperties", f"{_BEFORE_2_3}TensorProperties")
-_STAND_INS: dict[str, type] = {
-    f"{_DCP}metadata._MEM_FORMAT_ENCODING": _MemoryFormat,
-    f"{_BEFORE_2_3}MEM_FORMAT_ENCODING": _MemoryFormat,
-} | dict.fromkeys(
-    (
-        f"{_DCP}metadata.Metadata",
-        f"{_DCP}metadata.TensorStorageMetadata",
-        f"{_DCP}metadata.BytesStorageMetadata",
-        f"{_DCP}metadata.ChunkStorageMetadata",
-        *_PROPERTIES,
-        f"{_DCP}metadata.MetadataIndex",
-        f"{_DCP}metadata.StorageMeta",
-        f"{_DCP}filesystem._StorageInfo",
-        # The directory that was passed to `save`.
-        "pathlib.PosixPath",
-        "pathlib.WindowsPath",
-        "pathlib._local.PosixPath",
-        "pathlib._local.WindowsPath",
-    ),
-    _StandIn,
-)
 
 
 # Checking the description.
@@ -133,7 +115,7 @@ _STAND_INS: dict[str, type] = {
 
 def _state(node: object, kind: str) -> dict[str, object]:
     """The fields of an object of a class of torch.distributed.checkpoint, or of an allowed class in its place."""
-    if type(node) is not DeferredCall or (node.name != _DCP + kind and node.name in _STAND_INS):
+    if type(node) is not DeferredCall or (node.name != _DCP + kind and node.name.startswith(_OWN)):
         raise damaged(f"a {kind.rpartition('.')[2]} is missing", getattr(node, "name", type(node).__name__))
     state = node.states[0] if node.states else {}
     if len(node.states) > 1 or type(state) is not dict:

@@ -39,33 +39,13 @@ from modelstate.spec import Refused, StoredTensor
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import QUANTIZED
 from modelstate.torch_compat.plain import SPARSE_PARTS
-from modelstate.torch_compat.private import wrapper_subclass
+from modelstate.torch_compat.private import storage_dtypes, wrapper_subclass
 
 _QUANTIZED = (
     "save its dequantize()d form; or, for a model that has such tensors too: "
     "ms.load_state_dict(model, torch.load(path))"
 )
-STORAGE_DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-    "UntypedStorage": torch.uint8,
-    "_UntypedStorage": torch.uint8,
-    "QUInt8Storage": torch.quint8,
-    "QInt8Storage": torch.qint8,
-    "QInt32Storage": torch.qint32,
-    "QUInt4x2Storage": torch.quint4x2,
-    "QUInt2x4Storage": torch.quint2x4,
-}
+STORAGE_DTYPES = {**storage_dtypes(), "UntypedStorage": torch.uint8, "_UntypedStorage": torch.uint8}
 """The storage classes that a pickle may name, and the dtype of each."""
 
 NEVER = frozenset({"os", "posix", "nt", "sys", "subprocess", "builtins.eval", "builtins.exec", "builtins.compile"}) | {

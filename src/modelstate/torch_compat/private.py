@@ -30,6 +30,11 @@ without_subclasses: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which tensor subclasses do not see what is done to them."""
 
 
+def storage_dtypes() -> dict[str, torch.dtype]:
+    """The dtypes of the storage classes that pickles name; torch adds no more of them."""
+    return {name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
+
+
 def use_count(tensor: torch.Tensor) -> int:
     """How many owners the tensor has in torch's core; 1 where only Python holds it, more for views and graphs."""
     return int(tensor._use_count())  # type: ignore[attr-defined]
