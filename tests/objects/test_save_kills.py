@@ -35,13 +35,13 @@ def kill_at_every_call(tmp_path: Path, old: str, new: str) -> None:
 SWEEP = """
 import sys
 from pathlib import Path
-from modelstate.formats import block_writer
+from modelstate.io import atomic
 from tests.objects import saves
 from tests.objects.test_save_kills import kill_at_every_call
 
 _, directory, old, new, past_page_cache = sys.argv
 if past_page_cache == "True":  # as large files are written
-    block_writer.LEAST_BYTES, saves.LENGTH = 0, 3000
+    atomic.LEAST_UNCACHED_BYTES, saves.LENGTH = 0, 3000
 kill_at_every_call(Path(directory), old, new)
 """
 

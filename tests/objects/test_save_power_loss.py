@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from modelstate.formats import block_writer
+from modelstate.io import atomic
 from tests.lossy_disk import LossyDisk, lossy_disk
 from tests.objects import saves
 from tests.objects.saves import NAME, PAIRS, save, version_at
@@ -26,7 +26,7 @@ def recorded(directory: Path, old: str, new: str) -> LossyDisk:
 def test_old_or_new_at_every_point(tmp_path: Path, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if old not in saves.KINDS:  # as large files are written
         old = "shards"
-        monkeypatch.setattr(block_writer, "LEAST_BYTES", 0)
+        monkeypatch.setattr(atomic, "LEAST_UNCACHED_BYTES", 0)
         monkeypatch.setattr(saves, "LENGTH", 3000)
     disk = recorded(tmp_path / "disk", old, new)
     seen = set()

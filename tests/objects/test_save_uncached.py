@@ -9,9 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from modelstate.formats import block_writer
-from modelstate.formats.block_writer import past_page_cache, write_blocks
-from modelstate.io import system
+from modelstate.formats.block_writer import write_blocks
+from modelstate.io import atomic, system
 from modelstate.io.atomic import new_file
 from tests.objects import saves
 from tests.objects.saves import NAME, save, version_at
@@ -23,7 +22,7 @@ BLOCK_BYTES = 4 << 20
 @pytest.fixture(autouse=True)
 def all_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones as well, in this module, of tensors that have pages in them."""
-    monkeypatch.setattr(block_writer, "LEAST_BYTES", 0)
+    monkeypatch.setattr(atomic, "LEAST_UNCACHED_BYTES", 0)
     monkeypatch.setattr(saves, "LENGTH", 3000)
 
 
@@ -55,8 +54,8 @@ def written(directory: Path, start: int, tensors: list[torch.Tensor]) -> tuple[b
         patch.setattr(system, "pwritev", pwritev)
         with new_file(str(path)) as output:
             output.write_at(0, b"\1" * start)
-            with past_page_cache(output, 1) as file:
-                write_blocks(file, start, tensors)
+            with output.past_page_cache(1):
+                write_blocks(output, start, tensors)
             assert output.nbytes == start + sum(tensor.nbytes for tensor in tensors)
     content = path.read_bytes()
     path.unlink()

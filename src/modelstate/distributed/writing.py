@@ -28,7 +28,7 @@ from modelstate.distributed.agreement import Agreement, Digest
 from modelstate.distributed.connections import number_of
 from modelstate.distributed.shards import Mesh, Part, Parts, common_range, parts_of, replicated, shard_of
 from modelstate.errors import DistributedError
-from modelstate.formats.block_writer import LazyTensor, past_page_cache, write_blocks
+from modelstate.formats.block_writer import LazyTensor, write_blocks
 from modelstate.formats.manifest import BLOCK_BYTES
 from modelstate.formats.safetensors import FileLayout, Written, write_header
 from modelstate.formats.writing import CheckpointWriter, Files, Outputs
@@ -350,9 +350,9 @@ class CollectiveWriter(CheckpointWriter):
                             if failed is None and own:
                                 if output is None:
                                     output = opened.enter_context(_opened(path))
-                                    file = opened.enter_context(past_page_cache(output, planned.nbytes))
+                                    opened.enter_context(output.past_page_cache(planned.nbytes))
                                 places = [piece.at for piece, _ in chunk]
-                                texts = write_blocks(file, places, [elements for _, elements in chunk])
+                                texts = write_blocks(output, places, [elements for _, elements in chunk])
                                 hashed = zip(chunk, texts, strict=True)
                                 hashes += [(*piece.place, piece.at, text) for (piece, _), text in hashed]
                                 if number == len(rounds):

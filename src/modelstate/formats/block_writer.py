@@ -1,9 +1,5 @@
 """Writes tensors in blocks on several threads, each of which hashes a block and writes it while it is in the CPU cache.
 
-A save counts only when its bytes are on the disk, so a copy in the page cache saves no time: it needs memory, which
-evicts the data of other processes, and another copy. With O_DIRECT the disk takes whole pages from the memory of this
-process; the bytes before the first page of a write and behind the last go through the page cache.
-
 The hash is XXH3-128. It detects damage, not tampering, at the speed of memory, and so adds hardly any time to the
 write.
 """
@@ -12,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -26,11 +20,9 @@ import xxhash
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, UnsavableError
 from modelstate.formats.manifest import BLOCK_BYTES
-from modelstate.io import system
 from modelstate.io.atomic import Output
 from modelstate.io.engine import for_each, memory_at, read_threads
 from modelstate.io.memory import DIRECT_ALIGN_BYTES, Buffer, empty_cpu
-from modelstate.io.system import Descriptor
 from modelstate.io.tensors import ReadAll, elements, read_tensor, runs
 from modelstate.spec import Assemble, Stored, StoredComposite, StoredTensor, elements_bytes, is_run, own_bytes, pieces
 from modelstate.text_format import size
@@ -39,55 +31,8 @@ from modelstate.torch_compat.plain import in_a_row, is_plain_memory
 if TYPE_CHECKING:
     from modelstate.remote.upload import ObjectWriter
 
-LEAST_BYTES = 64 << 20
-"""A smaller file stays in the page cache, where it takes little room."""
-
 TOGETHER_BYTES = 64 << 10
 """The memory of tensors that are read together where each tensor needs less."""
-
-
-class Uncached:
-    """A file that any thread can write to at any offset, with O_DIRECT as far as possible."""
-
-    def __init__(self, output: Output, descriptor: int) -> None:
-        self._output, self._descriptor = output, descriptor
-        self._is_refused = False
-
-    def write_at(self, offset: int, buffer: memoryview) -> None:
-        """Writes the whole buffer. O_DIRECT needs pages of memory that begin where pages of the file begin."""
-        before = min(-offset % DIRECT_ALIGN_BYTES, len(buffer))
-        done = before + self._write_pages(offset + before, buffer[before:])
-        self._output.write_at(offset, buffer[:before])
-        self._output.write_at(offset + done, buffer[done:])
-
-    def _write_pages(self, offset: int, buffer: memoryview) -> int:
-        """Writes whole pages with O_DIRECT, in one call. Returns the bytes written; the page cache takes the rest."""
-        nbytes = len(buffer) // DIRECT_ALIGN_BYTES * DIRECT_ALIGN_BYTES
-        if not nbytes or self._is_refused:
-            return 0
-        try:
-            return system.pwritev(self._descriptor, [buffer[:nbytes]], offset)
-        except OSError as error:
-            # A file system may accept the flag and refuse the write, or require larger blocks.
-            if error.errno not in system.UNSUPPORTED:
-                raise
-            self._is_refused = True
-            return 0
-
-
-@contextmanager
-def past_page_cache(output: Output, nbytes: int) -> Iterator[Output | Uncached]:
-    """Yields the object to write `nbytes` bytes with: `output` itself if they are few, or O_DIRECT is not supported."""
-    descriptor = None
-    if system.O_DIRECT and nbytes >= LEAST_BYTES:
-        with suppress(OSError):
-            descriptor = Descriptor(system.open_to_write(output.path, os.O_WRONLY | system.O_DIRECT))
-    if descriptor is None:
-        yield output
-        return
-    output.is_uncached = True
-    with descriptor:
-        yield Uncached(output, descriptor)
 
 
 Make = Callable[[int, int], torch.Tensor]
@@ -273,7 +218,7 @@ class _Job(msgspec.Struct):
 
 
 def write_blocks(
-    output: Output | Uncached | ObjectWriter | None,
+    output: Output | ObjectWriter | None,
     start: int | Sequence[int],
     tensors: Sequence[torch.Tensor | LazyTensor],
     threads: int | None = None,

@@ -452,13 +452,12 @@ def write(
     output: Output, planned: FileLayout, threads: int | None = None, on_written: Callable[[int], None] = lambda _: None
 ) -> Written:
     """Writes the file, and calls `on_written` with numbers of bytes of tensors. The caller syncs it."""
-    from modelstate.formats.block_writer import past_page_cache, write_blocks
+    from modelstate.formats.block_writer import write_blocks
 
     output.reserve(planned.nbytes)
-    with past_page_cache(output, planned.nbytes) as file:
-        hashes = write_blocks(
-            file, planned.header_bytes, [tensor for _, tensor in planned.tensors], threads, on_written
-        )
+    with output.past_page_cache(planned.nbytes):
+        tensors = [tensor for _, tensor in planned.tensors]
+        hashes = write_blocks(output, planned.header_bytes, tensors, threads, on_written)
     return write_header(output, planned, hashes)
 
 

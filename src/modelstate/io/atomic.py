@@ -22,12 +22,13 @@ import stat
 import threading
 import time
 from collections.abc import Container, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 from modelstate.errors import LockedError, ModelStateError, TargetExistsError, UnsavableError, WriteFailedError
 from modelstate.io import system
 from modelstate.io.files import mode_of
 from modelstate.io.lock import WRITE_REMEDIES, LockDescriptor
+from modelstate.io.memory import DIRECT_ALIGN_BYTES
 from modelstate.io.system import Descriptor
 from modelstate.text_format import printable
 
@@ -37,6 +38,9 @@ _BEGINNING_BYTES = 200
 LOCK_TIMEOUT_SECONDS = 60.0
 """How long a save waits for the lock of the directory, which other saves hold for a few file operations."""
 
+
+LEAST_UNCACHED_BYTES = 64 << 20
+"""A smaller file stays in the page cache, where it takes little room."""
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """The errors of a file system that cannot sync a directory. After any other one its names may not be durable."""
@@ -61,6 +65,8 @@ class Output:
         """The end of the farthest write."""
         self._growing = threading.Lock()
         self.is_synced = False
+        self._direct: Descriptor | None = None
+        """The file once more, with O_DIRECT."""
         self.is_uncached = False
         """Whether most of the file is written past the page cache. Then `sync` takes the rest out of it: around single
         pages that are there already, the kernel reads ahead in small pages, from which a read takes twice as long."""
@@ -74,12 +80,46 @@ class Output:
         """Writes all of `data` at `offset`, in as many calls as it takes."""
         left = memoryview(data)
         while left:
-            count = system.pwritev(self.descriptor, [left], offset)
+            count = self._write(offset, left)
             if not count:
                 raise OSError(errno.EIO, "nothing was written")
             offset, left = offset + count, left[count:]
         with self._growing:
             self.nbytes = max(self.nbytes, offset)
+
+    def _write(self, offset: int, data: memoryview) -> int:
+        """Writes a part of `data`. O_DIRECT needs pages of memory that begin where pages of the file begin."""
+        direct = self._direct
+        if direct is not None:
+            before, nbytes = -offset % DIRECT_ALIGN_BYTES, len(data) // DIRECT_ALIGN_BYTES * DIRECT_ALIGN_BYTES
+            if not before and nbytes:
+                try:
+                    return system.pwritev(direct, [data[:nbytes]], offset)
+                except OSError as error:
+                    # A file system may accept the flag and refuse the write, or require larger blocks.
+                    if error.errno not in system.UNSUPPORTED:
+                        raise
+                    self._direct = None
+            data = data[: before or len(data)]
+        return system.pwritev(self.descriptor, [data], offset)
+
+    @contextmanager
+    def past_page_cache(self, nbytes: int) -> Iterator[None]:
+        """A block in which whole pages are written with O_DIRECT, if the file gets many bytes and its system can.
+
+        A save counts only when its bytes are on the disk, so a copy in the page cache saves no time: it needs memory,
+        which evicts the data of other processes, and another copy.
+        """
+        descriptor: Descriptor | None = None
+        if system.O_DIRECT and nbytes >= LEAST_UNCACHED_BYTES:
+            with suppress(OSError):
+                descriptor = Descriptor(system.open_to_write(self.path, os.O_WRONLY | system.O_DIRECT))
+        with descriptor or nullcontext():
+            self._direct, self.is_uncached = descriptor, descriptor is not None
+            try:
+                yield
+            finally:
+                self._direct = None
 
     def sync(self) -> None:
         """Flushes the file to the disk."""
