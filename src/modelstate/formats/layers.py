@@ -6,9 +6,8 @@ whole, with the patches of the later layers applied in their order. docs/delta_f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +19,7 @@ from modelstate.errors import DamagedFileError
 from modelstate.formats.manifest import ALGORITHM, BLOCK_BYTES, check_size
 from modelstate.formats.tree import Contents, Patched
 from modelstate.io.files import FileFingerprint
+from modelstate.process import ThreadValue
 from modelstate.spec import ByteRange, Checksum, StoredTensor, StoredTensors
 from modelstate.text_format import quote
 
@@ -169,20 +169,15 @@ class _Link(NamedTuple):
 
 _known: WeakValueDictionary[tuple[FileFingerprint, int, str], Directory] = WeakValueDictionary()
 """The payloads that open checkpoints have checked."""
-_trusts_known: ContextVar[bool] = ContextVar("_trusts_known", default=False)
+_trusts_known = ThreadValue(False)
 
 
-@contextmanager
-def trust_known_patches() -> Iterator[None]:
+def trust_known_patches() -> AbstractContextManager[None]:
     """A context in which payloads are not read that were checked for a checkpoint that is still open.
 
     A step has files of the steps before it. Who opens a step in this context verifies the payloads that are applied.
     """
-    token = _trusts_known.set(True)
-    try:
-        yield
-    finally:
-        _trusts_known.reset(token)
+    return _trusts_known.replaced(True)
 
 
 def _checked(chains: Mapping[str, Sequence[_Link]], files: Mapping[str, FileFingerprint]) -> dict[str, Patched]:
@@ -198,7 +193,7 @@ def _checked(chains: Mapping[str, Sequence[_Link]], files: Mapping[str, FileFing
         for links in chains.values()
         for link in links
     }
-    if _trusts_known.get():
+    if _trusts_known.value:
         directories |= {extent: known for extent, key in keys.items() if (known := _known.get(key)) is not None}
     unchecked = [link for links in chains.values() for link in links if link.payload.extent not in directories]
     while unchecked:
