@@ -94,7 +94,7 @@ class CollectiveUploader(CollectiveWriter):
         with agreement.phase(FINISHING, decides=True), write_errors(self._path):
             own = [(number, index, 0, text) for number, of in uploads.hashes.items() for index, text in enumerate(of)]
             hashes = self._digests_of_all(layouts, own)
-            return [finished_header(*of_object)[1] for of_object in zip(layouts, hashes, strict=False)]
+            return [finished_header(*of_object) for of_object in zip(layouts, hashes, strict=False)]
 
     def _owned(self, sizes: Sequence[int]) -> dict[int, list[int]]:
         """Returns for each rank the numbers of the objects that it uploads: of the largest ones first, one each."""
@@ -244,7 +244,7 @@ class _Objects:
         planned, url = self._layouts[number], self._urls[number]
         self._begun.append(url)
         self._output = self._object.enter_context(new_object(locate(url), planned.nbytes, overwrite=True))
-        self._output.append(finished_header(planned, [""] * len(planned.tensors))[0])
+        self._output.append(finished_header(planned, [""] * len(planned.tensors)).header)
 
     def abort(self, error: BaseException) -> None:
         """Ends without the object that is being uploaded, and without those that have not begun."""

@@ -53,8 +53,6 @@ class _Audit:
     """
 
     def __init__(self, value: object, data_nbytes: int) -> None:
-        self.keep: list[object] = []
-        """The audited objects, so that no id is used again."""
         self.sizes: dict[int, tuple[int, int, int]] = {}
         """What `visit` has returned for each container, by its id."""
         self.open: set[int] = set()
@@ -100,7 +98,6 @@ class _Audit:
             flags |= below[2]
         self.open.discard(key)
         self.sizes[key] = nodes, characters, flags
-        self.keep.append(node)
         return nodes, characters, flags
 
 

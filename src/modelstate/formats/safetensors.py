@@ -445,7 +445,7 @@ class Written(msgspec.Struct, frozen=True):
     content: str
     """A digest of the whole file."""
     header: bytes = b""
-    """The header with its length, where this process has made it."""
+    """The header with its length."""
 
 
 def write(
@@ -463,17 +463,17 @@ def write(
 
 def write_header(output: Output, planned: FileLayout, hashes: Sequence[str]) -> Written:
     """Writes the header of a file, whose tensors have these digests, in the order of their bytes."""
-    header, written = finished_header(planned, hashes)
-    output.write_at(0, header)
+    written = finished_header(planned, hashes)
+    output.write_at(0, written.header)
     return written
 
 
-def finished_header(planned: FileLayout, hashes: Sequence[str]) -> tuple[bytes, Written]:
+def finished_header(planned: FileLayout, hashes: Sequence[str]) -> Written:
     """Returns the header of a file whose tensors have these digests, and the digests. That of a shard has none."""
     digests = {name: value for (name, _), value in zip(planned.tensors, hashes, strict=True)}
     header = _header(planned.tensors, planned.metadata(digests))
     assert len(header) == planned.header_bytes
-    return header, Written(digests, digest(header + "".join(hashes).encode()), header)
+    return Written(digests, digest(header + "".join(hashes).encode()), header)
 
 
 def write_in_order(
@@ -500,10 +500,10 @@ def write_in_order(
 
     tensors = [tensor for _, tensor in planned.tensors]
     hashes = write_blocks(None, 0, tensors, threads)
-    header, written = finished_header(planned, hashes)
+    written = finished_header(planned, hashes)
     with upload(written) as output:
-        output.append(header)
-        if write_blocks(output, len(header), tensors, 1, on_written) != hashes:
+        output.append(written.header)
+        if write_blocks(output, planned.header_bytes, tensors, 1, on_written) != hashes:
             raise WriteFailedError(
                 "tensors were changed while they were saved; nothing is written",
                 where=output.location.url,

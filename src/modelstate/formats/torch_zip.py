@@ -16,7 +16,7 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, NamedTuple, cast
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -582,8 +582,8 @@ def _without_lazy_tensors(
     yield map_leaves(state, lambda _, leaf: tensors[leaf.key] if isinstance(leaf, LazyTensor) else leaf)
 
 
-_MOST_PENDING = 1 << 20
-"""Bytes that wait to be written together."""
+_PENDING_BYTES = 1 << 20
+"""Bytes that wait to be written together: torch writes five small pieces for each tensor."""
 
 
 @contextmanager
@@ -591,21 +591,24 @@ def archive_file(output: Output) -> Iterator[IO[bytes]]:
     """The file object for torch to write an archive to. At the end of the block, the first error is raised.
 
     torch's writer must not see an error, nor an interrupt: it would report its next failure instead of the first, or
-    end the process. So handlers of signals are called when torch writes a piece, and nothing is written after an error.
+    end the process. So handlers of signals are called between writes, and nothing is written after an error.
     """
     with deferred_signals() as deliver:
-        file = _ArchiveFile(output, deliver)
-        yield cast("IO[bytes]", file)
-        file.finish()
+        raw = _ArchiveFile(output, deliver)
+        file = io.BufferedWriter(raw, _PENDING_BYTES)
+        try:
+            yield file
+            file.flush()
+            if raw.failed is not None:
+                raise raw.failed
+        finally:
+            raw.failed = EOFError()  # what is still pending is not written
 
 
 class _ArchiveFile(io.RawIOBase):
-    """The file object of `archive_file`. It puts small pieces together: torch writes five for each tensor."""
-
     def __init__(self, output: Output, deliver: Callable[[], None]) -> None:
         self._output, self._deliver = output, deliver
-        self._pending = bytearray()
-        self._failed: BaseException | None = None
+        self.failed: BaseException | None = None
 
     def writable(self) -> bool:
         return True
@@ -618,25 +621,10 @@ class _ArchiveFile(io.RawIOBase):
         return 0
 
     def write(self, data: Buffer) -> int:
-        try:
-            if self._failed is None:
-                self._add(memoryview(data).cast("B"))
-        except BaseException as error:
-            self._failed = error
+        if self.failed is None:
+            try:
+                self._deliver()
+                self._output.append(memoryview(data).cast("B"))
+            except BaseException as error:
+                self.failed = error
         return memoryview(data).nbytes
-
-    def _add(self, view: memoryview) -> None:
-        self._deliver()
-        if len(self._pending) + len(view) > _MOST_PENDING:
-            self._output.append(memoryview(self._pending))
-            self._pending = bytearray()
-        if len(view) > _MOST_PENDING:
-            self._output.append(view)
-        else:
-            self._pending += view
-
-    def finish(self) -> None:
-        """Writes what is pending, or raises the first error."""
-        if self._failed is not None:
-            raise self._failed
-        self._output.append(memoryview(self._pending))

@@ -277,7 +277,6 @@ class _Machine(pickle._Unpickler):
         self.append = self.stack.append
         self.memo: dict[int, object] = {}
         self.proto = 0
-        self.globals: dict[str, object] = {}
         self.rebuild: object = self
         """The function of tensors, if the pickle has named it."""
         self.budget = 4 * (len(data) - start) + 1000
@@ -367,12 +366,10 @@ class _Machine(pickle._Unpickler):
             else:
                 module = IMPORT_MAPPING.get(module, module)
         self.spend((module, name))
-        whole = f"{module}.{name}"
-        if whole not in self.globals:
-            self.globals[whole] = self.find(whole)
-            if whole == "torch._utils._rebuild_tensor_v2":
-                self.rebuild = self.globals[whole]
-        return self.globals[whole]
+        known = self.find(f"{module}.{name}")
+        if name == "_rebuild_tensor_v2" and module == "torch._utils":
+            self.rebuild = known
+        return known
 
     def spend(self, copied: tuple[object, ...]) -> None:
         self.budget -= sum(len(value) for value in copied if hasattr(value, "__len__"))
