@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from torch._C import _len_torch_dispatch_stack
 import modelstate as ms
 from modelstate.errors import ModelCodeError, OptionError, TransformError
 from tests.programs import Program
-from tests.sweeps import sample
+from tests.sweeps import EXHAUSTIVE
 
 # In the middle of a large load.
 
@@ -225,7 +226,6 @@ OPERATIONS: dict[str, Callable[[Any, Path], object]] = {
     "save": lambda model, path: ms.save(model, Path(tempfile.mkdtemp(dir=path)) / "saved.safetensors"),
     "restore": lambda model, path: ms.restore({"net": model}, path / "objects.safetensors"),
     "convert": lambda model, _: ms.convert(model, torch.bfloat16),
-    "open": lambda _, path: ms.open(path / "net.pt"),
     "initialise": lambda model, _: ms.load(
         model, {"layers.0.weight": torch.ones(8, 8)}, init_missing=True, allow_missing=["_extra_state", "layers.1.*"]
     ),
@@ -235,6 +235,7 @@ OPERATIONS: dict[str, Callable[[Any, Path], object]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_at_calls_within_the_library(name: str, handler: Handler, tmp_path: Path) -> None:
+    """At a call of each function; where nothing is compared, of those that no operation before it has called."""
     ms.save(Net(), tmp_path / "net.safetensors")
     ms.save(Net(), tmp_path / "net.pt")
     ms.save({"net": Net()}, tmp_path / "objects.safetensors")
@@ -246,7 +247,7 @@ def test_at_calls_within_the_library(name: str, handler: Handler, tmp_path: Path
             if len(calls) - 1 == stop:
                 signal.raise_signal(signal.SIGUSR1)
 
-    def run(model: Net) -> None:
+    def run(model: Net, name: str = name) -> None:
         calls.clear()
         sys.setprofile(on_call)
         try:
@@ -254,9 +255,17 @@ def test_at_calls_within_the_library(name: str, handler: Handler, tmp_path: Path
         finally:
             sys.setprofile(None)
 
+    is_compared, called = name.startswith(("load", "restore")), set[str]()
+    for other in itertools.takewhile(lambda other: other != name, [] if is_compared else OPERATIONS):
+        run(Net(), other)
+        called.update(calls)
     run(Net())
     run(right := copy.deepcopy(like))
-    for stop, _ in sample([*enumerate(calls)], lambda place: place[1]):
+    places: dict[str, list[int]] = {}
+    for place, function in enumerate(calls):
+        places.setdefault(function, []).append(place)
+    middle = [found[len(found) // 2] for function, found in places.items() if function not in called]
+    for stop in range(len(calls)) if EXHAUSTIVE else middle:
         model, handler.raised, handler.kind = copy.deepcopy(like), None, KINDS[stop % 3]
         before, raised = state(model), None
         try:
@@ -270,5 +279,5 @@ def test_at_calls_within_the_library(name: str, handler: Handler, tmp_path: Path
             if _len_torch_dispatch_stack():
                 gc.collect()  # of frames that the exception has kept
             assert _len_torch_dispatch_stack() == 0, "a mode of the library is still active"
-            if name.startswith(("load", "restore")):  # the model is as before, or the commit was over
+            if is_compared:  # the model is as before, or the commit was over
                 assert is_equal(before, state(model)) or is_equal(state(right), state(model))
