@@ -127,6 +127,12 @@ class Everything(nn.Module):
         return y
 
 
+def everything(seed: int = 0) -> Everything:
+    """With weights of its own for each seed."""
+    torch.manual_seed(seed)
+    return Everything()
+
+
 class Small(nn.Module):
     """Has tensors that AOTInductor makes numbers in the code, unless an option keeps it from that."""
 

@@ -19,7 +19,7 @@ from modelstate.errors import (
     WeightsError,
 )
 from modelstate.io import system
-from tests.serve.models import INPUTS_OF_TABLE, Small, Table, linear, weights_of
+from tests.serve.models import INPUTS_OF_TABLE, Small, Table, everything, linear, weights_of
 from tests.serve.packages import linear_package, package_of, package_of_torch
 from tests.serve.targets import target_of
 from tests.serve.test_export import edited, rewritten
@@ -44,7 +44,7 @@ def test_what_comes_to_the_path_later_is_not_looked_at(tmp_path: Path, after: st
     elif after == "other bytes":
         path.write_bytes(path.read_bytes()[:1000])
     else:
-        shutil.copy(package_of(Small(), X), tmp_path / "new.pt2")
+        shutil.copy(package_of(everything(), X), tmp_path / "new.pt2")
         (tmp_path / "new.pt2").rename(path)
     for k in (2, 3, 4):
         live.swap(linear(k).state_dict())
@@ -54,10 +54,10 @@ def test_what_comes_to_the_path_later_is_not_looked_at(tmp_path: Path, after: st
 def test_others_load_the_package() -> None:
     from torch.export.pt2_archive._package import load_pt2
 
-    path = package_of(Small(), X)
+    path = package_of(everything(), X)
     contents = load_pt2(str(path), load_weights_from_disk=True)
     assert "modelstate-program" in contents.extra_files["modelstate.json"]
-    assert torch.allclose(contents.aoti_runners["model"](X), Small()(X))
+    assert torch.allclose(contents.aoti_runners["model"](X), everything()(X))
     assert torch._inductor.aoti_load_package(str(path)).get_constant_fqns()
 
 
@@ -126,7 +126,7 @@ def test_instructions_that_the_processor_lacks(
 
 def test_a_package_that_was_loaded_has_no_path_any_more() -> None:
     with pytest.raises(LiveTargetError, match="give its path"):
-        ms.Live(torch._inductor.aoti_load_package(str(package_of(Small(), X))))
+        ms.Live(torch._inductor.aoti_load_package(str(package_of(everything(), X))))
 
 
 def test_inputs_are_checked_before_the_library_sees_them() -> None:
@@ -141,7 +141,7 @@ def test_inputs_are_checked_before_the_library_sees_them() -> None:
         with pytest.raises(ProgramInputError):
             live(*args, **named)
     with pytest.raises(ProgramInputError):
-        ms.Live(package_of(Small(), X))(X[:2])  # whose sizes are fixed
+        ms.Live(package_of(everything(), X))(X[:2])  # whose sizes are fixed
     with pytest.raises(ProgramInputError):
         ms.Live(package_of_others())(X, X)
 

@@ -29,7 +29,7 @@ from modelstate.errors import (
 from modelstate.io import system
 from modelstate.serve import export as exporting
 from modelstate.serve.program_file import NAME
-from tests.serve.models import Decoder, Everything, Fused, Nested, Small, randomised
+from tests.serve.models import Decoder, Everything, Fused, Nested, Small, everything, randomised
 from tests.serve.packages import linear_package, needs_aoti, package_of, package_of_torch
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
@@ -49,9 +49,8 @@ def manifest_in(path: Path) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["exported", "aoti"])
 def test_what_the_file_says(kind: Any, path: Path) -> None:
-    torch.manual_seed(0)
     if kind == "aoti":
-        path = package_of(Everything(), X)
+        path = package_of(everything(), X)
     else:
         manifest = ms.export(Everything(), (X,), path, training=True)
         assert json.loads(manifest.to_json()) == manifest_in(path)

@@ -10,7 +10,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import LiveTargetError, OptionError, SourceNotFoundError, SwapBusyError, VersionGoneError
-from tests.serve.models import Everything, linear
+from tests.serve.models import everything, linear
 from tests.serve.packages import linear_package
 from tests.serve.targets import AOTI, KINDS, buffer_of, target_of
 
@@ -95,8 +95,7 @@ def test_rollback_is_one_flip(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["eager", "exported", AOTI])
 def test_buffers_that_requests_change_are_carried_over_or_reset(kind: str) -> None:
-    torch.manual_seed(0)
-    module = Everything()
+    module = everything()
     state = {name: value.clone() for name, value in module.state_dict().items()}
     state["scale"] = torch.full((), 5.0)
     live = ms.Live(target_of(kind, module, X, training=True), training=True)
