@@ -31,9 +31,11 @@ from modelstate.objects.optimizer_values import (
     Path,
     PlacedState,
     Values,
+    address,
     expected_state,
     group_options,
     hidden_attributes,
+    identity,
     in_memory_orders,
     into_recorded_memory,
     is_number,
@@ -551,22 +553,22 @@ def _check_values(
     optimizer: torch.optim.Optimizer,
 ) -> None:
     """Raises for what a restore could not bring back."""
-    places = {_address(param) for param in names} - {0}
+    places = {address(param) for param in names} - {0}
     problems = [f"{name}: something else than a dict" for name, of in state.items() if not isinstance(of, Mapping)]
     if hidden := hidden_attributes(optimizer):
         problems.append(f"tensors or another optimizer in attributes that its state_dict leaves out: {listed(hidden)}")
     if foreign := sum(isinstance(key, torch.Tensor) for key in other):
         problems.append(f"state for {foreign} tensors that are not its parameters, and have no names")
-    views: dict[tuple[object, ...], tuple[int, int, Path]] = {}
+    views: dict[object, tuple[int, int, Path]] = {}
     """The memory of each tensor that has some: where it begins and ends."""
     for path, leaf in [*leaf_paths(dict(state)), *leaf_paths({_OTHER: dict(other)})]:
         why = why_not_restored(leaf)
         if isinstance(leaf, torch.Tensor):
-            if leaf in names or _address(leaf) in places:
+            if leaf in names or address(leaf) in places:
                 why = "shares the memory of a parameter, which a restore would not share"
-            if (begin := _address(leaf)) and leaf.numel():
-                key = begin, leaf.shape, leaf.stride(), leaf.dtype
-                views.setdefault(key, (begin, begin + span(leaf.shape, leaf.stride()) * leaf.itemsize, path))
+            if (begin := address(leaf)) and leaf.numel():
+                nbytes = span(leaf.shape, leaf.stride()) * leaf.itemsize
+                views.setdefault(identity(leaf), (begin, begin + nbytes, path))
         if why:
             problems.append(f"{path[0]}: {place(path[1:])} {why}")
     ordered = sorted(views.values(), key=lambda view: (view[0], -view[1]))
@@ -584,12 +586,6 @@ def _check_values(
             "object of its own with state_dict and load_state_dict; or define both in the class of the optimizer, so "
             "that they have it",
         )
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Returns the address of the memory of a plain tensor; 0 for one without memory of its own."""
-    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return tensor.data_ptr() if is_plain else 0
 
 
 def _state_and_groups(state: object) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -51,7 +51,7 @@ Values = Mapping[str, object]
 Path = tuple[object, ...]
 """The keys and positions that lead to a value in it."""
 Copies = dict[tuple[object, ...], torch.Tensor]
-"""Copies of tensors of saved state. For a parameter, a copy is found by the `_identity` of the tensor, its dtype, the
+"""Copies of tensors of saved state. For a parameter, a copy is found by the `identity` of the tensor, its dtype, the
 parameter (None where it may be shared), its device, and whether it is a step; elsewhere by the first three."""
 PlacedState = Callable[[Copies], dict[str, object]]
 """Returns a copy of the state of a parameter."""
@@ -145,10 +145,8 @@ def expected_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, trial:
 
     In a trial, a size of 1 stands for one value for a whole row or column.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return None
     if trial is None:
-        return optimizer.state.get(param) or None
+        return None if isinstance(optimizer, torch.optim.LBFGS) else optimizer.state.get(param) or None
     return {
         key: torch.empty(
             [1 if small == 1 else size for small, size in zip(value.shape, param.shape, strict=True)],
@@ -308,7 +306,7 @@ def placed_state(
         follows = had_it and follows_dtype(path, leaf, param, leaf.dtype)
         dtype = param.dtype if follows and param.is_complex() == leaf.is_complex() else leaf.dtype
         of_param = param if is_of_torch else None
-        key = _identity(leaf), dtype, of_param, param.device, path == ("step",)
+        key = identity(leaf), dtype, of_param, param.device, path == ("step",)
         if key not in copies:
             copies[key] = _copied(path, leaf, param, dtype, step_on_device)
             copies.setdefault(key[:3], copies[key])
@@ -330,7 +328,7 @@ def placed_options(options: Mapping[str, object], group: Group, copies: Copies) 
     """
     shared: dict[int, torch.Tensor] = {}
     for _, leaf in leaf_paths(dict(options)):
-        if isinstance(leaf, torch.Tensor) and (made := copies.get((_identity(leaf), leaf.dtype, None))) is not None:
+        if isinstance(leaf, torch.Tensor) and (made := copies.get((identity(leaf), leaf.dtype, None))) is not None:
             shared[id(leaf)] = made
     placed: dict[str, object] = deep_copy(dict(options), shared)
     for key, value in placed.items():
@@ -380,11 +378,16 @@ def load_values(
     return [*of_params, *zip(before, changed, strict=True)]
 
 
-def _identity(tensor: torch.Tensor) -> object:
+def address(tensor: torch.Tensor) -> int:
+    """Returns the address of the memory of a plain tensor; 0 for one without memory of its own."""
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return tensor.data_ptr() if is_plain else 0
+
+
+def identity(tensor: torch.Tensor) -> object:
     """Returns what is the same for two tensors that are one in memory."""
-    if type(tensor) is torch.Tensor and tensor.layout is torch.strided and (address := tensor.data_ptr()):
-        return address, tensor.device, tensor.shape, tensor.stride(), tensor.dtype
-    return id(tensor)
+    at = address(tensor)
+    return (at, tensor.device, tensor.shape, tensor.stride(), tensor.dtype) if at else id(tensor)
 
 
 def _copied(

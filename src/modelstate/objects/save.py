@@ -21,6 +21,7 @@ from modelstate.errors import UnsavableError
 from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.objects.objects import capture, check_loadable, holds_objects, targets_of, tensors_within
+from modelstate.objects.parts import Part
 from modelstate.problems import GATHER
 from modelstate.torch_compat.modules import state_dict_of, unwrapped
 
@@ -144,7 +145,7 @@ def save_with(
 
 def _tree_of(state: object) -> Mapping[Any, object]:
     if isinstance(state, Mapping) and holds_objects(state):
-        return _nested({path: part.tree for path, part in capture(targets_of(state)).items()})
+        return _tree_of_objects(state, capture(targets_of(state)))
     tree = state
     if isinstance(state, nn.Module):
         tree = state_dict_of(unwrapped(state))
@@ -166,13 +167,10 @@ def _tree_of(state: object) -> Mapping[Any, object]:
     )
 
 
-def _nested(by_path: Mapping[str, object]) -> dict[str, object]:
-    """Returns values by dotted path as mappings within mappings."""
-    root: dict[str, object] = {}
-    for path, value in by_path.items():
-        *parents, name = path.split(".")
-        mapping: Any = root
-        for key in parents:
-            mapping = mapping.setdefault(key, {})
-        mapping[name] = value
-    return root
+def _tree_of_objects(objects: Mapping[str, Any], parts: Mapping[str, Part], prefix: str = "") -> dict[str, object]:
+    """Returns the states of objects in the mappings that the objects are in."""
+    paths = {name: f"{prefix}{name}" for name in objects}
+    return {
+        name: parts[path].tree if path in parts else _tree_of_objects(objects[name], parts, f"{path}.")
+        for name, path in paths.items()
+    }

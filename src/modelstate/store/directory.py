@@ -463,12 +463,9 @@ class StepIndex:
             return [(place.step, place.revision, place.path[root:], place.files[root:]) for place in places]
 
         chosen = _decided(agreement, "choosing the step", choose)
-        for index, (number, revision, path, files) in enumerate(chosen):
-            if agreement is None or agreement.is_first:
-                yield listed[index]
-                continue
-            place = Place(number, revision, self.directory + path, self.directory + files)
-            yield StepEntry(place, self, None)
+        yield from listed
+        for number, revision, path, files in () if listed else chosen:
+            yield StepEntry(Place(number, revision, self.directory + path, self.directory + files), self, None)
 
     def opened(
         self, entry: StepEntry, verify: bool, agreement: Agreement, progress: bool | None
@@ -681,30 +678,27 @@ class WriteAccess:
         self.in_use: os.stat_result | None = None
         """The directory of the last restore or save, which no other directory may replace."""
         self._pid, self._thread_lock = os.getpid(), threading.RLock()
-        self._is_writing = False
-        """Whether the thread that has the lock is writing: a signal handler runs in the same thread."""
+        self._writing_thread: int | None = None
 
     @contextmanager
     def exclusive(self, wait: bool = True) -> Iterator[bool]:
         """Keeps other threads from saving and pruning. Yields False where `wait` is false and another thread does."""
         if self._pid != os.getpid():  # a forked child lacks the thread that may hold the lock
-            self._pid, self._thread_lock, self._is_writing = os.getpid(), threading.RLock(), False
+            self._pid, self._thread_lock, self._writing_thread = os.getpid(), threading.RLock(), None
+        if self._writing_thread == threading.get_ident():  # a signal handler runs in the thread that it interrupts
+            raise LockedError(
+                "a save in this thread has been interrupted by another one, as by a signal's handler",
+                where=self._index.directory,
+                remedy="have the handler set a flag, and the loop save: see modelstate.Deadline",
+            )
         if not self._thread_lock.acquire(blocking=wait):
             yield False
             return
         try:
-            if self._is_writing:
-                raise LockedError(
-                    "a save in this thread has been interrupted by another one, as by a signal's handler",
-                    where=self._index.directory,
-                    remedy="have the handler set a flag, and the loop save: see modelstate.Deadline",
-                )
-            self._is_writing = True
-            try:
-                yield True
-            finally:
-                self._is_writing = False
+            self._writing_thread = threading.get_ident()
+            yield True
         finally:
+            self._writing_thread = None
             self._thread_lock.release()
 
     def acquire(self) -> str:

@@ -191,9 +191,7 @@ def read_record(directory: str) -> Record:
     path = os.path.join(directory, RECORD_FILE)
     try:
         data = read_whole(path, MAX_RECORD_BYTES, RECORD_FILE)
-    except ReadFailedError as error:
-        raise unreadable(directory, short(error)) from error
-    except OpenError as error:
+    except (OpenError, ReadFailedError) as error:
         raise _unusable(directory, error) from error
     try:
         content = json.loads(data)
@@ -250,12 +248,12 @@ def unreadable(where: str, found: object) -> ReadFailedError:
     )
 
 
-def _unusable(where: str, error: OpenError | ChecksumError) -> ModelStateError:
-    """Returns the error for a checkpoint with a file that cannot be opened.
+def _unusable(where: str, error: ModelStateError) -> ModelStateError:
+    """Returns the error for a checkpoint with a file that cannot be opened, or read.
 
     A missing permission, or credentials that have expired, say nothing about the content of the file.
     """
-    return (unreadable if isinstance(error, SourceAccessError) else damaged)(where, short(error))
+    return (unreadable if isinstance(error, SourceAccessError | ReadFailedError) else damaged)(where, short(error))
 
 
 def short(error: ModelStateError) -> str:

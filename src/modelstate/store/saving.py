@@ -318,7 +318,8 @@ class SpreadTensors(msgspec.Struct):
     """On the first rank, those of the tensors."""
 
 
-class NewStep(msgspec.Struct, kw_only=True, eq=False):
+@dataclasses.dataclass(kw_only=True, eq=False)
+class NewStep:
     """A checkpoint that is written where no reader sees it, until it is complete.
 
     Of several ranks only the first one writes it, but for the tensors that are spread over the ranks.
@@ -349,7 +350,7 @@ class NewStep(msgspec.Struct, kw_only=True, eq=False):
     """When the save began, by `time.perf_counter`."""
     new: NewFiles | None = None
     """Writes the files, on the first rank."""
-    before: Mapping[str, ObjectEntry] = {}
+    before: Mapping[str, ObjectEntry] = dataclasses.field(default_factory=dict)
     """The objects of the last checkpoint; unchanged files of it are linked."""
     files_before: str = ""
     """The directory of these files."""
@@ -357,8 +358,8 @@ class NewStep(msgspec.Struct, kw_only=True, eq=False):
     """The checkpoints of the same step."""
     by_age: Sequence[StepEntry] = ()
     """The checkpoints of the store, the newest last."""
-    files: defaultdict[str, ObjectFiles] = msgspec.field(default_factory=partial(defaultdict, ObjectFiles))
-    entries: dict[str, ObjectEntry] = msgspec.field(default_factory=dict)
+    files: defaultdict[str, ObjectFiles] = dataclasses.field(default_factory=partial(defaultdict, ObjectFiles))
+    entries: dict[str, ObjectEntry] = dataclasses.field(default_factory=dict)
     """The objects that have been written."""
 
     def begin(self, overwrite: bool) -> None:
@@ -448,6 +449,9 @@ class NewStep(msgspec.Struct, kw_only=True, eq=False):
             if self.new is not None:
                 self.new.discard()
             raise
+        finally:
+            # The traceback of an error keeps this object, which would keep the lock of the store and the copied state.
+            vars(self).clear()
         blocked_seconds = seconds if blocked_seconds is None else blocked_seconds
         return SavedStep(step, path, written, linked, staging_bytes, blocked_seconds, seconds, tuple(pruned))
 

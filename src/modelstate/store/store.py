@@ -624,7 +624,6 @@ class Store(Shown):
             self.wait()
             self._access.acquire()
             with write_errors(self.directory):
-                self._backend.clear(self.index.file_names)
                 return self.index.prune(rules)
 
     def pin(self, step: int) -> None:
