@@ -38,7 +38,7 @@ from modelstate.errors import (
     UnknownFormatError,
 )
 from modelstate.formats import safetensors, sharded
-from modelstate.formats.layers import PATCHES
+from modelstate.formats.manifest import PATCHES
 from modelstate.formats.recognise import DCP_METADATA, Format, no_checkpoint, recognise, tensorflow_prefix, unpacked
 from modelstate.formats.tree import Contents
 from modelstate.io import system

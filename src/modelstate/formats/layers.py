@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from modelstate.errors import DamagedFileError
-from modelstate.formats.manifest import ALGORITHM, BLOCK_BYTES, check_size
+from modelstate.formats.manifest import ALGORITHM, BLOCK_BYTES, PATCHES, check_size
 from modelstate.formats.tree import Contents, Patched
 from modelstate.io.files import FileFingerprint
 from modelstate.process import ThreadValue
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from modelstate.formats.block_writer import LazyTensor
     from modelstate.formats.delta import Directory
 
-PATCHES = "modelstate_patches"
-"""The key of `__metadata__` of a file that has a `PatchLayer`, as JSON."""
 FORMAT = "modelstate-delta"
 """The `format` in `__metadata__` of such a file, which no other tool takes for weights."""
 CHANGES = "changed elements"

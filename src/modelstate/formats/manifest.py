@@ -76,6 +76,8 @@ WEIGHT_MAP = "weight_map"
 """The key of an index that has the file of each tensor."""
 LAYERS = "modelstate_layers"
 """The key of the metadata of an index that has the names of the layers in their order, as JSON."""
+PATCHES = "modelstate_patches"
+"""The key of `__metadata__` of a file that has changes of tensors: a `PatchLayer` of `formats/layers.py`, as JSON."""
 _MAX_DEPTH = 100
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
