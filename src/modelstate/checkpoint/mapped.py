@@ -49,7 +49,7 @@ class Maps:
         )
         """The memory of tensors that are alive: by the bytes in it, their runs, and whether it is a map."""
         self._can_map: dict[tuple[str, bool | None], bool] = {}
-        self._notes: dict[str, list[str]] = {}
+        self._notes: dict[str, dict[str, None]] = {}
 
     def tensor(self, stored: Stored, can_map: Callable[[ByteRange], bool] | None = None) -> torch.Tensor:
         """The tensor as a view of its file; a tensor that is in memory already as a detached alias.
@@ -205,14 +205,14 @@ class Maps:
 
     def note(self, what: str, path: str) -> None:
         """Adds a remark about a file to `notes`."""
-        self._notes.setdefault(what, []).append(os.path.basename(path))
+        self._notes.setdefault(what, {})[path] = None
 
     @property
     def notes(self) -> list[str]:
         """Remarks about files that are mapped, or cannot be, for the report of a load."""
         return [
-            f"{names[0]}{f' and {len(names) - 1} more files' if len(names) > 1 else ''}: {what}"
-            for what, names in self._notes.items()
+            f"{os.path.basename(first)}{f' and {len(others)} more files' if others else ''}: {what}"
+            for what, (first, *others) in self._notes.items()
         ]
 
     def _is_remote(self, path: str) -> bool:
