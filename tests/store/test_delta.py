@@ -198,13 +198,10 @@ def test_another_structure_is_whole(tmp_path: Path) -> None:
     assert store.verify() == dict.fromkeys(range(9), "")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("bfloat16", "float16", "float32", "float64", "int8", "int64", "bool", "complex64"),
-        *("float8_e4m3fn", "float4_e2m1fn_x2"),
-    ],
-)
+NAMES = "bfloat16 float16 float32 float64 int8 int64 bool complex64 float8_e4m3fn float4_e2m1fn_x2"
+
+
+@pytest.mark.parametrize("name", NAMES.split())
 def test_every_bit_pattern(tmp_path: Path, name: str) -> None:
     store, module, dtype = only(tmp_path), nn.Module(), getattr(torch, name)
     values = torch.randint(0, 2 if dtype == torch.bool else 256, (8000 * dtype.itemsize,), dtype=torch.uint8)

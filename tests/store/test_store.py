@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import modelstate as ms
 from modelstate import errors
@@ -314,14 +315,16 @@ def test_a_value_whose_class_is_not_known_here_is_no_damage(tmp_path: Path) -> N
     store = ms.Store(tmp_path)
     store.save(1, {"plain": Position(3), "with tensors": {"tensor": torch.ones(2), "position": Position(4)}})
     assert store.restore({"plain": None, "with tensors": None})["plain"] == Position(3)
+    store.save(2, {"with tensors": nn.ParameterList([TwoTensor(torch.ones(2), torch.ones(2))])})
     code = """
 import sys, modelstate as ms
 store = ms.Store(sys.argv[1])
-print(store.verify())
-try:
-    store.restore({"plain": None, "with tensors": None})
-except ms.errors.UnknownClassError:
-    print("refused", store.steps())
+print(store.verify(1))
+for step in (1, "latest"):
+    try:
+        store.restore({"plain": None, "with tensors": None}, step)
+    except (ms.errors.UnknownClassError, ms.errors.ForbiddenGlobalError) as error:
+        print(type(error).__name__, store.steps())
 """
     done = program(code, tmp_path)
-    assert done.stdout == "{1: ''}\nrefused (1,)\n", done.stderr
+    assert done.stdout == "{1: ''}\nUnknownClassError (1, 2)\nForbiddenGlobalError (1, 2)\n", done.stderr

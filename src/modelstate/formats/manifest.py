@@ -449,8 +449,9 @@ def _allowed(cls: str, allow: Sequence[object], where: str, name: str) -> Any:
         found=cls,
         refused=[(cls, name)],
         allow=[cls],
-        remedy=f"import the package that defines it, which tells torch of its classes; or allow=[{cls!r}], which "
-        "imports it and lets its code make the tensor",
+        remedy="import the package that defines it, which tells torch of its classes, or do so with "
+        f"torch.serialization.add_safe_globals; or, for ms.open and loads, allow=[{cls!r}], which imports it and lets "
+        "its code make the tensor",
     )
 
 

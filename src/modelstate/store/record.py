@@ -16,6 +16,7 @@ from modelstate.errors import (
     ChecksumError,
     CodecError,
     DamagedCheckpointError,
+    ForbiddenGlobalError,
     ModelStateError,
     NewerManifestError,
     OpenError,
@@ -103,8 +104,8 @@ class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
             share: the share of the tensors that is read.
             on_read: called with the size of each tensor that was read.
 
-        Raises `DamagedCheckpointError`, `NewerManifestError`, and `ReadFailedError` where a file cannot be read, which
-        may be for now only.
+        Raises `DamagedCheckpointError`, `NewerManifestError`, `ForbiddenGlobalError` for tensors of classes that are
+        not imported, and `ReadFailedError` where a file cannot be read, which may be for now only.
         """
         try:
             checkpoint = open_checkpoint(os.path.join(directory, self.index), cache=cache)
@@ -115,7 +116,7 @@ class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
                     raise damaged(directory, f"{name}: what it says of its tensors is not what was written")
             if verify and checkpoint.checksums:
                 checkpoint.verification().run(on_read, share)
-        except NewerManifestError:
+        except (NewerManifestError, ForbiddenGlobalError):
             raise
         except (OpenError, ChecksumError) as error:
             raise _unusable(directory, error) from error
