@@ -249,7 +249,7 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
         for depth, layer in enumerate(layers):
             below = [other.name for other in layers[depth + 1 :]]
             saved, value = layer._split(value, below, own is not None)
-            parts.append(list(layer._values(module, saved).items()))
+            parts.append(list(layer._values(saved).items()))
         values = [item for part in reversed(parts) for item in part]
         if own is not None and value is _ABSENT:
             owner = str(getattr(own, "__qualname__", own)).rpartition(".")[0]
@@ -301,20 +301,18 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
         ):
             raise _bad_format(self.name, "a format, a class, a version and values", short_repr(value))
 
-    def _values(self, module: nn.Module, saved: object) -> dict[str, object]:
+    def _values(self, saved: object) -> dict[str, object]:
         """Returns the values of this layer's names, upgraded and completed with defaults."""
         values: dict[str, object] = {}
         source = "the extra state is from before the declaration, and"
-        if saved is _ABSENT:
-            missing = [] if self.optional else [n for n in self.names if n not in self.defaults]
-        else:
-            assert isinstance(saved, Mapping)
-            values, source = self._upgraded(module, saved)
-            missing = [n for n in self.names if n not in values and n not in self.defaults]
+        if isinstance(saved, Mapping):
+            values, source = self._upgraded(saved)
+        may_lack = self.names if saved is _ABSENT and self.optional else (*self.defaults, *values)
+        missing = [name for name in self.names if name not in may_lack]
         unknown = [name for name in values if name not in self.names]
         if missing or unknown:
-            problems = [f"lacks {_quoted(missing)}"] * bool(missing)
-            problems += [f"has {_quoted(unknown)}, which nothing declares"] * bool(unknown)
+            problems = [f"lacks {_quoted(missing)}"] if missing else []
+            problems += [f"has {_quoted(unknown)}, which nothing declares"] if unknown else []
             raise ExtraStateError(
                 f"{source} {' and '.join(problems)}",
                 names=[*missing, *unknown],
@@ -324,12 +322,10 @@ class Layer(msgspec.Struct, frozen=True, eq=False):
                 if saved is not _ABSENT
                 else "optional=True, or defaults={name: value}",
             )
-        for name in self.names:
-            if name in self.defaults and name not in values:
-                values[name] = deepcopy(self.defaults[name])
+        values |= {name: deepcopy(value) for name, value in self.defaults.items() if name not in values}
         return {name: values[name] for name in self.names if name in values}
 
-    def _upgraded(self, module: nn.Module, saved: Mapping[str, Any]) -> tuple[dict[str, object], str]:
+    def _upgraded(self, saved: Mapping[str, Any]) -> tuple[dict[str, object], str]:
         """Returns the saved values as those of the present version, and a name for them in a message."""
         old, new, raw, upgrade = saved["version"], self.version, saved["values"], self.upgrade
         if old > new or (old < new and upgrade is None):

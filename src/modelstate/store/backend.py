@@ -140,10 +140,6 @@ class LocalBackend:
         """Creates the place of the store."""
         make_directory(self._directory)
 
-    def in_use(self) -> os.stat_result | None:
-        """Returns what identifies the place of the store; None where it cannot be replaced by another one."""
-        return os.stat(self._directory)
-
     def probe(self) -> None:
         """Writes a little, as a save does, and removes it."""
         beside, renamed = (os.path.join(self._directory, unfinished_name(0)) for _ in range(2))

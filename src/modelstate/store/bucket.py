@@ -171,9 +171,6 @@ class Bucket:
     def probe(self) -> None:
         """Does nothing: the lease was written, and the server has shown that it keeps conditions."""
 
-    def in_use(self) -> None:
-        return None
-
     def free_bytes(self) -> None:
         return None
 

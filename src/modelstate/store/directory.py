@@ -499,28 +499,26 @@ class StepIndex:
             identity = self.backend.identity(place.path)
         files = agreement.texts("comparing files", f"{identity}")
         share = slice(agreement.position, None, len(files)) if len(set(files)) == 1 else ALL
-        opened: dict[str, Checkpoint] = {}
+        shows_progress = progress if verify and not agreement.is_collective else False
         parts = {}
         with (
             agreement.phase(f"verifying step {number}" if verify else f"opening the objects of step {number}"),
-            progress_bar(
-                progress if verify and not agreement.is_collective else False, record.nbytes, "verifying"
-            ) as advance,
+            progress_bar(shows_progress, record.nbytes, "verifying") as advance,
         ):
             for path, saved in record.entries.items():
+                opened: Checkpoint | None = None
                 if saved.index:
-                    opened[path] = saved.open(place.files, self.cache, verify=verify, share=share, on_read=advance)
-            if verify:
-                self.note_whole(place.path)
-            for path, saved in record.entries.items():
-                tree: object = opened.get(path)
-                if saved.kind is not Kind.MODULE or tree is None:
+                    opened = saved.open(place.files, self.cache, verify=verify, share=share, on_read=advance)
+                tree: object = opened
+                if saved.kind is not Kind.MODULE or opened is None:
                     # Each of several ranks takes only its part of the tensors.
                     may_map = agreement.is_collective and saved.kind is Kind.OPTIMIZER
-                    tree = saved.decode(place.files, opened=opened.get(path), map=may_map)
+                    tree = saved.decode(place.files, opened=opened, map=may_map)
                 if saved.ranks and not (isinstance(tree, list) and len(tree) == saved.ranks):
                     raise damaged(place.files, f"{path}: not the states of {saved.ranks} ranks")
                 parts[path] = Part(saved.kind, tree, saved.ranks)
+            if verify:
+                self.note_whole(place.path)
         return record, parts
 
     def problem_of(self, entry: StepEntry, progress: bool | None = False) -> ModelStateError | None:
@@ -675,7 +673,7 @@ class WriteAccess:
 
     def __init__(self, index: StepIndex) -> None:
         self._index, self.lock = index, index.backend.lock
-        self.in_use: os.stat_result | None = None
+        self._in_use: os.stat_result | None = None
         """The directory of the last restore or save, which no other directory may replace."""
         self._pid, self._thread_lock = os.getpid(), threading.RLock()
         self._writing_thread: int | None = None
@@ -712,8 +710,8 @@ class WriteAccess:
                 except LockedError:
                     # The lock file was replaced. The lock is acquired again, unless another process has it.
                     self.lock.release()
-            if self.in_use is not None:
-                check_directory(index.directory, self.in_use)
+            if self._in_use is not None:
+                check_directory(index.directory, self._in_use)
             index.backend.make()
             try:
                 self.lock.acquire()
@@ -728,12 +726,17 @@ class WriteAccess:
             try:
                 # Before anything is removed: a store of a newer version is refused here.
                 store = index.ensure_name()
-                self.in_use = index.backend.in_use()
+                self.note_directory()
                 index.backend.clear(index.file_names)
                 return store
             except BaseException:
                 self.lock.release()
                 raise
+
+    def note_directory(self) -> None:
+        """Notes which directory is in use, until `release`. Raises `OSError`."""
+        directory = self._index.directory
+        self._in_use = None if is_remote(directory) else os.stat(directory)
 
     @contextmanager
     def errors(self, *name: str) -> Iterator[None]:
@@ -755,7 +758,7 @@ class WriteAccess:
     def release(self) -> None:
         """Unlocks the store for other processes."""
         self.lock.release()
-        self.in_use = None
+        self._in_use = None
 
 
 def _read_store_file(directory: str) -> tuple[str, object]:

@@ -321,27 +321,25 @@ def resumable(
         ...     train_step()
     """
     agreement = _agreement(store, objects)
-    with agreement.before("beginning"):
-        for name, value in (("steps", steps), ("save_every", save_every)):
-            check_integer(name, value, least=1)
-        if deadline is not None and not isinstance(deadline, Deadline):
-            raise invalid_option("deadline", "must be a Deadline", deadline, expected="a modelstate.Deadline")
-        check_keywords("ms.resumable", restoring, _RESTORE_OPTIONS)  # now, not when there is something to restore
-        is_path = not isinstance(store, Store)
-        if not is_path and keep is not None:
-            remedy = "give it to the Store: keep=..."
-            raise OptionError("keep= is only for the path of a store", found=short_repr(keep), remedy=remedy)
-        store = store if isinstance(store, Store) else Store(store, keep=keep)
-        _check_no_outer(store)
-        earlier = _newest.get(store.directory, lambda: None)()
-        if earlier is not None and earlier.store is not store:
-            # A loop that was left by an exception stays alive: the interpreter keeps the exception, with its frames.
-            earlier._saver.collect()
-            earlier.store.close()
     options = steps, save_every, background, deadline is not None
     with agreement.collective():
         with agreement.phase("beginning", lambda: [Digest.of("the arguments", f"{steps=}, {save_every=}", options)]):
-            pass
+            for name, value in (("steps", steps), ("save_every", save_every)):
+                check_integer(name, value, least=1)
+            if deadline is not None and not isinstance(deadline, Deadline):
+                raise invalid_option("deadline", "must be a Deadline", deadline, expected="a modelstate.Deadline")
+            check_keywords("ms.resumable", restoring, _RESTORE_OPTIONS)  # now, not when there is something to restore
+            is_path = not isinstance(store, Store)
+            if not is_path and keep is not None:
+                remedy = "give it to the Store: keep=..."
+                raise OptionError("keep= is only for the path of a store", found=short_repr(keep), remedy=remedy)
+            store = store if isinstance(store, Store) else Store(store, keep=keep)
+            _check_no_outer(store)
+            earlier = _newest.get(store.directory, lambda: None)()
+            if earlier is not None and earlier.store is not store:
+                # A loop that was left by an exception stays alive: the interpreter keeps the exception and its frames.
+                earlier._saver.collect()
+                earlier.store.close()
         has_steps = agreement.decided("looking for the latest step", lambda: bool(store.infos()))
         restored = None
         if has_steps:

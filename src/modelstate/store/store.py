@@ -451,7 +451,7 @@ class Store(Shown):
                 check_integer("max_memory_bytes", options.get("max_memory_bytes"), least=0, accepts_none=True)
             (record, restored), skipped = self.index.first_usable(step, attempt, agreement)
         with suppress(OSError):
-            self._access.in_use = self._backend.in_use()
+            self._access.note_directory()
         inherited = {field.name: getattr(restored, field.name) for field in fields(restored)}
         return RestoredStep(
             **inherited, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped
