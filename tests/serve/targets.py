@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from tests.serve.packages import package_of
+from tests.serve.models import linear
+from tests.serve.packages import linear_package, package_of
 
 AOTI = pytest.param("aoti", marks=pytest.mark.slow)
 """Compiling a package takes seconds."""
@@ -30,6 +31,11 @@ def target_of(
     if kind == "aoti":
         return package_of(module, *inputs, **({"kwargs": named} if named else {}))
     return torch.export.export(module, inputs, named)
+
+
+def linear_target(kind: str) -> Any:
+    """What is served of `linear(1)` for inputs of 3 x 4; its package is that of many tests."""
+    return linear_package() if kind == "aoti" else target_of(kind, linear(1), torch.ones(3, 4))
 
 
 def module_of(live: ms.Live) -> nn.Module:

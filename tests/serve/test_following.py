@@ -2,11 +2,9 @@
 
 import functools
 import itertools
-import os
-import subprocess
-import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,67 +14,23 @@ import torch
 import modelstate as ms
 from modelstate.errors import SkippedCheckpointError
 from tests.faults import until
+from tests.programs import CONTEXT, as_process_of_its_own
 from tests.serve.followed import Target
-from tests.serve.models import Constant, linear
+from tests.serve.models import Constant, linear, weights_of
 from tests.serve.stores import save
 from tests.store.common import program
 
 SECONDS = 60.0
 
-TRAINING = """
-import sys
-import torch
-from torch import nn
-import modelstate as ms
 
-class Constant(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ParameterList([nn.Parameter(torch.ones(64, 64)) for _ in range(4)])
-
-model = Constant()
-store = ms.Store(sys.argv[1], keep=ms.Keep(last=2))
-print("ready", flush=True)
-for step, line in enumerate(sys.stdin, 1):
-    k = float(line)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(k)
-    store.save(step, {"model": model, "step": step}, metrics={"loss": 1 / step})
-    print("saved", flush=True)
-"""
-
-
-class Training:
-    """Another process that saves weights which are all k when it is told to."""
-
-    def __init__(self, directory: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(Path(ms.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", TRAINING, str(directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        self._expect("ready")
-
-    def _expect(self, word: str) -> None:
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline().strip() == word
-
-    def save(self, k: float) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{k}\n")
-        self.process.stdin.flush()
-        self._expect("saved")
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            stream.close()
+def train(orders: Connection, directory: str) -> None:
+    """Saves a step with weights which are all k for each k that it is sent."""
+    as_process_of_its_own()
+    model, store = Constant(4, 64), ms.Store(directory, keep=ms.Keep(last=2))
+    for step in itertools.count(1):
+        model.load_state_dict(weights_of(model, orders.recv()))
+        store.save(step, {"model": model, "step": step}, metrics={"loss": 1 / step})
+        orders.send("saved")
 
 
 @pytest.mark.slow
@@ -86,7 +40,9 @@ def test_what_another_process_saves_serves_and_no_request_fails(tmp_path: Path) 
     wrong: list[str] = []
     seen: set[float] = set()
     over = threading.Event()
-    training = Training(tmp_path / "run")
+    orders, theirs = CONTEXT.Pipe()
+    training = CONTEXT.Process(target=train, args=(theirs, str(tmp_path / "run")), daemon=True)
+    training.start()
 
     def skipped() -> list[int | None]:
         """Without what the first look may say: that there is no directory yet."""
@@ -113,11 +69,13 @@ def test_what_another_process_saves_serves_and_no_request_fails(tmp_path: Path) 
                 reader.start()
             for step in range(1, 13):
                 bad = step in (4, 9)
-                training.save(float("nan") if bad else step)
+                orders.send(float("nan") if bad else step)
+                assert orders.recv() == "saved"
                 until(lambda step=step, bad=bad: len(skipped()) == step // 4 if bad else following.step == step)
         finally:
             over.set()
-            training.end()
+            training.kill()
+            training.join()
             for reader in readers:
                 reader.join()
     assert not wrong

@@ -11,16 +11,10 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import LiveTargetError, OptionError, SourceNotFoundError, SwapBusyError, VersionGoneError
 from tests.serve.models import everything, linear
-from tests.serve.packages import linear_package
-from tests.serve.targets import AOTI, KINDS, buffer_of, target_of
+from tests.serve.targets import AOTI, KINDS, buffer_of, linear_target, target_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def linear_target(kind: str) -> Any:
-    """What is served of `linear(1)`; its package is that of many tests."""
-    return linear_package() if kind == "aoti" else target_of(kind, linear(1), X)
 
 
 @pytest.mark.slow

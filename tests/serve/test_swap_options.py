@@ -9,8 +9,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import OptionError, PlanError
 from tests.serve.models import linear, tied_layers as tied
-from tests.serve.packages import linear_package
-from tests.serve.targets import KINDS, module_of, target_of
+from tests.serve.targets import KINDS, linear_target, module_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -24,7 +23,7 @@ def layer(weight: float, bias: float) -> nn.Linear:
 
 @every_kind
 def test_a_weight_that_may_be_missing_keeps_the_value_that_serves(kind: str) -> None:
-    live = ms.Live(linear_package() if kind == "aoti" else target_of(kind, linear(1), X))
+    live = ms.Live(linear_target(kind))
     live.swap(layer(2, 7).state_dict())
     only_weight = {"weight": torch.full((4, 4), 3.0)}
     with pytest.raises(PlanError, match=r"allow_missing=\['bias'\]"):
