@@ -26,20 +26,6 @@ from modelstate.torch_compat.private import storage_id
 from modelstate.transaction.transaction import Transaction, Write
 
 
-class DeferredValue(Write):
-    """Computes or reads values that cannot be mapped when code of the model uses the tensor during the walk."""
-
-    __slots__ = ("maps", "stored")
-
-    def __init__(self, value: torch.Tensor, stored: Derived | StoredTensor | StoredComposite, maps: Maps) -> None:
-        super().__init__(value, value)
-        self.stored, self.maps = stored, maps
-
-    def run(self, transaction: Transaction | None) -> None:
-        with torch.no_grad():
-            self.target.copy_(values_of(self.stored, self.maps.read))
-
-
 class MappedState:
     """A matched checkpoint as a state dict of mapped tensors and other values, for the model's loading protocol.
 
@@ -51,8 +37,9 @@ class MappedState:
         self._checkpoint, self._transaction = matched.part, transaction
         self._entries, self._initialised = matched.applied.entries, initialised
         self.maps = Maps(matched.part.fingerprints, matched.part.format)
-        self._deferred: dict[int, DeferredValue] = {}
-        self._deferred_by_source: dict[object, DeferredValue] = {}
+        self._deferred: dict[int, Write] = {}
+        """By the ids of tensors that cannot be mapped: what computes or reads the values when code uses the tensor."""
+        self._deferred_by_source: dict[object, Write] = {}
         self._values: dict[str, object] = {}
         self._origins: dict[int, tuple[str, Source | None]] = {}
         """Names and sources by the ids of the tensors of the state dict."""
@@ -77,7 +64,8 @@ class MappedState:
                 value = deferred.target.detach()
             else:
                 value = torch.empty(content.shape, dtype=content.dtype, device="cpu")
-                self._deferred_by_source[key] = deferred = DeferredValue(value, content, self.maps)
+                compute = partial(_compute, value, content, self.maps)  # which does not refer to this object
+                self._deferred_by_source[key] = deferred = Write(value, value, compute)
                 self._transaction.add(deferred)
             self._deferred[id(value)] = deferred
         else:
@@ -194,3 +182,8 @@ def _is_value(name: str, modules: Mapping[str, nn.Module]) -> bool:
     if module is None or f"{name}." not in modules:
         return module is not None
     return overrides(module, "load_state_dict") and name[len(prefix) :] in own_state(module)
+
+
+def _compute(target: torch.Tensor, stored: Source, maps: Maps, _: Transaction | None) -> None:
+    with torch.no_grad():
+        target.copy_(values_of(stored, maps.read))

@@ -389,7 +389,7 @@ def with_way(item: Transfers, in_place: bool | None = None) -> Transfers:
     elif not why:
         way, why = Way.CODE, BY_SUBCLASS
     in_file = [[of_extent] for of_extent in stored.extent] if is_run(stored) else ((), (), ())
-    columns = TensorColumns([short(value.dtype)], [tuple(value.size())], *in_file)
+    columns = TensorColumns([short(value.dtype)], [value.size()], *in_file)
     if isinstance(stored, Described | Derived):
         nbytes = stored.nbytes
     else:
