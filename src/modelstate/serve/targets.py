@@ -380,7 +380,8 @@ def _reads_mode(module: nn.Module) -> bool:
     bases = [base for base in type(module).__mro__ if base not in nn.Module.__mro__]
     members = [value for base in bases for value in vars(base).values()] + [*vars(module).values()]
     members = [value.fget if isinstance(value, property) else getattr(value, "__func__", value) for value in members]
-    return any(_refers_to_mode(inspect.unwrap(value, stop=_refers_to_mode)) for value in members)
+    functions = (inspect.unwrap(value, stop=_refers_to_mode) for value in members if callable(value))
+    return any(map(_refers_to_mode, functions))
 
 
 def _refers_to_mode(value: object) -> bool:
