@@ -253,10 +253,7 @@ def load_then(
     values, if the transaction's `reads_values` says so. `then` registers an undo for each of its changes with the
     transaction. `check` is called when the load is planned, before its problems are raised.
     """
-    if agreement is None:
-        agreement = _ranks_of(transaction.root)
-    elif not agreement.is_collective:
-        agreement = None
+    agreement = agreement or _ranks_of(transaction.root)
     with nullcontext() if agreement is None else agreement.collective(), gc_paused():
         return execute(transaction, checkpoint, options, agreement, then=then, check=check)
 
@@ -387,11 +384,11 @@ def prepare(
             staging = replace(staged.staging, files=files)
         make_write = partial(Place, staging)
         planner = Planner(transaction, view, matched, make_write, call_extra_state=call_extra_state)
-        if not isinstance(source, LoadPlan):
-            _record(planner)
-        else:
+        if isinstance(source, LoadPlan):
             remedy = "load again, and do not change the model's slots until the result"
             _bind(planner, source, "make the plan again" if staged is None else remedy)
+        else:
+            _record(planner)
         if options.read_once:
             planner.notes += collective.share_reads(planner.singles, agreement or agreement_of(transaction.root))
         return planner, staging

@@ -209,7 +209,7 @@ def restore_objects(
             combined_checkpoint(restoring.checkpoints),
             restoring.options,
             partial(restoring.restore_others, transaction),
-            agreement=agreement,
+            agreement=agreement if agreement.is_collective else None,
             check=restoring.plan_optimizers,
         )
     return restoring.result(report)
