@@ -19,11 +19,12 @@ from tests.programs import run_program
 pytestmark = pytest.mark.slow
 
 HOSTILE = "import os\nos.write(os.open(os.environ['RAN'], os.O_CREAT | os.O_WRONLY | os.O_APPEND), b'{} ')\n"
+NAMED = "plan mine_in_folder:build settings.pt --allow mine_in_folder.Settings --rules mine_in_folder:rules"
 LOADED = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
 STARTS: list[tuple[str, dict[str, str], list[str]]] = [
     (
         "script",
-        {},
+        {"PYTHONSAFEPATH": "1"},
         [
             "inspect net.safetensors",
             "inspect net.safetensors --stats --html out/page.html",
@@ -32,6 +33,7 @@ STARTS: list[tuple[str, dict[str, str], list[str]]] = [
             "store restore run out/restored.safetensors",
             "explain PlanError",
             "plan mine_in_folder:build net.safetensors --html out/plan.html",
+            NAMED,
         ],
     ),
     (
@@ -116,14 +118,13 @@ def test_nothing_of_the_working_directory_runs(
     assert ran == []
     assert "No module named" not in output
     assert "weight" in output
+    if NAMED in commands:
+        assert "error" not in output.split("settings.pt into Linear")[1]
 
 
-@pytest.mark.parametrize("environment", [{"PYTHONSAFEPATH": "1"}, {"PYTHONPATH": "."}])
-def test_a_module_that_an_argument_names_is_found_there(
-    folder: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    command = "plan mine_in_folder:build settings.pt --allow mine_in_folder.Settings --rules mine_in_folder:rules"
-    _, output = modules_run(folder, [*installed_command(tmp_path), command], environment, tmp_path / "ran")
+def test_a_module_that_an_argument_names_is_found_there(folder: Path, tmp_path: Path) -> None:
+    command = [*installed_command(tmp_path), NAMED]
+    _, output = modules_run(folder, command, {"PYTHONPATH": "."}, tmp_path / "ran")
     assert "settings.pt into Linear" in output
     assert "error" not in output
 

@@ -176,7 +176,7 @@ def restored(store: ms.Store, kind: str = "fsdp") -> int:
 
 
 def use_store(urls: list[str], path: str) -> list[tuple[int, int]]:
-    connect(urls)
+    connect(urls, part_bytes=4096)
     sizes = []
     with ms.Store(path, keep=2) as store:
         for step in (1, 2):
