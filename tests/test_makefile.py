@@ -29,34 +29,22 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def command(target: str, *options: str) -> list[str]:
+def make(folder: Path, target: str, *options: str) -> subprocess.CompletedProcess[str]:
     venv = sys.prefix
     old = [f"--old-file={venv}/{'bin/' if name == 'python' else ''}{name}" for name in STAMPS]
-    return ["make", f"VENV={venv}", "PIP=false", *old, target, *options]
-
-
-def environment(folder: Path) -> dict[str, str]:
-    """The code of the copy comes before that of an editable installation."""
-    return {**os.environ, "PYTHONPATH": f"{folder / 'src'}:{folder}", "OMP_NUM_THREADS": "1"}
-
-
-def make(folder: Path, target: str, *options: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command(target, *options), cwd=folder, env=environment(folder), capture_output=True, text=True, check=False
-    )
+    command = ["make", f"VENV={venv}", "PIP=false", *old, target, *options]
+    # The code of the copy comes before that of an editable installation.
+    environment = {**os.environ, "PYTHONPATH": f"{folder / 'src'}:{folder}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
-def targets() -> set[str]:
-    (listed,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    return set(listed.split())
-
-
 def test_every_target_is_phony_and_make_test_runs_all_checks() -> None:
-    rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert rules == targets()
-    dependencies = dict(re.findall(r"^(test|lint|types|pytest): (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = (ROOT / "Makefile").read_text()
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert set(re.findall(r"^([a-z-]+):", text, re.MULTILINE)) == set(phony.split())
+    dependencies = dict(re.findall(r"^(test|lint|types|pytest): (.*)$", text, re.MULTILINE))
     assert dependencies == {"test": "lint types pytest", "lint": "setup", "types": "setup", "pytest": "setup"}
 
 

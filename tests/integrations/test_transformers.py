@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,24 @@ from tests.programs import run_program
 from tests.store.common import flip
 
 pytestmark = pytest.mark.slow
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+# Its trainer is imported in functions: it takes two seconds, which each worker would spend on the collection.
 
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from modelstate.integrations.transformers import StoreCallback  # noqa: E402
+def store_callback(*arguments: Any, **options: Any) -> Any:
+    from modelstate.integrations.transformers import StoreCallback
+
+    return StoreCallback(*arguments, **options)
+
+
+def callback(event: str, call: Callable[[int], object]) -> Any:
+    """Returns a callback of the trainer that calls a function with the number of the step."""
+    from transformers import TrainerCallback
+
+    def called(self: object, args: Any, state: Any, control: Any, **_: Any) -> None:
+        call(state.global_step)
+
+    return type("Callback", (TrainerCallback,), {event: called})()
 
 
 class Net(nn.Module):
@@ -52,18 +66,19 @@ def collate(rows: list[int]) -> dict[str, torch.Tensor]:
     return {"x": x, "labels": x.sum(1, keepdim=True)}
 
 
-class StopAt(TrainerCallback):  # type: ignore[misc]
-    """Raises before a step, as a machine that goes away."""
+def stop_at(number: int) -> Any:
+    """Returns a callback that raises before a step, as a machine that goes away."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
+    def stop(step: int) -> None:
+        if step == number:
             raise KeyboardInterrupt
 
+    return callback("on_step_begin", stop)
 
-def trainer_of(folder: Path, saving: Any, model: nn.Module | None = None, more: Any = (), **options: Any) -> Trainer:
+
+def trainer_of(folder: Path, saving: Any, model: nn.Module | None = None, more: Any = (), **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
     given: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, **options}
     arguments = TrainingArguments(
         str(folder / "trainer"),
@@ -103,7 +118,7 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
 
 def test_it_saves_in_place_of_the_trainer(tmp_path: Path, uninterrupted: Net) -> None:
     store, model = ms.Store(tmp_path / "run"), Net()
-    saving = StoreCallback(store)
+    saving = store_callback(store)
     output = saving.train(trainer_of(tmp_path, saving, model))
     assert output.global_step == 15
     assert store.steps() == (3, 6, 9, 12, 15)
@@ -123,12 +138,12 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_been(
 ) -> None:
     first = Net()
     with ms.Store(tmp_path / "run") as store:
-        saving = StoreCallback(store, background=background)
+        saving = store_callback(store, background=background)
         with pytest.raises(KeyboardInterrupt):
-            saving.train(trainer_of(tmp_path, saving, first, [StopAt(stop)], **options))
+            saving.train(trainer_of(tmp_path, saving, first, [stop_at(stop)], **options))
     with ms.Store(tmp_path / "run") as store:
         assert store.latest() == at
-        saving, model = StoreCallback(store, background=background), Net()
+        saving, model = store_callback(store, background=background), Net()
         trainer = trainer_of(tmp_path, saving, model, **options)
         output = saving.train(trainer)
     assert output.global_step == 15
@@ -138,33 +153,28 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_been(
     assert len(logged) == 15
 
 
-class Signal(TrainerCallback):  # type: ignore[misc]
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
+    signalled = callback("on_step_begin", lambda step: step == 7 and os.kill(os.getpid(), signal.SIGTERM))
     first, second = Net(), Net()
     with ms.Store(tmp_path / "run") as store:
         deadline = ms.Deadline(hours=None)
-        saving = StoreCallback(store, deadline=deadline)
-        output = saving.train(trainer_of(tmp_path, saving, first, [Signal()]))
+        saving = store_callback(store, deadline=deadline)
+        output = saving.train(trainer_of(tmp_path, saving, first, [signalled]))
         assert output.global_step == 8
         assert "SIGTERM" in deadline.reason
         assert store.steps() == (3, 6, 8)
         assert signal.getsignal(signal.SIGTERM) is before
-        saving = StoreCallback(store, deadline=ms.Deadline(hours=None, since="now"))
+        saving = store_callback(store, deadline=ms.Deadline(hours=None, since="now"))
         assert saving.train(trainer_of(tmp_path, saving, second)).global_step == 15
     assert len(first.losses) + len(second.losses) == 15
 
 
 def test_a_damaged_newest_step_is_passed_over(tmp_path: Path, uninterrupted: Net) -> None:
     with ms.Store(tmp_path / "run") as store:
-        saving = StoreCallback(store)
+        saving = store_callback(store)
         with pytest.raises(KeyboardInterrupt):
-            saving.train(trainer_of(tmp_path, saving, None, [StopAt(7)]))
+            saving.train(trainer_of(tmp_path, saving, None, [stop_at(7)]))
         for path in Path(store.infos()[-1].path).glob("model-*.safetensors"):
             flip(path)
         with pytest.raises(DamagedCheckpointError):
@@ -179,13 +189,13 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path: Path, uninterrupted: Net
 def test_a_run_that_went_back_and_was_killed_goes_on(tmp_path: Path, uninterrupted: Net) -> None:
     first, second = Net(), Net()
     with ms.Store(tmp_path / "run") as store:
-        saving = StoreCallback(store, background=True)
+        saving = store_callback(store, background=True)
         saving.train(trainer_of(tmp_path, saving))
         with pytest.raises(KeyboardInterrupt):
-            saving.train(trainer_of(tmp_path, saving, first, [StopAt(8)]), step=3)
+            saving.train(trainer_of(tmp_path, saving, first, [stop_at(8)]), step=3)
     with ms.Store(tmp_path / "run") as store:
         assert (store.latest(), store.steps()) == (6, (3, 6, 9, 12, 15))
-        saving = StoreCallback(store, background=True)
+        saving = store_callback(store, background=True)
         saving.train(trainer_of(tmp_path, saving, second))
         assert first.losses[:3] + second.losses == uninterrupted.losses[3:]
         assert (store.latest(), store.steps()) == (15, (3, 6, 9, 12, 15))
@@ -203,11 +213,11 @@ def test_a_run_that_is_done_trains_and_saves_nothing_more(
     given = {**options, "gradient_accumulation_steps": accumulation, "eval_strategy": "epoch"}
     first, last = Net(), options["max_steps"]
     with ms.Store(tmp_path / "run") as store:
-        saving = StoreCallback(store)
+        saving = store_callback(store)
         saving.train(trainer_of(tmp_path, saving, first, **given))
         infos = store.infos()
         for _ in range(2):
-            saving, model = StoreCallback(store), Net()
+            saving, model = store_callback(store), Net()
             trainer = trainer_of(tmp_path, saving, model, **given)
             output = saving.train(trainer)
             assert (output.global_step, trainer.state.global_step) == (last, last)
@@ -224,44 +234,22 @@ def test_a_run_that_is_done_trains_and_saves_nothing_more(
         assert store.latest() == last + 1
 
 
-class FullDisk(TrainerCallback):  # type: ignore[misc]
-    """Nothing can be written from one step on, until another one."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, begin: int, end: int, call: str = "pwritev") -> None:
-        self.patch, self.begin, self.end, self.call = monkeypatch, begin, end, call
-        self.real = getattr(system, call)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        is_full = self.begin <= state.global_step < self.end
-        self.patch.setattr(system, self.call, full if is_full else self.real)
-
-
 def full(*_: Any) -> None:
     raise OSError(28, "No space left on device")
-
-
-class Waits(TrainerCallback):  # type: ignore[misc]
-    """Has what is being written end within the step."""
-
-    def __init__(self, store: ms.Store) -> None:
-        self.store = store
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.store._pending is not None:
-            self.store._pending.wait(60)
 
 
 @pytest.mark.parametrize("call", ["mkdir", "fsync"])
 def test_a_save_in_the_background_that_fails_does_not_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Net, call: str
 ) -> None:
-    model = Net()
+    model, real = Net(), getattr(system, call)
+    full_disk = callback("on_step_end", lambda step: monkeypatch.setattr(system, call, full if step == 6 else real))
     with ms.Store(tmp_path / "run") as store:
-        saving = StoreCallback(store, background=True)
-        full_disk = FullDisk(monkeypatch, 6, 7, call)
+        saving = store_callback(store, background=True)
+        waits = callback("on_step_begin", lambda _: store._pending is not None and store._pending.wait(60))
         with pytest.warns(SaveFailedWarning, match="(?s)step 6 was not saved: .*No space left") as caught:
             # The disk is full until the save of step 6 has ended.
-            saving.train(trainer_of(tmp_path, saving, model, [full_disk, Waits(store)]))
+            saving.train(trainer_of(tmp_path, saving, model, [full_disk, waits]))
         assert len([one for one in caught if one.category is SaveFailedWarning]) == 1
         assert store.steps() == (3, 9, 12, 15)
         assert model.losses == uninterrupted.losses
@@ -269,6 +257,8 @@ def test_a_save_in_the_background_that_fails_does_not_end_it(
 
 
 def test_other_callbacks_and_objects_of_ones_own(tmp_path: Path) -> None:
+    from transformers import EarlyStoppingCallback
+
     class Counter:
         count = 0
 
@@ -282,27 +272,27 @@ def test_other_callbacks_and_objects_of_ones_own(tmp_path: Path) -> None:
     counter.count = 3
     options: Any = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
     with ms.Store(tmp_path / "run") as store:
-        saving = StoreCallback(store, objects={"counter": counter})
+        saving = store_callback(store, objects={"counter": counter})
         stopping = EarlyStoppingCallback(100)
         with pytest.raises(KeyboardInterrupt):
-            saving.train(trainer_of(tmp_path, saving, None, [stopping, StopAt(4)], **options))
+            saving.train(trainer_of(tmp_path, saving, None, [stopping, stop_at(4)], **options))
         counter.count = 5
-        trainer = trainer_of(tmp_path, saving, None, [EarlyStoppingCallback(100), StopAt(4)], **options)
+        trainer = trainer_of(tmp_path, saving, None, [EarlyStoppingCallback(100), stop_at(4)], **options)
         with pytest.raises(KeyboardInterrupt):
             saving.train(trainer)
         assert counter.count == 3
         state = trainer.state.stateful_callbacks
         assert state["EarlyStoppingCallback"]["args"]["early_stopping_patience"] == 100
-        other = StoreCallback(store, objects={"another": Counter(), "counter": counter})
+        other = store_callback(store, objects={"another": Counter(), "counter": counter})
         with pytest.raises(ObjectStateError):
             other.train(trainer_of(tmp_path, other))
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     with ms.Store(tmp_path / "run") as store:
-        saving = StoreCallback(store)
+        saving = store_callback(store)
         with pytest.raises(KeyboardInterrupt):
-            saving.train(trainer_of(tmp_path, saving, None, [StopAt(4)]))
+            saving.train(trainer_of(tmp_path, saving, None, [stop_at(4)]))
         other, before = Net(5), Net(5)
         with pytest.raises(PlanError):
             saving.train(trainer_of(tmp_path, saving, other))
@@ -315,10 +305,10 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 def test_wrong_arguments(tmp_path: Path) -> None:
     store = ms.Store(tmp_path / "run")
-    saving = StoreCallback(store)
+    saving = store_callback(store)
     for wrong in (
-        lambda: StoreCallback("run"),
-        lambda: StoreCallback(store, objects={"model": Net()}),
+        lambda: store_callback("run"),
+        lambda: store_callback(store, objects={"model": Net()}),
         lambda: saving.train(trainer_of(tmp_path, None)),
         lambda: saving.train(trainer_of(tmp_path, saving), resume_from_checkpoint="x"),
     ):

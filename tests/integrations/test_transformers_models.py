@@ -1,7 +1,9 @@
 """Models of transformers, from what `save_pretrained` writes: what is loaded is what `from_pretrained` loads."""
 
 import copy
+import importlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +17,7 @@ from modelstate.errors import OptionError, RuleError
 
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers", minversion="5")
-conversion_mapping = pytest.importorskip("transformers.conversion_mapping")
-loading = pytest.importorskip("transformers.core_model_loading")
+# Its modules are imported when they are used: it takes two seconds, which each worker would spend on the collection.
 
 IDS = {"input_ids": torch.tensor([[5, 6, 7, 8]])}
 IMAGE = {"pixel_values": torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))}
@@ -297,54 +298,54 @@ def test_other_modules_have_no_such_rules() -> None:
 # Operations that need large models, or models that are not in this version: a model that has them all.
 
 
-class OddConfig(transformers.PretrainedConfig):
-    model_type = "modelstate_odd"
+@cache
+def odd_classes() -> tuple[Any, Any]:
+    """Returns the class of the model, and that of its configuration."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.num_attention_heads, self.pieces = 2, 3
+    class OddConfig(transformers.PretrainedConfig):
+        model_type = "modelstate_odd"
 
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.num_attention_heads, self.pieces = 2, 3
 
-class Odd(transformers.PreTrainedModel):
-    config_class = OddConfig
-    base_model_prefix = "body"
+    class Odd(transformers.PreTrainedModel):
+        config_class = OddConfig
+        base_model_prefix = "body"
 
-    def __init__(self, config: OddConfig) -> None:
-        super().__init__(config)
-        shapes = {
-            "q": (8, 4),
-            "k": (8, 4),
-            "v": (8, 4),
-            "qb": (8,),
-            "kb": (8,),
-            "vb": (8,),
-            "gate": (6, 4),
-            "up": (6, 4),
-            "woven": (4, 6),
-            "long": (5, 3),
-            "short": (2, 3),
-            "turned": (3, 4),
-            "square": (4, 4),
-            "kept": (3, 5),
-            "flat": (2, 24),
-            "deep": (2, 3, 2, 2, 2),
-            "text": (2, 6, 4),
-            "vision": (2, 6, 4),
-            "ngram": (6, 2),
-            "norm1": (2,),
-            "norm2": (2,),
-        }
-        for name, shape in shapes.items():
-            part = nn.Module()
-            part.weight = nn.Parameter(torch.zeros(shape))
-            self.add_module(name, part)
-        self.post_init()
+        def __init__(self, config: OddConfig) -> None:
+            super().__init__(config)
+            names = {
+                (8, 4): "q k v",
+                (8,): "qb kb vb",
+                (6, 4): "gate up",
+                (4, 6): "woven",
+                (5, 3): "long",
+                (2, 3): "short",
+                (3, 4): "turned",
+                (4, 4): "square",
+                (3, 5): "kept",
+                (2, 24): "flat",
+                (2, 3, 2, 2, 2): "deep",
+                (2, 6, 4): "text vision",
+                (6, 2): "ngram",
+                (2,): "norm1 norm2",
+            }
+            for shape, of_shape in names.items():
+                for name in of_shape.split():
+                    part = nn.Module()
+                    part.weight = nn.Parameter(torch.zeros(shape))
+                    self.add_module(name, part)
+            self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        pass
+        def _init_weights(self, module: nn.Module) -> None:
+            pass
+
+    return Odd, OddConfig
 
 
 def odd_mapping() -> list[Any]:
+    loading = importlib.import_module("transformers.core_model_loading")
     rope = loading.PermuteForRope(permute_layer_names=["q", "k"])
     converter = loading.WeightConverter
     return [
@@ -391,6 +392,7 @@ def odd_file() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def mapping(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    conversion_mapping = importlib.import_module("transformers.conversion_mapping")
     conversion_mapping.get_checkpoint_conversion_mapping("")  # fills the table
     table = conversion_mapping._checkpoint_conversion_mapping_cache
     monkeypatch.setitem(table, "Odd", made := odd_mapping())
@@ -399,6 +401,7 @@ def mapping(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_every_operation_does_what_it_does_in_transformers(mapping: list[Any], tmp_path: Path) -> None:
+    Odd, OddConfig = odd_classes()
     save_file(odd_file(), tmp_path / "model.safetensors", metadata={"format": "pt"})
     OddConfig().save_pretrained(tmp_path)
     stock, info = Odd.from_pretrained(tmp_path, output_loading_info=True)
@@ -414,6 +417,8 @@ def test_every_operation_does_what_it_does_in_transformers(mapping: list[Any], t
 
 
 def test_an_operation_that_is_not_known_is_no_guess(mapping: list[Any], tmp_path: Path) -> None:
+    loading = importlib.import_module("transformers.core_model_loading")
+
     class Doubled(loading.Concatenate):  # type: ignore[misc]
         """Not the class that its name would have it be."""
 
@@ -423,6 +428,7 @@ def test_an_operation_that_is_not_known_is_no_guess(mapping: list[Any], tmp_path
     Doubled.__name__ = "Concatenate"
     mapping[-1] = loading.WeightConverter("part_*.weight", "ngram.weight", [Doubled(0)])
     save_file(odd_file(), tmp_path / "model.safetensors")
+    Odd, OddConfig = odd_classes()
     model = Odd(OddConfig())
     with pytest.raises(ms.PlanError, match="names of the checkpoint that the model lacks"):
         ms.load(model, tmp_path)
@@ -436,8 +442,10 @@ def test_a_mapping_that_cannot_be_read_is_said(
 ) -> None:
     def other_signature() -> None: ...
 
+    conversion_mapping = importlib.import_module("transformers.conversion_mapping")
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", other_signature)
     save_file(odd_file(), tmp_path / "model.safetensors")
+    Odd, OddConfig = odd_classes()
     plan = ms.plan(Odd(OddConfig()), tmp_path)
     assert not plan.ok
     assert any("conversion mapping cannot be used" in note for note in plan.notes)
