@@ -213,7 +213,9 @@ class Table(nn.Module):
         return self.p[: x.shape[0]], self.p.t(), self.b[:], x * self.p[:2] + y
 
 
-X_OF_TIED = torch.ones(4, 8)
+WIDTH = 256
+"""Weights of half a megabyte, for tests of memory and of requests while weights change."""
+X_OF_TIED = torch.ones(4, WIDTH)
 
 
 class Tied(nn.Module):
@@ -221,13 +223,14 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Parameter(torch.ones(8, 8))
-        self.bias = nn.Parameter(torch.ones(8, 8))
+        self.a = nn.Parameter(torch.ones(WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.ones(WIDTH, WIDTH))
         self.again = self.a
-        self.register_buffer("c", torch.ones(8))
+        self.register_buffer("c", torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([(x @ self.a) / 8, (x @ self.bias) / 8, (x @ self.again) / 8, self.c.expand(4, 8) * x])
+        products = [(x @ weight) / WIDTH for weight in (self.a, self.bias, self.again)]
+        return torch.stack([*products, self.c.expand(4, WIDTH) * x])
 
 
 def tied_state(k: float = 2, **changes: Any) -> dict[str, Any]:

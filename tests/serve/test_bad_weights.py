@@ -13,14 +13,13 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from tests.faults import faulty_reads
-from tests.serve.models import X_OF_TIED as X, Named, Tied, tied_state as state
+from tests.serve.models import WIDTH, X_OF_TIED as X, Named, Tied, tied_state as state
 from tests.serve.targets import KINDS, module_of, target_of
 
 
 def views_of_one_buffer() -> dict[str, torch.Tensor]:
-    flat = torch.full((8 * 8 * 2 + 8,), 2.0)
-    a, b, c = flat.split([64, 64, 8])
-    return {"a": a.view(8, 8), "again": a.view(8, 8), "bias": b.view(8, 8), "c": c}
+    a, b, c = torch.full(((2 * WIDTH + 1) * WIDTH,), 2.0).split([WIDTH**2, WIDTH**2, WIDTH])
+    return {"a": a.view(WIDTH, -1), "again": a.view(WIDTH, -1), "bias": b.view(WIDTH, -1), "c": c}
 
 
 def test_what_is_refused_by_choice_only() -> None:
@@ -31,11 +30,11 @@ def test_what_is_refused_by_choice_only() -> None:
         live.swap(flat)
     live.swap(flat, exact=False)
     assert live(X).unique().tolist() == [2.0]
-    live.swap(state(c=torch.full((8,), float("nan"))))
+    live.swap(state(c=torch.full((WIDTH,), float("nan"))))
     # What is not finite already may stay so: a mask of minus infinity, say.
-    live.swap(state(3, c=torch.full((8,), float("nan"))), check_finite=True)
+    live.swap(state(3, c=torch.full((WIDTH,), float("nan"))), check_finite=True)
     with pytest.raises(errors.WeightsError, match="bias: NaN or infinity"):
-        live.swap(state(bias=torch.full((8, 8), float("nan"))), check_finite=True)
+        live.swap(state(bias=torch.full((WIDTH, WIDTH), float("nan"))), check_finite=True)
 
 
 @pytest.mark.slow
@@ -43,7 +42,7 @@ def test_what_is_refused_by_choice_only() -> None:
 def test_what_is_no_plain_tensor_is_refused_by_no_choice(kind: str) -> None:
     """Whether its name says where it goes, or a rule that makes it, or a hook."""
     live = ms.Live(target_of(kind, Tied(), X))
-    for bias in (torch.eye(8).to_sparse(), torch.eye(8).to_sparse_csr(), torch.eye(8).as_subclass(Named)):
+    for bias in (torch.eye(WIDTH).to_sparse(), torch.eye(WIDTH).to_sparse_csr(), torch.eye(WIDTH).as_subclass(Named)):
         for exact in (True, False):
             with pytest.raises(errors.WeightsError) as caught:
                 live.swap(state(2, bias=bias), exact=exact)
@@ -56,7 +55,7 @@ def test_what_is_no_plain_tensor_is_refused_by_no_choice(kind: str) -> None:
 class Masked(nn.Module):
     def __init__(self, k: float) -> None:
         super().__init__()
-        self.register_buffer("mask", (torch.eye(8) * k).to_sparse())
+        self.register_buffer("mask", (torch.eye(WIDTH) * k).to_sparse())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.sparse.mm(self.mask, x.T)
@@ -67,7 +66,7 @@ def test_sparse_tensors_are_taken_where_the_module_has_them() -> None:
     live.swap(Masked(2).state_dict())
     assert torch.equal(live(X), X.T * 2)
     with pytest.raises(errors.PlacementError):
-        live.swap({"mask": torch.eye(8).to_sparse_csr()})
+        live.swap({"mask": torch.eye(WIDTH).to_sparse_csr()})
     assert torch.equal(live(X), X.T * 2)
 
 

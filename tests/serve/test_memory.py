@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from tests.serve.models import Constant, weights_of
+from tests.serve.models import X_OF_TIED as X, Constant, Tied, weights_of
 from tests.serve.targets import KINDS, module_of, target_of
-
-X = torch.ones(32, 128)
 
 
 def holder_of(live: ms.Live) -> "weakref.ref[nn.Module]":
@@ -25,14 +23,14 @@ def holder_of(live: ms.Live) -> "weakref.ref[nn.Module]":
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eager", "compiled", "exported"])  # a package has no module
 def test_the_first_version_is_freed_where_nobody_else_has_it(kind: str) -> None:
-    module = Constant()
+    module = Tied()
     live = ms.Live(target_of(kind, module, X), keep_versions=0)
     refs = [weakref.ref(tensor) for tensor in module.parameters()]
     del module
     live(X)
     gc.collect()
     assert all(ref() is not None for ref in refs)
-    live.swap(weights_of(Constant(), 2))
+    live.swap(weights_of(Tied(), 2))
     gc.collect()  # what has compiled or exported it may have cycles of its own
     assert not any(ref() is not None for ref in refs)
     assert live(X).unique().tolist() == [2.0]
@@ -53,7 +51,7 @@ def test_a_pinned_version_is_freed_by_its_last_request() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_stays_flat_over_two_hundred_swaps(kind: str) -> None:
     """Of 512 KB each: one that is left behind at each swap would take 100 MB. They are freed without a collection."""
-    module = Constant()
+    module = Tied()
     live, process, state = ms.Live(target_of(kind, module, X), keep_versions=0), psutil.Process(), weights_of(module, 2)
     sizes, descriptors, versions, alive = [], [], list[weakref.ref[Any]](), set[int]()
 

@@ -13,7 +13,7 @@ import torch
 
 import modelstate as ms
 from tests.faults import faulty_reads
-from tests.serve.models import X_OF_TIED as X, Named, Tied, tied_state as state
+from tests.serve.models import WIDTH, X_OF_TIED as X, Named, Tied, tied_state as state
 from tests.serve.targets import KINDS, target_of
 from tests.sweeps import EXHAUSTIVE
 
@@ -45,7 +45,7 @@ def half_a_file(folder: Path) -> Path:
 
 def sparse_in_a_file(folder: Path) -> Path:
     path = folder / f"{os.getpid()}.pt"
-    torch.save(state(bias=torch.ones(8, 8).to_sparse()), path)
+    torch.save(state(bias=torch.ones(WIDTH, WIDTH).to_sparse()), path)
     return path
 
 
@@ -87,26 +87,30 @@ def given(**changes: Any) -> Callable[[Path], dict[str, Any]]:
 
 
 BAD = {
-    "a typo": Bad(given(bias=None, bais=torch.ones(8, 8)), "PlanError: MISSING, UNEXPECTED", "bais [8, 8]"),
+    "a typo": Bad(
+        given(bias=None, bais=torch.ones(WIDTH, WIDTH)), "PlanError: MISSING, UNEXPECTED", f"bais [{WIDTH}, {WIDTH}]"
+    ),
     "a name too many": Bad(given(d=torch.ones(1)), "PlanError: UNEXPECTED"),
     "half of the names": Bad(given(a=None, again=None), "PlanError: MISSING"),
-    "a wrong shape": Bad(given(bias=torch.ones(8, 9)), "PlanError: WRONG_SHAPE"),
-    "a shape with as many elements": Bad(given(bias=torch.ones(4, 16)), "PlanError: WRONG_SHAPE"),
+    "a wrong shape": Bad(given(bias=torch.ones(WIDTH, WIDTH + 1)), "PlanError: WRONG_SHAPE"),
+    "a shape with as many elements": Bad(given(bias=torch.ones(WIDTH // 2, 2 * WIDTH)), "PlanError: WRONG_SHAPE"),
     "a shape that is larger": Bad(given(bias=torch.ones(400, 400)), "PlanError: WRONG_SHAPE"),
-    "another dtype, with loss": Bad(given(bias=torch.ones(8, 8).double()), "WeightsError", "bias: float64"),
+    "another dtype, with loss": Bad(given(bias=torch.ones(WIDTH, WIDTH).double()), "WeightsError", "bias: float64"),
     "another dtype, without loss": Bad(
-        given(bias=torch.ones(8, 8).half()), "WeightsError", "another dtype than the program"
+        given(bias=torch.ones(WIDTH, WIDTH).half()), "WeightsError", "another dtype than the program"
     ),
-    "sparse": Bad(given(bias=torch.ones(8, 8).to_sparse()), "WeightsError", "torch.sparse_coo"),
+    "sparse": Bad(given(bias=torch.ones(WIDTH, WIDTH).to_sparse()), "WeightsError", "torch.sparse_coo"),
     "sparse, by rows": Bad(
-        given(bias=torch.ones(8, 8).to_sparse_csr()), "WeightsError", "another kind of tensor than the program's"
+        given(bias=torch.ones(WIDTH, WIDTH).to_sparse_csr()),
+        "WeightsError",
+        "another kind of tensor than the program's",
     ),
     "sparse, in a file": Bad(sparse_in_a_file, "WeightsError", "bias: "),
-    "a subclass": Bad(given(c=torch.ones(8).as_subclass(Named)), "WeightsError", "c: Named"),
-    "NaN": Bad(given(bias=torch.full((8, 8), float("nan"))), "CanaryError", "has NaN", ms.Canary((X,))),
-    "conflicting ties": Bad(given(again=torch.full((8, 8), 3.0)), "PlanError: TIE_CONFLICT"),
+    "a subclass": Bad(given(c=torch.ones(WIDTH).as_subclass(Named)), "WeightsError", "c: Named"),
+    "NaN": Bad(given(bias=torch.full((WIDTH, WIDTH), float("nan"))), "CanaryError", "has NaN", ms.Canary((X,))),
+    "conflicting ties": Bad(given(again=torch.full((WIDTH, WIDTH), 3.0)), "PlanError: TIE_CONFLICT"),
     "no tensor": Bad(given(bias="b"), "PlanError: NOT_A_TENSOR"),
-    "on meta": Bad(given(bias=torch.ones(8, 8, device="meta")), "PlanError: NO_VALUES"),
+    "on meta": Bad(given(bias=torch.ones(WIDTH, WIDTH, device="meta")), "PlanError: NO_VALUES"),
     "half a file": Bad(half_a_file, "TruncatedFileError"),
     "a file that has changed": Bad(changed_since, "ReadFailedError", "has changed since it was opened"),
     "a file that is overwritten while it is read": Bad(

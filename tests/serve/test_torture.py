@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import modelstate as ms
-from tests.serve.models import Constant, weights_of
+from tests.serve.models import X_OF_TIED as X, Tied, weights_of
 from tests.serve.targets import KINDS, Readers, target_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 SECONDS = float(os.environ.get("MODELSTATE_TORTURE_SECONDS", "0.4"))
-X = torch.ones(32, 128)
 
 
 def swapped_for_a_while(readers: Readers, swap: Callable[[int], object], seconds: float = SECONDS) -> int:
@@ -35,7 +34,7 @@ def swapped_for_a_while(readers: Readers, swap: Callable[[int], object], seconds
 @pytest.mark.parametrize("way", ["single", "pinned", "file"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_request_is_torn(kind: str, way: str, tmp_path: Path) -> None:
-    module = Constant()
+    module = Tied()
     live = ms.Live(target_of(kind, module, X))
     live(X)
 
