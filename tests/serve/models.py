@@ -226,6 +226,7 @@ class Tied(nn.Module):
         self.a = nn.Parameter(torch.ones(WIDTH, WIDTH))
         self.bias = nn.Parameter(torch.ones(WIDTH, WIDTH))
         self.again = self.a
+        self.without_elements = nn.Parameter(torch.empty(0))
         self.register_buffer("c", torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

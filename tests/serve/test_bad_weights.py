@@ -19,7 +19,7 @@ from tests.serve.targets import KINDS, module_of, target_of
 
 def views_of_one_buffer() -> dict[str, torch.Tensor]:
     a, b, c = torch.full(((2 * WIDTH + 1) * WIDTH,), 2.0).split([WIDTH**2, WIDTH**2, WIDTH])
-    return {"a": a.view(WIDTH, -1), "again": a.view(WIDTH, -1), "bias": b.view(WIDTH, -1), "c": c}
+    return state(a=a.view(WIDTH, -1), again=a.view(WIDTH, -1), bias=b.view(WIDTH, -1), c=c)
 
 
 def test_what_is_refused_by_choice_only() -> None:
