@@ -33,7 +33,7 @@ Expected = list[list[torch.Tensor]]
 
 @pytest.fixture(scope="module", autouse=True)
 def forked_servers() -> Iterator[None]:
-    """A new interpreter takes seconds to import torch. `tests/test_makefile.py` starts the server in one."""
+    """A new interpreter takes seconds to import torch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bench.serving.subprocess", SimpleNamespace(Popen=ForkedServer))
         yield
