@@ -115,9 +115,9 @@ def test_every_answer_is_that_of_the_version_it_names_while_weights_are_swapped(
 ) -> None:
     requests, swaps = (counted(client, f"modelstate_{name}_total") for name in ("requests", "swaps"))
     taken = counted(client, "modelstate_swap_seconds_count")
-    done = load(server.port, 120, 6, readers=3)
+    done = load(server.port, 60, 6, readers=3)
     assert done.failed == []
-    assert len(done.answers) == 120
+    assert len(done.answers) == 60
     assert done.wrong(expected) == []
     assert all(order == sorted(order) for order in done.orders)
     seen = Counter(str(version) for _, version, _ in done.answers)
