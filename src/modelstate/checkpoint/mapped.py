@@ -265,7 +265,7 @@ _mapped = weakref.WeakSet[mmap.mmap]()
 
 UNALIGNED = "read into memory, not mapped: its elements are not at multiples of their size, as memory needs them"
 _REFUSED = "its file system has no maps, or the system refuses them"
-_TOO_MANY = "the files are more than a quarter of those that this process may have open (ulimit -n)"
+_TOO_MANY = "a quarter of the file descriptors that this process may have (ulimit -n) hold maps already"
 _MAPS_IT = "map=True, in Python, maps it all the same"
 _NO_MAPS = (errno.ENODEV, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 """The errors of a file system that has no maps, and of a system that does not permit them."""

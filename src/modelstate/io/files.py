@@ -326,7 +326,7 @@ class LocalFile:
         What the page cache does not return at once of a leased file is read again. Raises `ReadFailedError`.
         """
         with suppress(OSError):  # which the usual call has again
-            if self._leased_at is not None:
+            if self.is_leased:
                 count = system.preadv_cached(self.descriptor, buffers, offset)
             else:
                 count = 0 if self._direct is None else self._read_window(self._direct, buffers, offset)
@@ -372,6 +372,11 @@ class LocalFile:
         self._windows.append(window)
         return max(at - (offset - start), 0)
 
+    @property
+    def is_leased(self) -> bool:
+        """Whether this file has a read lease."""
+        return self._leased_at is not None
+
     def lease(self) -> str:
         """Takes a read lease. Returns an empty string, or the reason why there is none.
 
@@ -385,7 +390,7 @@ class LocalFile:
 
     def release(self) -> None:
         """Releases the lease, if there is one: a writer that waits goes on."""
-        if self._leased_at is not None:
+        if self.is_leased:
             self._leased_at = None
             lease.release(self.descriptor)
 
@@ -472,21 +477,28 @@ class OpenFiles:
 
                     file = RemoteFile(path, ObjectVersion(known.nbytes, known.modified_ns, known.tag), known.cache)
                 elif file is None or file.fingerprint != known:
+                    self._make_room()
                     file = open_unchanged(path, known)
-                if len(self._files) + len(self._kept) >= system.most_open():
-                    opened = self._files or self._kept
-                    self._left.add(first := next(iter(opened)))
-                    del opened[first]  # a thread that is reading it has a reference, which keeps it open
                 self._files[path] = file
             return file
+
+    def _make_room(self) -> None:
+        """Lets a file go where many are open: one that is not used yet, or the first one without a lease."""
+        local = {path: file for path, file in self._files.items() if isinstance(file, LocalFile)}
+        if len(local) + len(self._kept) < system.most_open():
+            return
+        if self._kept:
+            self._kept.popitem()[1].close()
+        elif (first := next((path for path, file in local.items() if not file.is_leased), None)) is not None:
+            self._left.add(first)
+            del self._files[first]  # a thread that is reading it has a reference, which keeps it open
 
     def check_unchanged(self) -> None:
         """Raises `ReadFailedError` where a file has changed since it was opened."""
         for file in self._files.values():
             file.check_unchanged()
         for path in self._left:
-            if (known := self.fingerprints.get(path)) is None or not known.is_remote:
-                open_unchanged(path, known).close()
+            open_unchanged(path, self.fingerprints.get(path)).close()
 
     def release(self) -> None:
         """Releases the leases: a writer that waits goes on."""

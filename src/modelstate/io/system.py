@@ -12,6 +12,7 @@ import fcntl
 import mmap as _mmap
 import os
 import platform
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
@@ -31,7 +32,8 @@ pread, preadv = os.pread, os.preadv
 
 def most_open() -> int:
     """The most files that one use keeps open, such as maps or leases: the process needs descriptors for others."""
-    return os.sysconf("SC_OPEN_MAX") // 4
+    limit = os.sysconf("SC_OPEN_MAX")
+    return limit // 4 if limit >= 0 else sys.maxsize  # -1 is no limit
 
 
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
