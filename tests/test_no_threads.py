@@ -2,8 +2,6 @@
 
 import _thread
 import itertools
-import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -67,54 +65,6 @@ def test_the_threads_that_can_be_started_do_all_the_work(
     assert len(threads) == all_there.parties
     assert (threading.get_ident() in threads) == (takes_part or not most)
     assert torch_threads == {1 if with_torch else 3}  # OpenMP ends a process for which no thread can be started
-
-
-TIGHT = """
-import mmap, resource, sys, threading
-from modelstate.process import try_start
-
-limit, used = getattr(resource, sys.argv[1]), sys.argv[2]
-
-
-def size():
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(used))
-
-
-started = []
-for extra in range(0, 2 << 20, 32 << 10):
-    fill, at = [None] * 100_000, 0
-    thread = threading.Thread(target=started.append, args=(1,), daemon=True)
-    left = mmap.mmap(-1, (8 << 20) + 8192 + extra, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    resource.setrlimit(limit, (size() + (4 << 20), resource.RLIM_INFINITY))
-    try:
-        try:
-            while True:
-                fill[at] = bytearray(1 << 14)
-                at += 1
-        except MemoryError:
-            pass
-        try:
-            while True:
-                fill[at] = [None] * 8
-                at += 1
-        except MemoryError:
-            pass
-        left.close()
-        is_started = try_start(thread)
-    finally:
-        resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        del fill
-    if is_started:
-        thread.join()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("limit", "used"), [("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")])
-def test_a_thread_that_could_not_report_its_start_is_not_started(limit: str, used: str) -> None:
-    # In a process of its own: one that has imported torch has free memory of many sizes.
-    done = subprocess.run([sys.executable, "-c", TIGHT, limit, used], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_an_error_of_a_signal_handler_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:

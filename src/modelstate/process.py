@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import _thread
+import ctypes
 import gc
-import mmap
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, TextIO, TypeVar
 
 from modelstate.errors import keep_interrupt
-from modelstate.forks import at_fork, fork_safe_lock, is_forked
+from modelstate.forks import at_fork, is_forked
 
 _Item = TypeVar("_Item")
 
@@ -53,40 +54,13 @@ _stops = ThreadValue[tuple[Callable[[], bool], ...]](())
 """Of a thread that works for another one: what says that its work is to end."""
 _computes = ThreadValue(False)
 """Whether this is a thread of `parallel_for` that uses torch."""
-_START_BYTES = 4 << 20
-"""More than a thread needs to report its start, beside its stack."""
-_USUAL_STACK_BYTES = 8 << 20
 _POLL_SECONDS = 0.05
 """How often a thread that waits looks whether its work is still needed."""
 
 
 def try_start(thread: threading.Thread) -> bool:
-    """Starts a thread. Returns False where the system starts no more threads, or the program is ending.
-
-    Also False where hardly any memory is left, as a limit (`ulimit -v` or `-d`) has it: Python waits for ever for a
-    thread that ends with a `MemoryError` before it has reported its start (CPython issue 140746).
-    """
-    if not _has_memory_for_a_thread():
-        return False
-    try:
-        thread.start()
-    except (RuntimeError, KeyError) as error:
-        if error.__context__ is not None:  # an interrupt, whose place the error takes where the thread already runs
-            raise error.__context__ from None
-        if "new thread" not in str(error):  # a signal handler has raised it
-            raise
-        return False
-    return True
-
-
-def _has_memory_for_a_thread() -> bool:
-    stack_bytes = threading.stack_size() or _USUAL_STACK_BYTES  # to import `resource` takes longer than to start one
-    try:
-        mmap.mmap(-1, stack_bytes + _START_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-    except OSError as error:
-        keep_interrupt(error)
-        return False
-    return True
+    """Starts a thread. Returns False where the system starts no more threads, or the program is ending."""
+    return _can(thread.start)
 
 
 def start_threads(work: Callable[[], object], count: int = 1) -> int:
@@ -94,16 +68,21 @@ def start_threads(work: Callable[[], object], count: int = 1) -> int:
 
     `threading.Thread` would wait for each thread to begin, which takes longer than to assign a hundred tensors.
     """
-    for started in range(count):
-        if not _has_memory_for_a_thread():
-            return started
-        try:
-            _thread.start_new_thread(work, ())
-        except RuntimeError as error:
-            if "new thread" not in str(error):  # a signal handler has raised it
-                raise
-            return started
-    return count
+    started = 0
+    while started < count and _can(partial(_thread.start_new_thread, work, ())):
+        started += 1
+    return started
+
+
+def _can(start: Callable[[], object]) -> bool:
+    """Calls a function that starts a thread. Returns False where the system starts no more threads."""
+    try:
+        start()
+    except RuntimeError as error:
+        if "new thread" not in str(error):  # a signal handler has raised it
+            raise
+        return False
+    return True
 
 
 def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_part: bool = False) -> None:
@@ -133,15 +112,15 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
     running: list[None] = []
     outer = _stops.value
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
-    torch_threads = _TorchInThreads() if with_torch else None
+    set_torch_threads = _torch_setting() if with_torch else None
 
     def run() -> None:
         running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
         try:
             _stops.value = *outer, stop.is_set
-            if torch_threads is not None:
+            if set_torch_threads is not None:
                 _computes.value = True
-                torch_threads.enter(stop)
+                set_torch_threads(1)
             if not stop.is_set():
                 work(stop)
         except BaseException as error:
@@ -153,11 +132,14 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
             running.pop()
 
     takes_part = takes_part and not with_torch and not outer
-    count = threads - takes_part
     try:
-        started = start_threads(run, count) if torch_threads is None else torch_threads.start(run, count, stop, running)
-        if torch_threads is not None and not started:
-            torch_threads.call_alone(work, stop)
+        started = start_threads(run, threads - takes_part)
+        if set_torch_threads is not None and not started:  # OpenMP would end the process, which starts no threads
+            before = set_torch_threads(1)
+            try:
+                work(stop)
+            finally:
+                set_torch_threads(before)
         elif takes_part or not started:
             work(stop)
         for _ in range(started):
@@ -241,72 +223,27 @@ def _wait_until_empty(running: list[None]) -> None:
         raise interrupt
 
 
-class _TorchInThreads:
-    """Makes the operations of torch use a single thread in each of a number of threads, and the caller's CUDA stream.
+def _torch_setting() -> Callable[[int], int]:
+    """Returns a function that sets how many threads torch uses in the thread that calls it, and returns the number.
 
-    A new thread has the default stream, on which a copy would not wait for what the caller has queued on another one.
-
-    torch keeps the number of threads for each thread, but gives the number that was set last to new threads as well. So
-    the previous number is restored as soon as all threads have set theirs, and a lock keeps two loads apart.
+    It also sets the CUDA stream to that of this thread: a copy on the default stream of a new thread would not wait for
+    what this thread has queued. `torch.set_num_threads` would change the number of threads that begin later, too.
     """
+    import torch  # the command line uses this module without torch
 
-    def __init__(self) -> None:
-        import torch  # the command line uses this module without torch
+    openmp = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.current_stream() if is_used else None
 
-        self._torch = torch
-        is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._stream = torch.cuda.current_stream() if is_used else None
-        self._entered = threading.Semaphore(0)
-        self._of_new_threads: list[int] = []
-        """First of all, the number that torch gave to new threads before the first of these set another one."""
+    def set_threads(number: int) -> int:
+        before = torch.get_num_threads()  # the first call of a thread sets the number of the process
+        if openmp is not None:
+            openmp(number)
+        if stream is not None:
+            torch.cuda.set_stream(stream)
+        return before
 
-    def enter(self, stop: threading.Event) -> None:
-        """Called by each thread before its first operation. Has no effect where its work is to end."""
-        try:
-            if not stop.is_set():
-                # The first call sets the number of the process, if another one was set.
-                self._of_new_threads.append(self._torch.get_num_threads())
-                self._torch.set_num_threads(1)
-        finally:
-            self._entered.release()
-        if self._stream is not None:
-            self._torch.cuda.set_stream(self._stream)
-
-    def start(self, run: Callable[[], object], count: int, stop: threading.Event, running: list[None]) -> int:
-        """Starts threads that call `run`, waits until they have entered, and restores the number of new threads.
-
-        Where it is interrupted, it sets `stop`, and no thread that is not in `running` changes the number any more.
-
-        Returns:
-            How many threads were started.
-        """
-        with _torch_threads_lock:
-            of_caller = self._torch.get_num_threads()
-            try:
-                started = start_threads(run, count)
-                for _ in range(started):
-                    self._entered.acquire()
-            except BaseException:
-                stop.set()
-                _wait_until_empty(running)
-                raise
-            finally:
-                self._torch.set_num_threads(of_caller)
-                number = next(iter(self._of_new_threads), of_caller)
-                if number != of_caller:  # set by another thread, since it would become this thread's number, too
-                    restores = threading.Thread(target=self._torch.set_num_threads, args=(number,), daemon=True)
-                    if try_start(restores):
-                        restores.join()
-        return started
-
-    def call_alone(self, work: Work, stop: threading.Event) -> None:
-        """Calls a function in this thread, where the system starts no others: OpenMP would end the process then."""
-        before = self._torch.get_num_threads()
-        try:
-            self._torch.set_num_threads(1)
-            work(stop)
-        finally:
-            self._torch.set_num_threads(before)
+    return set_threads
 
 
 class cached_attribute(Generic[_Item]):
@@ -328,14 +265,10 @@ class cached_attribute(Generic[_Item]):
         return value
 
 
-_torch_threads_lock = fork_safe_lock()
-
-
 # The garbage collector.
 
-_pauses: dict[object, int] = {}
-"""The active pauses, each with the number of its thread: several threads may load at once."""
-_collector_lock = fork_safe_lock()
+_pausing: list[int] = []
+"""The threads that pause the collector: several may load at once."""
 
 
 @contextmanager
@@ -345,26 +278,24 @@ def gc_paused() -> Iterator[None]:
     Tables of tensors contain no garbage, and with torch imported each pass over all objects of the process costs more
     than the table.
     """
-    if not (gc.isenabled() or _pauses):
+    if not (gc.isenabled() or _pausing):
         yield
         return
-    token = object()
+    thread = threading.get_ident()
+    _pausing.append(thread)
     try:
-        with _collector_lock:
-            _pauses[token] = threading.get_ident()
-            gc.disable()
+        gc.disable()
         yield
     finally:
-        with _collector_lock:
-            _pauses.pop(token, None)
-            if not _pauses:
-                gc.enable()
+        _pausing.remove(thread)
+        if not _pausing:
+            gc.enable()
 
 
 def _end_pauses_of_others() -> None:
-    if _pauses and threading.get_ident() not in _pauses.values():
+    if _pausing and threading.get_ident() not in _pausing:
         gc.enable()
-        _pauses.clear()
+        _pausing.clear()
 
 
 at_fork(in_child=_end_pauses_of_others)
@@ -471,20 +402,3 @@ def is_terminal(stream: TextIO) -> bool:
     except (AttributeError, ValueError, OSError) as error:
         keep_interrupt(error)
         return False
-
-
-def reference_count(value: object) -> int:
-    """Returns the references to an object, including those of this call.
-
-    How many those are depends on the Python: from 3.14 on, a call borrows a local variable of its caller.
-    """
-    return sys.getrefcount(value)
-
-
-def _count_of_one_variable() -> int:
-    value = object()
-    return reference_count(value)
-
-
-ONE_VARIABLE = _count_of_one_variable()
-"""The `reference_count` of an object that only a local variable of the caller refers to."""

@@ -7,6 +7,7 @@ the module are converted, as in torch. A conversion that fails undoes the change
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -29,7 +30,7 @@ from modelstate.conversion.tensors import (
 )
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
 from modelstate.planning.plan import Step
-from modelstate.process import ONE_VARIABLE, ThreadValue, cached_attribute, deferred_signals, reference_count
+from modelstate.process import ThreadValue, cached_attribute, deferred_signals
 from modelstate.spec import span
 from modelstate.text_format import listed
 from modelstate.torch_compat.dtypes import Overflows, can_overflow, has_finite_sum, nonfinite, short
@@ -200,7 +201,8 @@ class Conversion:
             if not target.is_user_function:
                 self._add(slot, tensor, GRADIENT, fn)
             return
-        shared = reference_count(value) > ONE_VARIABLE
+        of_one_variable = object()
+        shared = sys.getrefcount(value) > sys.getrefcount(of_one_variable)
         if target.is_user_function:
             value = self._checked_result(slot, value)
         is_simple = plain and not target.is_user_function and is_plain(value) and not tensor.is_inference()
