@@ -210,7 +210,7 @@ def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | N
             break
         for number in infos if step is None else (step,):
             try:
-                error = index.problem_of(index.saves(number)[0], None)
+                problem = index.problem_of(index.saves(number)[0], None)
             except ms.errors.StepNotFoundError:
                 if step is not None:
                     index.step(step)  # raises where it has been removed, and not where it was replaced
@@ -218,8 +218,8 @@ def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | N
                     echo(f"step {number}: removed meanwhile", err=as_json)
                 continue
             read += 1
-            problems += error is not None
-            say(number, infos[number].nbytes if number in infos else 0, "" if error is None else str(error))
+            problems += bool(problem)
+            say(number, infos[number].nbytes if number in infos else 0, problem)
     if problems:
         raise click.exceptions.Exit(PROBLEMS)
 
@@ -315,18 +315,15 @@ def restore(
     writing["format"] = parse_format(format, path)
     index = _index(directory)
     make_parents(path)
-    skipped: dict[int, str] = {}
-
-    def pass_over(number: int, text: str) -> None:
-        if number not in skipped:
-            skipped[number] = in_a_line(text)
-            echo(skipped[number], err=True)
 
     def attempt(save: StepEntry) -> tuple[int, ms.SaveReport]:
         with index.whole(save, None).open_object(name) as checkpoint:
             return save.place.step, ms.convert_checkpoint(checkpoint, path, **writing)
 
-    (number, report), _ = index.first_usable("latest" if step is None else step, attempt, pass_over=pass_over)
+    (number, report), found = index.first_usable("latest" if step is None else step, attempt, warns=False)
+    skipped = {newer: in_a_line(problem) for newer, problem in found.items()}
+    for problem in skipped.values():
+        echo(problem, err=True)
     if as_json:
         of_steps = {"step": number, "skipped": [{"step": n, "problem": skipped[n]} for n in skipped]}
         echo(json.dumps({**json.loads(report.to_json()), **of_steps}, indent=2))

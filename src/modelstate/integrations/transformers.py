@@ -21,14 +21,13 @@ import torch
 
 from modelstate.arguments import is_number
 from modelstate.errors import (
-    DamagedCheckpointWarning,
     OptionError,
     PackageError,
     StepNotFoundError,
 )
 from modelstate.objects.rng import RNG
 from modelstate.store.deadline import Deadline
-from modelstate.store.directory import Step, warn_caller
+from modelstate.store.directory import Step
 from modelstate.store.record import read_record
 from modelstate.store.resumable import LoopSaver
 from modelstate.store.store import Store
@@ -159,19 +158,15 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             return None
         self.store.wait()
         try:
-            save, _ = self.store.index.first_usable(step, self.store.index.whole, pass_over=self._pass_over)
+            save, skipped = self.store.index.first_usable(step, self.store.index.whole)
         except StepNotFoundError:
             if step != "latest" or self.store.infos():
                 raise
             return None
         # Higher steps are of an abandoned run: training went back to an earlier step.
         number = save.place.step
-        self._replaced.update(info.step for info in self.store.infos() if info.step > number)
+        self._replaced.update(skipped, (info.step for info in self.store.infos() if info.step > number))
         return number
-
-    def _pass_over(self, step: int, sentence: str) -> None:
-        self._replaced.add(step)
-        warn_caller(sentence, DamagedCheckpointWarning)
 
     @contextmanager
     def _resume_directory(self, trainer: Trainer) -> Iterator[str | None]:

@@ -226,8 +226,6 @@ class NewDirectory:
         replaced = max(revisions, default=None)
         self._directory, self.path = directory, os.path.join(directory, name)
         self._final = os.path.join(directory, name_of(step, 0 if replaced is None else replaced.revision + 1))
-        self._names: set[str] = set()
-        """The names of the files that the checkpoint has."""
         mode, self._count = 0o777, 0
         if replaced is not None:
             with suppress(OSError):
@@ -247,7 +245,6 @@ class NewDirectory:
         """Writes a small file. Returns its name, which begins with the given one without its suffixes."""
         path = os.path.join(self.path, name)
         write_new_file(path, text)
-        self._names.add(name)
         return name, _record_of(path, text)
 
     def begin(self, keys: Sequence[str]) -> list[str]:
@@ -258,7 +255,6 @@ class NewDirectory:
         """Gives such a file its name. Returns the name."""
         name = f"{key}-{written.content[:16]}{SUFFIX}"
         system.replace(path, os.path.join(self.path, name))
-        self._names.add(name)
         return name, _record_of(os.path.join(self.path, name), written.header)
 
     def link(self, file: str) -> bool:
@@ -267,26 +263,28 @@ class NewDirectory:
             system.link(file, os.path.join(self.path, os.path.basename(file)))
         except OSError:
             return False  # the file system has no links, or the file has too many
-        self._names.add(os.path.basename(file))
         return True
 
     def unlink(self, name: str) -> None:
         """Undoes `link`."""
         system.unlink(os.path.join(self.path, name))
-        self._names.discard(name)
 
-    def commit(self, text: bytes, pinned: bool, check: Callable[[], object]) -> str:
+    def commit(self, text: bytes, files: Set[str], pinned: bool, check: Callable[[], object]) -> str:
         """Makes the checkpoint visible and durable with its record. Returns its path.
 
-        `check` is called right before that, and may raise.
+        Args:
+            text: The record.
+            files: The names of the files that it has.
+            pinned: Whether the checkpoint is pinned.
+            check: Called right before it becomes visible; may raise.
         """
-        for name, content in ((PIN_FILE, b""),) * pinned + ((RECORD_FILE, text),):
-            write_new_file(os.path.join(self.path, name), content)
-            self._names.add(name)
+        if pinned:
+            write_new_file(os.path.join(self.path, PIN_FILE), b"")
+        write_new_file(os.path.join(self.path, RECORD_FILE), text)
         sync_directory(self.path)
         check()
         # Some file systems lock out writers of one machine only.
-        if missing := self._names.difference(os.listdir(self.path)):
+        if missing := {*files, RECORD_FILE}.difference(os.listdir(self.path)):
             raise WriteFailedError(
                 "files of the checkpoint were removed while it was written",
                 where=self._final,

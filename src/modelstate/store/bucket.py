@@ -279,7 +279,7 @@ class NewObjects:
     def unlink(self, name: str) -> None:
         """Does nothing: the record does not name the file."""
 
-    def commit(self, text: bytes, pinned: bool, check: Callable[[], object]) -> str:
+    def commit(self, text: bytes, files: Set[str], pinned: bool, check: Callable[[], object]) -> str:
         pin = f"pin-{self._serial:012d}"
         if pinned:
             put(self._new(pin), b"", overwrite=True)

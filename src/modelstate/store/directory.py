@@ -15,11 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from modelstate.arguments import invalid_option
 from modelstate.errors import (
-    ChecksumError,
     DamagedCheckpointError,
     DamagedCheckpointWarning,
     DistributedError,
@@ -32,17 +31,17 @@ from modelstate.errors import (
     StepNotFoundError,
     StoreMovedError,
 )
-from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, sealed
+from modelstate.formats.manifest import OPEN_SEAL, SEAL, sealed
 from modelstate.formats.sharded import INDEX_SUFFIX
 from modelstate.io.atomic import write_error
 from modelstate.io.engine import for_each
-from modelstate.io.files import read_failed, read_whole
+from modelstate.io.files import read_failed
 from modelstate.io.lock import check_directory
 from modelstate.objects.parts import Kind, Part
 from modelstate.process import progress_bar
 from modelstate.remote.location import is_remote
 from modelstate.store.backend import STORE_FILE, LocalBackend, Place
-from modelstate.store.record import ALL, FileRecord, Record, damaged, read_record, unreadable
+from modelstate.store.record import ALL, FileRecord, Record, damaged, read_record, read_sealed, unreadable
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 from modelstate.text_format import in_a_line, short_repr
 
@@ -58,94 +57,80 @@ READS_AT_ONCE = 16
 _MAX_STORE_FILE_BYTES = 10_000
 _UNUSABLE = (DamagedCheckpointError, NewerManifestError, ReadFailedError)
 """Errors of one checkpoint, after which an older one is tried."""
+_PROBLEMS: Mapping[type, str] = {ReadFailedError: "not readable", NewerManifestError: "newer version"}
 _CHECK_PATH = "check the path of the store; in a new run, save a checkpoint first"
 Step = int | Literal["latest"]
 _Result = TypeVar("_Result")
 _Key = tuple[str, object]
-"""The path of a checkpoint, and what identifies its files, which may be replaced or repaired."""
+"""The path of a checkpoint, and what identifies its files, which may be replaced or repaired: None for no files."""
+
+
+class Examined(NamedTuple):
+    """What is known of a checkpoint."""
+
+    record: Record | None
+    """None where it cannot be read."""
+    error: ModelStateError | None = None
+    """Why the checkpoint cannot be used, as far as names, sizes and earlier reads show."""
+    problem: str = ""
+    """The same, as in `CheckpointInfo`."""
 
 
 class StepEntry:
     """A checkpoint, as it was when the store was listed. Its record is read when it is needed, once."""
 
-    __slots__ = ("_identity", "_index", "_result", "_store", "place")
+    __slots__ = ("_examined", "_identity", "_index", "_store", "place")
 
     def __init__(self, place: Place, index: StepIndex, store: Callable[[], str] | None) -> None:
         """Takes what returns the name of the store; None where the checkpoint is known to be of it."""
         self.place, self._index, self._store = place, index, store
         self._identity = index.backend.identity(place.path)  # before the record is read
-        self._result: tuple[Record | None, ModelStateError | None, bool] | None = None
+        self._examined: Examined | None = None
         if not index.backend.is_lazy:
             self.read()
 
-    def read(self) -> tuple[Record | None, ModelStateError | None, bool]:
-        """Returns the record, why the checkpoint cannot be used, and whether it is of another store or step."""
-        if self._result is None:
-            self._result = self._index.examined(self.place, self._store)
-        return self._result
-
-    @property
-    def record(self) -> Record | None:
-        """None where it cannot be read."""
-        return self.read()[0]
-
-    @property
-    def error(self) -> ModelStateError | None:
-        """Why the checkpoint cannot be used, as far as names, sizes and earlier reads show."""
-        return self.read()[1]
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether it is of another store, or of another step."""
-        return self.read()[2]
+    def read(self) -> Examined:
+        """Reads the record, unless that is done. Returns what is known of the checkpoint."""
+        if self._examined is None:
+            self._examined = self._index.examined(self.place, self._store)
+        return self._examined
 
     def file_names(self) -> set[str] | None:
         """Returns the names of its files; None where its record cannot be read."""
-        record = self.record
-        return None if record is None else {name for entry in record.entries.values() for name in entry.files}
+        record = self.read().record
+        return None if record is None else {*record.files}
 
     @property
     def serial(self) -> int | None:
         """The number of the save; None where it is not known."""
         if self._index.backend.is_lazy:
             return self.place.revision
-        return None if (record := self.record) is None else record.serial
+        return None if (record := self.read().record) is None else record.serial
 
     @property
     def usable_record(self) -> Record:
         """The record. Raises the error for which the checkpoint cannot be used."""
-        if self.error is not None:
-            raise self.error
-        assert self.record is not None
-        return self.record
+        record, error, _ = self.read()
+        if error is not None:
+            raise error
+        assert record is not None
+        return record
 
     @property
     def is_whole(self) -> bool:
         """Whether nothing is known to be wrong with it."""
-        return self._result is None or self._result[1] is None
-
-    @property
-    def problem(self) -> str:
-        """What is known to be wrong with it, as in `CheckpointInfo`."""
-        if self.error is None:
-            return ""
-        if isinstance(self.error, ReadFailedError):
-            return "not readable"
-        newer = "newer version" if isinstance(self.error, NewerManifestError) else "damaged"
-        return "other store" if self.is_foreign else newer
+        return self._examined is None or self._examined.error is None
 
     @property
     def is_damaged(self) -> bool:
         """Whether it is of this store and not what was saved. Others that cannot be used now stay."""
-        return self.problem == "damaged"
+        return self.read().problem == "damaged"
 
     @property
     def is_gone(self) -> bool:
         """Whether it was removed or replaced since the directory was listed."""
-        return (
-            self._index.backend.is_gone(self.place.path)
-            or self._index.backend.identity(self.place.path) != self._identity
-        )
+        backend, path = self._index.backend, self.place.path
+        return backend.is_gone(path) or backend.identity(path) != self._identity
 
     def open_object(self, name: str, *, verify: bool = False, share: slice = ALL) -> Checkpoint:
         """Opens one object, with `verify` after it, or a share of its tensors, was read and compared with its digests.
@@ -174,8 +159,8 @@ class StepEntry:
     @property
     def info(self) -> CheckpointInfo:
         """The public description of the checkpoint."""
-        step, path = self.place.step, self.place.path
-        record, pinned, problem = self.record, self.is_pinned, self.problem
+        step, path, pinned = self.place.step, self.place.path, self.is_pinned
+        record, _, problem = self.read()
         if record is None:
             seconds = 0.0
             with suppress(OSError):
@@ -226,10 +211,8 @@ class StepIndex:
             self.backend = Bucket(directory)
         else:
             self.backend = LocalBackend(directory)
-        self._damage: dict[_Key, ModelStateError] = {}
-        """Damage that only reading a checkpoint shows."""
-        self._whole: set[_Key] = set()
-        """Checkpoints all of whose bytes this object has read, or written."""
+        self._known: dict[_Key, ModelStateError | None] = {}
+        """Checkpoints that this object has read or written: the damage that only reading shows, or None."""
         self._doubtful: set[str] = set()
         """The names of the files of damaged checkpoints. A link of another checkpoint has the same name."""
         self._records: dict[str, Record] = {}
@@ -309,7 +292,7 @@ class StepIndex:
         found: list[StepEntry] = []
         for chosen in self.by_age(revisions)[::-1] if step == "latest" else [self.step(step, revisions)]:
             of_step = of_steps[chosen.place.step]
-            found += [entry for entry in of_step if entry is chosen or not entry.is_foreign]
+            found += [entry for entry in of_step if entry is chosen or entry.read().problem != "other store"]
         return found
 
     def places(self) -> list[Place]:
@@ -330,7 +313,7 @@ class StepIndex:
     def _name(self, places: Iterable[Place], store: str) -> str:
         """Returns the name of the store, where it is not known, or else the one that most of the checkpoints have."""
         try:
-            return store or _read_store_file(self.directory)[0]
+            return store or read_name(self.directory)
         except (OpenError, ReadFailedError, DamagedCheckpointError):
             return self._most_common_name(places)
 
@@ -350,38 +333,34 @@ class StepIndex:
                 self._records[place.path] = record
         return record
 
-    def examined(
-        self, place: Place, store: Callable[[], str] | None
-    ) -> tuple[Record | None, ModelStateError | None, bool]:
-        """Returns the record, why the checkpoint cannot be used, and whether it is of another store or step.
+    def examined(self, place: Place, store: Callable[[], str] | None) -> Examined:
+        """Returns what is known of a checkpoint.
 
         Args:
             place: where the checkpoint is.
             store: returns the name of the store; None where the checkpoint is known to be of it.
         """
+        record: Record | None = None
         try:
             record = self._record(place)
-        except ModelStateError as error:
-            return None, error, False
-        name = record.store if store is None else store()
-        if record.step != place.step or record.store != name:
-            foreign = DamagedCheckpointError(
-                "the checkpoint was put here from another store, or under another step",
-                where=place.path,
-                expected=f"step {place.step} of the store {name}",
-                found=f"step {record.step} of the store {record.store}",
-                remedy="open the store that it is from; ms.open reads what is in it by itself",
-            )
-            return record, foreign, True
-        files = {name: file for entry in record.entries.values() for name, file in entry.files.items()}
-        try:
-            problem = self.backend.problem_of(place, files)
-        except OSError as error:
-            return record, unreadable(place.path, error), False
-        if problem:
-            return record, damaged(place.path, problem), False
-        key = self._key(place.path) if self._damage else None
-        return record, self._damage.get(key) if key is not None else None, False
+            name = record.store if store is None else store()
+            if record.step != place.step or record.store != name:
+                foreign = DamagedCheckpointError(
+                    "the checkpoint was put here from another store, or under another step",
+                    where=place.path,
+                    expected=f"step {place.step} of the store {name}",
+                    found=f"step {record.step} of the store {record.store}",
+                    remedy="open the store that it is from; ms.open reads what is in it by itself",
+                )
+                return Examined(record, foreign, "other store")
+            if problem := self.backend.problem_of(place, record.files):
+                raise damaged(place.path, problem)
+            if any(self._known.values()) and (known := self._known.get(self._key(place.path))) is not None:
+                raise known
+        except (ModelStateError, OSError) as error:
+            reason = error if isinstance(error, ModelStateError) else unreadable(place.path, error)
+            return Examined(record, reason, _PROBLEMS.get(type(reason), "damaged"))
+        return Examined(record)
 
     # Reading whole checkpoints.
 
@@ -390,7 +369,8 @@ class StepIndex:
         step: Step,
         attempt: Callable[[StepEntry], _Result],
         agreement: Agreement | None = None,
-        pass_over: Callable[[int, str], None] | None = None,
+        *,
+        warns: bool = True,
     ) -> tuple[_Result, dict[int, str]]:
         """Calls `attempt` with a step, or with the steps from the latest on until one can be used.
 
@@ -402,8 +382,7 @@ class StepIndex:
             step: the step, or "latest".
             attempt: uses a save; raises the error for which it cannot be used.
             agreement: the ranks; None for this process alone.
-            pass_over: called with the step of each newer save, and a sentence that says what is wrong with it; None
-                warns.
+            warns: whether each newer save that was passed over is a warning.
 
         Returns:
             The result of `attempt`, and what is wrong with the newer saves that were passed over, by their step.
@@ -428,14 +407,13 @@ class StepIndex:
                     self._note_damage(entry, error)
                     skipped.setdefault(entry.place.step, error)
                     continue
+                problems = {}
                 for number, problem in skipped.items():
                     last_save = "the last save of " if number == entry.place.step else ""
-                    sentence = f"{last_save}step {number} is passed over: {problem}"
-                    if pass_over is None:
-                        warn_caller(sentence, DamagedCheckpointWarning)
-                    else:
-                        pass_over(number, sentence)
-                return result, {number: str(problem) for number, problem in skipped.items()}
+                    problems[number] = f"{last_save}step {number} is passed over: {problem}"
+                    if warns:
+                        warn_caller(problems[number], DamagedCheckpointWarning)
+                return result, problems
             else:
                 if step != "latest":
                     problem = skipped[step]
@@ -521,16 +499,15 @@ class StepIndex:
                 self.note_whole(place.path)
         return record, parts
 
-    def problem_of(self, entry: StepEntry, progress: bool | None = False) -> ModelStateError | None:
-        """Reads all of a checkpoint. Returns the error for which it cannot be used; None where it is whole.
+    def whole(self, entry: StepEntry, progress: bool | None = False) -> StepEntry:
+        """Reads all of a checkpoint, and returns it. Raises the error for which it cannot be used.
 
         `progress` says whether a progress bar is shown, as in `modelstate.verify`. Raises `StepNotFoundError` where the
         checkpoint was removed or replaced meanwhile.
         """
         try:
-            if entry.error is not None:
-                raise entry.error
-            with progress_bar(progress, entry.info.nbytes, f"step {entry.place.step}") as advance:
+            nbytes = entry.usable_record.nbytes
+            with progress_bar(progress, nbytes, f"step {entry.place.step}") as advance:
                 for saved in read_record(entry.place.path).entries.values():
                     if saved.index:  # else the state is in the record, which is sealed
                         saved.open(entry.place.files, self.cache, verify=True, on_read=advance)
@@ -540,18 +517,21 @@ class StepIndex:
                     "the checkpoint was removed or replaced while it was read", where=entry.place.path
                 ) from error
             if not isinstance(error, ModelStateError):
-                return unreadable(entry.place.path, error)
+                raise unreadable(entry.place.path, error) from error
             self._note_damage(entry, error)
-            return error
+            raise
         self.note_whole(entry.place.path)
-        return None
-
-    def whole(self, entry: StepEntry, progress: bool | None = False) -> StepEntry:
-        """Returns a save after reading all of it. Raises the error for which it cannot be used."""
-        problem = self.problem_of(entry, progress)
-        if problem is not None:
-            raise problem
         return entry
+
+    def problem_of(self, entry: StepEntry, progress: bool | None = False) -> str:
+        """Returns what is wrong with a checkpoint, as `whole` finds it. Raises `StepNotFoundError`."""
+        try:
+            self.whole(entry, progress)
+        except StepNotFoundError:
+            raise
+        except ModelStateError as error:
+            return str(error)
+        return ""
 
     def steps_to_prune(self, keep: Keep | None) -> list[int]:
         """Returns the steps that no rule keeps.
@@ -572,12 +552,12 @@ class StepIndex:
             if to_prune:
                 check_metric(infos, keep)
             newest = next((entry for entry in reversed(entries) if entry.is_whole), None)
-            if not to_prune or newest is None or self._key(newest.place.path) in self._whole:
+            if not to_prune or newest is None or self._key(newest.place.path) in self._known:
                 return to_prune
             with suppress(StepNotFoundError):  # it was replaced or removed while it was read
-                if self.problem_of(newest) is None:
+                if not self.problem_of(newest):
                     return to_prune
-                if self._key(newest.place.path) not in self._damage:
+                if self._key(newest.place.path) not in self._known:
                     not_readable.add(newest.place.step)
 
     def prune(self, keep: Keep | None) -> tuple[int, ...]:
@@ -623,20 +603,16 @@ class StepIndex:
 
     def note_whole(self, path: str) -> None:
         """Counts a checkpoint as whole, so that it need not be read again before others are pruned."""
-        if (key := self._key(path)) is not None:
-            self._whole.add(key)
+        self._known[self._key(path)] = None
 
     def _note_damage(self, entry: StepEntry, error: ModelStateError) -> None:
         """Counts a checkpoint as damaged until one of its files changes."""
-        key = self._key(entry.place.path)
-        if isinstance(error, DamagedCheckpointError) and key is not None:
-            self._damage[key] = error
-            self._whole.discard(key)
+        if isinstance(error, DamagedCheckpointError):
+            self._known[self._key(entry.place.path)] = error
             self._doubtful |= {name for name in entry.file_names() or () if not name.endswith(INDEX_SUFFIX)}
 
-    def _key(self, path: str) -> _Key | None:
-        contents = self.backend.contents(path)
-        return None if contents is None else (path, contents)
+    def _key(self, path: str) -> _Key:
+        return path, self.backend.contents(path)
 
     # The name of the store, which each of its checkpoints has too.
 
@@ -647,16 +623,7 @@ class StepIndex:
         exists and cannot be read: it may have the name, and with another name all checkpoints would be foreign.
         """
         try:
-            name, version = _read_store_file(self.directory)
-            if not (type(version) is int and version <= STORE_FORMAT):
-                raise NewerManifestError(
-                    "the store is that of a newer version of modelstate",
-                    where=os.path.join(self.directory, STORE_FILE),
-                    expected=f"format {STORE_FORMAT} or older",
-                    found=f"format {str(version)[:80]}",
-                    remedy="update modelstate, or take another directory",
-                )
-            return name
+            return read_name(self.directory)
         except (SourceNotFoundError, DamagedCheckpointError):
             name = self._most_common_name(self.places()) or os.urandom(8).hex()
         text = json.dumps({SEAL: OPEN_SEAL, "format": STORE_FORMAT, "store": name}).encode() + b"\n"
@@ -761,36 +728,35 @@ class WriteAccess:
         self._in_use = None
 
 
-def _read_store_file(directory: str) -> tuple[str, object]:
-    """Returns the name in `store.json`, and the version of its format.
+def read_name(directory: str) -> str:
+    """Returns the name in `store.json`.
 
-    Raises `OpenError` and `ReadFailedError` where the file cannot be read, and `DamagedCheckpointError` where its
-    content is not what was written.
+    Raises `OpenError` and `ReadFailedError` where the file cannot be read, `NewerManifestError`, and
+    `DamagedCheckpointError` where its content is not what was written.
     """
     path = os.path.join(directory, STORE_FILE)
-    data = read_whole(path, _MAX_STORE_FILE_BYTES, STORE_FILE)
     try:
-        content = json.loads(data)
-        check_seal(data, content[SEAL], path)
-        name, version = content["store"], content["format"]
+        name = read_sealed(path, _MAX_STORE_FILE_BYTES, STORE_FORMAT).get("store")
         if type(name) is not str or not name:
             raise ValueError(f"a name {name!r:.80}")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ChecksumError) as error:
+    except (OpenError, ReadFailedError):
+        raise
+    except ValueError as error:
         raise DamagedCheckpointError(
             "the file that has the store's name is damaged",
             where=path,
-            found="its content does not have its digest"
-            if isinstance(error, ChecksumError)
-            else f"{type(error).__name__}: {error}",
+            found=error,
             remedy="the checkpoints can be used: they have the name too, and the next save writes the file again",
         ) from error
-    return name, version
+    return name
 
 
 def store_file_problem(directory: str) -> str:
     """Returns what is wrong with `store.json`; empty where nothing is, and where the directory has no such file."""
     try:
-        _read_store_file(directory)
+        read_name(directory)
+    except NewerManifestError:
+        return ""
     except SourceNotFoundError as error:  # also for a symbolic link to a file that does not exist
         return str(error) if os.path.lexists(os.path.join(directory, STORE_FILE)) else ""
     except (OpenError, ReadFailedError, DamagedCheckpointError) as error:

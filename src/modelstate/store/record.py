@@ -155,9 +155,14 @@ class Record(msgspec.Struct, frozen=True):
     """The number of the save: the later checkpoint of a store has the higher one, independent of steps and clocks."""
 
     @property
+    def files(self) -> dict[str, FileRecord]:
+        """The files of all objects by name."""
+        return {name: file for entry in self.entries.values() for name, file in entry.files.items()}
+
+    @property
     def nbytes(self) -> int:
         """The size of its files."""
-        return sum(file.nbytes for entry in self.entries.values() for file in entry.files.values())
+        return sum(file.nbytes for file in self.files.values())
 
     @property
     def written_bytes(self) -> int:
@@ -189,36 +194,46 @@ def read_record(directory: str) -> Record:
     Raises `DamagedCheckpointError` where it is not what was written, `NewerManifestError`, and `ReadFailedError` where
     it cannot be read, which may be for now only.
     """
-    path = os.path.join(directory, RECORD_FILE)
     try:
-        data = read_whole(path, MAX_RECORD_BYTES, RECORD_FILE)
-    except (OpenError, ReadFailedError) as error:
-        raise _unusable(directory, error) from error
-    try:
-        content = json.loads(data)
-        if type(content.get("format")) is int and content["format"] > FORMAT:
-            raise NewerManifestError(
-                "the checkpoint was written by a newer version of modelstate",
-                where=path,
-                expected=f"format {FORMAT} or older",
-                found=f"format {content['format']}, by {str(content.get('writer', '?'))[:80]}",
-            )
-        check_seal(data, str(content.get(SEAL, "")), path)
-        return _parsed(content)
+        return _parsed(read_sealed(os.path.join(directory, RECORD_FILE), MAX_RECORD_BYTES, FORMAT))
     except NewerManifestError:
         raise
+    except (OpenError, ReadFailedError) as error:
+        raise _unusable(directory, error) from error
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
+        raise damaged(directory, f"{RECORD_FILE}: {error}") from error
+
+
+def read_sealed(path: str, most_bytes: int, newest: int) -> dict[str, Any]:
+    """Returns the content of a file of JSON that has a seal, and a format up to the newest one.
+
+    Raises `ValueError` where the content is not what was written, `NewerManifestError`, and the errors of `read_whole`.
+    """
+    data = read_whole(path, most_bytes, os.path.basename(path))
+    try:
+        content: dict[str, Any] = json.loads(data)
+        number = content["format"]
+        if type(number) is not int:
+            raise ValueError(f"format {str(number)[:80]!r}")
+        if number > newest:
+            raise NewerManifestError(
+                "this was written by a newer version of modelstate",
+                where=path,
+                expected=f"format {newest} or older",
+                found=f"format {number}, by {str(content.get('writer', '?'))[:80]}",
+            )
+        check_seal(data, str(content.get(SEAL, "")), path)
     except ChecksumError as error:
-        raise damaged(directory, f"{RECORD_FILE} is not what was written, or has been edited") from error
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, OSError, RecursionError) as error:
-        raise damaged(directory, f"{RECORD_FILE}: {type(error).__name__}: {error}") from error
+        raise ValueError("not what was written, or edited since") from error
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return content
 
 
 def _parsed(content: dict[str, Any]) -> Record:
     """Returns a record from its JSON. Raises `ValueError` and the errors of a wrong type."""
     metrics = {name: float(value) for name, value in content["metrics"].items()}
     record = msgspec.convert({**content, "metrics": metrics}, Record)
-    if type(content["format"]) is not int:
-        raise ValueError(f"format {str(content['format'])[:80]!r}")
     for key, entry in record.entries.items():
         if any(os.path.basename(name) != name for name in (*entry.files, key)):
             raise ValueError(f"a file outside its directory: {key}")

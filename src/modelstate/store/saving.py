@@ -174,8 +174,9 @@ def replicated_values(
 class LastFiles(msgspec.Struct):
     """The files of an object in the last checkpoint that can be linked. It has none that cannot be read."""
 
+    directory: str = ""
     index: str = ""
-    """The path of their index below the directory of the store; empty for no files."""
+    """The name of their index; empty for no files."""
     records: Mapping[str, FileRecord] = {}
     names: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     """The names of the tensors in each file, in the order of the layers."""
@@ -204,21 +205,22 @@ class LastFiles(msgspec.Struct):
         return {name for names in whole if same >= {*names} for name in names}
 
 
-def read_last_files(index: StepIndex, directory: str, entry: ObjectEntry | None) -> LastFiles:
+def read_last_files(index: StepIndex, checkpoint: StepEntry | None, path: str) -> LastFiles:
     """Reads which files of an object in the last checkpoint can be linked, and what they have.
 
     Args:
         index: the checkpoints of the store.
-        directory: where the files of the last checkpoint are.
-        entry: the object there; None where it lacks the object.
+        checkpoint: the last one; None where there is none.
+        path: the path of the object.
     """
-    if entry is None or not entry.index.endswith(INDEX_SUFFIX):
+    entry = None if checkpoint is None else checkpoint.usable_record.entries.get(path)
+    if checkpoint is None or entry is None or not entry.index.endswith(INDEX_SUFFIX):
         return LastFiles()
-    last = LastFiles(os.path.join(directory, entry.index)[len(index.directory) + 1 :], entry.files)
+    last = LastFiles(checkpoint.place.files, entry.index, entry.files)
     read = dict[str, bytes]()
 
     def read_head(file: tuple[str, FileRecord]) -> None:
-        head = index.untouched_head(os.path.join(directory, file[0]), file[1])
+        head = index.untouched_head(os.path.join(last.directory, file[0]), file[1])
         # Parsing one with more parts could need gigabytes.
         if head is not None and sum(map(head.count, (b"[", b"{", b","))) <= MAX_PARTS:
             read[file[0]] = head
@@ -350,10 +352,8 @@ class NewStep:
     """When the save began, by `time.perf_counter`."""
     new: NewFiles | None = None
     """Writes the files, on the first rank."""
-    before: Mapping[str, ObjectEntry] = dataclasses.field(default_factory=dict)
-    """The objects of the last checkpoint; unchanged files of it are linked."""
-    files_before: str = ""
-    """The directory of these files."""
+    last: StepEntry | None = None
+    """The last checkpoint that is whole; unchanged files of it are linked."""
     revisions: Sequence[StepEntry] = ()
     """The checkpoints of the same step."""
     by_age: Sequence[StepEntry] = ()
@@ -370,17 +370,18 @@ class NewStep:
         self.revisions = [entry for entry in revisions if entry.place.step == step]
         existing = next((entry for entry in self.by_age if entry.place.step == step), None)
         if existing is not None and not existing.is_damaged:
-            remedy = "it is another store's, or a newer version's: take it away, or take another directory"
-            if existing.is_whole:
-                remedy = "overwrite=True replaces it; Store.restore says from which step to go on"
-            elif existing.problem == "not readable":
-                remedy = "overwrite=True saves the step again, and leaves this checkpoint as it is"
-            if not overwrite or existing.problem not in ("", "not readable"):
+            _, error, problem = existing.read()
+            remedies = {
+                "": "overwrite=True replaces it; Store.restore says from which step to go on",
+                "not readable": "overwrite=True saves the step again, and leaves this checkpoint as it is",
+            }
+            elsewhere = "it is another store's, or a newer version's: take it away, or take another directory"
+            if not overwrite or problem not in remedies:
                 raise TargetExistsError(
                     "there is a checkpoint of this step already",
                     where=existing.place.path,
-                    found="" if existing.error is None else existing.error.what,
-                    remedy=remedy,
+                    found="" if error is None else error.what,
+                    remedy=remedies.get(problem, elsewhere),
                 )
         serial = self.index.backend.serial(max((entry.serial or 0 for entry in self.by_age), default=0))
         self.record = replace(self.record, store=store, serial=serial)
@@ -465,8 +466,9 @@ class NewStep:
             backend, record = self.index.backend, self.record
             backend.clear(self.index.file_names)
             for entry in reversed(self.by_age):
-                if entry.is_whole and (last := entry.record) is not None:
-                    self.before, self.files_before = last.entries, entry.place.files
+                entry.read()
+                if entry.is_whole:
+                    self.last = entry
                     break
             places = [entry.place for entry in self.revisions]
             self.new = backend.new_step(self.name, record.step, record.serial, places)
@@ -510,7 +512,7 @@ class NewStep:
     def last_object(self, path: str) -> LastObject:
         """Returns what the last checkpoint has of an object."""
         with self._errors():
-            last = self.files[path].last = read_last_files(self.index, self.files_before, self.before.get(path))
+            last = self.files[path].last = read_last_files(self.index, self.last, path)
         tensors = self.objects[path].state.tensors
         digests = {
             name: last.digests[name]
@@ -518,13 +520,14 @@ class NewStep:
             if name in last.digests and last.layouts.get(name) == dtype_and_shape(tensor)
         }
         saves = {layer.save for layer in last.patches.values()}
+        index = os.path.join(last.directory, last.index)[len(self.index.directory) + 1 :]
         takes_patches = (
             self.deltas is not None
-            and last.index != ""
+            and index != ""
             and last.chains.keys() <= tensors.keys()
             and len(saves) + 1 < self.deltas.delta.full_every
         )
-        return digests, last.index, takes_patches
+        return digests, index, takes_patches
 
     def link_object(self, path: str, same: Set[str], payloads: Mapping[str, int] | None) -> LinkedObject:
         """Links files of an object, after `last_object`, but for those of tensors with a file that cannot be linked.
@@ -539,15 +542,14 @@ class NewStep:
         last = files.last
         names = last.kept(self.objects[path].state, same, payloads)
         with self._errors():
-            linked = {file for file in last.needed(names) if new.link(os.path.join(self.files_before, file))}
+            linked = {file for file in last.needed(names) if new.link(os.path.join(last.directory, file))}
             complete = {name for name in names if linked.issuperset(last.chains[name])}
             used = last.needed(complete)
             for file in linked - used:
                 new.unlink(file)
         for file in filter(used.__contains__, last.names):
             files.tensors[file], files.records[file] = last.names[file], last.records[file]
-            if file in last.patches:
-                files.saves.add(last.patches[file].save)
+        files.saves |= {layer.save for file, layer in last.patches.items() if file in used}
         files.digests |= {name: digest for name, digest in last.digests.items() if name in complete}
         files.patched |= {name for name in complete if len(last.chains[name]) > 1}
         return self.record.step, self.record.serial, [*files.digests]
@@ -683,7 +685,8 @@ class NewStep:
             raise unsavable(
                 "the values that are no tensors", f"{len(text):,} bytes of them, above {MAX_RECORD_BYTES:,}"
             )
-        path = new.commit(text, self.pin or any(entry.is_pinned for entry in self.revisions), check)
+        pinned = self.pin or any(entry.is_pinned for entry in self.revisions)
+        path = new.commit(text, {*of_step.files}, pinned, check)
         self.index.note_whole(path)
         return path, of_step
 

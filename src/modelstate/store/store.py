@@ -20,7 +20,6 @@ from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, Digest,
 from modelstate.distributed.writing import CollectiveWriter
 from modelstate.errors import BackgroundCancelledError, StepNotFoundError, UnsavableError
 from modelstate.html.page import Page, Shown
-from modelstate.io.atomic import write_errors
 from modelstate.io.staging import StagingBuffer
 from modelstate.objects.objects import RestoreArguments, Restored, RestoreOptions, targets_of, tensors_within
 from modelstate.objects.stateful import preserved_generators
@@ -588,8 +587,7 @@ class Store(Shown):
             problems[STORE_FILE] = problem
         for number in sorted(last_saves):
             with suppress(StepNotFoundError):  # it was replaced or removed while it was read
-                problem_of_step = self.index.problem_of(last_saves[number], progress)
-                problems[number] = "" if problem_of_step is None else str(problem_of_step)
+                problems[number] = self.index.problem_of(last_saves[number], progress)
         return problems
 
     # Pruning.
@@ -623,7 +621,7 @@ class Store(Shown):
         with self._access.exclusive():
             self.wait()
             self._access.acquire()
-            with write_errors(self.directory):
+            with self._access.errors():
                 return self.index.prune(rules)
 
     def pin(self, step: int) -> None:
@@ -662,7 +660,7 @@ class Store(Shown):
             self.index.step(step)  # raises where there is none, before a directory is created
             self._access.acquire()
             entry = self.index.step(step)  # the last writer may have replaced it until then
-            with write_errors(entry.place.path):
+            with self._access.errors(os.path.basename(entry.place.path)):
                 self._backend.set_pin(entry.place, pinned)
 
     def close(self) -> None:
