@@ -129,23 +129,21 @@ class _JoiningRule(PatternRule):
 
     def apply(self, context: RuleContext) -> None:
         groups: dict[str, list[NamedEntry | None]] = {}
-        target_of: dict[str, str] = {}
-        for name, entry in context.entries.items():
+        for name in context.names_for(self):
             if (match := self._match(name)) is not None:
                 index, target = match
                 group = groups.setdefault(target, [None] * len(self.patterns))
                 if (other := group[index]) is not None:  # two names whose wildcards are filled in to one name
                     context.fail(target, f"{other[0]} and {name} are both its part {self.patterns[index]}")
-                group[index], target_of[name] = (name, entry), target
-        for name, entry in context.entries.items():
-            target = target_of.get(name, "")
-            if name not in target_of or (self.keeps_incomplete and None in groups.get(target, ())):
-                context.keep(name, entry)
-            elif (parts_of_target := groups.pop(target, None)) is not None:
-                self._join_entries(context, target, parts_of_target)
+                group[index] = name, context.entries[name]
+        for target, group in groups.items():
+            if not (self.keeps_incomplete and None in group):
+                self._join_entries(context, target, group)
 
     def _join_entries(self, context: RuleContext, target: str, group: Sequence[NamedEntry | None]) -> None:
         present = [part for part in group if part is not None]
+        for name, _ in present:
+            context.leave_out(name)
         if len(present) < len(group):
             absent = ", ".join(pattern for pattern, part in zip(self.patterns, group, strict=True) if part is None)
             names = ", ".join(name for name, _ in present)

@@ -135,7 +135,7 @@ class Ignore(EntryRule, msgspec.Struct, frozen=True):
         return None
 
     def apply_to(self, context: RuleContext, name: str, entry: Entry, parts: tuple[str, ...]) -> None:
-        context.mark_used()
+        pass
 
     def reverse(self) -> Ignore:
         raise irreversible(self, "the entries that it leaves out are lost")
@@ -162,7 +162,7 @@ class Copy(EntryRule, msgspec.Struct, frozen=True):
         same_stars(self.pattern, self.to)
 
     def apply_to(self, context: RuleContext, name: str, entry: Entry, parts: tuple[str, ...]) -> None:
-        context.keep(name, entry)
+        context.put(name, entry)
         context.make(template(self.to).fill(parts), entry.content, [(name, entry)])
 
     def reverse(self) -> Same:
@@ -202,8 +202,6 @@ class Same(EntryRule, msgspec.Struct, frozen=True):
             context.fail(name, f"there is no {kept_name} to compare it with")
         elif not context.equal(kept, entry):
             context.fail(name, f"it differs from {kept_name}")
-        else:
-            context.mark_used()
 
     def reverse(self) -> Copy:
         return Copy(self.pattern, self.other)
@@ -242,10 +240,7 @@ class Fill(PatternRule, msgspec.Struct, frozen=True, eq=False):
 
     def apply(self, context: RuleContext) -> None:
         template = Template(self.pattern)
-        is_present = any(template.match(name) is not None for name in context.entries)
-        for name, entry in context.entries.items():
-            context.keep(name, entry)
-        if is_present and not template.stars:
+        if self.pattern in context.entries and not template.stars:
             return context.fail(self.pattern, "the checkpoint has it already")
         if isinstance(self.value, torch.Tensor) and not template.stars:
             return context.make(self.pattern, self.value.detach(), [])

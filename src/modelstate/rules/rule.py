@@ -1,8 +1,8 @@
 """Rules: the protocol of a rule, the entries that rules change, and names with wildcards.
 
 A rule maps the entries of a checkpoint to entries with the names of a model. A rule that only changes names has a
-method `rename`; a built-in rule that also changes contents has a method `apply(context)`, which puts every entry that
-it keeps or makes into the `RuleContext`. An entry that `apply` does not put there is left out.
+method `rename`; a built-in rule that also changes contents has a method `apply(context)`, which tells the `RuleContext`
+what it makes and what it leaves out. All other entries stay.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class RuleContext:
     """One application of rules: the entries so far, and the problems."""
 
     def __init__(self, entries: Entries, read: Read) -> None:
-        self.entries = entries
-        """The entries that the current rule is applied to."""
+        self.entries = dict(entries)
+        """The entries that the current rule is applied to. They change when it has been applied."""
         self.find_model_tensors: Callable[[], ModelTensors] | None = None
         """Returns the tensors of the model by the names of the current rule; None without a model."""
         self.problems: list[Problem] = []
@@ -113,35 +113,33 @@ class RuleContext:
         self._text = ""
         """The `repr` of the current rule, once it is needed: as long as the rule has names."""
         self._read = read
-        self._results: dict[str, Entry] = {}
+        self._left_out: list[str] = []
+        self._made: list[NamedEntry] = []
         self._hits = 0
         self._needs_model = False
         """Whether a rule so far needs a model, which is not given."""
 
     def run(self, rule: Rule) -> None:
         """Applies one rule to all entries."""
-        self.rule, self._text, self._results, self._hits = rule, "", {}, 0
+        self.rule, self._text, self._hits = rule, "", 0
+        self._left_out, self._made = [], []
         earlier = len(self.problems)
         apply_rule(rule, self)
+        for name in self._left_out:
+            self.entries.pop(name, None)
+        for name, entry in self._made:
+            first = self.entries.setdefault(name, entry)
+            if first is not entry:
+                self.problems.append(Problem(ProblemKind.NAME_CLASH, name, others=(*first.sources, *entry.sources)))
         # After a rule that needs a model, later rules may lack its results, so they are not reported as idle.
         self._needs_model |= any(problem.kind is ProblemKind.NEEDS_MODEL for problem in self.problems[earlier:])
         if not self._hits and not self._needs_model:
             self.idle.append(self.text)
-        self.entries = self._results
 
-    def run_in_place(self, rules: Iterable[Rule]) -> None:
-        """Applies rules that have literal names, in time that does not depend on the number of other entries."""
-        others = dict(self.entries)
-        places = {name: place for place, name in enumerate(others)}
-        for rule in rules:
-            self.entries = {name: others.pop(name) for name in literal_names(rule) if name in others}
-            place = min(map(places.__getitem__, self.entries), default=len(places))
-            self.run(rule)
-            results, self._results = self.entries, others
-            for name, entry in results.items():
-                places.setdefault(name, place)
-                self.keep(name, entry)
-        self.entries = {name: others[name] for name in sorted(others, key=places.__getitem__)}
+    def names_for(self, rule: Rule) -> Iterable[str]:
+        """Returns the names that a rule may apply to."""
+        literal = literal_names(rule)
+        return [name for name in literal if name in self.entries] if literal else self.entries
 
     @property
     def text(self) -> str:
@@ -153,30 +151,29 @@ class RuleContext:
     def model_tensors(self) -> ModelTensors | None:
         return None if self.find_model_tensors is None else self.find_model_tensors()
 
-    def keep(self, name: str, entry: Entry) -> None:
-        """Puts an entry into the result as it is; records a problem if there is another of this name."""
-        first = self._results.setdefault(name, entry)
-        if first is not entry:
-            self.problems.append(Problem(ProblemKind.NAME_CLASH, name, others=(*first.sources, *entry.sources)))
+    def leave_out(self, name: str) -> None:
+        """Leaves out an entry."""
+        self._hits += 1
+        self._left_out.append(name)
+
+    def put(self, name: str, entry: Entry) -> None:
+        """Puts an entry under a name as it is. Two entries under one name are a problem."""
+        self._made.append((name, entry))
 
     def mark_used(self) -> None:
         """Records that the rule applies here, so that it is not reported as idle."""
         self._hits += 1
 
-    def replace(self, entries: Entries) -> None:
-        """Makes these the result: for a rule that works on all entries at once."""
-        self._hits += 1
-        self._results = dict(entries)
-
     def make(self, name: str, content: Source | Value, of: Sequence[NamedEntry]) -> None:
-        """Puts what the rule made of the entries `of` under a name."""
+        """Puts what the rule made of the entries `of` under a name, and leaves them out."""
         self._hits += 1
+        self._left_out += [old for old, _ in of]
         sources = tuple(dict.fromkeys(source for _, entry in of for source in entry.sources))
         rules = tuple(dict.fromkeys(rule for _, entry in of for rule in entry.rules))
         before = tuple(dict.fromkeys(old for last, entry in of for old in (*entry.names, last) if last != name))
         if len(of) == 1 and name in of[0][1].names:
             self.problems.append(Problem(ProblemKind.CYCLIC_RULES, name, others=(*rules, self.text)))
-        self.keep(name, Entry(content, sources, (*rules, self.text), before))
+        self.put(name, Entry(content, sources, (*rules, self.text), before))
 
     def make_tensor(self, name: str, of: NamedEntry, change: Callable[[Source], Source]) -> None:
         """Puts what `change` makes of the tensor of an entry under a name; records a problem if that fails."""
@@ -216,13 +213,10 @@ class RuleContext:
             below = {name[cut:]: tensor for name, tensor in model_tensors.items() if name.startswith(prefix)}
             part.find_model_tensors = lambda: below
         part.run(rule)
-        for name, entry in self.entries.items():
-            if not name.startswith(prefix):
-                self.keep(name, entry)
         self._hits += part._hits
         self.problems += [replace(problem, name=prefix + problem.name) for problem in part.problems]
-        for name, entry in part.entries.items():
-            self.keep(prefix + name, entry)
+        self._left_out += [prefix + name for name in inside]
+        self._made += [(prefix + name, entry) for name, entry in part.entries.items()]
 
 
 def new_name(rule: Rule, name: str) -> str | None:
@@ -248,11 +242,10 @@ def apply_rule(rule: Rule, context: RuleContext) -> None:
     if hasattr(rule, "apply"):
         rule.apply(context)
         return
-    for name, entry in context.entries.items():
+    for name in context.names_for(rule):
         renamed = new_name(rule, name)
-        if renamed is None:
-            context.keep(name, entry)
-        else:
+        if renamed is not None:
+            entry = context.entries[name]
             context.make(renamed, entry.content, [(name, entry)])
 
 
@@ -388,7 +381,7 @@ class PatternRule(CodeRepr):
 
 
 class EntryRule(PatternRule):
-    """A rule for each entry whose name matches its pattern; others stay. A subclass defines `apply_to`."""
+    """A rule that replaces each entry whose name matches its pattern. A subclass defines `apply_to`."""
 
     pattern: str
 
@@ -400,12 +393,11 @@ class EntryRule(PatternRule):
 
     def apply(self, context: RuleContext) -> None:
         pattern = Template(self.read_patterns()[-1])  # type: ignore[arg-type]
-        for name, entry in context.entries.items():
+        for name in context.names_for(self):
             parts = pattern.match(name)
-            if parts is None:
-                context.keep(name, entry)
-            else:
-                self.apply_to(context, name, entry, parts)
+            if parts is not None:
+                context.leave_out(name)
+                self.apply_to(context, name, context.entries[name], parts)
 
     def apply_to(self, context: RuleContext, name: str, entry: Entry, parts: tuple[str, ...]) -> None:
         """Puts what the rule makes of an entry into the context.

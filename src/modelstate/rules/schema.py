@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from itertools import groupby
+from operator import itemgetter
 from typing import Any, NoReturn, cast
 
 import msgspec
@@ -157,18 +158,24 @@ def apply_rules(
     """
     rules = tuple(rules)
     context = RuleContext(entries, read)
+    renaming_rules = [rule for rule in rules if not isinstance(rule, Fill)]
     applied = 0
-    for (is_literal, _), group in groupby(rules, lambda rule: (_is_literal(rule), isinstance(rule, Fill))):
-        # A Fill renames nothing: the model has the same names after the last one of a group and before each one.
-        for batch in [list(group)] if is_literal else [[rule] for rule in group]:
-            applied += len(batch)
-            if model_tensors is not None:
-                context.find_model_tensors = cache(partial(model_tensors, rules[applied:]))
-            if is_literal:
-                context.run_in_place(batch)
-            else:
-                context.run(batch[0])
-    return Applied(context.entries, tuple(context.idle), tuple(context.problems))
+    """The number of these that have been applied. Between two of them, the model has the same names."""
+
+    @cache
+    def model_tensors_after(applied: int) -> ModelTensors:
+        assert model_tensors is not None
+        return model_tensors(renaming_rules[applied:])
+
+    for rule in rules:
+        applied += not isinstance(rule, Fill)
+        context.find_model_tensors = None if model_tensors is None else partial(model_tensors_after, applied)
+        context.run(rule)
+    places = {name: place for place, name in enumerate(entries)}
+    ordered = sorted(
+        context.entries.items(), key=lambda item: min(map(places.__getitem__, item[1].sources), default=len(places))
+    )
+    return Applied(dict(ordered), tuple(context.idle), tuple(context.problems))
 
 
 def check_rules(rules: object) -> tuple[Rule, ...]:
@@ -190,43 +197,28 @@ def _flat(rules: Iterable[object]) -> Iterator[Rule]:
             yield rule
 
 
-def _is_literal(rule: Rule) -> bool:
-    return bool(literal_names(rule))
-
-
 def renaming(rules: Iterable[Rule]) -> Callable[[str], str]:
     """Returns a function from a name to the name that all rules together give it.
 
     The time of a call does not depend on the number of literal rules for other names.
     """
-    steps: list[Callable[[str], str | None]] = []
-    for is_literal, group in groupby(rules, _is_literal):
-        together = tuple(group)
-        steps += [_literal_renaming(together)] if is_literal else [partial(new_name, rule) for rule in together]
-
-    def renamed(name: str) -> str:
-        for step in steps:
-            changed = step(name)
-            name = name if changed is None else changed
-        return name
-
-    return renamed
-
-
-def _literal_renaming(rules: Iterable[Rule]) -> Callable[[str], str]:
-    """Returns the `renaming` of rules with literal names. A later rule applies to the result of an earlier one."""
-    renames: dict[str, list[tuple[int, str]]] = {}
+    general: list[tuple[int, Rule]] = []
+    literal: dict[str, list[tuple[int, Rule]]] = {}
     for position, rule in enumerate(rules):
-        for name in literal_names(rule):
-            changed = new_name(rule, name)
-            if changed is not None and changed != name:
-                renames.setdefault(name, []).append((position, changed))
+        for name in (names := literal_names(rule)):
+            literal.setdefault(name, []).append((position, rule))
+        general += [] if names else [(position, rule)]
 
     def renamed(name: str) -> str:
         last = -1
-        while later := next((rename for rename in renames.get(name, ()) if rename[0] > last), None):
-            last, name = later
-        return name
+        while True:
+            for position, rule in heapq.merge(general, literal.get(name, ()), key=itemgetter(0)):
+                changed = new_name(rule, name) if position > last else None
+                if changed is not None and changed != name:
+                    last, name = position, changed
+                    break
+            else:
+                return name
 
     return renamed
 
@@ -279,8 +271,11 @@ class Reached(CodeRepr, msgspec.Struct, frozen=True):
         return None
 
     def apply(self, context: RuleContext) -> None:
-        # Forgets earlier names: a later version may use a name again, which is not a cycle of rules.
-        context.replace({name: entry._replace(names=()) for name, entry in context.entries.items()})
+        context.mark_used()
+        for name, entry in context.entries.items():
+            # Forgets earlier names: a later version may use a name again, which is not a cycle of rules.
+            context.leave_out(name)
+            context.put(name, entry._replace(names=()))
 
     def reverse(self) -> Reached:
         return self

@@ -19,7 +19,7 @@ from torch import nn
 from modelstate.errors import OptionError, PackageError
 from modelstate.problems import one_line
 from modelstate.rules.expression import Source, concatenated, region, reshaped, transposed
-from modelstate.rules.rule import CodeRepr, Rule, RuleContext, irreversible
+from modelstate.rules.rule import Rule, RuleContext, irreversible
 from modelstate.rules.schema import Applied, Rules
 from modelstate.text_format import listed
 from modelstate.transaction.slots import HIDDEN, slots_of
@@ -116,11 +116,7 @@ def notes_of(rules: Iterable[Rule], applied: Applied) -> list[str]:
     """Returns notes for a report on the tensors that a conversion mapping has renamed or converted."""
     notes = []
     for mapping in [rule for rule in rules if isinstance(rule, TransformersMapping)]:
-        names = [
-            name
-            for name, entry in applied.entries.items()
-            if any(rule.startswith(repr(mapping)) for rule in entry.rules)
-        ]
+        names = [name for name, entry in applied.entries.items() if repr(mapping) in entry.rules]
         if names:
             what = f"{len(names)} renamed or converted as transformers does it for {mapping.model}"
             notes.append(f"{what}: {listed(names, 4)}")
@@ -174,9 +170,7 @@ class TransformersMapping(msgspec.Struct, frozen=True, eq=False):
             if converter is not None:
                 if (group := groups.pop(target, None)) is not None:
                     self._convert(context, target, converter, group)
-            elif target == name:
-                context.keep(name, entry)
-            else:
+            elif target != name:
                 context.make(target, entry.content, [(name, entry)])
 
     def _copied_transforms(self) -> tuple[tuple[_Renaming, ...], tuple[_Converter, ...]]:
@@ -218,7 +212,6 @@ class TransformersMapping(msgspec.Struct, frozen=True, eq=False):
             tensors = (context.entries[name].tensor for name in names)
             state[pattern] = [tensor for tensor in tensors if tensor is not None]
         conversion = _Conversion(target, converter.source_patterns, converter.target_patterns, self)
-        rule, context.rule = context.rule, _ConversionLabel(self, converter.operations)
         try:
             for operation in converter.operations:
                 state = conversion.apply(operation, state)
@@ -226,18 +219,6 @@ class TransformersMapping(msgspec.Struct, frozen=True, eq=False):
                 context.make(name, tensor, of)
         except Exception as error:  # torch raises for shapes that do not fit; an operation may be unknown
             context.fail(target, one_line(error))
-        finally:
-            context.rule = rule
-
-
-class _ConversionLabel(CodeRepr, msgspec.Struct, frozen=True):
-    """What reports show as the rule that made a tensor."""
-
-    mapping: TransformersMapping
-    operations: Sequence[Operation]
-
-    def __repr__(self) -> str:
-        return f"{self.mapping!r}: {', '.join(type(operation).__name__ for operation in self.operations)}"
 
 
 def _natural_order(name: str) -> list[tuple[str, int, str]]:

@@ -176,10 +176,8 @@ class NameMap(msgspec.Struct, frozen=True, tag_field="format", tag="modelstate-n
             if name in self.extra:
                 context.fail(name, "the program has the extra state that it was exported with, and takes no other")
             elif first.setdefault(runtime, entry) is not entry and context.equal(first[runtime], entry):
-                continue  # the same tensor under both kinds of names
-            elif runtime == name:
-                context.keep(name, entry)
-            else:
+                context.leave_out(name)  # the same tensor under both kinds of names
+            elif runtime != name:
                 context.make(runtime, entry.content, [(name, entry)])
 
 
