@@ -59,9 +59,8 @@ from modelstate.torch_compat.plain import byte_tensor, is_sharded
 from modelstate.torch_compat.sharding import ranks_of_meshes
 
 _R = TypeVar("_R")
-_NUMBERS = 3 + 2 * 4
-"""The numbers of a vote: whether it failed, the lengths of the report and of a text, and two for each of up to four
-digests."""
+_NUMBERS = 2 + 2 * 4
+"""The numbers of a vote: whether it failed, the length of what follows it, and two for each of up to four digests."""
 _MAX_SHOWN = 12
 NOTHING_CHANGED = "nothing has been changed"
 _TAKES_RANKS = {
@@ -81,8 +80,6 @@ class _Order(msgspec.Struct):
     calls: int = 0
     """The calls that have begun, which are as many on all ranks."""
     is_in_call: bool = False
-    has_voted: bool = False
-    """Whether the ranks have compared in this call that they are in the same one."""
     has_failed: bool = False
     """Whether all ranks raise since the last phase began: a vote has failed, or the connections are lost."""
 
@@ -91,11 +88,15 @@ _orders: dict[tuple[tuple[int, ...], str], _Order] = {}
 """By ranks and channel."""
 
 
-class _Phase(msgspec.Struct, frozen=True):
+class _Phase(msgspec.Struct):
     name: str
-    effect: str
+    effect: str = NOTHING_CHANGED
     """What an error leaves, on all ranks."""
-    decides: bool
+    decides: bool = False
+    digests: Sequence[Digest] = ()
+    """What must be equal on all ranks at the end of the phase."""
+    length: int = 0
+    """The length of what this rank sends after the vote; when all ranks have voted, the largest one of all of them."""
 
 
 class Agreement:
@@ -121,8 +122,8 @@ class Agreement:
         """Whether other ranks take part."""
         self.timeout_seconds = timeout_seconds
         self.call, self._channel = call, channel
-        self._phase: _Phase | None = None
-        """The phase whose block this rank is in."""
+        self._phase = _Phase("connecting")
+        """The last phase that this rank has begun."""
         is_initialized = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if is_initialized else 0
         """The global rank of this process; 0 where there is no process group."""
@@ -176,7 +177,7 @@ class Agreement:
                 if is_outermost:
                     order.calls += 1
                     drop_abandoned(self._world(), self.ranks, self._channel, order.calls)
-                    order.is_in_call, order.has_voted, order.has_failed = True, False, False
+                    order.is_in_call, order.has_failed = True, False
                 yield
             except BaseException as error:
                 if not isinstance(error, ModelStateError) or isinstance(error, ModelBusyError):
@@ -216,30 +217,26 @@ class Agreement:
             DistributedError: The digests differ.
             ModelStateError: The block raised on another rank: the class is that of the first such rank.
         """
-        return self._vote(_Phase(name, effect, decides), digests) if self.is_collective else nullcontext()
+        return self._block(_Phase(name, effect, decides), digests) if self.is_collective else nullcontext()
 
     @contextmanager
-    def _vote(self, phase: _Phase, digests: Callable[[], Sequence[Digest]] | None) -> Iterator[None]:
-        own: Sequence[Digest] = ()
+    def _block(self, phase: _Phase, digests: Callable[[], Sequence[Digest]] | None = None) -> Iterator[None]:
         with self.collective():
             self._order.has_failed = False
-            outer, self._phase = self._phase, phase
+            self._phase = phase
             try:
-                try:
-                    self.connect(self.ranks)  # so that the death of a rank within the block shows at once
-                    started = time.perf_counter()
-                    yield
-                    own = digests() if digests is not None else ()
-                    self.seconds[phase.name] = time.perf_counter() - started
-                finally:
-                    self._phase = outer
+                self.connect(self.ranks)  # so that the death of a rank within the block shows at once
+                started = time.perf_counter()
+                yield
+                phase.digests = digests() if digests is not None else ()
+                self.seconds[phase.name] = time.perf_counter() - started
             except Exception as error:
-                self._end(phase, error, own)
+                self._vote(phase, error)
                 raise
             except BaseException:
                 self._leave(phase)
                 raise
-            self._end(phase, None, own)
+            self._vote(phase, None)
 
     @contextmanager
     def before(self, name: str) -> Iterator[None]:
@@ -263,8 +260,15 @@ class Agreement:
         """
         if not self.is_collective:
             return choose()
-        with self.phase(name, effect=effect):
-            result: _R = self.on_first(choose)
+        phase, data = _Phase(name, effect), b""
+        with self.collective():
+            with self._block(phase):
+                if self.is_first:
+                    data = json.dumps(choose()).encode()
+                    phase.length = len(data)
+            text = byte_tensor(data or bytes(phase.length))
+            self.broadcast(text, self.ranks, self.ranks[0])
+        result: _R = json.loads(text.numpy().tobytes())
         return result
 
     def texts(self, name: str, text: str) -> list[str]:
@@ -281,65 +285,32 @@ class Agreement:
         if not self.is_collective:
             return [text]
         data = text.encode()
-
-        def exchange(connections: Connections) -> list[bytes]:
-            longest = self._compare(connections, _Phase(name, NOTHING_CHANGED, False), len(data))
-            return connections.gathered(data, longest, self.timeout_seconds) if longest else [b""] * len(self.ranks)
-
-        return [other.decode() for other in self._use_connections(self.ranks, exchange, name)]
+        phase = _Phase(name, length=len(data))
+        with self.collective():
+            with self._block(phase):
+                pass
+            if not phase.length:
+                return [""] * len(self.ranks)
+            gather = lambda made: made.gathered(data, phase.length, self.timeout_seconds)  # noqa: E731
+            return [other.decode() for other in self._use_connections(self.ranks, gather)]
 
     def maximum(self, name: str, numbers: Sequence[int]) -> list[int]:
-        """Returns the largest of the numbers of all ranks, for each place; none where the ranks have not equally many.
+        """Returns the largest of the numbers of all ranks, for each place; of a rank with fewer numbers, the rest is 0.
 
         Args:
             name: What the numbers are for, in an error.
             numbers: Those of this rank.
 
-        Raises:
-            RankLostError: A rank does not take part in time.
+        Raises what `texts` raises.
         """
         if not self.is_collective:
             return [*numbers]
-
-        def reduce(connections: Connections) -> list[int]:
-            longest, shortest = connections.maximum([len(numbers), -len(numbers)], self.timeout_seconds)
-            return connections.maximum(numbers, self.timeout_seconds) if longest == -shortest else []
-
-        return self._use_connections(self.ranks, reduce, name)
-
-    def check_equal(self, name: str, values: Mapping[str, object]) -> None:
-        """Checks that all ranks save the same values under the same names: one all-reduce where they do.
-
-        Args:
-            name: What the values are compared for, in an error.
-            values: What stands for each value, such as a digest, by the name of the value.
-
-        Raises:
-            DistributedError: Some values differ between the ranks. It has their names.
-            RankLostError: A rank does not take part in time.
-        """
-        if not self.is_collective:
-            return
-        number = number_of(values.items())
-        largest, least = self.maximum(name, [number, -number])
-        if largest == -least:
-            return
-        own = {key: number_of([value]) for key, value in values.items()}
-        of_ranks = [json.loads(text) for text in self.texts(name, json.dumps(own))]
-        keys = dict.fromkeys(key for of_rank in of_ranks for key in of_rank)
-        differing = [key for key in keys if len({of_rank.get(key) for of_rank in of_ranks}) > 1]
-        raise DistributedError(
-            "the ranks have different values where one value is saved for all of them; nothing has been changed",
-            where=self.call,
-            expected="the same value on all ranks, or a DTensor that says which part a rank holds",
-            found=f"{listed(differing, _MAX_SHOWN)}: {len(differing):,} of {len(keys):,} values",
-            remedy="copy what has to be the same from one rank to all: torch.distributed.broadcast(tensor, src=0); "
-            "of a model in DistributedDataParallel, save the wrapper itself, whose buffers are those of the first "
-            "rank. Where each rank has values of its own, make them DTensors; or save with each rank alone, without "
-            "process_group=, to a path of its own; or save them with a Store as an object of their own with "
-            "state_dict and load_state_dict, which is no module: its state may differ between the ranks",
-            names=differing,
-        )
+        phase = _Phase(name, length=len(numbers))
+        with self.collective():
+            with self._block(phase):
+                pass
+            padded = [*numbers, *[0] * (phase.length - len(numbers))]
+            return self._use_connections(self.ranks, lambda made: made.maximum(padded, self.timeout_seconds))
 
     def exchanged(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Returns the numbers of each rank, as many as this rank has; those of this rank alone where one is lost."""
@@ -370,39 +341,6 @@ class Agreement:
         options = {"timeout_seconds": self.timeout_seconds, "rootRank": ranks.index(source)}
         self._use_connections(ranks, lambda made: made.run("broadcast", [tensor], **options))
 
-    def on_first(self, function: Callable[[], object]) -> Any:
-        """Calls a function on the first rank, in a phase. Returns its result, a JSON value, on all ranks.
-
-        Where it raises, the other ranks return None; they raise at the end of the phase.
-
-        Raises:
-            RankLostError: A rank does not take part in time.
-            DistributedError: A rank is in another call.
-        """
-        if not self.is_collective:
-            return function()
-
-        def compare(connections: Connections) -> None:
-            if not self._order.has_voted and self._phase is not None:
-                self._compare(connections, self._phase)
-
-        with self.barrier():
-            self._use_connections(self.ranks, compare)
-        data, error = b"null", None
-        if self.is_first:
-            try:
-                data = json.dumps(function()).encode()
-            except Exception as raised:  # the other ranks wait
-                error = raised
-        with self.barrier():
-            length = torch.tensor([len(data)], device="cpu")
-            self.broadcast(length, self.ranks, self.ranks[0])
-            text = byte_tensor(data if self.is_first else bytes(int(length)))
-            self.broadcast(text, self.ranks, self.ranks[0])
-        if error is not None:
-            raise error
-        return json.loads(text.numpy().tobytes())
-
     def exchange(self, sent: Sequence[Sequence[torch.Tensor]], counts: Sequence[int]) -> torch.Tensor:
         """Sends bytes to the other ranks and receives theirs, in a phase.
 
@@ -429,18 +367,15 @@ class Agreement:
         )
         return output
 
-    def _use_connections(self, ranks: tuple[int, ...], use: Callable[[Connections], _R], name: str = "") -> _R:
-        """Returns what `use` returns for the connections. `name` is for an error, where this rank is in no phase."""
+    def _use_connections(self, ranks: tuple[int, ...], use: Callable[[Connections], _R]) -> _R:
+        """Returns what `use` returns for the connections of some of the ranks."""
         with self.collective():
             try:
                 of_all = connections_of(self._world(), self.ranks, self.timeout_seconds, self._channel)
                 return use(of_all.of(ranks, self.timeout_seconds))
-            except ModelStateError:  # of `_compare`
-                raise
             except Exception as cause:
-                phase = self._phase or _Phase(name, NOTHING_CHANGED, False)
                 # The frames of the error refer to the group, which could not be closed.
-                raise self._lost(phase, cause.with_traceback(None)) from cause
+                raise self._lost(self._phase, cause.with_traceback(None)) from cause
 
     def abandon(self, error: BaseException) -> None:
         """Closes the connections for an error, which the other ranks raise, too: they wait for this one no longer.
@@ -457,7 +392,7 @@ class Agreement:
             connections.abandon(f"{self._order.calls} {reason}" if reason else "")
         self._order.has_failed = True
 
-    def _end(self, phase: _Phase, error: BaseException | None, own: Sequence[Digest]) -> None:
+    def _vote(self, phase: _Phase, error: Exception | None) -> None:
         """Votes. Returns where all ranks have ended the phase, and where `error` says it all."""
         if error is not None and self._order.has_failed:
             return  # it says why all ranks raise already
@@ -467,7 +402,7 @@ class Agreement:
         try:
             if connections is None or self._is_destroyed:
                 raise ConnectionError("the connections were lost before the end of the phase")
-            reports, _ = self._reports(connections, phase, error, own)
+            reports = self._reports(connections, phase, error)
         except Exception as cause:
             lost = cause.with_traceback(None)
         except BaseException:
@@ -489,38 +424,19 @@ class Agreement:
         elif reports:
             self._raise(phase, error, reports)
 
-    def _reports(
-        self,
-        connections: Connections,
-        phase: _Phase,
-        error: BaseException | None,
-        own: Sequence[Digest],
-        length: int = 0,
-    ) -> tuple[list[Report], int]:
-        """Votes. Returns the reports of all ranks, none where all agree, and the largest of their `length`."""
-        digests = [Digest.of(THE_CALL, f"{self.call} ({phase.name})", (self.call, phase.name)), *own]
-        report = json.dumps(report_of(error, digests)).encode()
-        numbers = [error is not None, len(report), length]
+    def _reports(self, connections: Connections, phase: _Phase, error: Exception | None) -> list[Report]:
+        """Returns the reports of all ranks; none where all agree."""
+        digests = [Digest.of(THE_CALL, f"{self.call} ({phase.name})", (self.call, phase.name)), *phase.digests]
+        numbers = [error is not None, phase.length]
         numbers += (sign * digest.number for digest in digests if error is None for sign in (1, -1))
         numbers += [0] * (_NUMBERS - len(numbers))
-        failed, longest_report, longest, *pairs = connections.maximum(numbers, self.timeout_seconds)
-        self._order.has_voted = True
-        reports: list[Report] = []
-        if failed or any(high != -low for high, low in zip(pairs[::2], pairs[1::2], strict=True)):
-            gathered = connections.gathered(report, longest_report, self.timeout_seconds)
-            reports = [json.loads(text) for text in gathered]
-        return reports, longest
-
-    def _compare(self, connections: Connections, phase: _Phase, length: int = 0) -> int:
-        """Votes where this rank ends no phase. Returns the largest `length` of all ranks.
-
-        Raises what the reports of the ranks say where they do not agree, which also ends the phase that this rank is
-        in: the others do not vote again.
-        """
-        reports, longest = self._reports(connections, phase, None, (), length)
-        if reports:
-            self._raise(phase, None, reports)
-        return longest
+        failed, length, *pairs = connections.maximum(numbers, self.timeout_seconds)
+        if not failed and all(high == -low for high, low in zip(pairs[::2], pairs[1::2], strict=True)):
+            phase.length = length
+            return []
+        report = json.dumps(report_of(error, digests)).encode()
+        (longest,) = connections.maximum([len(report)], self.timeout_seconds)
+        return [json.loads(text) for text in connections.gathered(report, longest, self.timeout_seconds)]
 
     def _leave(self, phase: _Phase) -> None:
         """Ends the phase for an interrupt, without the other ranks: one of them may be waiting for a server."""
@@ -657,6 +573,7 @@ Report = dict[str, Any]
 """What a rank has to say, as JSON values."""
 THE_CALL = "the call"
 """The `Digest.what` of the name of the function that the ranks call."""
+_THE_VALUES = "the values"
 _FIELDS = ("expected", "found", "remedy")
 """The fields of an error that stay where they are equal on all ranks."""
 
@@ -670,17 +587,25 @@ class Digest(msgspec.Struct, frozen=True):
     """What the rank has, for the error."""
     number: int
     """A number of 62 bits that depends on the whole of it."""
+    values: Mapping[str, object] = {}
+    """What it is made of, where an error has the names of what differs."""
 
     @classmethod
     def of(cls, what: str, text: str, parts: Iterable[object]) -> Digest:
         """Returns the digest of the texts of `parts`."""
         return cls(what, text, number_of(parts))
 
+    @classmethod
+    def of_values(cls, values: Mapping[str, object]) -> Digest:
+        """Returns the digest of values that are saved once for all ranks, or of their own digests, by their names."""
+        return cls(_THE_VALUES, "", number_of(values.items()), values)
+
 
 def report_of(error: BaseException | None, digests: Sequence[Digest] = ()) -> Report:
     """Returns the report of this rank."""
     if error is None:
-        return {"digests": [[digest.what, digest.text, digest.number] for digest in digests]}
+        values = {name: number_of([value]) for digest in digests for name, value in digest.values.items()}
+        return {"digests": [[digest.what, digest.text, digest.number] for digest in digests], "values": values}
     if isinstance(error, Stopped):
         error = BackgroundCancelledError("this rank has cancelled it", remedy="repeat the call")
     if not isinstance(error, ModelStateError) or not error.has_fields:
@@ -747,6 +672,23 @@ def difference_of(reports: Mapping[int, Report], call: str) -> DistributedError:
             found=found([THE_CALL]),
             remedy="call modelstate's functions in the same order on every rank, and in one thread at a time",
         )
+    if [*differing] == [_THE_VALUES]:
+        of_ranks = [report["values"] for report in reports.values()]
+        names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
+        different = [name for name in names if len({of_rank.get(name) for of_rank in of_ranks}) > 1]
+        return DistributedError(
+            "the ranks have different values where one value is saved for all of them; nothing has been changed",
+            where=call,
+            expected="the same value on all ranks, or a DTensor that says which part a rank holds",
+            found=f"{listed(different, _MAX_SHOWN)}: {len(different):,} of {len(names):,} values",
+            remedy="copy what has to be the same from one rank to all: torch.distributed.broadcast(tensor, src=0); "
+            "of a model in DistributedDataParallel, save the wrapper itself, whose buffers are those of the first "
+            "rank. Where each rank has values of its own, make them DTensors; or save with each rank alone, without "
+            "process_group=, to a path of its own; or save them with a Store as an object of their own with "
+            "state_dict and load_state_dict, which is no module: its state may differ between the ranks",
+            names=different,
+        )
+    differing.pop(_THE_VALUES, None)
     return DistributedError(
         f"the ranks call {call} differently: {' and '.join(differing)} differ; nothing has been changed",
         expected="the same on all ranks of the mesh",

@@ -8,39 +8,14 @@ hold, one of them gets the rest from the others, a few megabytes at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
 
-import msgspec
 import torch
 
-from modelstate.distributed.shards import Mesh, Part, Parts, common_range, parts_of_ranges, replicated
-from modelstate.distributed.writing import ROUND_BYTES, CollectiveWriter, Piece, ShardedTensor, elements_of, unmade
+from modelstate.distributed.shards import Mesh, Parts, Region, common_range, parts_of_ranges, replicated
+from modelstate.distributed.writing import CollectiveWriter, Piece, ShardedTensor, unmade
 from modelstate.formats.block_writer import LazyTensor
-from modelstate.formats.manifest import BLOCK_BYTES, HEX
-
-
-class TensorBlock(msgspec.Struct, frozen=True):
-    """A block of a tensor."""
-
-    name: str
-    tensor: torch.Tensor | LazyTensor
-    elements: range
-    rank: int
-    """The rank that gets it."""
-    pieces: tuple[Piece, ...]
-    """The block: as one piece that the rank has itself, or as pieces that are exchanged."""
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.elements) * self.tensor.itemsize
-
-    @property
-    def digests(self) -> slice:
-        """The place of its digests in those of the tensor."""
-        start = self.elements.start * self.tensor.itemsize // BLOCK_BYTES
-        return slice(start * HEX, (start + -(-self.nbytes // BLOCK_BYTES)) * HEX)
 
 
 def divided(
@@ -48,7 +23,7 @@ def divided(
     meshes: Mapping[Mesh, Mesh],
     ranks: tuple[int, ...],
     elements: Callable[[int], int],
-) -> list[TensorBlock]:
+) -> list[Piece]:
     """Divides tensors into blocks, in their order.
 
     Of the ranks that hold elements of a block, the one with the least work gets it.
@@ -72,47 +47,18 @@ def divided(
             rows = start // parts.row_elements, -(-block.stop // parts.row_elements)
             holders = {rank for _, _, region in parts.overlapping(*rows) for rank in region.ranks} or {*ranks}
             rank = min(sorted(holders), key=loads.__getitem__)
-            blocks.append(TensorBlock(name, tensor, block, rank, _pieces(tensor, block, rank, parts)))
+            blocks.append(Piece(name, tensor, block, rank, parts, _region_of(block, rank, parts)))
             loads[rank] += blocks[-1].nbytes
     return blocks
 
 
-def _pieces(tensor: torch.Tensor | LazyTensor, block: range, rank: int, parts: Parts) -> tuple[Piece, ...]:
-    row, bounds = parts.row_elements, [block.start, block.stop]
+def _region_of(block: range, rank: int, parts: Parts) -> Region | None:
+    """Returns the region of a rank where it holds all elements of a block in a row."""
+    row = parts.row_elements
     region = next((region for region in parts.regions if rank in region.ranks), None)
     if region is None or region.width != row or not any(common_range(run, block) == block for run in region.runs(row)):
-        # Whole rows, and what is before and behind them.
-        first, last = -(-block.start // row) * row, block.stop // row * row
-        region, bounds = None, sorted({*bounds, min(first, block.stop), max(last, block.start)})
-    return tuple(
-        Piece(tensor, 0, Part(start, stop, (rank,), region), rank, parts, (0, 0)) for start, stop in pairwise(bounds)
-    )
-
-
-def exchanged(
-    blocks: Sequence[TensorBlock], writer: CollectiveWriter | None, rank: int
-) -> Iterator[list[tuple[TensorBlock, torch.Tensor | LazyTensor]]]:
-    """Yields the blocks of this rank with their elements, in several rounds. All ranks take part in all rounds."""
-    rounds: list[list[TensorBlock]] = [[]]
-    loads: dict[int, int] = {}
-    for block in blocks:
-        if block.pieces[0].part.region is None:
-            loads[block.rank] = loads.get(block.rank, 0) + block.nbytes
-            if loads[block.rank] > ROUND_BYTES:
-                rounds.append([])
-                loads = {block.rank: block.nbytes}
-        rounds[-1].append(block)
-    for of_round in rounds:
-        pieces = [piece for block in of_round for piece in block.pieces if piece.part.region is None]
-        received = iter([] if writer is None else writer.exchanged(pieces))
-        own: list[tuple[TensorBlock, torch.Tensor | LazyTensor]] = []
-        for block in (block for block in of_round if block.rank == rank):
-            if block.pieces[0].part.region is None:
-                octets = torch.cat([values for _, values in islice(received, len(block.pieces))])
-                own.append((block, octets.view(block.tensor.dtype)))
-            else:
-                own.append((block, elements_of(block.pieces[0])))
-        yield own
+        return None
+    return region
 
 
 @dataclass(frozen=True, slots=True, eq=False)

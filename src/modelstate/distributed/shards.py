@@ -217,13 +217,7 @@ class Part(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     """The ranks that hold it. Any of them may write it."""
     region: Region | None
-    """The region that it is part of; None where it is exchanged: whole rows, or a range of columns of one row."""
-
-    def block(self, row_elements: int) -> tuple[range, range]:
-        """Returns its rows and columns, for a part that is exchanged."""
-        row, column = divmod(self.start, row_elements)
-        rows = range(row, -(-self.end // row_elements))
-        return rows, range(row_elements) if len(rows) > 1 else range(column, column + self.end - self.start)
+    """The region that it is part of; None where it is exchanged."""
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -242,6 +236,16 @@ class Parts(msgspec.Struct, frozen=True):
         for rows in self.rows[bisect_right(self.reach, first) : bisect_left(self.rows, end, key=_start)]:
             if rows[0].stop > first:
                 yield rows
+
+    def rectangles(self, elements: range) -> Iterator[tuple[int, range, range]]:
+        """Yields the first element, the rows and the columns of whole rows, and of what is before and behind them."""
+        row = self.row_elements
+        first, last = -(-elements.start // row) * row, elements.stop // row * row
+        bounds = {elements.start, elements.stop, min(first, elements.stop), max(last, elements.start)}
+        for start, stop in pairwise(sorted(bounds)):
+            rows = range(start // row, -(-stop // row))
+            column = start % row
+            yield start, rows, range(column, column + stop - start) if len(rows) == 1 else range(row)
 
 
 @lru_cache(maxsize=4096)

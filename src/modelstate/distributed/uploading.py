@@ -12,25 +12,25 @@ The objects have names that no reader knows before the first rank commits the ch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager, suppress
+from itertools import chain, groupby
 from math import ceil
 
 import torch
-import xxhash
 
 from modelstate.distributed.agreement import Agreement
-from modelstate.distributed.shards import Mesh, Part, replicated
+from modelstate.distributed.shards import Mesh
 from modelstate.distributed.writing import (
     FINISHING,
-    ROUND_BYTES,
     WRITING,
     CollectiveWriter,
+    Hashed,
     Piece,
     ShardedTensor,
-    elements_of,
+    rounds,
 )
 from modelstate.errors import ModelStateError
-from modelstate.formats.block_writer import LazyTensor
+from modelstate.formats.block_writer import write_blocks
 from modelstate.formats.manifest import BLOCK_BYTES
 from modelstate.formats.safetensors import FileLayout, Written, finished_header
 from modelstate.formats.sharded import Kind, balanced
@@ -40,9 +40,6 @@ from modelstate.remote.location import is_remote, locate
 from modelstate.remote.requests import cleanup
 from modelstate.remote.upload import PART_BYTES, ObjectWriter, new_object, remove
 from modelstate.torch_compat.plain import in_a_row
-
-PIECE_BYTES = BLOCK_BYTES
-"""The most bytes that a rank gets of a tensor at once."""
 
 
 def writer_of(agreement: Agreement, path: str) -> CollectiveWriter:
@@ -84,17 +81,41 @@ class CollectiveUploader(CollectiveWriter):
         agreement = self._agreement
         meshes, urls = self.planned(layouts, compared, names)
         owned = self._owned([planned.nbytes for planned in layouts])
-        uploads = _Objects({number: layouts[number] for number in owned[self._agreement.rank]}, urls)
+        pieces = {rank: self._pieces_of(rank, numbers, layouts, meshes) for rank, numbers in owned.items()}
+        begun: list[int] = []
+        hashes: list[Hashed] = []
+
+        @contextmanager
+        def new(number: int) -> Iterator[ObjectWriter]:
+            planned = layouts[number]
+            begun.append(number)
+            with new_object(locate(urls[number]), planned.nbytes, overwrite=True) as output:
+                output.append(finished_header(planned, [""] * len(planned.tensors)).header)
+                yield output
+
+        def upload() -> None:
+            received = chain.from_iterable(rounds(agreement, pieces))
+            for number, group in groupby(received, lambda item: item[0].place[0]):
+                with new(number) as output:
+                    for piece, values in group:
+                        made = values if isinstance(values, torch.Tensor) else values.make(0, len(piece.elements))
+                        row = in_a_row(made)
+                        hashes.append((number, piece.place[1], piece.at, write_blocks(None, 0, [row])[0]))
+                        output.append(memory_at(row.data_ptr(), piece.nbytes))
+            for number in set(owned[agreement.rank]) - {*begun}:  # without elements
+                with new(number):
+                    pass
+
         try:
-            with agreement.phase(WRITING), write_errors(self._path):
-                self._transfer(layouts, owned, meshes, uploads)
+            with agreement.phase(WRITING), agreement.barrier(), write_errors(self._path):
+                upload()
         except BaseException:
-            uploads.discard()
+            with suppress(ModelStateError), cleanup():
+                remove([locate(urls[number]) for number in begun])
             raise
         with agreement.phase(FINISHING, decides=True), write_errors(self._path):
-            own = [(number, index, 0, text) for number, of in uploads.hashes.items() for index, text in enumerate(of)]
-            hashes = self._digests_of_all(layouts, own)
-            return [finished_header(*of_object) for of_object in zip(layouts, hashes, strict=False)]
+            of_all = self._digests_of_all(layouts, hashes)
+            return [finished_header(*of_object) for of_object in zip(layouts, of_all, strict=False)]
 
     def _owned(self, sizes: Sequence[int]) -> dict[int, list[int]]:
         """Returns for each rank the numbers of the objects that it uploads: of the largest ones first, one each."""
@@ -106,153 +127,14 @@ class CollectiveUploader(CollectiveWriter):
             loads[rank] += sizes[number]
         return owned
 
-    def _transfer(
-        self,
-        layouts: Sequence[FileLayout],
-        owned: Mapping[int, Sequence[int]],
-        meshes: Mapping[Mesh, Mesh],
-        objects: _Objects,
-    ) -> None:
-        """Brings all tensors to their owners, which append them to their objects. Ends early where a rank has failed.
-
-        The ranks vote after each round, so that no rank uploads in vain for long.
-        """
-        failed: BaseException | None = None
-        try:
-            rounds = self._rounds_of_all(layouts, owned, meshes)
-            while True:
-                with self._agreement.barrier():
-                    pieces = next(rounds, None)
-                    if pieces is None:
-                        break
-                    chunk = self.exchanged([piece for piece in pieces if piece.part.region is None])
-                try:
-                    exchanged = iter(chunk)
-                    for piece in (piece for piece in pieces if piece.rank == self._agreement.rank):
-                        objects.append(piece, elements_of(piece) if piece.part.region else next(exchanged)[1])
-                except Exception as error:
-                    failed = error
-                chunk, exchanged = [], iter(())  # frees the memory before the next round
-                if any(self._agreement.maximum(WRITING, [failed is not None])):
-                    objects.abort(failed or InterruptedError("another rank has failed"))
-                    break
-            if failed is not None:
-                raise failed
-            objects.finish()
-        except BaseException as error:
-            objects.abort(error)
-            raise
-
-    def _rounds_of_all(
-        self, layouts: Sequence[FileLayout], owned: Mapping[int, Sequence[int]], meshes: Mapping[Mesh, Mesh]
-    ) -> Iterator[list[Piece]]:
-        """Yields the pieces of each round: for each rank those that come next in its objects, of a few megabytes."""
-        remaining = [self._pieces_for(rank, numbers, layouts, meshes) for rank, numbers in owned.items()]
-        while True:
-            pieces: list[Piece] = []
-            for of_rank in remaining:
-                nbytes = 0
-                for piece in of_rank:
-                    pieces.append(piece)
-                    nbytes += piece.nbytes
-                    if nbytes + PIECE_BYTES > ROUND_BYTES:
-                        break
-            if not pieces:
-                return
-            yield pieces
-
-    def _pieces_for(
+    def _pieces_of(
         self, rank: int, numbers: Sequence[int], layouts: Sequence[FileLayout], meshes: Mapping[Mesh, Mesh]
     ) -> Iterator[Piece]:
-        """Yields the pieces of the objects of a rank, in their order, each of them part of one tensor."""
+        """Yields the pieces of the objects of a rank, in their order: one for each digest."""
         for number in numbers:
-            at = layouts[number].header_bytes
-            for index, (_, tensor) in enumerate(layouts[number].tensors):
-                if isinstance(tensor, ShardedTensor):
-                    parts = tensor.parts_on(meshes[tensor.mesh])
-                    region = None
-                else:
-                    parts = replicated(tensor.numel(), tensor.itemsize, self.ranks)
-                    region = parts.regions[0]
-                for block in _blocks(tensor.numel(), parts.row_elements, PIECE_BYTES // tensor.itemsize):
-                    part = Part(block.start, block.stop, self.ranks, region)
-                    start = at + block.start * tensor.itemsize
-                    yield Piece(tensor, start, part, rank, parts, (number, index))
-                at += tensor.nbytes
-
-
-def _blocks(elements: int, row_elements: int, most: int) -> Iterator[range]:
-    """Yields ranges of at most `most` elements: whole rows, or a range of one row where a row is longer."""
-    if not elements:
-        return
-    step = most // row_elements * row_elements
-    rows = [range(elements)] if step else (range(row, row + row_elements) for row in range(0, elements, row_elements))
-    for row in rows:
-        for start in range(row.start, row.stop, step or most):
-            yield range(start, min(start + (step or most), row.stop))
-
-
-class _Objects:
-    """The objects that this rank uploads, one after the other, in the order of their bytes.
-
-    Args:
-        layouts: What each of them holds, by its number.
-        urls: The URLs by these numbers.
-    """
-
-    def __init__(self, layouts: Mapping[int, FileLayout], urls: Sequence[str]) -> None:
-        self.hashes = {number: [""] * len(planned.tensors) for number, planned in layouts.items()}
-        """The digests of the tensors of each object."""
-        self._layouts, self._urls = layouts, urls
-        self._remaining = iter(layouts)
-        self._number = -1
-        self._object = ExitStack()
-        self._output: ObjectWriter | None = None
-        self._begun: list[str] = []
-        self._hash, self._hashed_bytes = xxhash.xxh3_128(), 0
-
-    def append(self, piece: Piece, values: torch.Tensor | LazyTensor) -> None:
-        """Adds the next piece. Raises `WriteFailedError`."""
-        number, index = piece.place
-        while self._number != number:
-            self._next(next(self._remaining))
-        values = in_a_row(values if isinstance(values, torch.Tensor) else values.make(0, values.numel()))
-        data = memory_at(values.data_ptr(), piece.nbytes)
-        assert self._output is not None
-        self._output.append(data)
-        while data:
-            block = data[: BLOCK_BYTES - self._hashed_bytes]
-            self._hash.update(block)
-            self._hashed_bytes += len(block)
-            data = data[len(block) :]
-            is_end = not data and piece.part.end == piece.tensor.numel()
-            if self._hashed_bytes == BLOCK_BYTES or is_end:
-                self.hashes[number][index] += self._hash.hexdigest()
-                self._hash.reset()
-                self._hashed_bytes = 0
-
-    def finish(self) -> None:
-        """Ends the last object, and writes those that have no bytes of tensors. Raises `WriteFailedError`."""
-        for number in self._remaining:
-            self._next(number)
-        self._object.close()
-
-    def _next(self, number: int) -> None:
-        """Ends the object, and begins another one."""
-        self._object.close()
-        self._number = number
-        planned, url = self._layouts[number], self._urls[number]
-        self._begun.append(url)
-        self._output = self._object.enter_context(new_object(locate(url), planned.nbytes, overwrite=True))
-        self._output.append(finished_header(planned, [""] * len(planned.tensors)).header)
-
-    def abort(self, error: BaseException) -> None:
-        """Ends without the object that is being uploaded, and without those that have not begun."""
-        self._remaining = iter(())
-        with suppress(ModelStateError, type(error)), self._object:
-            raise error
-
-    def discard(self) -> None:
-        """Removes what was uploaded, and ignores errors of the bucket."""
-        with suppress(ModelStateError), cleanup():
-            remove([locate(url) for url in self._begun])
+            for index, (name, tensor) in enumerate(layouts[number].tensors):
+                parts, step = self.parts(tensor, meshes), BLOCK_BYTES // tensor.itemsize
+                region = None if isinstance(tensor, ShardedTensor) else parts.regions[0]
+                for start in range(0, tensor.numel(), step):
+                    elements = range(start, min(start + step, tensor.numel()))
+                    yield Piece(name, tensor, elements, rank, parts, region, (number, index), start)

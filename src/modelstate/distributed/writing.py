@@ -15,21 +15,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import starmap
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 import torch
 
 from modelstate.distributed.agreement import Agreement, Digest
 from modelstate.distributed.connections import number_of
-from modelstate.distributed.shards import Mesh, Part, Parts, common_range, parts_of, replicated, shard_of
+from modelstate.distributed.shards import Mesh, Parts, Region, common_range, parts_of, replicated, shard_of
 from modelstate.errors import DistributedError
 from modelstate.formats.block_writer import LazyTensor, write_blocks
-from modelstate.formats.manifest import BLOCK_BYTES
+from modelstate.formats.manifest import BLOCK_BYTES, HEX
 from modelstate.formats.safetensors import FileLayout, Written, write_header
 from modelstate.formats.writing import CheckpointWriter, Files, Outputs
 from modelstate.io import system
@@ -60,6 +60,7 @@ WRITING, FINISHING, COMMIT = "writing", "writing the headers", "the commit"
 
 _SHOWN = 40
 """The most characters of a value in an error."""
+_R = TypeVar("_R")
 _LEAST = -(2**63)
 """Less than each number of a digest, and than its negative."""
 
@@ -93,22 +94,34 @@ class ShardedTensor(LazyTensor):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A part of a tensor that one rank writes to a place in a file."""
+    """Elements of a tensor that lie one behind the other, and all of which one rank gets."""
 
+    name: str
+    """The name of the tensor."""
     tensor: torch.Tensor | LazyTensor
-    at: int
-    """Bytes from the beginning of the file."""
-    part: Part
+    elements: range
     rank: int
     parts: Parts
-    place: tuple[int, int]
+    region: Region | None
+    """What the rank holds, if all of them are in it; None where ranks send each other what they hold."""
+    place: tuple[int, int] = 0, 0
     """The numbers of the file, and of the tensor in it."""
+    at: int = 0
+    """Bytes from the beginning of the file."""
 
     @property
     def nbytes(self) -> int:
-        return (self.part.end - self.part.start) * self.tensor.itemsize
+        return len(self.elements) * self.tensor.itemsize
+
+    @property
+    def digests(self) -> slice:
+        """The place of its digests in those of the tensor, where it begins with a block of these."""
+        start = self.elements.start * self.tensor.itemsize // BLOCK_BYTES
+        return slice(start * HEX, (start + -(-self.nbytes // BLOCK_BYTES)) * HEX)
 
 
+Values = torch.Tensor | LazyTensor
+"""The elements of a piece."""
 Hashed = tuple[int, int, int, str]
 """The number of a file, the number of a tensor in it, a place in the file, and the digest of the bytes there."""
 
@@ -177,7 +190,7 @@ class CollectiveWriter(CheckpointWriter):
         paths = [os.path.join(directory, name) for name in names]
         with agreement.phase(OPENING), write_errors(self._path):
             _check_visible(paths, directory, agreement.rank)
-        with agreement.phase(WRITING), write_errors(self._path):
+        with agreement.phase(WRITING), agreement.barrier(), write_errors(self._path):
             hashes = self._write(layouts, paths, files)
         with agreement.phase(FINISHING, decides=True), write_errors(self._path):
             written = []
@@ -190,9 +203,14 @@ class CollectiveWriter(CheckpointWriter):
     def commit(self, put: Callable[[], Files]) -> Files:
         """Returns on all ranks what `put` returns, which the first rank calls."""
         effect = f"{self._path} has the old checkpoint or the new one, in full"
-        with self._agreement.phase(COMMIT, effect=effect), write_errors(self._path):
-            files: Files = self._agreement.on_first(put)
-            return files
+        return self._agreement.decided(COMMIT, self._with_errors(put), effect=effect)
+
+    def _with_errors(self, function: Callable[[], _R]) -> Callable[[], _R]:
+        def call() -> _R:
+            with write_errors(self._path):
+                return function()
+
+        return call
 
     # The plan, which is the same on all ranks.
 
@@ -203,21 +221,10 @@ class CollectiveWriter(CheckpointWriter):
         on_first: Callable[[], Sequence[str]],
     ) -> tuple[dict[Mesh, Mesh], Sequence[str]]:
         """Returns the ranks that write for each mesh, and what the first rank returns in a phase."""
-        agreement = self._agreement
+        agreement, meshes = self._agreement, self._meshes(layouts)
         with agreement.phase(PLANNING, lambda: self._digests(layouts, compared)):
-            meshes = self._meshes(layouts)
-            every = enumerate(item for planned in layouts for item in planned.tensors)
-            whole = [(number, name, self._whole(tensor)) for number, (name, tensor) in every]
-            plain = [(number, name, tensor) for number, name, tensor in whole if tensor is not None]
-            hashes = write_blocks(None, 0, [tensor for _, _, tensor in plain])
-            values = {
-                name: value for of in compared().values() if isinstance(of, Mapping) for name, value in of.items()
-            }
-            for (number, name, _), hashed in zip(plain, hashes, strict=True):
-                values[name if name not in values else f"{name} (tensor {number})"] = hashed
-        agreement.check_equal(PLANNING, values)
-        with agreement.phase(CREATING), write_errors(self._path):
-            found, first_meshes = agreement.on_first(lambda: (on_first(), meshes)) or ([], [])
+            pass
+        found, first_meshes = agreement.decided(CREATING, self._with_errors(lambda: (on_first(), meshes)))
         # Ranks of other replicas may have meshes of their own: those of the first rank write.
         of_first = {own: (tuple(shape), tuple(ranks)) for own, (shape, ranks) in zip(meshes, first_meshes, strict=True)}
         if any({*ranks} != {*self.ranks} for _, ranks in of_first.values()):
@@ -267,7 +274,17 @@ class CollectiveWriter(CheckpointWriter):
                 if isinstance(tensor, ShardedTensor):
                     described += [tensor.placements, tensor.mesh[0], meshes.index(tensor.mesh)]
         total = sum(len(planned.tensors) for planned in layouts)
-        options = {name: value for name, value in compared().items() if not isinstance(value, Mapping)}
+        options, values = dict[str, object](), dict[str, object]()
+        for name, value in compared().items():
+            if isinstance(value, Mapping):
+                values |= value
+            else:
+                options[name] = value
+        every = enumerate(item for planned in layouts for item in planned.tensors)
+        plain = {number: (name, whole) for number, (name, each) in every if (whole := self._whole(each)) is not None}
+        hashes = write_blocks(None, 0, [tensor for _, tensor in plain.values()])
+        for (number, (name, _)), hashed in zip(plain.items(), hashes, strict=True):
+            values[name if name not in values else f"{name} (tensor {number})"] = hashed
         return [
             Digest.of("the states", count(total, "tensor"), described),
             Digest.of(
@@ -275,6 +292,7 @@ class CollectiveWriter(CheckpointWriter):
                 ", ".join([self._name, *starmap(_described, options.items()), f"modelstate {__version__}"]),
                 [__version__, self._name, *options.items()],
             ),
+            Digest.of_values(values),
         ]
 
     def _pieces(self, layouts: Sequence[FileLayout], meshes: dict[Mesh, Mesh]) -> list[list[Piece]]:
@@ -297,25 +315,29 @@ class CollectiveWriter(CheckpointWriter):
         for number, planned in enumerate(layouts):
             files.append([])
             start = planned.header_bytes
-            for index, (_, tensor) in enumerate(planned.tensors):
-                if isinstance(tensor, ShardedTensor):
-                    parts = tensor.parts_on(meshes[tensor.mesh])
-                else:
-                    parts = replicated(tensor.numel(), tensor.itemsize, self.ranks)
+            for index, (name, tensor) in enumerate(planned.tensors):
+                parts = self.parts(tensor, meshes)
                 for part in parts.parts:
+                    nbytes = (part.end - part.start) * tensor.itemsize
                     if part.region is None:
-                        nbytes = (part.end - part.start) * tensor.itemsize
                         if turn_bytes and turn_bytes + nbytes > most_bytes:
                             turn, turn_bytes = turn + 1, 0
                         turn_bytes += nbytes
                         rank = part.ranks[turn % len(part.ranks)]
                     else:
                         rank = min(part.ranks, key=loads.__getitem__)
-                    piece = Piece(tensor, start + part.start * tensor.itemsize, part, rank, parts, (number, index))
-                    loads[rank] += piece.nbytes
+                    loads[rank] += nbytes
+                    elements, at = range(part.start, part.end), start + part.start * tensor.itemsize
+                    piece = Piece(name, tensor, elements, rank, parts, part.region, (number, index), at)
                     files[-1].append(piece)
                 start += tensor.nbytes
         return files
+
+    def parts(self, tensor: torch.Tensor | LazyTensor, meshes: Mapping[Mesh, Mesh]) -> Parts:
+        """Returns the parts of a tensor, for the ranks that write for each mesh."""
+        if isinstance(tensor, ShardedTensor):
+            return tensor.parts_on(meshes[tensor.mesh])
+        return replicated(tensor.numel(), tensor.itemsize, self.ranks)
 
     # The files.
 
@@ -329,90 +351,30 @@ class CollectiveWriter(CheckpointWriter):
                 names.append(os.path.relpath(output.path, os.path.dirname(self._path)))
         return names
 
-    def _write(self, layouts: Sequence[FileLayout], paths: Sequence[str], files: list[list[Piece]]) -> list[Hashed]:
-        """Writes the pieces of this rank, and returns their digests.
-
-        Takes part in all exchanges, also after an error.
-        """
+    def _write(
+        self, layouts: Sequence[FileLayout], paths: Sequence[str], files: Sequence[Sequence[Piece]]
+    ) -> list[Hashed]:
+        """Writes the pieces of this rank, and returns their digests."""
         hashes: list[Hashed] = []
-        failed: BaseException | None = None
-        with self._agreement.barrier():
-            for planned, path, pieces in zip(layouts, paths, files, strict=True):
-                own = [piece for piece in pieces if piece.rank == self._agreement.rank]
-                chunk = [(piece, elements_of(piece)) for piece in own if piece.part.region is not None]
-                rounds = _rounds(pieces)
+        for planned, path, pieces in zip(layouts, paths, files, strict=True):
+            with ExitStack() as opened:
                 output: Output | None = None
-                with ExitStack() as opened:
-                    for number in range(len(rounds) + 1):
-                        if number:
-                            chunk = [*self.exchanged(rounds[number - 1])]
-                        try:
-                            if failed is None and own:
-                                if output is None:
-                                    output = opened.enter_context(_opened(path))
-                                    opened.enter_context(output.past_page_cache(planned.nbytes))
-                                places = [piece.at for piece, _ in chunk]
-                                texts = write_blocks(output, places, [elements for _, elements in chunk])
-                                hashed = zip(chunk, texts, strict=True)
-                                hashes += [(*piece.place, piece.at, text) for (piece, _), text in hashed]
-                                if number == len(rounds):
-                                    output.sync()
-                        except Exception as error:
-                            failed = error
-                        chunk = []  # frees its memory before the next one is received
-        if failed is not None:
-            raise failed
+                for received in rounds(self._agreement, by_rank(pieces, self.ranks)):
+                    if received and output is None:
+                        output = opened.enter_context(_opened(path))
+                        opened.enter_context(output.past_page_cache(planned.nbytes))
+                    texts = write_blocks(
+                        output, [piece.at for piece, _ in received], [values for _, values in received]
+                    )
+                    hashes += ((*piece.place, piece.at, text) for (piece, _), text in zip(received, texts, strict=True))
+                    del received  # before the next one is received
+                if output is not None:
+                    output.sync()
         return hashes
-
-    def exchanged(self, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
-        """Exchanges pieces, and returns the bytes of those that this rank writes, in their order."""
-        sent: list[list[torch.Tensor]] = [[] for _ in self.ranks]
-        blocks: list[list[tuple[torch.Tensor, range, list[range], int]]] = [[] for _ in self.ranks]
-        position = {rank: index for index, rank in enumerate(self.ranks)}
-        result: list[tuple[Piece, torch.Tensor]] = []
-        here = self._agreement.rank
-        for number, piece in enumerate(pieces):
-            tensor = piece.tensor
-            assert isinstance(tensor, ShardedTensor)
-            rows, columns = piece.part.block(piece.parts.row_elements)
-            target = torch.empty(0, device="cpu")
-            if piece.rank == here:
-                target = torch.empty(len(rows), len(columns) * tensor.itemsize, dtype=torch.uint8, device="cpu")
-                result.append((piece, target.view(-1)))
-            for own, before, region in piece.parts.overlapping(rows.start, rows.stop):
-                common = [both for own_columns in region.columns if (both := common_range(own_columns, columns))]
-                if not common:
-                    continue
-                sender = piece.rank if piece.rank in region.ranks else region.ranks[number % len(region.ranks)]
-                overlap, width = common_range(own, rows), sum(map(len, common))
-                if sender == here:
-                    start = (before + overlap.start - own.start) * region.width
-                    start += sum(len(common_range(own_columns, range(columns.start))) for own_columns in region.columns)
-                    octets = in_a_row(tensor.local, start, start + len(overlap) * width).view(torch.uint8)
-                    sent[position[piece.rank]].append(octets)
-                if piece.rank == here:
-                    place = range(overlap.start - rows.start, overlap.stop - rows.start)
-                    common = [range(both.start - columns.start, both.stop - columns.start) for both in common]
-                    blocks[position[sender]].append((target, place, common, tensor.itemsize))
-        counts = [sum(len(place) * sum(map(len, common)) * size for _, place, common, size in own) for own in blocks]
-        received = self._agreement.exchange(sent, counts)
-        at = 0
-        for target, place, common, itemsize in (block for own in blocks for block in own):
-            width = sum(map(len, common)) * itemsize
-            block = received[at : at + len(place) * width].view(len(place), width)
-            at, column = at + block.numel(), 0
-            for own_columns in common:
-                nbytes = len(own_columns) * itemsize
-                target[place.start : place.stop, own_columns.start * itemsize : own_columns.stop * itemsize] = block[
-                    :, column : column + nbytes
-                ]
-                column += nbytes
-        return result
 
     def _digests_of_all(self, layouts: Sequence[FileLayout], hashes: Sequence[Hashed]) -> list[list[str]]:
         """Sends the digests to the first rank, and returns there those of the tensors of each file; else nothing."""
-        with self._agreement.barrier():
-            texts = self._agreement.texts(FINISHING, json.dumps(hashes))
+        texts = self._agreement.texts(FINISHING, json.dumps(hashes))
         if not self._agreement.is_first:
             return []
         of_files = [[""] * len(planned.tensors) for planned in layouts]
@@ -440,31 +402,97 @@ def _check_visible(paths: Sequence[str], directory: str, rank: int) -> None:
         )
 
 
-def _rounds(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Groups the pieces whose rows are exchanged, so that no rank receives much in a round."""
-    rounds: list[list[Piece]] = []
-    loads: dict[int, int] = {}
+def by_rank(pieces: Iterable[Piece], ranks: Sequence[int]) -> dict[int, list[Piece]]:
+    """Returns the pieces of each rank."""
+    of_ranks: dict[int, list[Piece]] = {rank: [] for rank in ranks}
     for piece in pieces:
-        if piece.part.region is None:
-            loads[piece.rank] = loads.get(piece.rank, 0) + piece.nbytes
-            if not rounds or loads[piece.rank] > ROUND_BYTES:
-                rounds.append([])
-                loads = {piece.rank: piece.nbytes}
-            rounds[-1].append(piece)
-    return rounds
+        of_ranks[piece.rank].append(piece)
+    return of_ranks
 
 
-def elements_of(piece: Piece) -> torch.Tensor | LazyTensor:
+def rounds(agreement: Agreement, pieces: Mapping[int, Iterable[Piece]]) -> Iterator[list[tuple[Piece, Values]]]:
+    """Yields the pieces of this rank with their elements, in several rounds. All ranks take part in all rounds.
+
+    Of the pieces that are exchanged, a rank gets a few megabytes in a round.
+
+    Args:
+        agreement: The ranks.
+        pieces: Those of each rank.
+    """
+    remaining = [iter(of_rank) for of_rank in pieces.values()]
+    while True:
+        pieces_of_round: list[Piece] = []
+        for of_rank in remaining:
+            nbytes = 0
+            for piece in of_rank:
+                pieces_of_round.append(piece)
+                nbytes += piece.nbytes if piece.region is None else 0
+                if nbytes + BLOCK_BYTES > ROUND_BYTES:
+                    break
+        if not pieces_of_round:
+            return
+        received = iter(_exchanged(agreement, [piece for piece in pieces_of_round if piece.region is None]))
+        own = (piece for piece in pieces_of_round if piece.rank == agreement.rank)
+        yield [(piece, next(received) if piece.region is None else elements_of(piece)) for piece in own]
+
+
+def _exchanged(agreement: Agreement, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """Exchanges pieces, and returns the elements of those of this rank, in their order."""
+    position = {rank: index for index, rank in enumerate(agreement.ranks or (agreement.rank,))}
+    sent: list[list[torch.Tensor]] = [[] for _ in position]
+    blocks: list[list[tuple[torch.Tensor, range, list[range], int]]] = [[] for _ in position]
+    result: list[torch.Tensor] = []
+    here = agreement.rank
+    for number, piece in enumerate(pieces):
+        tensor, itemsize = piece.tensor, piece.tensor.itemsize
+        assert isinstance(tensor, ShardedTensor)
+        memory = torch.empty(piece.nbytes if piece.rank == here else 0, dtype=torch.uint8, device="cpu")
+        if piece.rank == here:
+            result.append(memory.view(tensor.dtype))
+        for start, rows, columns in piece.parts.rectangles(piece.elements):
+            first, nbytes = (start - piece.elements.start) * itemsize, len(rows) * len(columns) * itemsize
+            for own, before, region in piece.parts.overlapping(rows.start, rows.stop):
+                common = [both for own_columns in region.columns if (both := common_range(own_columns, columns))]
+                if not common:
+                    continue
+                sender = piece.rank if piece.rank in region.ranks else region.ranks[number % len(region.ranks)]
+                overlap, width = common_range(own, rows), sum(map(len, common))
+                if sender == here:
+                    start = (before + overlap.start - own.start) * region.width
+                    start += sum(len(common_range(own_columns, range(columns.start))) for own_columns in region.columns)
+                    octets = in_a_row(tensor.local, start, start + len(overlap) * width).view(torch.uint8)
+                    sent[position[piece.rank]].append(octets)
+                if piece.rank == here:
+                    target = memory[first : first + nbytes].view(len(rows), len(columns) * itemsize)
+                    place = range(overlap.start - rows.start, overlap.stop - rows.start)
+                    common = [range(both.start - columns.start, both.stop - columns.start) for both in common]
+                    blocks[position[sender]].append((target, place, common, itemsize))
+    counts = [sum(len(place) * sum(map(len, common)) * size for _, place, common, size in own) for own in blocks]
+    received = agreement.exchange(sent, counts)
+    at = 0
+    for target, place, common, itemsize in (block for own in blocks for block in own):
+        width = sum(map(len, common)) * itemsize
+        block = received[at : at + len(place) * width].view(len(place), width)
+        at, column = at + block.numel(), 0
+        for own_columns in common:
+            nbytes = len(own_columns) * itemsize
+            target[place.start : place.stop, own_columns.start * itemsize : own_columns.stop * itemsize] = block[
+                :, column : column + nbytes
+            ]
+            column += nbytes
+    return result
+
+
+def elements_of(piece: Piece) -> Values:
     """Returns the elements of a piece, which this rank holds in a row."""
-    tensor, part, region = piece.tensor, piece.part, piece.part.region
+    tensor, region, start, count = piece.tensor, piece.region, piece.elements.start, len(piece.elements)
     assert region is not None
-    count = part.end - part.start
     if not isinstance(tensor, ShardedTensor):
         assert isinstance(tensor, torch.Tensor)
-        source, start = tensor, part.start
+        source = tensor
     else:
         source = tensor.local
-        row, column = divmod(part.start, piece.parts.row_elements)
+        row, column = divmod(start, piece.parts.row_elements)
         start = _index(region.rows, row) * region.width + _index(region.columns, column)
     if source.is_contiguous():
         with torch.inference_mode(False), torch.no_grad():

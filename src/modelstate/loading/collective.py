@@ -130,7 +130,7 @@ def reading(planner: Planner, agreement: Agreement) -> Iterator[None]:
     if not planner.initialised:
         yield
         return
-    state = agreement.on_first(lambda: torch.get_rng_state().tolist())
+    state = agreement.decided("reading initial values", lambda: torch.get_rng_state().tolist())
     with nullcontext() if agreement.is_first else torch.random.fork_rng(devices=[]):
         torch.set_rng_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
         yield

@@ -25,9 +25,9 @@ from modelstate.arguments import check_integer
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.distributed.agreement import Agreement
-from modelstate.distributed.blocks import BlockTensor, TensorBlock, block_tensor, divided, exchanged
+from modelstate.distributed.blocks import BlockTensor, block_tensor, divided
 from modelstate.distributed.shards import Mesh
-from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
+from modelstate.distributed.writing import CollectiveWriter, Piece, ShardedTensor, by_rank, rounds
 from modelstate.errors import ModelStateError
 from modelstate.formats.block_writer import LazyTensor, write_blocks
 from modelstate.formats.layers import NewLayers, Patch, PatchLayer
@@ -115,7 +115,7 @@ class _Change(msgspec.Struct):
     frame_ranges: list[tuple[int, int]] = []
     """The bytes of frames that the ranks have."""
 
-    def add(self, block: TensorBlock, digest: str, changed: int, frames: _Frames) -> None:
+    def add(self, block: Piece, digest: str, changed: int, frames: _Frames) -> None:
         self.digest += digest
         self.changed += changed
         self.frames = None if frames is None or self.frames is None else self.frames + frames
@@ -200,7 +200,7 @@ class ModuleDeltas:
         fixed = {name for name in frozen if writer is None and (path, name) not in self._moving}
         with agreement.phase(COMPARING), agreement.barrier():
             own = self._own(path, [block for block in blocks if block.rank == agreement.rank], fixed, patchable)
-            self._encode(own, exchanged(blocks, writer, agreement.rank), os.path.join(self._index.directory, index))
+            self._encode(own, rounds(agreement, by_rank(blocks, ranks)), os.path.join(self._index.directory, index))
         frames: dict[str, list[bytes]] = {}
         found: list[_Report] = []
         for (name, elements), of in own.items():
@@ -244,7 +244,7 @@ class ModuleDeltas:
 
     @torch.inference_mode(False)
     def _own(
-        self, path: str, blocks: Sequence[TensorBlock], fixed: Set[str], last: Mapping[str, str]
+        self, path: str, blocks: Sequence[Piece], fixed: Set[str], last: Mapping[str, str]
     ) -> dict[tuple[str, range], _OwnBlock]:
         """Returns the blocks of this rank, by the name of the tensor and the elements.
 
@@ -274,7 +274,7 @@ class ModuleDeltas:
     def _encode(
         self,
         own: Mapping[tuple[str, range], _OwnBlock],
-        rounds: Iterable[Sequence[tuple[TensorBlock, _Tensor]]],
+        received: Iterable[Sequence[tuple[Piece, _Tensor]]],
         index: str,
     ) -> None:
         """Compares blocks with their values, and keeps these. `index` is the module in the last checkpoint."""
@@ -287,7 +287,7 @@ class ModuleDeltas:
 
         @torch.inference_mode(False)
         @torch.no_grad()
-        def encode_block(item: tuple[TensorBlock, _Tensor]) -> None:
+        def encode_block(item: tuple[Piece, _Tensor]) -> None:
             block, elements = item
             of = own[block.name, block.elements]
             values = in_a_row(elements if isinstance(elements, torch.Tensor) else elements.make(0, elements.numel()))
@@ -304,7 +304,7 @@ class ModuleDeltas:
             # The digest is computed while the block is in the cache of the processor.
             (of.digest,) = write_blocks(None, 0, [copy])
 
-        for of_round in rounds:
+        for of_round in received:
             for_each(of_round, [encode_block] * min(read_threads(), len(of_round)), with_torch=True)
 
 
@@ -314,7 +314,7 @@ def _exchange(payloads: dict[str, _Tensor], agreement: Agreement, writer: Collec
     blocks = divided(payloads, meshes, writer.ranks, lambda _: BLOCK_BYTES)
     own: dict[str, list[torch.Tensor]] = {name: [] for name in payloads}
     with agreement.phase(EXCHANGING), agreement.barrier():
-        for of_round in exchanged(blocks, writer, agreement.rank):
+        for of_round in rounds(agreement, by_rank(blocks, writer.ranks)):
             for block, octets in of_round:
                 own[block.name].append(octets if isinstance(octets, torch.Tensor) else octets.make(0, octets.numel()))
         hashes = write_blocks(None, 0, [part for parts in own.values() for part in parts])
@@ -330,7 +330,7 @@ def _exchange(payloads: dict[str, _Tensor], agreement: Agreement, writer: Collec
     return digests
 
 
-def _read(checkpoint: Checkpoint, block: TensorBlock) -> torch.Tensor:
+def _read(checkpoint: Checkpoint, block: Piece) -> torch.Tensor:
     """Reads the elements of a block."""
     shape, row = block.tensor.shape, math.prod(block.tensor.shape[1:])
     first, end = block.elements.start // row, -(-block.elements.stop // row)

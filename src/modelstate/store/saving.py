@@ -22,7 +22,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from modelstate.distributed.agreement import Agreement
+from modelstate.distributed.agreement import Agreement, Digest
 from modelstate.distributed.connections import number_of
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.errors import ModelStateError, TargetExistsError, UnsavableError
@@ -153,7 +153,7 @@ def encode_objects(
 def replicated_values(
     objects: Mapping[str, EncodedObject], digests: Mapping[str, Mapping[str, str]] | None = None
 ) -> dict[str, object]:
-    """Returns what stands for each value that all ranks must have alike, by its name, for `Agreement.check_equal`.
+    """Returns what stands for each value that all ranks must have alike, by its name, for `Digest.of_values`.
 
     Args:
         objects: the objects, by path.
@@ -429,17 +429,9 @@ class NewStep:
 
         try:
             with agreement.collective():
-                with agreement.phase(f"writing step {step}"):
+                with agreement.phase(f"writing step {step}", self._values):
                     if agreement.is_first:
                         self._write(check)
-                    values: dict[str, object] = {}
-                    if agreement.is_collective:
-                        every = self.objects.items()
-                        alike = {path: of for path, of in every if of.has_one_state and not of.is_spread}
-                        # The first rank has written them.
-                        digests = {path: self.files[path].digests for path in alike} if agreement.is_first else None
-                        values = replicated_values(alike, digests)
-                agreement.check_equal(f"comparing the ranks in step {step}", values)
                 files = self._write_spread()
                 # A commit without an answer may have succeeded, so `cancel` waits for it.
                 with nullcontext() if check_cancelled is None else unstoppable():
@@ -455,6 +447,12 @@ class NewStep:
             vars(self).clear()
         blocked_seconds = seconds if blocked_seconds is None else blocked_seconds
         return SavedStep(step, path, written, linked, staging_bytes, blocked_seconds, seconds, tuple(pruned))
+
+    def _values(self) -> list[Digest]:
+        """Returns the digest of what all ranks have and the first one has written."""
+        alike = {path: of for path, of in self.objects.items() if of.has_one_state and not of.is_spread}
+        written = {path: self.files[path].digests for path in alike} if self.agreement.is_first else None
+        return [Digest.of_values(replicated_values(alike, written))]
 
     def _errors(self) -> AbstractContextManager[None]:
         return self.access.errors(name_of(self.record.step, 0))
@@ -650,9 +648,9 @@ class NewStep:
         save = number_of([self.spread.save])
         changes = [self.spread.parts.get(key) != part for key, part in parts.items()]
         reduced = self.agreement.maximum("comparing tensors", [save, -save, *changes])
-        if not self.spread.save or not reduced or reduced[0] != -reduced[1]:
+        if not self.spread.save or reduced[0] != -reduced[1]:
             return set()
-        return {key for key, is_changed in zip(parts, reduced[2:], strict=True) if not is_changed}
+        return {key for key, is_changed in zip(parts, reduced[2:], strict=False) if not is_changed}
 
     def _link_unchanged(self, digests: Mapping[_Key, str]) -> list[_Key]:
         """Links the files of the last checkpoint all of whose tensors have these digests. Returns the tensors."""
