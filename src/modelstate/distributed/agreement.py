@@ -294,24 +294,6 @@ class Agreement:
             gather = lambda made: made.gathered(data, phase.length, self.timeout_seconds)  # noqa: E731
             return [other.decode() for other in self._use_connections(self.ranks, gather)]
 
-    def maximum(self, name: str, numbers: Sequence[int]) -> list[int]:
-        """Returns the largest of the numbers of all ranks, for each place; of a rank with fewer numbers, the rest is 0.
-
-        Args:
-            name: What the numbers are for, in an error.
-            numbers: Those of this rank.
-
-        Raises what `texts` raises.
-        """
-        if not self.is_collective:
-            return [*numbers]
-        phase = _Phase(name, length=len(numbers))
-        with self.collective():
-            with self._block(phase):
-                pass
-            padded = [*numbers, *[0] * (phase.length - len(numbers))]
-            return self._use_connections(self.ranks, lambda made: made.maximum(padded, self.timeout_seconds))
-
     def exchanged(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Returns the numbers of each rank, as many as this rank has; those of this rank alone where one is lost."""
         connections = self._connections

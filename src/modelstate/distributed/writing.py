@@ -61,8 +61,6 @@ WRITING, FINISHING, COMMIT = "writing", "writing the headers", "the commit"
 _SHOWN = 40
 """The most characters of a value in an error."""
 _R = TypeVar("_R")
-_LEAST = -(2**63)
-"""Less than each number of a digest, and than its negative."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,19 +239,20 @@ class CollectiveWriter(CheckpointWriter):
     def _check_replicas(self, layouts: Sequence[FileLayout], of_first: Mapping[Mesh, Mesh]) -> None:
         """Raises `DistributedError` where ranks of different meshes have other values under the same names."""
         agreement, here = self._agreement, self._agreement.rank
-        (is_different,) = agreement.maximum(PLANNING, [any(own != first for own, first in of_first.items())])
-        if not is_different:
+        is_different = any(own != first for own, first in of_first.items())
+        if not any(agreement.texts(PLANNING, "other meshes" if is_different else "")):
             return
-        numbers: list[int] = []
+        numbers = []
+        """Of each mesh its place among the meshes, that of this rank in it, and a digest of what the rank holds."""
         with agreement.phase(PLANNING):
             tensors = [tensor for planned in layouts for _, tensor in planned.tensors]
-            for own in of_first:
+            for index, own in enumerate(of_first):
                 held = [tensor.local for tensor in tensors if isinstance(tensor, ShardedTensor) and tensor.mesh == own]
-                number = number_of(write_blocks(None, 0, held)) if here in own[1] else 0
-                # For each place in the mesh, of all ranks that have it, the largest and the smallest number.
-                numbers += (sign * number if rank == here else _LEAST for rank in own[1] for sign in (1, -1))
-        found = agreement.maximum(PLANNING, numbers)
-        if any(high != -low for high, low in zip(found[::2], found[1::2], strict=True)):
+                if here in own[1]:
+                    numbers.append((index, own[1].index(here), number_of(write_blocks(None, 0, held))))
+        of_ranks = [json.loads(text) for text in agreement.texts(PLANNING, json.dumps(numbers))]
+        different = {tuple(number) for of_rank in of_ranks for number in of_rank}
+        if len(different) > len({number[:2] for number in different}):
             raise DistributedError(
                 "ranks of different meshes have other values of the same tensors; nothing has been changed",
                 expected="the same names and values in each replica",

@@ -15,7 +15,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -23,7 +24,6 @@ import torch
 from msgspec.structs import replace
 
 from modelstate.distributed.agreement import Agreement, Digest
-from modelstate.distributed.connections import number_of
 from modelstate.distributed.writing import CollectiveWriter, ShardedTensor
 from modelstate.errors import ModelStateError, TargetExistsError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, write_blocks
@@ -645,12 +645,13 @@ class NewStep:
 
     def _unchanged(self, parts: Mapping[_Key, object]) -> set[_Key]:
         """Returns the tensors that no rank has changed; none where the ranks have no last save in common."""
-        save = number_of([self.spread.save])
-        changes = [self.spread.parts.get(key) != part for key, part in parts.items()]
-        reduced = self.agreement.maximum("comparing tensors", [save, -save, *changes])
-        if not self.spread.save or reduced[0] != -reduced[1]:
+        changes = "".join("01"[self.spread.parts.get(key) != part] for key, part in parts.items())
+        own = f"{self.spread.save} {int(changes or '0', 2):x}"
+        of_ranks = [text.rpartition(" ") for text in self.agreement.texts("comparing tensors", own)]
+        if {save for save, _, _ in of_ranks} != {self.spread.save} or not self.spread.save:
             return set()
-        return {key for key, is_changed in zip(parts, reduced[2:], strict=False) if not is_changed}
+        changed = reduce(or_, (int(bits, 16) for _, _, bits in of_ranks))
+        return {key for index, key in enumerate(reversed([*parts])) if not changed >> index & 1}
 
     def _link_unchanged(self, digests: Mapping[_Key, str]) -> list[_Key]:
         """Links the files of the last checkpoint all of whose tensors have these digests. Returns the tensors."""
