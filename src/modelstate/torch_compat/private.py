@@ -19,7 +19,6 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from modelstate.errors import ModelStateError, keep_interrupt
-from modelstate.process import deferred_signals
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -226,11 +225,7 @@ Watch = Callable[["torch._ops.OpOverload", Sequence[object], Mapping[str, object
 
 @contextmanager
 def _watched_operations(watch: Watch) -> Iterator[None]:
-    """A context in which a function is called after each operation of torch in this thread.
-
-    Signals wait while the dispatch mode is entered and left. An interrupt in the middle would leave the mode, or a part
-    of what torch notes about it, active for the rest of the program: nothing would be compiled any more.
-    """
+    """A context in which a function is called after each operation of torch in this thread."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -251,26 +246,8 @@ def _watched_operations(watch: Watch) -> Iterator[None]:
             watch(func, args, named, result)
             return result
 
-    mode, is_active = Watching(), False  # type: ignore[no-untyped-call]
-
-    def leave() -> None:
-        nonlocal is_active
-        with deferred_signals():
-            if is_active:
-                is_active = False
-                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    try:
-        with deferred_signals():
-            mode.__enter__()  # type: ignore[no-untyped-call]
-            is_active = True
+    with Watching():  # type: ignore[no-untyped-call]
         yield
-    finally:
-        try:
-            leave()
-        except BaseException:  # an interrupt that came before signals waited
-            leave()
-            raise
 
 
 def drop_frozen_code() -> list[str]:
@@ -362,13 +339,6 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
             return bytes(data.tolist()) == _UNWRITTEN[: data.numel()]
         runs = data[: data.numel() // 16 * 16].view(-1, 16)
         return bool((runs == runs.new_tensor([*_UNWRITTEN[:16]])).all(1).any())
-
-
-def leave_mode(mode: torch.overrides.TorchFunctionMode) -> None:
-    """Takes a mode off the top of torch's stack, where an interrupt has left it."""
-    overrides: Any = torch.overrides
-    while overrides._get_current_function_mode() is mode:
-        overrides._pop_mode()
 
 
 def has_registration_hooks() -> bool:

@@ -35,7 +35,6 @@ from modelstate.torch_compat.modules import modules_of, tensors_of
 from modelstate.torch_compat.plain import has_dispatch
 from modelstate.torch_compat.private import (
     drop_frozen_code,
-    leave_mode,
     payload_of,
     storage_id,
     storage_of,
@@ -130,10 +129,7 @@ class Transaction:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self.rollback()
-        finally:
-            self.rollback()  # an interrupt may have arrived before the first call
+        self.rollback()
 
     def commit(self) -> None:
         """Runs the waiting writes, and then what `at_commit` has registered. Nothing can be undone afterwards.
@@ -164,8 +160,6 @@ class Transaction:
         failures: list[Exception] = []
         unreadable = {} if self._snapshot is None else dict.fromkeys(self._snapshot.unreadable)
         with deferred_signals(), self._without_modes:
-            if self._guard is not None:
-                self._guard.stop()
             with without_modes():
                 for step in self._undo_steps():
                     try:
@@ -367,27 +361,17 @@ class _Guard(TorchFunctionMode):
     def __init__(self, transaction: weakref.ref[Transaction]) -> None:
         super().__init__()
         self._transaction = transaction
-        self._watching = False
-        self._depth = 0
+        self._watching: bool | None = None
+        """None outside of all blocks."""
 
     @contextmanager
     def watching(self, on: bool) -> Iterator[None]:
         before, self._watching = self._watching, on
-        self._depth += 1
         try:
-            if self._depth == 1:
-                self.__enter__()  # type: ignore[no-untyped-call]
-            yield
+            with self if before is None else nullcontext():
+                yield
         finally:
-            self._depth -= 1
             self._watching = before
-            if self._depth == 0:
-                leave_mode(self)
-
-    def stop(self) -> None:
-        """Ends all watching, also where an interrupt has left a block."""
-        self._watching, self._depth = False, 0
-        leave_mode(self)
 
     def __torch_function__(
         self,
