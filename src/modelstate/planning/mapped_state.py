@@ -17,7 +17,7 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import same_bytes
 from modelstate.planning.matching import MatchedCheckpoint, prefixes
 from modelstate.planning.recorder import own_state
-from modelstate.rules.expression import Derived, Source, Unchanged, values_of
+from modelstate.rules.expression import Derived, Source, unchanged, values_of
 from modelstate.rules.rule import Entry, Value
 from modelstate.spec import Assemble, StoredComposite, StoredTensor
 from modelstate.torch_compat.modules import load_pre_hooks, overrides, overrides_loading
@@ -115,7 +115,7 @@ class MappedState:
         if len(entry.sources) != 1:
             return False
         content, stored = entry.content, self._checkpoint.flat.tensors.get(entry.sources[0])
-        if isinstance(content, Derived) and isinstance(content.change, Unchanged):
+        if isinstance(content, Derived) and content.change is unchanged:
             (content,) = content.parts
         return isinstance(content, Value) or content is stored
 

@@ -20,7 +20,7 @@ from torch import nn
 from modelstate.distributed.shards import LocalShard, shard_of
 from modelstate.errors import DistributedError, TransformError, code_errors
 from modelstate.problems import Problem, ProblemKind, one_line
-from modelstate.rules.expression import Derived, Operation, Source, lacks_values
+from modelstate.rules.expression import Derived, Source, lacks_values
 from modelstate.spec import StoredTensor, slices_of
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.modules import named_modules_of
@@ -257,7 +257,7 @@ class ShardedSlot(msgspec.Struct, frozen=True, eq=False):
             given, value = shard_of(value), local_tensor(value)
             if given is None or not given.is_whole:
                 return value, None if stored is None else value
-        if isinstance(stored, Derived) and not stored.parts and not isinstance(stored.change, Operation):
+        if isinstance(stored, Derived) and not stored.parts:
             # Initial values are computed once, and whole: they are random numbers, equal on all ranks.
             change, shape = stored.change, self.shard.shape
             source: Source = Derived(stored.dtype, shape, (), lambda: self._part_of(change()), is_certain=False)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -43,6 +44,8 @@ OnCast = Callable[[torch.Tensor, torch.Tensor], object]
 """Called with the values before and after a step that changes the dtype of one tensor."""
 Change = Callable[..., torch.Tensor]
 """Computes a tensor from others. The result may share their memory."""
+Cut: TypeAlias = "Callable[[Box], Source]"
+"""Returns a region of an expression."""
 
 
 class Derived(msgspec.Struct, frozen=True, eq=False):
@@ -52,10 +55,13 @@ class Derived(msgspec.Struct, frozen=True, eq=False):
     shape: tuple[int, ...]
     parts: tuple[Source, ...]
     change: Change
-    """Called with the values of the parts. An `Operation` passes slices on to the parts; of other functions, the whole
-    result is computed for each region."""
+    """Called with the values of the parts."""
     is_certain: bool = True
     """Whether the computation cannot fail once the stored tensors have been read: no function of a user is called."""
+    cut: Cut | None = None
+    """Computes a region from regions of the parts. None where a region is cut from the whole result."""
+    joined_dim: int | None = None
+    """The dimension along which the parts are joined; None where the values are those that `change` returns."""
 
     def __post_init__(self) -> None:
         if not all(part.is_certain for part in self.parts if isinstance(part, Derived)):
@@ -76,16 +82,14 @@ class Derived(msgspec.Struct, frozen=True, eq=False):
     @property
     def scratch_bytes(self) -> int:
         """Memory that the computation needs beside its result, including the parts that are read for it."""
-        if isinstance(self.change, Concatenation):
+        if self.joined_dim is not None:
             # A part that is a concatenation itself is read into its place in the result.
             return max(
-                part.scratch_bytes
-                if isinstance(part, Derived) and isinstance(part.change, Concatenation)
-                else memory_bytes(part)
+                part.scratch_bytes if isinstance(part, Derived) and part.joined_dim is not None else memory_bytes(part)
                 for part in self.parts
             )
         needed = sum(map(memory_bytes, self.parts))
-        return needed - self.result_bytes if isinstance(self.change, Unchanged | Scaling) else needed
+        return needed - self.result_bytes if self.change is unchanged or isinstance(self.change, Scaling) else needed
 
     @property
     def result_bytes(self) -> int:
@@ -95,7 +99,7 @@ class Derived(msgspec.Struct, frozen=True, eq=False):
     @property
     def read_in_blocks(self) -> Combined | None:
         """The combined tensor that this is, where its values can be computed into existing memory block by block."""
-        part = self.parts[0] if isinstance(self.change, Unchanged) else None
+        part = self.parts[0] if self.change is unchanged else None
         return part if isinstance(part, Combined) and part.is_read_in_blocks else None
 
     @property
@@ -112,9 +116,7 @@ class Derived(msgspec.Struct, frozen=True, eq=False):
         box = box_of(self.shape, slices)
         if tuple(map(len, box)) == self.shape:
             return self
-        if isinstance(self.change, Operation):
-            return self.change.region(self.parts, box)
-        return _cropped(self, box)
+        return _cropped(self, box) if self.cut is None else self.cut(box)
 
 
 Source = Stored | Derived
@@ -170,7 +172,7 @@ def values_of(source: Source, read: Read, on_cast: OnCast | None = None) -> torc
     """
     if not isinstance(source, Derived):
         return read(source)
-    if isinstance(source.change, Concatenation):
+    if source.joined_dim is not None:
         in_memory = (piece for piece in pieces_of(source) if isinstance(piece, torch.Tensor))
         first = next(in_memory, None)
         out = torch.empty(source.shape, dtype=source.dtype, device="cpu" if first is None else first.device)
@@ -185,10 +187,10 @@ def values_of(source: Source, read: Read, on_cast: OnCast | None = None) -> torc
 
 def _read_into(out: torch.Tensor, source: Source, read: Read, on_cast: OnCast | None) -> None:
     """Computes values in existing memory. Of nested concatenations, one part at a time is in memory beside it."""
-    if not isinstance(source, Derived) or not isinstance(source.change, Concatenation):
+    if not isinstance(source, Derived) or source.joined_dim is None:
         out.copy_(values_of(source, read, on_cast))
         return
-    start, dim = 0, source.change.dim
+    start, dim = 0, source.joined_dim
     for part in source.parts:
         _read_into(out.narrow(dim, start, part.shape[dim]), part, read, on_cast)
         start += part.shape[dim]
@@ -202,28 +204,9 @@ def memory_bytes(source: Source) -> int:
 # Operations.
 
 
-class Operation(msgspec.Struct, frozen=True):
-    """A computation that knows which regions of its parts a region of its result needs."""
-
-    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
-        """Computes the result from the values of the parts."""
-        raise NotImplementedError
-
-    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
-        """Returns a region of the result of this operation on `parts`."""
-        raise NotImplementedError
-
-
-class Unchanged(Operation, frozen=True):
-    """The values of a tensor as they are, computed late."""
-
-    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
-        return values[0]
-
-    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
-        part = region(parts[0], slices_of(box))
-        is_certain = not isinstance(part, Combined) or isinstance(part.build, Blocks)
-        return Derived(part.dtype, tuple(part.shape), (part,), self, is_certain)
+def unchanged(values: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a tensor as they are, computed late."""
+    return values
 
 
 def to_be_computed(stored: Stored, computed: dict[Stored, Derived]) -> Source:
@@ -234,66 +217,43 @@ def to_be_computed(stored: Stored, computed: dict[Stored, Derived]) -> Source:
     if not isinstance(stored, Combined):
         return stored
     if stored not in computed:
-        is_certain = isinstance(stored.build, Blocks)
-        computed[stored] = Derived(stored.dtype, stored.shape, (stored,), Unchanged(), is_certain)
+        computed[stored] = _unchanged(stored, isinstance(stored.build, Blocks))
     return computed[stored]
 
 
-class Crop(Operation, frozen=True):
-    """A region of a tensor that has to be computed whole, or a smaller region of it."""
+def _unchanged(source: Source, is_certain: bool) -> Derived:
+    def cut(box: Box) -> Source:
+        return _unchanged(region(source, slices_of(box)), is_certain)
 
-    box: Box
-
-    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
-        return values[0][slices_of(self.box)]
-
-    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
-        within = tuple(outer[inner.start : inner.stop] for outer, inner in zip(self.box, box, strict=True))
-        return region(parts[0], slices_of(within))
+    return Derived(source.dtype, tuple(source.shape), (source,), unchanged, is_certain, cut)
 
 
 def _cropped(source: Source, box: Box) -> Source:
     """Returns a region of a source that is computed whole, or of one that is read by region."""
-    shape = tuple(map(len, box))
+    shape, slices = tuple(map(len, box)), slices_of(box)
     if shape == tuple(source.shape):
         return source
     if isinstance(source, StoredTensor | torch.Tensor):
-        return region(source, slices_of(box))
-    return Derived(source.dtype, shape, (source,), Crop(box))
+        return region(source, slices)
 
+    def cut(inner: Box) -> Source:
+        within = tuple(outer[part.start : part.stop] for outer, part in zip(box, inner, strict=True))
+        return region(source, slices_of(within))
 
-class Conversion(Operation, frozen=True):
-    """A cast to another dtype."""
-
-    dtype: torch.dtype
-
-    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
-        return values[0].to(self.dtype)
-
-    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
-        return cast(region(parts[0], slices_of(box)), self.dtype)
+    return Derived(source.dtype, shape, (source,), lambda values: values[slices], cut=cut)
 
 
 def cast(source: Source, dtype: torch.dtype) -> Source:
     """Returns the source in another dtype."""
     if source.dtype == dtype:
         return source
-    return Derived(dtype, tuple(source.shape), (source,), Conversion(dtype))
-
-
-class Transposition(Operation, frozen=True):
-    """An exchange of two dimensions."""
-
-    dim0: int
-    dim1: int
-
-    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
-        return values[0].transpose(self.dim0, self.dim1)
-
-    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
-        swapped = list(slices_of(box))
-        swapped[self.dim0], swapped[self.dim1] = swapped[self.dim1], swapped[self.dim0]
-        return transposed(region(parts[0], swapped), self.dim0, self.dim1)
+    return Derived(
+        dtype,
+        tuple(source.shape),
+        (source,),
+        lambda values: values.to(dtype),
+        cut=lambda box: cast(region(source, slices_of(box)), dtype),
+    )
 
 
 def transposed(source: Source, dim0: int, dim1: int) -> Source:
@@ -303,31 +263,14 @@ def transposed(source: Source, dim0: int, dim1: int) -> Source:
     view = meta_like(source).transpose(dim0, dim1)
     if isinstance(source, StoredTensor):
         return _view(source, view)
-    return Derived(source.dtype, tuple(view.shape), (source,), Transposition(dim0, dim1))
 
+    def cut(box: Box) -> Source:
+        swapped = list(slices_of(box))
+        swapped[dim0], swapped[dim1] = swapped[dim1], swapped[dim0]
+        return transposed(region(source, swapped), dim0, dim1)
 
-class Reshape(Operation, frozen=True):
-    """Another shape for the elements in their order."""
-
-    shape: tuple[int, ...]
-
-    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
-        return values[0].reshape(self.shape)
-
-    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
-        """Returns a region of what the first dimensions of both shapes can be cut to; else of the whole."""
-        (part,) = parts
-        row, part_row = math.prod(self.shape[1:]), math.prod(part.shape[1:])
-        whole = Derived(part.dtype, self.shape, parts, self)
-        if not (part.shape and row and part_row) or not box[0]:
-            return _cropped(whole, box)
-        first, last = box[0].start * row // part_row, -(-box[0].stop * row // part_row)
-        start, rest = divmod(first * part_row, row)
-        if rest or (last - first) * part_row % row:
-            return _cropped(whole, box)
-        shape = ((last - first) * part_row // row, *self.shape[1:])
-        rows = reshaped(region(part, [slice(first, last)]), shape)
-        return _cropped(rows, moved(box, (start, *[0] * (len(box) - 1))))
+    shape = tuple(view.shape)
+    return Derived(source.dtype, shape, (source,), lambda values: values.transpose(dim0, dim1), cut=cut)
 
 
 def reshaped(source: Source, shape: Sequence[int]) -> Source:
@@ -342,31 +285,21 @@ def reshaped(source: Source, shape: Sequence[int]) -> Source:
             return source.detach().view(after)
     elif isinstance(source, StoredTensor) and view._base is meta:
         return _view(source, view)
-    return Derived(source.dtype, after, (source,), Reshape(after))
+    whole = Derived(source.dtype, after, (source,), lambda values: values.reshape(after))
 
+    def cut(box: Box) -> Source:
+        """Returns a region of what the first dimensions of both shapes can be cut to; else of the whole."""
+        row, source_row = math.prod(after[1:]), math.prod(before[1:])
+        if not (before and row and source_row) or not box[0]:
+            return _cropped(whole, box)
+        first, last = box[0].start * row // source_row, -(-box[0].stop * row // source_row)
+        start, rest = divmod(first * source_row, row)
+        if rest or (last - first) * source_row % row:
+            return _cropped(whole, box)
+        rows = reshaped(region(source, [slice(first, last)]), ((last - first) * source_row // row, *after[1:]))
+        return _cropped(rows, moved(box, (start, *[0] * (len(box) - 1))))
 
-class Concatenation(Operation, frozen=True):
-    """Tensors joined along one dimension, which is not negative."""
-
-    dim: int
-
-    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
-        return torch.cat(values, self.dim)
-
-    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
-        indices, slices, start = box[self.dim], list(slices_of(box)), 0
-        regions = []
-        for part in parts:
-            size = part.shape[self.dim]
-            first, end = max(indices.start - start, 0), min(indices.stop - start, size)
-            if first < end:
-                slices[self.dim] = slice(first, end)
-                regions.append(region(part, slices))
-            start += size
-        if not regions:
-            slices[self.dim] = slice(0)
-            return region(parts[0], slices)
-        return concatenated(regions, self.dim)
+    return msgspec.structs.replace(whole, cut=cut)
 
 
 def concatenated(sources: Sequence[Source], dim: int) -> Source:
@@ -375,7 +308,24 @@ def concatenated(sources: Sequence[Source], dim: int) -> Source:
         return sources[0]
     shape = list(sources[0].shape)
     shape[dim] = sum(source.shape[dim] for source in sources)
-    return Derived(sources[0].dtype, tuple(shape), tuple(sources), Concatenation(dim % len(shape)))
+    dim %= len(shape)
+
+    def cut(box: Box) -> Source:
+        slices, start, regions = list(slices_of(box)), 0, list[Source]()
+        for source in sources:
+            size = source.shape[dim]
+            first, end = max(box[dim].start - start, 0), min(box[dim].stop - start, size)
+            if first < end:
+                slices[dim] = slice(first, end)
+                regions.append(region(source, slices))
+            start += size
+        if not regions:
+            slices[dim] = slice(0)
+            return region(sources[0], slices)
+        return concatenated(regions, dim)
+
+    parts = tuple(sources)
+    return Derived(sources[0].dtype, tuple(shape), parts, lambda *values: torch.cat(values, dim), True, cut, dim)
 
 
 def constant(dtype: torch.dtype, shape: tuple[int, ...], value: float | complex) -> Derived:
@@ -383,7 +333,7 @@ def constant(dtype: torch.dtype, shape: tuple[int, ...], value: float | complex)
     return Derived(dtype, shape, (), partial(torch.full, shape, value, dtype=dtype, device="cpu"))
 
 
-class Scaling(Operation, frozen=True):
+class Scaling(msgspec.Struct, frozen=True):
     """The product of a float32 tensor, which is overwritten, and a scale for each block of its elements."""
 
     block: tuple[int, ...]
@@ -408,8 +358,12 @@ class Scaling(Operation, frozen=True):
             part.mul_(expanded)
         return product
 
-    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
-        weight, scales = parts
+    def of(self, weight: Source, scales: Source) -> Derived:
+        """Returns the products of a weight and its scales."""
+        shape, cut = tuple(weight.shape), partial(self._cut, weight, scales)
+        return Derived(torch.float32, shape, (weight, scales), self, cut=cut)
+
+    def _cut(self, weight: Source, scales: Source, box: Box) -> Derived:
         starts = [indices.start + offset for indices, offset in zip(box, self.offset, strict=True)]
         stops = [start + len(indices) for start, indices in zip(starts, box, strict=True)]
         of_scales = [
@@ -417,8 +371,7 @@ class Scaling(Operation, frozen=True):
             for start, stop, block, count in zip(starts, stops, self.block, scales.shape, strict=True)
         ]
         offset = tuple(start % block if block else 0 for start, block in zip(starts, self.block, strict=True))
-        regions = (region(weight, slices_of(box)), region(scales, of_scales))
-        return Derived(torch.float32, tuple(map(len, box)), regions, Scaling(self.block, offset))
+        return Scaling(self.block, offset).of(region(weight, slices_of(box)), region(scales, of_scales))
 
 
 _SCALES_AT_ONCE = 1 << 20
@@ -456,8 +409,8 @@ def _placed(source: Source, first: int, stride: tuple[int, ...]) -> list[Runs] |
     if isinstance(source, StoredComposite) and isinstance(source.build, Assemble):
         firsts = [sum(run.start * step for run, step in zip(box, stride, strict=True)) for box in source.build.boxes]
         parts = list(zip(source.parts, firsts, strict=True))
-    elif isinstance(source, Derived) and isinstance(source.change, Concatenation):
-        dim = source.change.dim
+    elif isinstance(source, Derived) and source.joined_dim is not None:
+        dim = source.joined_dim
         starts = accumulate((part.shape[dim] for part in source.parts), initial=0)
         parts = [(part, start * stride[dim]) for part, start in zip(source.parts, starts, strict=False)]
     else:

@@ -350,8 +350,8 @@ def dequantized(weight: Source, scale: Source, block: Sequence[int] | None = Non
     if sizes != needed or len(blocks) != len(shape):
         hint = "block= says how many elements have one scale" if block is None else f"block={list(block)} does not fit"
         raise ValueError(f"its shape is {list(shape)}, and that of the scales {list(scale.shape)}: {hint}")
-    parts = (cast(weight, torch.float32), cast(reshaped(scale, sizes), torch.float32))
-    return Derived(torch.float32, shape, parts, Scaling(blocks, (0,) * len(shape)))
+    scales = cast(reshaped(scale, sizes), torch.float32)
+    return Scaling(blocks, (0,) * len(shape)).of(cast(weight, torch.float32), scales)
 
 
 def _set_names(rule: PatternRule, argument: str, names: object) -> None:
