@@ -35,10 +35,8 @@ from torch import nn
 from modelstate import errors
 from modelstate.arguments import TIMEOUT_SECONDS as TIMEOUT_SECONDS, seconds_of
 from modelstate.distributed.connections import (
-    AbandonedError,
     Connections,
     connections_of,
-    drop_abandoned,
     made_connections,
     number_of,
     ranks_text,
@@ -48,7 +46,6 @@ from modelstate.errors import (
     DistributedError,
     ModelBusyError,
     ModelStateError,
-    OptionError,
     RankLostError,
 )
 from modelstate.problems import Problem, explain
@@ -176,7 +173,7 @@ class Agreement:
             try:
                 if is_outermost:
                     order.calls += 1
-                    drop_abandoned(self._world(), self.ranks, self._channel, order.calls)
+                    self._drop_abandoned()
                     order.is_in_call, order.has_failed = True, False
                 yield
             except BaseException as error:
@@ -186,6 +183,18 @@ class Agreement:
             finally:
                 if is_outermost:
                     order.is_in_call = False
+
+    def _drop_abandoned(self) -> None:
+        """Forgets connections that another rank has abandoned when this one did not take part.
+
+        They are kept where it has abandoned them in this call: the first vote raises its error.
+        """
+        connections = self._connections
+        with suppress(Exception):  # the rank that has the store may be gone: the first vote raises it
+            if connections is not None and connections.is_abandoned():
+                call, *_ = json.loads(connections.reason() or "[0]")
+                if call != self._order.calls:
+                    del made_connections(self._world())[self.ranks, self._channel]
 
     @contextmanager
     def barrier(self) -> Iterator[None]:
@@ -365,13 +374,13 @@ class Agreement:
         Does nothing where they raise already, and where there are none.
         """
         if self.is_collective and not self._order.has_failed:
-            self._close(json.dumps([self.rank, report_of(error)]))
+            self._close(error)
 
-    def _close(self, reason: str = "") -> None:
-        """Closes the connections, and has the next call make new ones. The other ranks find the reason."""
+    def _close(self, error: BaseException | None = None) -> None:
+        """Closes the connections, and has the next call make new ones. The other ranks find the error."""
         connections = made_connections(self._world()).pop((self.ranks, self._channel), None)
         if connections is not None:
-            connections.abandon(f"{self._order.calls} {reason}" if reason else "")
+            connections.abandon(json.dumps([self._order.calls, self.rank, report_of(error)]) if error else "")
         self._order.has_failed = True
 
     def _vote(self, phase: _Phase, error: Exception | None) -> None:
@@ -432,10 +441,7 @@ class Agreement:
         Where another rank has abandoned them for an error, it is that one.
         """
         connections = self._connections
-        if isinstance(cause, AbandonedError):
-            reason = cause.reason
-        else:
-            reason = "" if connections is None else connections.reason()[1]
+        reason = "" if connections is None else connections.reason()
         error: ModelStateError
         takes_ranks, lost = _TAKES_RANKS.get(self.call, self.call), f"a rank did not end {phase.name}; {phase.effect}"
         if self._is_destroyed:
@@ -447,7 +453,7 @@ class Agreement:
                 "`result()` first",
             )
         elif reason:
-            rank, report = json.loads(reason)
+            _, rank, report = json.loads(reason)
             error = error_of({rank: report}, phase.name, phase.effect, len(self.ranks))
             if isinstance(error, RankLostError):  # of a rank that has not failed, but noticed it first
                 error.what = lost
@@ -460,8 +466,7 @@ class Agreement:
                 remedy="see the log of the rank that is missing"
                 + (f"; if it needs more time: {takes_ranks}(timeout_seconds=)" if takes_ranks else ""),
             )
-        is_reported = connections is None or isinstance(cause, AbandonedError | TimeoutError)
-        self._close("" if is_reported else json.dumps([self.rank, report_of(error)]))
+        self._close(None if isinstance(cause, TimeoutError) else error)  # a rank that is late may come yet
         return error
 
     def _raise(self, phase: _Phase, error: BaseException | None, reports: Sequence[Report]) -> None:
@@ -523,10 +528,12 @@ def agreement_of(
         ranks = tuple(dist.get_process_group_ranks(process_group)) if is_group else ()
     takes_ranks = _TAKES_RANKS.get(call, call)
     all_of_meshes = {rank for mesh in meshes for rank in mesh}
-    # The ranks that wait for this one where it raises: without an argument they are those of the mesh.
-    waiting = Agreement(tuple(sorted(of_mesh)) if rank in of_mesh else (), TIMEOUT_SECONDS, call=call)
-    if not all_of_meshes <= set(ranks) or rank not in ranks:
-        with waiting.before("planning"):
+    is_valid = all_of_meshes <= set(ranks) and rank in ranks
+    # Where it is not, the ranks that wait for this one are those of the mesh.
+    waiting = ranks if is_valid else of_mesh if rank in of_mesh else ()
+    agreement = Agreement(sorted(waiting), TIMEOUT_SECONDS, call=call)
+    with agreement.before("planning"):
+        if not is_valid:
             raise DistributedError(
                 f"a mesh of a DTensor has ranks that do not take part in {call}"
                 if rank in ranks
@@ -539,12 +546,7 @@ def agreement_of(
                 if takes_ranks
                 else "make all meshes over the same ranks",
             )
-    agreement = Agreement(sorted(ranks), TIMEOUT_SECONDS, call=call)
-    try:
         agreement.timeout_seconds = seconds_of("timeout_seconds", timeout_seconds, accepts_zero=False)
-    except OptionError:
-        with agreement.before("planning"):
-            raise
     return agreement
 
 

@@ -28,19 +28,6 @@ CONNECT_SECONDS = 60.0
 """How long ranks that have met may take to connect, and a second more for each of them."""
 
 
-class AbandonedError(RuntimeError):
-    """Another rank has abandoned the connections that this one waits for.
-
-    Args:
-        text: What this rank has seen.
-        reason: Why the other one has abandoned them; empty where it does not say.
-    """
-
-    def __init__(self, text: str, reason: str) -> None:
-        super().__init__(text)
-        self.reason = reason
-
-
 class Connections:
     """Gloo connections between some ranks on a channel, and their keys in the store.
 
@@ -65,7 +52,7 @@ class Connections:
         """Waits for the other ranks, and connects this one to them.
 
         Raises:
-            AbandonedError: Another rank has stopped waiting.
+            ConnectionAbortedError: Another rank has stopped waiting.
             TimeoutError: A rank does not come.
             RuntimeError: Torch cannot connect the ranks.
 
@@ -106,7 +93,7 @@ class Connections:
             if is_abandoned or waited_seconds > timeout_seconds:
                 missing = ranks_text([rank for rank in self._ranks if not store.check([f"here/{rank}"])])
                 if is_abandoned:
-                    raise AbandonedError(f"another rank has stopped waiting for the ranks {missing}", self.reason()[1])
+                    raise ConnectionAbortedError(f"another rank has stopped waiting for the ranks {missing}")
                 raise TimeoutError(f"nothing from the ranks {missing}")
             check_stopped()
             time.sleep(min(max(waited_seconds / 5, 0.001), 0.5))
@@ -152,10 +139,7 @@ class Connections:
         return commit
 
     def abandon(self, reason: str = "") -> None:
-        """Closes the connections, and has the next call make new ones.
-
-        Ranks that wait for this one find the reason, which begins with the number of the call.
-        """
+        """Closes the connections, and has the next call make new ones. Ranks that wait for this one find the reason."""
         generation = str(self._generation)
         with suppress(Exception):  # the rank that has the store may be gone
             # A rank that only waited for too long has abandoned them first: then the ranks that it missed may come yet.
@@ -167,19 +151,14 @@ class Connections:
         self._of_some.clear()
         self._group = None
 
-    def reason(self) -> tuple[str, str]:
-        """Returns the number of the call in which a rank has abandoned the connections of all ranks, and why.
-
-        Both are empty if it does not say.
-        """
+    def reason(self) -> str:
+        """Returns why a rank has abandoned the connections of all ranks; empty if it does not say."""
         if self._of_all is not None:
             return self._of_all.reason()
         key = f"{self._key}/{self._generation}/reason"
         with suppress(Exception):
-            if self._store.check([key]):
-                call, _, reason = self._store.get(key).decode().partition(" ")
-                return call, reason
-        return "", ""
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+        return ""
 
     def is_abandoned(self) -> bool:
         """Whether another rank has abandoned these connections, or those of all ranks. Asks the store.
@@ -225,18 +204,6 @@ def connections_of(world: object, ranks: tuple[int, ...], timeout_seconds: float
         connections = made[ranks, channel] = Connections(ranks, channel)
         connections.connect(timeout_seconds)
     return connections
-
-
-def drop_abandoned(world: object, ranks: tuple[int, ...], channel: str, call: int) -> None:
-    """Forgets the connections that another rank has abandoned when this one did not take part, before a call.
-
-    They are kept where it has abandoned them in the call of this number: the first vote raises its error.
-    """
-    made = made_connections(world)
-    connections = made.get((ranks, channel))
-    with suppress(Exception):  # the rank that has the store may be gone: the first vote raises it
-        if connections is not None and connections.is_abandoned() and connections.reason()[0] != str(call):
-            del made[ranks, channel]
 
 
 def number_of(parts: Iterable[object]) -> int:
