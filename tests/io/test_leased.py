@@ -17,7 +17,7 @@ from modelstate.errors import ReadFailedError
 from modelstate.io import lease, page_cache, system
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import LocalFile, OpenFiles, SourceFile
-from modelstate.io.page_cache import bring_into_cache, lease_files
+from modelstate.io.page_cache import bring_into_cache, lease_files, look
 from modelstate.spec import ByteRange
 from tests.faults import faulty_reads
 from tests.formats.files import cached_share, evict
@@ -49,7 +49,7 @@ def whole(path: Path) -> list[ByteRange]:
 @contextmanager
 def leasing(path: Path) -> Iterator[OpenFiles]:
     with OpenFiles({str(path): SourceFile(str(path)).fingerprint}) as files:
-        assert bring_into_cache(whole(path), files)
+        assert bring_into_cache(look(whole(path), files), files)
         assert lease_files(whole(path), files) == ""
         yield files
 
@@ -95,7 +95,7 @@ def test_a_file_that_has_changed_is_not_leased(path: Path) -> None:
 def test_where_the_kernel_does_not_say_what_is_in_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "IS_LINUX", False)
     with OpenFiles({}) as files:
-        assert not bring_into_cache(whole(path), files)
+        assert not bring_into_cache(look(whole(path), files), files)
 
 
 @pytest.mark.parametrize("kept", [0, SIZE // 2])
@@ -105,7 +105,7 @@ def test_what_the_page_cache_lacks_is_read(path: Path, kept: int) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reads ahead
         file.read(kept)
         assert cached_share(path) == kept / SIZE
-        assert bring_into_cache(whole(path), files)
+        assert bring_into_cache(look(whole(path), files), files)
     assert cached_share(path) == 1
 
 

@@ -56,12 +56,15 @@ _READ_BYTES = 1 << 20
 
 # What is in the page cache.
 
+Looks = Mapping[ByteRange, bytes | None]
+"""A byte for each page of a range that was looked at, 1 where the page cache has it; None where the kernel does not
+tell."""
 
-def look(ranges: Iterable[ByteRange], files: OpenFiles) -> dict[ByteRange, bytes | None]:
+
+def look(ranges: Iterable[ByteRange], files: OpenFiles) -> Looks:
     """Asks the kernel for some pages of ranges: to ask for all takes a seventh of the time of a load.
 
-    Returns a byte for each of these pages, 1 where the page cache has it, by the ranges; ranges with small gaps between
-    them become one. The value is None for a file whose pages the kernel does not tell.
+    Ranges with small gaps between them become one.
 
     Args:
         ranges: Ranges of files.
@@ -89,7 +92,7 @@ def most_to_read() -> int:
 # Reads ahead.
 
 
-def read_ahead(looks: Mapping[ByteRange, bytes | None], files: OpenFiles) -> int:
+def read_ahead(looks: Looks, files: OpenFiles) -> int:
     """Makes the kernel start to read those of the ranges that are not in the page cache, without waiting for them.
 
     Returns the number of bytes that the kernel is asked for, at most half of the available memory. It is 0 where the
@@ -108,7 +111,7 @@ def read_ahead(looks: Mapping[ByteRange, bytes | None], files: OpenFiles) -> int
     return total
 
 
-def skip_page_cache(looks: Mapping[ByteRange, bytes | None], files: OpenFiles) -> int:
+def skip_page_cache(looks: Looks, files: OpenFiles) -> int:
     """Lets reads go past the page cache where it has little of the ranges: it would take longer than the disk.
 
     Returns the number of bytes of these ranges. Each thread that reads them takes `HUGE_PAGE_BYTES` of memory. The
@@ -122,7 +125,7 @@ def skip_page_cache(looks: Mapping[ByteRange, bytes | None], files: OpenFiles) -
     return total
 
 
-def _cold(looks: Mapping[ByteRange, bytes | None]) -> list[ByteRange]:
+def _cold(looks: Looks) -> list[ByteRange]:
     """Returns the ranges that lack over half of the pages asked for. Ranges without an answer are left out."""
     return [span for span, pages in looks.items() if pages is not None and 2 * pages.count(1) < len(pages)]
 
@@ -159,9 +162,7 @@ def lease_files(extents: Sequence[ByteRange], files: OpenFiles) -> str:
     return ""
 
 
-def bring_into_cache(
-    extents: Sequence[ByteRange], files: OpenFiles, on_read: Callable[[int], object] = lambda _: None
-) -> bool:
+def bring_into_cache(looks: Looks, files: OpenFiles, on_read: Callable[[int], object] = lambda _: None) -> bool:
     """Reads what the page cache lacks of the ranges, on several threads, and waits.
 
     The kernel is asked about all pages where `look` finds that it lacks one. It evicts what has not been used for the
@@ -171,7 +172,7 @@ def bring_into_cache(
     the kernel does not say what it has.
 
     Args:
-        extents: Ranges of files.
+        looks: The result of `look`.
         files: The files.
         on_read: Called with numbers of bytes that were read, by one thread at a time; may raise to end the reads.
 
@@ -179,7 +180,7 @@ def bring_into_cache(
         ReadFailedError: A range cannot be read, or a file has changed.
     """
     missing: list[ByteRange] = []
-    for (path, start, nbytes), pages in look(extents, files).items():
+    for (path, start, nbytes), pages in looks.items():
         file, origin = files[path], start // mmap.PAGESIZE * mmap.PAGESIZE
         if pages is not None and 0 in pages and isinstance(file, LocalFile):
             pages = system.resident(file.descriptor, start, nbytes)

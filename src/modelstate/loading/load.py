@@ -296,11 +296,10 @@ def execute(
             if check is not None:
                 check(planner)
             check_plan(planner, optimizers)
-            notes = planner.notes
             if staged is None:
                 limit_memory(staging, planner.executions)
             else:
-                notes += staged.hand_over(staging, planner)
+                staged.hand_over(planner)
             executions = planner.executions
         rank = None if agreement is None else agreement.rank
         to_stage = [*planner.moves, *(item for item in executions if item.reader in (None, rank))]
@@ -310,7 +309,7 @@ def execute(
             verified = 0 if staged is None else staged.verified_bytes
             if staged is None and options.verify:
                 verified = staging.checkpoint.verify()
-            notes += stage(staging, to_stage)
+            stage(staging, to_stage)
         if agreement is not None:
             collective.broadcast(planner, agreement)
         effect = "values that are read in place are overwritten" if staging.options.in_place else NOTHING_CHANGED
@@ -344,7 +343,12 @@ def execute(
     return LoadReport(
         target=target,
         source=source_name,
-        notes=(*notes, *transaction.notes, *(staging.overflows.notes() if staging.overflows.counts else ())),
+        notes=(
+            *planner.notes,
+            *staging.notes,
+            *transaction.notes,
+            *(staging.overflows.notes() if staging.overflows.counts else ()),
+        ),
         slots=planner.slot_count,
         seconds=time.perf_counter() - started,
         peak_memory_bytes=staging.peak_memory_bytes,
@@ -658,7 +662,6 @@ class StagedLoad:
         """
         self.plan, self.staging, self.verified_bytes = plan, staging, 0
         self._verification = staging.checkpoint.verification() if staging.options.verify else None
-        self._notes: list[str] = []
         self._executions = [item for item in executions if not item.finals]
         self._grad_enabled = torch.is_grad_enabled()
         if staging.options.transform is not None:
@@ -689,7 +692,7 @@ class StagedLoad:
                 self.verified_bytes = self._verification.run(lambda _: progress(0))
             staging.progress = progress
             try:
-                self._notes += stage(staging, self._executions)
+                stage(staging, self._executions)
             finally:
                 staging.progress = lambda _: None  # which refers to no task
             files.check_unchanged()
@@ -698,8 +701,8 @@ class StagedLoad:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
-    def hand_over(self, staging: Staging, planner: Planner) -> list[str]:
-        """Hands the values to the load that commits. Returns notes for the report."""
+    def hand_over(self, planner: Planner) -> None:
+        """Hands the values to the load that commits."""
         ready = {item.transfers.name: item for item in self._executions}
         for item in planner.executions:
             transfers, staged = item.transfers, ready.get(item.transfers.name)
@@ -714,7 +717,6 @@ class StagedLoad:
                 # It was allocated on the stream of the thread that read it. torch uses the memory of a freed tensor
                 # again in the order of that stream, but it is the caller's stream that copies from it.
                 final.record_stream(torch.cuda.current_stream(final.device))
-        return self._notes
 
     def release(self) -> None:
         """Frees all values that have been read, also where other objects still refer to the plans."""

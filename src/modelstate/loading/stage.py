@@ -38,7 +38,15 @@ from modelstate.io import engine, system
 from modelstate.io.engine import Block, Part, ReadStrategy, Wait, block_buffers, common_align_bytes, read_ranges, stream
 from modelstate.io.files import LocalFile, OpenFiles
 from modelstate.io.memory import HUGE_PAGE_BYTES, aligned, fresh_tensors
-from modelstate.io.page_cache import LEAST_BYTES_AHEAD, bring_into_cache, lease_files, look, read_ahead, skip_page_cache
+from modelstate.io.page_cache import (
+    LEAST_BYTES_AHEAD,
+    Looks,
+    bring_into_cache,
+    lease_files,
+    look,
+    read_ahead,
+    skip_page_cache,
+)
 from modelstate.io.staging import pinned_memory
 from modelstate.io.system import MAP_NORESERVE, populate, trim_heap
 from modelstate.io.tensors import ReadAll, compute, read_tensor
@@ -85,6 +93,7 @@ class Staging(msgspec.Struct, eq=False, dict=True):
         overflows: Counts values that casts make infinite or NaN.
         peak_memory_bytes: The most memory that the load takes at once in addition to the final tensors.
         progress: Called with numbers of bytes that are done; may raise to end a read.
+        notes: Remarks for the report.
     """
 
     checkpoint: Checkpoint
@@ -95,6 +104,7 @@ class Staging(msgspec.Struct, eq=False, dict=True):
     overflows: Overflows = msgspec.field(default_factory=Overflows)
     peak_memory_bytes: int = 0
     progress: Callable[[int], None] = lambda _: None
+    notes: list[str] = []
 
     @property
     def read_ranges(self) -> ReadAll:
@@ -134,24 +144,16 @@ def limit_memory(staging: Staging, executions: Iterable[Execution]) -> None:
     )
 
 
-def stage(staging: Staging, executions: Iterable[Execution]) -> list[str]:
+def stage(staging: Staging, executions: Iterable[Execution]) -> None:
     """Computes every final value that is not read straight into its slot. The model is not changed.
 
-    First the kernel starts to read what the page cache lacks, also of the other values. A load with `in_place=True`
-    goes past the page cache instead, which is faster, where no other rank reads the file too. Returns remarks for the
-    report. Raises `ReadFailedError` and `TransformError`.
+    Raises `ReadFailedError` and `TransformError`.
     """
-    unread, options = [item for item in executions if not item.finals], staging.options
+    unread = [item for item in executions if not item.finals]
     waiting = [item for item in unread if item.transfers.way is not Way.INTO]
-    nbytes, how = 0, "past it"
-    if sum(item.transfers.nbytes for item in unread) >= LEAST_BYTES_AHEAD:
-        looks = look([extent for item in unread for extent in item.transfers.extents], staging.files)
-        is_alone = not (dist.is_available() and dist.is_initialized())
-        if options.in_place and options.max_memory_bytes is None and is_alone:
-            nbytes = skip_page_cache(looks, staging.files)
-            staging.peak_memory_bytes += staging.strategy.threads * HUGE_PAGE_BYTES if nbytes else 0
-        if not nbytes:
-            nbytes, how = read_ahead(looks, staging.files), "ahead"
+    soon = unread if staging.options.in_place else waiting
+    if sum(item.transfers.nbytes for item in soon) >= LEAST_BYTES_AHEAD:
+        start_reads(staging, soon)
     for item in waiting:
         transfers = item.transfers
         if transfers.maps is not None:
@@ -159,7 +161,28 @@ def stage(staging: Staging, executions: Iterable[Execution]) -> list[str]:
             staging.progress(transfers.nbytes)
     for read in reads(staging, (item for item in waiting if not item.finals)):
         read()
-    return [f"the file was not in the page cache: {size(nbytes)} of it are read {how}"] if nbytes else []
+
+
+def start_reads(staging: Staging, items: Sequence[Execution]) -> Looks:
+    """Makes the kernel start to read what the page cache lacks of the values. Returns what the page cache has.
+
+    Reads of a load with `in_place=True` go past the page cache instead, which is faster, where no other rank reads the
+    file too.
+    """
+    looks, options = (
+        look([extent for item in items for extent in item.transfers.extents], staging.files),
+        staging.options,
+    )
+    is_alone = not (dist.is_available() and dist.is_initialized())
+    nbytes, how = 0, "past it"
+    if options.in_place and options.max_memory_bytes is None and is_alone:
+        nbytes = skip_page_cache(looks, staging.files)
+        staging.peak_memory_bytes += staging.strategy.threads * HUGE_PAGE_BYTES if nbytes else 0
+    if not nbytes:
+        nbytes, how = read_ahead(looks, staging.files), "ahead"
+    if nbytes:
+        staging.notes.append(f"the file was not in the page cache: {size(nbytes)} of it are read {how}")
+    return looks
 
 
 def reads(staging: Staging, executions: Iterable[Execution]) -> Iterator[Callable[[], None]]:
@@ -707,9 +730,8 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[C
         MemoryBudgetError: The values have to be staged, and need too much memory.
     """
     waiting = stage_unleased(executions, staging.files)
-    extents = [extent for item in waiting for extent in item.transfers.extents]
     # Progress may be shown in a way that fails, so it comes before the commit.
-    if waiting and bring_into_cache(extents, staging.files, lambda _: staging.progress(0)):
+    if waiting and bring_into_cache(start_reads(staging, waiting), staging.files, lambda _: staging.progress(0)):
         staging.progress(sum(item.transfers.nbytes for item in waiting))
         staging.progress = lambda _: None
         staging.files.check_unchanged()
