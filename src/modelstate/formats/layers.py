@@ -7,7 +7,6 @@ whole, with the patches of the later layers applied in their order. docs/delta_f
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -167,15 +166,10 @@ class _Link(NamedTuple):
 
 _known: WeakValueDictionary[tuple[FileFingerprint, int, str], Directory] = WeakValueDictionary()
 """The payloads that open checkpoints have checked."""
-_trusts_known = ThreadValue(False)
+trusts_known_patches = ThreadValue(False)
+"""Whether this thread takes payloads as they are that were checked for a checkpoint that is still open.
 
-
-def trust_known_patches() -> AbstractContextManager[None]:
-    """A context in which payloads are not read that were checked for a checkpoint that is still open.
-
-    A step has files of the steps before it. Who opens a step in this context verifies the payloads that are applied.
-    """
-    return _trusts_known.replaced(True)
+A step has files of the steps before it. Who opens a step so verifies the payloads that are applied."""
 
 
 def _checked(chains: Mapping[str, Sequence[_Link]], files: Mapping[str, FileFingerprint]) -> dict[str, Patched]:
@@ -191,7 +185,7 @@ def _checked(chains: Mapping[str, Sequence[_Link]], files: Mapping[str, FileFing
         for links in chains.values()
         for link in links
     }
-    if _trusts_known.value:
+    if trusts_known_patches.value:
         directories |= {extent: known for extent, key in keys.items() if (known := _known.get(key)) is not None}
     unchecked = [link for links in chains.values() for link in links if link.payload.extent not in directories]
     while unchecked:

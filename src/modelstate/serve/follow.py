@@ -31,7 +31,7 @@ from modelstate.errors import (
     SourceNotFoundError,
     SwapBusyError,
 )
-from modelstate.formats.layers import trust_known_patches
+from modelstate.formats.layers import trusts_known_patches
 from modelstate.process import Stopped, stopped_by
 from modelstate.remote.location import is_remote
 from modelstate.serve.canary import Canary, prepared
@@ -365,7 +365,7 @@ class Following:
         def attempt(entry: StepEntry) -> tuple[str, Checkpoint]:
             # A `Live` verifies what it reads. Other targets get the path of files that have been verified.
             share = slice(0) if is_live else ALL
-            with trust_known_patches():
+            with trusts_known_patches.replaced(True):
                 return entry.place.path, entry.open_object(self._object, verify=True, share=share)
 
         try:

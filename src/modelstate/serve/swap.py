@@ -31,7 +31,7 @@ from modelstate.checkpoint.mapped import Maps
 from modelstate.checkpoint.open import Source, open as open_checkpoint
 from modelstate.errors import PlacementError, Remedy, WeightsError
 from modelstate.formats.block_writer import write_blocks
-from modelstate.formats.layers import trust_known_patches
+from modelstate.formats.layers import trusts_known_patches
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.files import OpenFiles
 from modelstate.io.memory import fresh_tensors
@@ -124,7 +124,7 @@ def stage(
     Raises `PlanError` where the source does not fit, `WeightsError` where the program cannot take the weights, and what
     `modelstate.open` and `modelstate.load` raise.
     """
-    with trust_known_patches():
+    with trusts_known_patches.replaced(True):
         checkpoint = open_checkpoint(source)
     part, given_rules = select_part(checkpoint, options, lambda: target.names)
     names, own_rules = set(map(renaming(given_rules), part) if given_rules else part), tuple[Rule, ...]()
@@ -241,7 +241,7 @@ def read_weights(
                 else:
                     value = patched.later(value, digests.index(digest))
                 break
-        # Payloads are verified in any case: see `trust_known_patches`.
+        # Payloads are verified in any case: see `trusts_known_patches`.
         parts = [*value.parts[0 if verify else 1 :]] if isinstance(value, Combined) else [value] if verify else []
         to_verify.update(part.storage for part in parts if isinstance(part, StoredTensor))
         if isinstance(value, StoredTensor) and (not value.nbytes or (may_map and maps.can_map(value.extent, None))):
@@ -334,7 +334,7 @@ def _load(
         options,
         key=None,
         rules=(*rules, *own_rules),
-        verify=options.verify or bool(part.contents.patched),  # see `trust_known_patches`
+        verify=options.verify or bool(part.contents.patched),  # see `trusts_known_patches`
         device_of_meta=_devices_as_in(serving, module),
     )
     try:
