@@ -71,6 +71,7 @@ class TestLs:
         assert [fields["patches"] for fields in listed] == [0, 1, 2]
         assert listed[2]["bytes"] > 40_000 > 8 * listed[2]["written"]
         assert run("store", "verify", "deltas").stdout.count("whole") == 3
+        assert "\nfull: no changes of a step before it\n" in run("inspect", "deltas/step-000000001").stdout
         shown = run("inspect", "deltas/step-000000003").stdout
         assert "delta: changes of step 3 (0.50% of the elements), step 2 (0.50% of the elements)\n" in shown
         fields = json.loads(run("inspect", "deltas/step-000000003", "--json").stdout)

@@ -17,7 +17,7 @@ from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source, open as open_checkpoint
 from modelstate.errors import CodecError
-from modelstate.formats.layers import CHANGES
+from modelstate.formats.manifest import CHANGES
 from modelstate.formats.tree import decoded, leaves
 from modelstate.html.page import Page, Shown
 from modelstate.process import progress_bar
@@ -344,7 +344,9 @@ def _heading(inspection: Inspection) -> str:
             f"{step} ({int(changed) / max(inspection.elements, 1):.2%} of the elements)"
             for step, changed in changes.items()
         ]
-        lines.append(f"delta: changes of {listed(reversed(parts))}")
+        lines.append(
+            f"delta: changes of {listed(reversed(parts))}" if parts else "full: no changes of a step before it"
+        )
     return "\n".join(lines)
 
 

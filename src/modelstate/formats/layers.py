@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 FORMAT = "modelstate-delta"
 """The `format` in `__metadata__` of such a file, which no other tool takes for weights."""
-CHANGES = "changed elements"
-"""The key of the metadata of a checkpoint with patches that has the number of elements that each step has changed."""
 _CHECKED_BYTES = 16 << 20
 """The patches that are read at once when they are checked, but for one that is larger."""
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 from collections import ChainMap, Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -76,6 +76,8 @@ WEIGHT_MAP = "weight_map"
 """The key of an index that has the file of each tensor."""
 LAYERS = "modelstate_layers"
 """The key of the metadata of an index that has the names of the layers in their order, as JSON."""
+CHANGES = "changed elements"
+"""The key of the metadata of a step of a store with `delta=` that has the number of elements that each step changed."""
 PATCHES = "modelstate_patches"
 """The key of `__metadata__` of a file that has changes of tensors: a `PatchLayer` of `formats/layers.py`, as JSON."""
 _MAX_DEPTH = 100
@@ -483,15 +485,18 @@ def sealed(data: bytes) -> bytes:
     return data.replace(placeholder, f"{ALGORITHM}:{digest(data)}".encode(), 1)
 
 
-def index_of(files: Mapping[str, Iterable[str]], total_bytes: int, manifest: str, layered: bool = False) -> bytes:
+def index_of(
+    files: Mapping[str, Iterable[str]], total_bytes: int, manifest: str, layers: Collection[str] | None = None
+) -> bytes:
     """The text of an index: the file of each tensor, and the manifest. Raises `ValueError` where none would read it.
 
-    With `layered`, the files are layers in their order, whose headers say what is in which file.
+    Where the files are `layers`, in their order, their headers say what is in which file. A whole step of a store with
+    `delta=` has none.
     """
     metadata = {SEAL: OPEN_SEAL, "total_size": str(total_bytes), KEY: manifest}
     weight_map = {name: file for file, names in files.items() for name in names}
-    if layered:
-        metadata[LAYERS], weight_map = json.dumps([*files]), {}
+    if layers is not None:
+        metadata[LAYERS], weight_map = json.dumps([*layers]), {} if layers else weight_map
     # With an indentation, the encoder of the standard library takes four times as long.
     data = msgspec.json.format(msgspec.json.encode({"metadata": metadata, WEIGHT_MAP: weight_map}), indent=1) + b"\n"
     if len(data) > MAX_INDEX_BYTES or len(weight_map) > MAX_NAMES:

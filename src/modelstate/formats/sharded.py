@@ -32,6 +32,7 @@ import msgspec
 from modelstate.errors import DamagedFileError, ModelStateError, SourceNotFoundError
 from modelstate.formats import manifest
 from modelstate.formats.manifest import (
+    CHANGES,
     LAYERS,
     MAX_INDEX_BYTES,
     MAX_NAMES,
@@ -130,12 +131,14 @@ def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], a
     patched: Mapping[str, Patched] = {}
     own_metadata: dict[str, object] = {}
     if layers:
-        from modelstate.formats.layers import CHANGES, resolve
+        from modelstate.formats.layers import resolve
 
         if manifest.KEY not in metadata:
             raise DamagedFileError("the index has layers, and no manifest", where=index_path)
         weight_map, patched, changes = resolve(index_path, layers, contents, trees)
         own_metadata[CHANGES] = changes
+    elif LAYERS in metadata:
+        own_metadata[CHANGES] = {}
     # Every name must be in the shard that the index states, and in no other.
     stated = dict.fromkeys(weight_map.items())
     held = {

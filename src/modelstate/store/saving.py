@@ -568,7 +568,9 @@ class NewStep:
         is_layered = sum(map(len, files.tensors.values())) > len(files.digests)
         with size_errors(path):
             manifest = encoded.state.manifest(None, files.digests, files.patched)
-            text = index_of(files.tensors, encoded.state.nbytes, manifest, is_layered)
+            is_whole = self.deltas is not None and encoded.kind is Kind.MODULE and not is_layered
+            layers = files.tensors if is_layered else () if is_whole else None
+            text = index_of(files.tensors, encoded.state.nbytes, manifest, layers)
         index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
         records, nbytes = {**files.records, index: record}, files.written_bytes + record.nbytes
         return ObjectEntry(encoded.kind, index, records, written_bytes=nbytes, patches=len(files.saves))
