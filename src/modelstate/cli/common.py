@@ -28,7 +28,6 @@ from modelstate.text_format import in_a_line, listed, printable_lines
 if TYPE_CHECKING:
     import torch
 
-    from modelstate.comparison.result import Diff
     from modelstate.html.page import Page, Shown
 
 PROBLEMS = 1
@@ -352,16 +351,8 @@ def one_line(error: BaseException) -> str:
 
 def show(result: Any, as_json: bool, html: str | None = None, text: str | None = None) -> None:
     """Prints a result as JSON or as text, and writes its page where `--html` asks for it."""
-    write_page(html, result)
     echo(result.to_json() if as_json else str(result) if text is None else text)
-
-
-def show_differences(result: Diff, as_json: bool, top: int | None, fold: bool, html: str | None) -> None:
-    """Prints the differences, writes their page, and exits with 1 if there are any."""
-    show(result, as_json, text=result.text(top=top, fold=fold, width=terminal_width()))
     write_page(html, result)
-    if not result.is_equal:
-        raise click.exceptions.Exit(PROBLEMS)
 
 
 def write_page(path: str | None, result: Shown | Page) -> None:

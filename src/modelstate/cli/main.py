@@ -32,7 +32,6 @@ from modelstate.cli.common import (
     parse_device,
     parse_format,
     show,
-    show_differences,
     terminal_width,
     user_code,
 )
@@ -41,6 +40,8 @@ from modelstate.text_format import columns, listed, printable_lines
 
 if TYPE_CHECKING:
     import torch
+
+    from modelstate.comparison.result import Diff
 
 
 @click.group(
@@ -294,18 +295,7 @@ def verify(source: str, as_json: bool, **opening: Any) -> None:
 @options.rules
 @options.opening
 @options.html
-def diff(
-    a: str,
-    b: str,
-    keys: tuple[str, ...],
-    top: int,
-    show_all: bool,
-    no_fold: bool,
-    no_values: bool,
-    html: str | None,
-    as_json: bool,
-    **comparing: Any,
-) -> None:
+def diff(a: str, b: str, keys: tuple[str, ...], **comparing: Any) -> Diff:
     """Compare two checkpoints: names, shapes, dtypes and values.
 
     The tensors with the largest change come first.
@@ -316,8 +306,7 @@ def diff(
         raise click.BadParameter("--key is given at most twice: for A, and for B")
     both = (keys[0] or None, keys[-1] or None) if keys else None
     with _remedies(a, keys), user_code():
-        result = ms.diff(a, b, key=both, values=not no_values, **comparing)
-    show_differences(result, as_json, None if show_all else top, not no_fold, html)
+        return ms.diff(a, b, key=both, **comparing)
 
 
 @contextlib.contextmanager

@@ -16,18 +16,21 @@ import click
 
 import modelstate as ms
 from modelstate.cli.common import (
+    PROBLEMS,
     named_object,
     one_line,
     parse_dtype,
     parse_size,
     search_working_directory,
+    show,
+    terminal_width,
     usage_errors,
 )
 
 if TYPE_CHECKING:
     from modelstate.rules.rule import Rule
 
-Run = Callable[..., None]
+Run = Callable[..., object]
 
 
 def _allowed(_context: click.Context, _parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -78,7 +81,6 @@ file_format = click.option(
 no_skeleton = click.option(
     "--no-skeleton", is_flag=True, help="Build the model with values in its parameters; needs the memory."
 )
-no_fold = click.option("--no-fold", is_flag=True, help="A row for each tensor, also where layers repeat.")
 
 
 def together(*options: Callable[[Run], Run]) -> Callable[[Run], Run]:
@@ -110,25 +112,38 @@ opening = together(
 )
 """The options of `modelstate.open`."""
 
-comparing = together(
-    click.option(
-        "--only",
-        metavar="PATTERN",
-        multiple=True,
-        help="Compare these names of B only, such as '*.attn.*'; may be repeated.",
-    ),
-    click.option(
-        "--top",
-        metavar="N",
-        type=click.IntRange(min=1),
-        default=30,
-        help="Rows of the table of tensors that differ.",
-    ),
-    click.option("--all", "show_all", is_flag=True, help="Show all rows of that table."),
-    no_fold,
-    click.option("--no-values", is_flag=True, help="Compare names, shapes and dtypes; read no tensors."),
-)
-"""The options of the commands that compare."""
+
+def comparing(run: Run) -> Run:
+    """Gives a command that returns a `Diff` the options of a comparison, prints it, and exits with 1 if they differ."""
+
+    @wraps(run)
+    def command(
+        top: int, show_all: bool, no_fold: bool, no_values: bool, html: str | None, as_json: bool, **own: Any
+    ) -> None:
+        result: Any = run(values=not no_values, **own)
+        text = result.text(top=None if show_all else top, fold=not no_fold, width=terminal_width())
+        show(result, as_json, html, text)
+        if not result.is_equal:
+            raise click.exceptions.Exit(PROBLEMS)
+
+    return together(
+        click.option(
+            "--only",
+            metavar="PATTERN",
+            multiple=True,
+            help="Compare these names of B only, such as '*.attn.*'; may be repeated.",
+        ),
+        click.option(
+            "--top",
+            metavar="N",
+            type=click.IntRange(min=1),
+            default=30,
+            help="Rows of the table of tensors that differ.",
+        ),
+        click.option("--all", "show_all", is_flag=True, help="Show all rows of that table."),
+        click.option("--no-fold", is_flag=True, help="A row for each tensor, also where layers repeat."),
+        click.option("--no-values", is_flag=True, help="Compare names, shapes and dtypes; read no tensors."),
+    )(command)
 
 
 def _rule(make: Callable[[str], Rule]) -> Callable[[str], Rule]:
@@ -192,9 +207,9 @@ def rules(run: Run) -> Run:
     """Gives a command the options that change names, as its argument `rules`."""
 
     @wraps(run)
-    def command(rules_of: str | None, **own: Any) -> None:
+    def command(rules_of: str | None, **own: Any) -> object:
         given = tuple(rule for name in _RULES for rule in own.pop(name[2:].replace("-", "_")))
-        run(rules=_with_named(rules_of, given) if rules_of else given, **own)
+        return run(rules=_with_named(rules_of, given) if rules_of else given, **own)
 
     return together(
         *(

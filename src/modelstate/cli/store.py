@@ -20,13 +20,13 @@ from modelstate.cli.common import (
     echo,
     make_parents,
     parse_format,
-    show_differences,
     usage_errors,
     write_page,
 )
 from modelstate.text_format import columns, count, in_a_line, size
 
 if TYPE_CHECKING:
+    from modelstate.comparison.result import Diff
     from modelstate.store.directory import StepEntry, StepIndex
 
 _directory = click.argument(
@@ -230,26 +230,14 @@ def verify_steps(directory: str, step: int | None = None, *, cache: ms.Cache | N
 @click.argument("b", type=int, help="The second step.")
 @options.comparing
 @options.html
-def compare_steps(
-    directory: str,
-    a: int,
-    b: int,
-    top: int,
-    show_all: bool,
-    no_fold: bool,
-    no_values: bool,
-    html: str | None,
-    as_json: bool,
-    **comparing: Any,
-) -> None:
+def compare_steps(directory: str, a: int, b: int, **comparing: Any) -> Diff:
     """Compare two checkpoints of a store, with all their objects.
 
     The output is that of `modelstate diff`.
     Exit code 0 if both are equal, 1 if they differ, 2 if an error occurs or the command line is wrong.
     """
     _index(directory)
-    result = ms.Store(directory).diff(a, b, values=not no_values, **comparing)
-    show_differences(result, as_json, None if show_all else top, not no_fold, html)
+    return ms.Store(directory).diff(a, b, **comparing)
 
 
 @store.command(cls=Command)
