@@ -95,41 +95,32 @@ class BackgroundTask(Generic[_Result]):
     def start(self) -> None:
         """Starts the thread. Where none can be started, the task has run in this thread when this returns.
 
-        Where it is interrupted, the function does not run; or it runs in the thread, and is cancelled if the end of the
-        program would cancel it.
-
         Raises:
             BackgroundCancelledError: No thread can be started, and the task would run until it is cancelled.
         """
         thread = self._thread
         assert thread is not None
-        try:
-            self._future = Future()
-            _tasks.add(self)
-            is_endless = self._at_exit is AtExit.CANCEL_LAST
-            if is_endless or threading.main_thread().is_alive():  # else the end of the program waits for no new task
-                _watch_exit()
-                if try_start(thread):
-                    return
-            if is_endless:
-                raise BackgroundCancelledError(
-                    f"no thread can be started for the {self._kind}",
-                    where=self.where,
-                    found="the system starts no more threads for this process",
-                    remedy="raise the limit (`ulimit -u`, or pids.max of the container), or take background=False",
-                )
-            thread = self._thread = None  # it refers to the task
-            self._run()
-            if self.error is not None and not isinstance(self.error, Exception):
-                self._is_reported = True
-                raise self.error  # Ctrl-C, which has arrived in this thread
-        except BaseException:
-            if self._future.cancel():
-                self._work = None
-                _tasks.discard(self)
-            elif self._at_exit is not AtExit.FINISH:
-                self.cancel(wait=False)
-            raise
+        self._future = Future()
+        _tasks.add(self)
+        is_endless = self._at_exit is AtExit.CANCEL_LAST
+        if is_endless or threading.main_thread().is_alive():  # else the end of the program waits for no new task
+            _watch_exit()
+            if try_start(thread):
+                return
+        if is_endless:
+            self._future.cancel()
+            _tasks.discard(self)
+            raise BackgroundCancelledError(
+                f"no thread can be started for the {self._kind}",
+                where=self.where,
+                found="the system starts no more threads for this process",
+                remedy="raise the limit (`ulimit -u`, or pids.max of the container), or take background=False",
+            )
+        thread = self._thread = None  # it refers to the task
+        self._run()
+        if self.error is not None and not isinstance(self.error, Exception):
+            self._is_reported = True
+            raise self.error  # Ctrl-C, which has arrived in this thread
 
     @property
     def done(self) -> bool:

@@ -39,14 +39,15 @@ def printable_lines(text: str) -> str:
 
 def note_given(path: str, given: str) -> None:
     """Notes how the caller wrote an absolute path, for `as_given`."""
+    given = given.rstrip(os.sep)
     is_directory = os.path.basename(given) in ("", ".", "..")
-    directory = path.rstrip(os.sep) if is_directory else os.path.dirname(path) + os.sep
+    directory = path if is_directory else os.path.dirname(path)
     if not directory.strip(os.sep):  # the root, whose path is a part of every path and URL
         return
     if os.path.isabs(given):
         given_directories.pop(directory, None)
     else:
-        given_directories[directory] = given if is_directory else given[: len(given) - len(os.path.basename(given))]
+        given_directories[directory] = given if is_directory else os.path.dirname(given)
 
 
 def as_given(text: str) -> str:
@@ -55,18 +56,12 @@ def as_given(text: str) -> str:
     noted = [item for item in given_directories.copy().items() if item[0] in text]
     for directory, given in sorted(noted, key=lambda item: -len(item[0])):
         try:
-            absolute = os.path.abspath(given), os.path.join(os.getcwd(), given)
-            leads_there = directory.rstrip(os.sep) in [path.rstrip(os.sep) for path in absolute]
+            leads_there = os.path.join(os.getcwd(), given).rstrip(os.sep) == directory.rstrip(os.sep)
         except OSError:  # the working directory was removed
             return text
-        if leads_there:
-            below = os.path.join(given, "") if given.rstrip(os.sep) != os.curdir else ""
-            replacements = (
-                {directory: given} if directory.endswith(os.sep) else {directory + os.sep: below, directory: given}
-            )
-            for path, relative in replacements.items():
-                end = "" if path.endswith(os.sep) else r"(?![\w./~-])"
-                text = re.sub(rf"(?<![\w./~-]){re.escape(path)}{end}", relative.replace("\\", r"\\"), text)
+        if leads_there or os.path.abspath(given) == directory:
+            below = "" if given in ("", os.curdir) else os.path.join(given, "")
+            text = re.sub(rf"(?<![\w./~-]){re.escape(directory)}/", below.replace("\\", r"\\"), text)
     return text
 
 
