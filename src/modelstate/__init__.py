@@ -56,57 +56,7 @@ if TYPE_CHECKING:
     from modelstate.transaction.references import identity as identity
     from modelstate.transaction.swap_tensors import swap_tensors as swap_tensors
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "modelstate": (
-                "comparison",
-                "conversion",
-                "errors",
-                "loading",
-                "merge",
-                "objects",
-                "rules",
-                "serve",
-                "store",
-                "suggestion",
-                "transaction",
-            ),
-            "modelstate.checkpoint.checkpoint": ("Checkpoint",),
-            "modelstate.checkpoint.inspect": ("inspect", "verify"),
-            "modelstate.checkpoint.open": ("open",),
-            "modelstate.checkpoint.write": ("SaveReport",),
-            "modelstate.codec.codec": ("register_codec",),
-            "modelstate.comparison.diff": ("diff",),
-            "modelstate.conversion.checkpoint": ("convert_checkpoint",),
-            "modelstate.conversion.convert": ("convert", "reference_keeping"),
-            "modelstate.errors": ("ModelStateError", "PlanError"),
-            "modelstate.integrations": ("dcp",),
-            "modelstate.loading.load": ("load", "plan"),
-            "modelstate.loading.load_state_dict": ("load_state_dict",),
-            "modelstate.loading.skeleton": ("skeleton",),
-            "modelstate.objects.extra_state": ("extra_state",),
-            "modelstate.objects.lazy_buffers": ("register_lazy_buffer",),
-            "modelstate.objects.optimizer_state": ("load_optimizer_state", "optimizer_state"),
-            "modelstate.objects.restore": ("restore",),
-            "modelstate.objects.rng": ("RNG",),
-            "modelstate.objects.save": ("save",),
-            "modelstate.planning.plan": ("LoadPlan", "LoadReport"),
-            "modelstate.remote.cache": ("Cache",),
-            "modelstate.serve.export": ("export",),
-            "modelstate.serve.follow": ("follow",),
-            "modelstate.serve.live": ("Live",),
-            "modelstate.serve.canary": ("Canary",),
-            "modelstate.store.deadline": ("Deadline",),
-            "modelstate.store.delta": ("Delta",),
-            "modelstate.store.resumable": ("resumable",),
-            "modelstate.store.retention": ("Keep",),
-            "modelstate.store.store": ("Store",),
-            "modelstate.suggestion.suggest": ("suggest",),
-            "modelstate.tensor_spec": ("TensorSpec",),
-            "modelstate.transaction.references": ("identity",),
-            "modelstate.transaction.swap_tensors": ("swap_tensors",),
-        },
-        # The base classes of dcp in torch import sympy.
-        unlisted=("comparison", "conversion", "dcp", "loading", "objects", "suggestion", "transaction"),
+    # The base classes of dcp in torch import sympy.
+    __getattr__, __dir__ = attach(
+        __name__, unlisted=("comparison", "conversion", "dcp", "loading", "objects", "suggestion", "transaction")
     )

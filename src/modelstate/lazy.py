@@ -1,4 +1,14 @@
-"""Resolves the public names of a package when they are first used, so that importing the package costs little."""
+"""Resolves the public names of a package when they are first used, so that importing the package costs little.
+
+The `__init__.py` of such a package imports its public names in the first `if`, for type checkers:
+
+    if TYPE_CHECKING:
+        from modelstate.store.store import Store as Store
+    else:
+        __getattr__, __dir__ = attach(__name__)
+
+The imports never run. They are read from the code of the package, so that each name is written once.
+"""
 
 import sys
 
@@ -6,23 +16,28 @@ from modelstate import forks as forks  # before another thread makes its first c
 
 TYPE_CHECKING = False  # as in `modelstate/__init__.py`
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection
 
 
-def attach(
-    package: str, names: "Mapping[str, tuple[str, ...]]", unlisted: "Collection[str]" = ()
-) -> "tuple[Callable[[str], object], Callable[[], list[str]], list[str]]":
-    """Returns `__getattr__`, `__dir__` and `__all__` for a package.
+def attach(package: str, unlisted: "Collection[str]" = ()) -> "tuple[Callable[[str], object], Callable[[], list[str]]]":
+    """Returns `__getattr__` and `__dir__` for a package.
 
     Args:
         package: The name of the package, `__name__` in its `__init__.py`.
-        names: The public names by the modules that define them; modules by the packages that they are in.
-        unlisted: Those that `__all__` leaves out.
+        unlisted: The public names that `__all__` leaves out.
     """
-    modules = {name: module for module, of_module in names.items() for name in of_module}
+    modules: dict[str, str] = {}
+    """The modules of the public names, once they are needed; for a module, the package that it is in."""
+
+    def public() -> "dict[str, str]":
+        if not modules:
+            modules.update(_imported_names(package))
+        return modules
 
     def __getattr__(name: str) -> object:
-        module = modules.get(name)
+        if name == "__all__":
+            return sorted(public().keys() - {*unlisted})
+        module = public().get(name)
         if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
         import importlib
@@ -37,6 +52,21 @@ def attach(
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *modules})
+        return sorted({*vars(sys.modules[package]), *public()})
 
-    return __getattr__, __dir__, sorted(modules.keys() - {*unlisted})
+    return __getattr__, __dir__
+
+
+def _imported_names(package: str) -> "dict[str, str]":
+    """Returns the names that a package imports behind its first `if`, with their modules."""
+    import dis
+
+    code = sys.modules[package].__spec__.loader.get_code(package)  # type: ignore[union-attr]
+    names, module, is_behind = dict[str, str](), "", False
+    for instruction in dis.get_instructions(code):
+        is_behind = is_behind or "JUMP" in instruction.opname
+        if instruction.opname == "IMPORT_NAME":
+            module = instruction.argval
+        elif instruction.opname == "IMPORT_FROM" and is_behind:
+            names[instruction.argval] = module
+    return names

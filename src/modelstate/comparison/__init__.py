@@ -15,10 +15,4 @@ if TYPE_CHECKING:
         ValueDiff as ValueDiff,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "modelstate.comparison.difference": ("Difference",),
-            "modelstate.comparison.result": ("Diff", "Status", "TensorDiff", "ValueDiff"),
-        },
-    )
+    __getattr__, __dir__ = attach(__name__)

@@ -9,9 +9,4 @@ from modelstate.lazy import attach
 if TYPE_CHECKING:
     from modelstate.conversion.tensors import UNCHANGED as UNCHANGED
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "modelstate.conversion.tensors": ("UNCHANGED",),
-        },
-    )
+    __getattr__, __dir__ = attach(__name__)

@@ -14,14 +14,4 @@ if TYPE_CHECKING:
     from modelstate.planning.transfer import Way as Way
     from modelstate.planning.transforms import ModuleTransform as ModuleTransform
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "modelstate.loading.load": ("LoadHandle",),
-            "modelstate.loading.quantize": ("Quantize",),
-            "modelstate.planning.plan": ("RankReport",),
-            "modelstate.planning.options": ("LoadOptions",),
-            "modelstate.planning.transfer": ("Way",),
-            "modelstate.planning.transforms": ("ModuleTransform",),
-        },
-    )
+    __getattr__, __dir__ = attach(__name__)

@@ -9,4 +9,4 @@ from modelstate.lazy import attach
 if TYPE_CHECKING:
     from modelstate.objects.objects import Restored as Restored
 else:
-    __getattr__, __dir__, __all__ = attach(__name__, {"modelstate.objects.objects": ("Restored",)})
+    __getattr__, __dir__ = attach(__name__)

@@ -28,15 +28,4 @@ if TYPE_CHECKING:
     from modelstate.rules.tensors import Apply as Apply, Cast as Cast, Reshape as Reshape, Transpose as Transpose
     from modelstate.rules.transformers_mapping import from_transformers as from_transformers
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "modelstate.rules": ("known",),
-            "modelstate.rules.joining": ("Concat", "Dequantize", "Multiply", "Split", "WeightNorm"),
-            "modelstate.rules.names": ("Copy", "Fill", "Ignore", "Prefix", "Rename", "Same"),
-            "modelstate.rules.rule": ("Guess", "Rule"),
-            "modelstate.rules.schema": ("Migration", "Rules", "Schema"),
-            "modelstate.rules.tensors": ("Apply", "Cast", "Reshape", "Transpose"),
-            "modelstate.rules.transformers_mapping": ("from_transformers",),
-        },
-    )
+    __getattr__, __dir__ = attach(__name__)

@@ -14,14 +14,4 @@ if TYPE_CHECKING:
     from modelstate.serve.swap import SwapReport as SwapReport
     from modelstate.torch_compat.modules import without_state_dict_hooks as without_state_dict_hooks
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "modelstate.serve.follow": ("Following",),
-            "modelstate.serve.meta_clone": ("runtime_state",),
-            "modelstate.serve.program_file": ("Manifest",),
-            "modelstate.serve.state_names": ("NameMap",),
-            "modelstate.serve.swap": ("SwapReport",),
-            "modelstate.torch_compat.modules": ("without_state_dict_hooks",),
-        },
-    )
+    __getattr__, __dir__ = attach(__name__)

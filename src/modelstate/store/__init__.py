@@ -12,12 +12,4 @@ if TYPE_CHECKING:
     from modelstate.store.saving import SavedStep as SavedStep
     from modelstate.store.store import PendingSave as PendingSave, RestoredStep as RestoredStep
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "modelstate.store.resumable": ("Resumable",),
-            "modelstate.store.retention": ("CheckpointInfo",),
-            "modelstate.store.saving": ("SavedStep",),
-            "modelstate.store.store": ("PendingSave", "RestoredStep"),
-        },
-    )
+    __getattr__, __dir__ = attach(__name__)

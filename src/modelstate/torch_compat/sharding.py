@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import torch
@@ -55,6 +56,12 @@ def split_indices(size: int, splits: Sequence[DimensionSplit]) -> list[range]:
     """
     from torch.distributed.tensor import Shard
 
+    if all(type(split.placement) is Shard for split in splits):
+        indices_in_a_row = range(size)
+        for placement, ranks, position in splits:
+            own = _ranges(len(indices_in_a_row), placement, ranks)[position]
+            indices_in_a_row = indices_in_a_row[own.start : own.stop]
+        return [indices_in_a_row] if indices_in_a_row else []
     indices = torch.arange(size, device="cpu")
     for placement, ranks, position in splits:
         parts = ranks * getattr(placement, "split_factor", 1)
@@ -65,14 +72,27 @@ def split_indices(size: int, splits: Sequence[DimensionSplit]) -> list[range]:
                 found=f"{len(indices)}, placed {placement!r}, torch {torch.__version__}",
                 remedy="use torch 2.11 or later, or a mesh that divides the size",
             )
-        # The dimension that is split has the number that the placement says.
-        column = indices.reshape(*[1] * placement.dim, -1)
-        shards, _ = placement._split_tensor(column, ranks, with_padding=False, contiguous=False)
-        indices = shards[position].reshape(-1)
+        indices = _shards(indices, placement, ranks)[position].reshape(-1)
     if not indices.numel():
         return []
     ends = torch.nonzero(indices.diff() != 1).flatten() + 1
     return [range(int(run[0]), int(run[-1]) + 1) for run in torch.tensor_split(indices, ends)]
+
+
+@lru_cache(maxsize=64)
+def _ranges(size: int, placement: Shard, ranks: int) -> tuple[range, ...]:
+    """Returns the indices of all positions at once, since torch splits for all of them. The shards are views."""
+    shards = _shards(torch.empty(size, dtype=torch.uint8, device="meta"), placement, ranks)
+    starts = (int(shard.storage_offset()) if shard.numel() else 0 for shard in shards)
+    return tuple(range(start, start + shard.numel()) for start, shard in zip(starts, shards, strict=True))
+
+
+def _shards(indices: torch.Tensor, placement: Shard, ranks: int) -> Sequence[torch.Tensor]:
+    # The dimension that is split has the number that the placement says.
+    column = indices.reshape(*[1] * placement.dim, -1)
+    shards: Sequence[torch.Tensor]
+    shards, _ = placement._split_tensor(column, ranks, with_padding=False, contiguous=False)
+    return shards
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,4 @@ from modelstate.lazy import attach
 if TYPE_CHECKING:
     from modelstate.transaction.references import Identity as Identity
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        {
-            "modelstate.transaction.references": ("Identity",),
-        },
-    )
+    __getattr__, __dir__ = attach(__name__)
