@@ -474,8 +474,8 @@ class StoredTensors(Mapping[str, StoredTensor]):
     ) -> None:
         """The mapping takes over `rows`, the row of each name, and the tensors that have been created already."""
         self.rows, self.columns = rows, columns
-        self.versions: Mapping[str, object] | None = None
-        """The versions of modules, torch's `_metadata`, where a file has them beside its tensors."""
+        self._metadata: Mapping[str, object] | None = None
+        """As of a state dict; see `set_version_metadata`."""
         self._created = {} if created is None else created
 
     @classmethod
@@ -743,11 +743,11 @@ def is_uninitialised(value: object) -> bool:
 
 
 def set_version_metadata(state_dict: object, versions: Mapping[str, object]) -> None:
-    """Attaches the version metadata of modules to an `OrderedDict`, where `load_state_dict` looks for it."""
+    """Attaches the version metadata of modules to an `OrderedDict`, where torch looks for it, or to a table."""
     state_dict._metadata = versions  # type: ignore[attr-defined]
 
 
 def version_metadata(state_dict: object) -> Mapping[str, object] | None:
     """The version metadata of modules that `state_dict()` or a reader attaches; None without it."""
-    versions = state_dict.versions if isinstance(state_dict, StoredTensors) else getattr(state_dict, "_metadata", None)
+    versions = getattr(state_dict, "_metadata", None)
     return versions if isinstance(versions, Mapping) else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
 from itertools import islice
@@ -26,10 +28,9 @@ from modelstate.errors import (
 from modelstate.formats.manifest import ALGORITHM
 from modelstate.formats.tree import (
     Contents,
-    FlatTree,
-    below,
     decoded,
     flatten,
+    is_container,
     leaves,
     rebuild,
     referred_to,
@@ -59,7 +60,7 @@ from modelstate.spec import (
     pieces,
 )
 from modelstate.tensor_spec import TensorSpec, specs_of
-from modelstate.text_format import listed, size
+from modelstate.text_format import count, listed, short_repr, size
 
 if TYPE_CHECKING:
     import torch
@@ -80,23 +81,20 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         (2, 3)
     """
 
-    def __init__(self, contents: Contents, *, source: str, key: str | None = None) -> None:
+    def __init__(self, contents: Contents, *, source: str) -> None:
         self.contents = contents
         """The contents of the whole source."""
         self.source = source
         """The path as it was passed to `modelstate.open`, or "mapping"."""
         self.fingerprints: Mapping[str, FileFingerprint] = contents.files
         """The fingerprint of each file when its header was read. A file that has changed since is not read."""
-        self.key = key or ""
+        self.key = ""
         """The dotted path of this part of the source; empty for the whole source."""
         self.step: int | None = None
         """The step of a store that was opened; None for other sources."""
-        tree = contents.tree
-        if isinstance(tree, StoredTensors):
-            flat = FlatTree(tree, {}, [""], {} if tree.versions is None else {"": tree.versions})
-        else:
-            flat = flatten(tree, source)
-        self.flat = flat if key is None else below(flat, key, source, self._decoded)
+        self.tree = contents.tree
+        """The tree of this part."""
+        self.flat = flatten(self.tree, source)
         """Tensors, values and containers by path. Must not be modified."""
         if contents.format == "mapping":
             for name, stored in self.flat.tensors.items():
@@ -312,7 +310,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         """
         from modelstate.io.tensors import runs
 
-        node = subtree(self.contents.tree, ".".join(filter(None, (self.key, path))), self.source, self._decoded)
+        node = subtree(self.tree, path, self.source, self._decoded)
         check_flag("map", map, accepts_none=True)
         self._check_read(node, path)
         of_part = (self.stored(name) for name in self if not path or f"{name}.".startswith(f"{path}."))
@@ -376,12 +374,28 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
             >>> list(checkpoint.select("model"))
             ['weight']
         """
+        if not isinstance(key, str):
+            raise OptionError("key= must be a dotted path", where=self.source, expected="a str", found=short_repr(key))
+        if not key:
+            return self
         part = object.__new__(Checkpoint)
         part.contents, part.source, part.step = self.contents, self.source, self.step
         part.fingerprints, part._maps = self.fingerprints, self._maps
-        part.flat = below(self.flat, key, self.source, self._decoded)
-        part.key = f"{self.key}.{key}" if self.key and key else self.key or key
-        return part
+        part.key = f"{self.key}.{key}" if self.key else key
+        with suppress(KeyNotFoundError):
+            part.tree = self._decoded(subtree(self.tree, key, self.source, self._decoded))
+            part.flat = flatten(part.tree, self.source)
+            if is_container(part.tree) and (part.flat.tensors or part.flat.values):
+                return part
+        counts = Counter(name.split(".", 1)[0] for name in self if "." in name)
+        parts = listed((f"{name!r} ({count(number, 'tensor')})" for name, number in counts.most_common()), 8)
+        raise KeyNotFoundError(
+            f"nothing in the checkpoint is under {key!r}",
+            where=self.source,
+            expected=f"one of {parts}" if parts else "",
+            remedy="give one of these as key=, or none" if parts else "leave key= out: the checkpoint has no parts",
+            options="--key KEY, or leave it out",
+        )
 
     def tensor(self, name: str, *, map: bool | None = None) -> torch.Tensor:
         """Returns one tensor, which stays valid when the checkpoint is closed.

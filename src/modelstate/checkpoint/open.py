@@ -170,9 +170,9 @@ def open(
     if combine is not None:
         raise OptionError("combine= needs a list of sources", expected="a list of sources", found=type(source).__name__)
     if isinstance(source, Checkpoint):
-        return source if key is None else source.select(key)
+        return _part(source, key)
     if isinstance(source, Mapping):
-        return Checkpoint(Contents("mapping", source), source="mapping", key=key)
+        return _part(Checkpoint(Contents("mapping", source), source="mapping"), key)
     name = os.fspath(source) if isinstance(source, str | os.PathLike) else None
     if not isinstance(name, str):
         raise _no_source(source)
@@ -199,7 +199,11 @@ def open(
     if repository:
         commit = os.path.basename(repository).rpartition("@")[2]
         label = f"hf://{name.partition('@')[0]}@{commit}"
-    return Checkpoint(contents, source=label, key=key)
+    return _part(Checkpoint(contents, source=label), key)
+
+
+def _part(checkpoint: Checkpoint, key: str | None) -> Checkpoint:
+    return checkpoint if key is None else checkpoint.select(key)
 
 
 def _no_source(source: object) -> SourceTypeError:

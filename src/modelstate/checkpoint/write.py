@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal, cast
@@ -20,11 +20,11 @@ from torch.nn.parameter import is_lazy
 from modelstate.arguments import check_integer, invalid_option, seconds_of
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.reduction import kind_of
-from modelstate.errors import KeyNotFoundError, OptionError, SourceTypeError, TargetExistsError, UnsavableError
+from modelstate.errors import OptionError, SourceTypeError, TargetExistsError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, OnCast, bytes_stored, lazy_tensor, threads_within, whole
 from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX
-from modelstate.formats.tree import EXTRA_STATE, empty_like, leaves, rebuild, refused_in, subtree
+from modelstate.formats.tree import EXTRA_STATE, empty_like, leaves, rebuild, refused_in
 from modelstate.formats.writing import CheckpointWriter, Files, write_checkpoint
 from modelstate.html.page import Page, Shown
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
@@ -61,7 +61,10 @@ def streamed(checkpoint: Checkpoint, cast: torch.dtype | None = None) -> StateTo
     Raises `OptionError` for a cast that torch does not support, and `CodecError` for a value that cannot be decoded.
     """
     builder = LazyStateBuilder(checkpoint, cast)
-    state = builder.node(_root(checkpoint), "")
+    root = checkpoint.tree
+    if not isinstance(root, Mapping):
+        root = OrderedDict[str, object]({**checkpoint.flat.tensors, **checkpoint.flat.values})
+    state = builder.node(root, "")
     assert isinstance(state, Mapping)
     return around(checkpoint, state, builder)
 
@@ -213,18 +216,6 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
     """The elements that a sparse tensor stores."""
     return sparse_values(tensor) if tensor.layout is torch.sparse_coo else tensor.detach().values()
-
-
-def _root(checkpoint: Checkpoint) -> Mapping[str, object]:
-    """The tree of a checkpoint; a flat dict where its key ends within names that contain dots."""
-    with suppress(KeyNotFoundError):
-        node = subtree(checkpoint.contents.tree, checkpoint.key, checkpoint.source)
-        if isinstance(node, Mapping):
-            return node
-    root = OrderedDict[str, object]({**checkpoint.flat.tensors, **checkpoint.flat.values})
-    if checkpoint.versions is not None:
-        set_version_metadata(root, checkpoint.versions)
-    return root
 
 
 SUFFIXES = {

@@ -202,11 +202,7 @@ def apply(
                 raise damaged(where, f"{quote(name)} is both a tensor and another value")
             state[name] = Encoded(tree, hidden, f"{path}: {name}")
         if "versions" in manifest:
-            versions = _versions(manifest["versions"])
-            if isinstance(state, StoredTensors):
-                state.versions = versions
-            else:
-                set_version_metadata(state, versions)
+            set_version_metadata(state, _versions(manifest["versions"]))
         return msgspec.structs.replace(contents, tree=state, metadata=metadata, checksums=checksums)
     except (DamagedFileError, NewerManifestError, ForbiddenGlobalError, UnknownClassError, MemoryError):
         raise

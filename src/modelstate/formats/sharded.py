@@ -168,12 +168,11 @@ def _read(index_path: str, index: Index, read_file: Callable[[str], Contents], a
     tables = [tree for tree in trees.values() if isinstance(tree, StoredTensors)]
     merged: Mapping[str, object]
     if len(tables) == len(trees):
-        merged = joined = StoredTensors.joined(tables)
-        joined.versions = versions or None
+        merged = StoredTensors.joined(tables)
     else:
         merged = OrderedDict((name, value) for tree in trees.values() for name, value in tree.items())
-        if versions:
-            set_version_metadata(merged, versions)
+    if versions:
+        set_version_metadata(merged, versions)
     formats = sorted({shard.format for shard in contents.values()})
     has_manifest = manifest.KEY in metadata
     read = Contents(

@@ -6,6 +6,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ from modelstate.errors import (
     AmbiguousCheckpointError,
     CodecError,
     KeyNotFoundError,
-    OptionError,
     SourceTypeError,
     keep_interrupt,
 )
@@ -37,7 +37,6 @@ from modelstate.spec import (
     under_names,
     version_metadata,
 )
-from modelstate.text_format import count, listed, short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -284,6 +283,9 @@ def flatten(tree: object, where: str) -> FlatTree:
                 flat.versions[path] = versions
         return True
 
+    if isinstance(tree, StoredTensors):
+        versions = version_metadata(tree)
+        return FlatTree(tree, {}, [""], {} if versions is None else {"": versions})
     if _is_tensor(tree):
         add(tensors, "tensor", tree)
     elif isinstance(tree, Refused):
@@ -300,81 +302,43 @@ def _is_extra_state(name: str) -> bool:
 def subtree(tree: object, path: str, where: str, decode: Callable[[Encoded], object] = lambda value: value) -> object:
     """The node at a dotted path; the empty path is the whole tree. Keys may contain dots themselves.
 
+    Where the path ends within the keys of a dict, the node is a dict of their values, under the rest of the keys.
     Values that `decode` decodes are searched, too.
     """
-    nodes = _nodes_at(tree, path, decode) if path else iter((tree,))
-    try:
-        return next(nodes)
-    except StopIteration:
+    exact, within = (_nodes_at(tree, path, decode, ends_within) for ends_within in (False, True))
+    node = next(chain(exact, within), _NO_NODE) if path else tree
+    if node is _NO_NODE:
         raise KeyNotFoundError(
             "the checkpoint has nothing under this path",
             where=where,
             found=path,
             remedy="print(modelstate.open(source)) shows what there is",
-        ) from None
+        )
+    return node
 
 
-def _nodes_at(node: object, path: str, decode: Callable[[Encoded], object]) -> Iterator[object]:
-    """The nodes that the path can mean; long keys come before short ones."""
+_NO_NODE = object()
+
+
+def _nodes_at(node: Any, path: str, decode: Callable[[Encoded], object], ends_within: bool) -> Iterator[object]:
+    """The nodes that the path can mean, if it ends with a key, or within keys; long keys come before short ones."""
     node = decode(node) if isinstance(node, Encoded) else node
     if not is_container(node):
         return
-    matching = [(key, child) for key, child in items_of(node) if path == key or path.startswith(f"{key}.")]
-    for key, child in sorted(matching, key=lambda item: -len(item[0])):
-        if key == path:
-            yield child
-        else:
-            yield from _nodes_at(child, path[len(key) + 1 :], decode)
-
-
-def below(flat: FlatTree, key: str, where: str, decode: Callable[[object], object]) -> FlatTree:
-    """Returns the part of a tree under a dotted path. Raises `KeyNotFoundError`, and what `decode` raises."""
-    if not isinstance(key, str):
-        raise OptionError("key= must be a dotted path", where=where, expected="a str", found=short_repr(key))
-    if not key:
-        return flat
-    prefix, cut = key + ".", len(key) + 1
-    part = FlatTree(
-        under_names(flat.tensors, {name[cut:]: name for name in flat.tensors if name.startswith(prefix)}),
-        {name[cut:]: value for name, value in flat.values.items() if name.startswith(prefix)},
-        [path[cut:] for path in flat.containers if path == key or path.startswith(prefix)],
-        {path[cut:]: versions for path, versions in flat.versions.items() if path == key or path.startswith(prefix)},
-    )
-    above = max((path for path in flat.containers if not path or f"{key}.".startswith(f"{path}.")), key=len, default="")
-    if above != key and above in flat.versions:  # the key ends within names that contain dots
-        module = key[len(above) + 1 :] if above else key
-        part.versions[""] = {
-            name[len(module) + 1 :]: entry
-            for name, entry in flat.versions[above].items()
-            if f"{name}.".startswith(f"{module}.")
-        }
-    if not part.tensors and not part.values:
-        part.values = _values_below(flat, key, where, decode)
-    if not part.tensors and not part.values:
-        counts = Counter(name.split(".", 1)[0] for name in flat.tensors if "." in name)
-        parts = listed((f"{k!r} ({count(n, 'tensor')})" for k, n in counts.most_common()), 8)
-        raise KeyNotFoundError(
-            f"nothing in the checkpoint is under {key!r}",
-            where=where,
-            expected=f"one of {parts}" if parts else "",
-            remedy="give one of these as key=, or none" if parts else "leave key= out: the checkpoint has no parts",
-            options="--key KEY, or leave it out",
-        )
-    return part
-
-
-def _values_below(flat: FlatTree, key: str, where: str, decode: Callable[[object], object]) -> dict[str, object]:
-    """The items of a container without tensors, which the flat view keeps as one value."""
-    head = key
-    while head and head not in flat.values:
-        head = head.rpartition(".")[0]
-    if not head:
-        return {}
-    try:
-        node = decode(subtree(flat.values[head], key[len(head) + 1 :], where, decode))
-    except KeyNotFoundError:
-        return {}
-    return dict(items_of(node)) if is_container(node) else {}
+    keys: dict[str, Any] = {str(key): key for key in (node if isinstance(node, Mapping) else range(len(node)))}
+    for name in sorted((name for name in keys if f"{path}.".startswith(f"{name}.")), key=len, reverse=True):
+        if name != path:
+            yield from _nodes_at(node[keys[name]], path[len(name) + 1 :], decode, ends_within)
+        elif not ends_within:
+            yield node[keys[name]]
+    cut = len(path) + 1
+    if ends_within and (names := {name[cut:]: key for name, key in keys.items() if name.startswith(f"{path}.")}):
+        part = under_names(node, names)
+        part = part if isinstance(part, StoredTensors) else OrderedDict(part)
+        if (versions := version_metadata(node)) is not None:
+            of_part = (module for module in versions if f"{module}.".startswith(f"{path}."))
+            set_version_metadata(part, {module[cut:]: versions[module] for module in of_part})
+        yield part
 
 
 def decoded(node: object, tensor: Callable[[Stored], torch.Tensor]) -> object:
@@ -459,7 +423,7 @@ def empty_like(node: Mapping[object, object]) -> dict[Any, Any]:
         return defaultdict(node.default_factory)
     if type(node) is OrderedDict:
         return OrderedDict()
-    if isinstance(node, StoredTensors) and node.versions is not None:
+    if isinstance(node, StoredTensors) and version_metadata(node) is not None:
         return OrderedDict()
     return Counter() if type(node) is Counter else {}
 

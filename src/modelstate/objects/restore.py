@@ -24,7 +24,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.checkpoint.open import Source, open as open_checkpoint, patterns_of
 from modelstate.distributed.agreement import Agreement, agreement_of
 from modelstate.errors import KeyNotFoundError, ModelStateError, ObjectStateError, OptionError, PlanError, Remedy
-from modelstate.formats.tree import deep_copy, is_container, items_of, same_value, subtree
+from modelstate.formats.tree import deep_copy, is_container, items_of, same_value
 from modelstate.loading.collective import PLANNING
 from modelstate.loading.load import load_then
 from modelstate.objects.objects import (
@@ -517,10 +517,7 @@ def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
     tree: OrderedDict[str, object] = OrderedDict()
     versions: dict[str, object] = {}
     for path, checkpoint in checkpoints.items():
-        flat = checkpoint.flat
-        whole: object = None
-        with suppress(KeyNotFoundError):  # the key ends within a name
-            whole = subtree(checkpoint.contents.tree, checkpoint.key, checkpoint.source)
+        flat, whole = checkpoint.flat, checkpoint.tree
         items = items_of(whole) if is_container(whole) else (*flat.tensors.items(), *flat.values.items())
         for name, node in items:
             tree[f"{path}.{name}"] = node
