@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -32,7 +32,7 @@ from modelstate.checkpoint.reduction import (
     scratch,
 )
 from modelstate.html.page import Page, Shown
-from modelstate.spec import Stored, bytes_key
+from modelstate.spec import bytes_key
 from modelstate.text_format import columns, count, folded, folded_label, printable, seconds, size
 from modelstate.torch_compat.dtypes import is_numeric, short
 
@@ -173,21 +173,17 @@ def statistics_of(checkpoint: Checkpoint, *, only: Iterable[str], progress: bool
         where=checkpoint.source,
         remedy="inspect without statistics, or load the model first",
     )
-    plain: dict[object, Stored] = {}
-    parts = {spec.name: parts_of(spec.stored) for spec in specs}
-    keys = {
-        (name, label): bytes_key(stored, f"{name}.{label}")
-        for name, members in parts.items()
-        for label, stored in members.items()
+    parts = [(spec, label, stored) for spec in specs for label, stored in parts_of(spec.stored).items()]
+    keys = [bytes_key(stored, f"{spec.name}.{label}") for spec, label, stored in parts]
+    plain = {
+        key: stored
+        for key, (_, _, stored) in zip(keys, parts, strict=True)
+        if kind_of(stored) == "strided" and is_numeric(read_dtype(stored.dtype))
     }
-    for (name, label), key in keys.items():
-        stored = parts[name][label]
-        if kind_of(stored) == "strided" and is_numeric(read_dtype(stored.dtype)):
-            plain.setdefault(key, stored)
-    accumulators = [_Accumulator(read_dtype(stored.dtype)) for stored in plain.values()]
+    chunks: list[list[_Chunk]] = [[] for _ in plain]
 
     def fold(item: int, values: tuple[torch.Tensor, ...]) -> None:
-        accumulators[item].add(values[0])
+        chunks[item].append(_measured(values[0]))
 
     read_bytes = reduce(
         [(operand_of(stored, reader_of(checkpoint)),) for stored in plain.values()],
@@ -196,89 +192,76 @@ def statistics_of(checkpoint: Checkpoint, *, only: Iterable[str], progress: bool
         progress=progress,
         what="reading",
     )
-    found = {key: accumulator.result() for key, accumulator in zip(plain, accumulators, strict=True)}
-    counted: set[object] = set()
-    tensors = []
+    measured = dict(zip(plain, map(_combined, chunks), strict=True))
+    firsts = {bytes_key(spec.stored, spec.name): spec.name for spec in reversed(specs)}
+    members: dict[str, list[TensorStatistics]] = {spec.name: [] for spec in specs}
+    for (spec, label, stored), key in zip(parts, keys, strict=True):
+        shape, name = tuple(stored.shape), f"{spec.name}, {label}" if label else spec.name
+        is_tied = firsts[bytes_key(spec.stored, spec.name)] != spec.name
+        nbytes = 0 if is_tied else math.prod(shape) * stored.dtype.itemsize
+        statistics = measured.get(key) or Statistics(math.prod(shape))
+        members[spec.name].append(TensorStatistics(name, shape, stored.dtype, "strided", nbytes, statistics))
+    tensors: list[TensorStatistics] = []
     for spec in specs:
-        members = []
-        is_tied = (key := bytes_key(spec.stored, spec.name)) in counted
-        counted.add(key)
-        for label, stored in parts[spec.name].items():
-            shape = tuple(stored.shape)
-            statistics = found.get(keys[spec.name, label]) or Statistics(math.prod(shape))
-            nbytes = 0 if is_tied else math.prod(shape) * stored.dtype.itemsize
-            name = f"{spec.name}, {label}" if label else spec.name
-            members.append(TensorStatistics(name, shape, stored.dtype, "strided", nbytes, statistics))
-        if kind_of(spec.stored) != "strided":
-            nbytes, whole = sum(member.bytes for member in members), Statistics(math.prod(spec.shape))
-            kind = kind_of(spec.stored)
-            members = [TensorStatistics(spec.name, spec.shape, spec.dtype, kind, nbytes, whole, tuple(members))]
-        tensors += members
+        own = members[spec.name]
+        if (kind := kind_of(spec.stored)) != "strided":
+            nbytes, whole = sum(member.bytes for member in own), Statistics(math.prod(spec.shape))
+            own = [TensorStatistics(spec.name, spec.shape, spec.dtype, kind, nbytes, whole, tuple(own))]
+        tensors += own
     label = checkpoint.source + (f", key {checkpoint.key!r}" if checkpoint.key else "")
     return CheckpointStatistics(label, tuple(tensors), read_bytes, perf_counter() - begin)
 
 
 # Adding up.
 
-_Moments = tuple[int, float, float]
-"""The number of finite elements, their mean, and the sum of squared deviations from it."""
+
+class _Chunk(NamedTuple):
+    """What is known of a chunk of a tensor."""
+
+    elements: int
+    zeros: int
+    nan: int
+    infinite: int
+    limits: tuple[float | int, ...]
+    """The least and the greatest finite element; empty where there is none, or the elements have no order."""
+    finite: int
+    mean: float
+    """Of the finite elements."""
+    squares: float
+    """The sum of squared deviations from the mean."""
 
 
-class _Accumulator:
-    """Adds up the chunks of one tensor. Several threads may add chunks at once."""
+def _measured(values: torch.Tensor) -> _Chunk:
+    """Measures a chunk: a contiguous CPU tensor of one dimension."""
+    dtype, count = values.dtype, len(values)
+    if dtype.is_complex:
+        x = values.to(torch.complex64) if dtype.itemsize == 4 else values
+    else:
+        is_small = dtype.itemsize <= (4 if dtype.is_floating_point else 2)
+        x = values.to(torch.float32 if is_small else torch.float64)
+    zeros, nan, infinite = count - int(torch.count_nonzero(x)), 0, 0
+    limits: tuple[float | int, ...] = ()
+    if not x.is_complex():
+        limits = _limits(values if not dtype.is_floating_point and dtype is not torch.bool else x)
+    if not limits or not all(map(math.isfinite, limits)):
+        nan, finite = int(torch.isnan(x).sum()), x[torch.isfinite(x)]
+        infinite, x = count - nan - len(finite), finite
+        limits = _limits(x) if len(x) and not x.is_complex() else ()
+    return _Chunk(count, zeros, nan, infinite, limits, len(x), *(_moments(x) if limits else (0.0, 0.0)))
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._lock = threading.Lock()
-        self._elements = self._zeros = self._nan = self._infinite = 0
-        self._limits: list[float | int] = []
-        self._moments: list[_Moments] = []
 
-    def add(self, values: torch.Tensor) -> None:
-        """Adds a chunk: a contiguous CPU tensor of one dimension."""
-        x = self._converted(values)
-        zeros, nan, infinite = len(x) - int(torch.count_nonzero(x)), 0, 0
-        limits: tuple[float | int, ...] = ()
-        if not x.is_complex():
-            limits = _limits(values if not values.is_floating_point() and values.dtype is not torch.bool else x)
-        if not limits or not all(map(math.isfinite, limits)):
-            nan, finite = int(torch.isnan(x).sum()), x[torch.isfinite(x)]
-            infinite, x = len(x) - nan - len(finite), finite
-            limits = _limits(x) if len(x) and not x.is_complex() else ()
-        moments = (len(x), 0.0, 0.0) if x.is_complex() else _moments(x)
-        with self._lock:
-            self._elements += len(values)
-            self._zeros += zeros
-            self._nan += nan
-            self._infinite += infinite
-            self._limits += limits
-            self._moments.append(moments)
-
-    def _converted(self, values: torch.Tensor) -> torch.Tensor:
-        if self._dtype.is_complex:
-            return values.to(torch.complex64) if self._dtype.itemsize == 4 else values
-        is_small = self._dtype.itemsize <= (4 if self._dtype.is_floating_point else 2)
-        return values.to(torch.float32 if is_small else torch.float64)
-
-    def result(self) -> Statistics:
-        finite = sum(number for number, _, _ in self._moments)
-        zeros = self._zeros / self._elements if self._elements else None
-        if not self._limits:
-            return Statistics(self._elements, finite, zeros=zeros, nan=self._nan, infinite=self._infinite)
-        mean = exact_sum(number / finite * own for number, own, _ in self._moments)
-        # A power would raise where this product is infinite.
-        squares = exact_sum(each + number * (own - mean) * (own - mean) for number, own, each in self._moments)
-        return Statistics(
-            self._elements,
-            finite,
-            min(self._limits),
-            max(self._limits),
-            if_finite(mean),
-            if_finite(math.sqrt(squares / finite)),
-            zeros,
-            self._nan,
-            self._infinite,
-        )
+def _combined(chunks: Sequence[_Chunk]) -> Statistics:
+    elements, finite = sum(chunk.elements for chunk in chunks), sum(chunk.finite for chunk in chunks)
+    nan, infinite = sum(chunk.nan for chunk in chunks), sum(chunk.infinite for chunk in chunks)
+    share = sum(chunk.zeros for chunk in chunks) / elements if elements else None
+    limits = [limit for chunk in chunks for limit in chunk.limits]
+    if not limits:
+        return Statistics(elements, finite, zeros=share, nan=nan, infinite=infinite)
+    mean = exact_sum(chunk.finite / finite * chunk.mean for chunk in chunks)
+    # A power would raise where this product is infinite.
+    squares = exact_sum(chunk.squares + chunk.finite * (chunk.mean - mean) * (chunk.mean - mean) for chunk in chunks)
+    std = if_finite(math.sqrt(squares / finite))
+    return Statistics(elements, finite, min(limits), max(limits), if_finite(mean), std, share, nan, infinite)
 
 
 def _limits(values: torch.Tensor) -> tuple[float | int, float | int]:
@@ -290,15 +273,14 @@ def _limits(values: torch.Tensor) -> tuple[float | int, float | int]:
     return limits.min.item(), limits.max.item()
 
 
-def _moments(x: torch.Tensor) -> _Moments:
-    if not len(x):
-        return 0, 0.0, 0.0
+def _moments(x: torch.Tensor) -> tuple[float, float]:
+    """Returns the mean, and the sum of squared deviations from it."""
     mean = float(x.sum()) / len(x)
     centred = torch.sub(x, mean, out=scratch("deviations", len(x), x.dtype))
     squares = float(torch.dot(centred, centred))
     if x.dtype is torch.float32 and not (math.isfinite(mean) and math.isfinite(squares) and squares > _TINY):
         return _moments(x.double())
-    return len(x), mean, squares
+    return mean, squares
 
 
 # The text.
