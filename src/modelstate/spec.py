@@ -276,7 +276,8 @@ class StoredComposite(msgspec.Struct, frozen=True, eq=False):
     """The type for messages: "sparse_coo", "torchao.dtypes.AffineQuantizedTensor", ..."""
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[StoredTensor, ...]
+    parts: tuple[StoredTensor | StoredComposite | Combined, ...]
+    """Of a tensor in chunks, each is a `StoredTensor`."""
     build: Callable[[Sequence[torch.Tensor]], torch.Tensor]
     """Creates the tensor from its parts, in their order; it is no parameter and requires no gradient. Runs only code
     that was allowed when the file was opened."""
@@ -301,7 +302,7 @@ class StoredComposite(msgspec.Struct, frozen=True, eq=False):
                 range(max(chunk.start, indices.start), min(chunk.stop, indices.stop))
                 for chunk, indices in zip(box, wanted, strict=True)
             )
-            if all(common):
+            if all(common) and isinstance(part, StoredTensor):
                 starts = [chunk.start for chunk in box]
                 parts.append(part.region(slices_of(moved(common, starts))))
                 boxes.append(moved(common, [indices.start for indices in wanted]))

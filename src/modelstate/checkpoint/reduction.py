@@ -153,26 +153,28 @@ def parts_of(stored: Stored) -> dict[str, Stored]:
 
     The names are numbers where a file does not say what the parts are. A plain tensor is its only part, without a name.
     """
-    if kind_of(stored) == "strided":
+    if kind_of(stored) == "strided" or not isinstance(stored, StoredComposite | torch.Tensor):
         return {"": stored}
+    parts: Mapping[str, Stored]
     if isinstance(stored, StoredComposite):
         sparse = {str(layout).removeprefix("torch."): names for layout, names in SPARSE_PARTS.items()}
         names = stored.part_names or sparse.get(stored.kind, ())
         if len(names) != len(stored.parts):
             names = tuple(f"part {index}" for index in range(len(stored.parts)))
-        return dict(zip(names, stored.parts, strict=True))
-    assert isinstance(stored, torch.Tensor)
-    if stored.layout in SPARSE_PARTS:
+        parts = dict(zip(names, stored.parts, strict=True))
+    elif stored.layout in SPARSE_PARTS:
         tensor = stored.detach()
         tensor = tensor.coalesce() if stored.layout is torch.sparse_coo else tensor
-        return {name: getattr(tensor, name)() for name in SPARSE_PARTS[stored.layout]}
-    if not hasattr(stored, "__tensor_flatten__"):
+        parts = {name: getattr(tensor, name)() for name in SPARSE_PARTS[stored.layout]}
+    elif hasattr(stored, "__tensor_flatten__"):
+        parts = {name: getattr(stored, name) for name in stored.__tensor_flatten__()[0]}
+    else:
         return {"values": stored}
-    parts: dict[str, Stored] = {}
-    for name in stored.__tensor_flatten__()[0]:
-        inner = getattr(stored, name)
-        parts |= {f"{name}.{part}".rstrip("."): tensor for part, tensor in parts_of(inner).items()}
-    return parts
+    return {
+        f"{name}.{inner}".rstrip("."): tensor
+        for name, part in parts.items()
+        for inner, tensor in parts_of(part).items()
+    }
 
 
 def read_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import json
 from collections import ChainMap, Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -47,6 +46,7 @@ from modelstate.errors import (
 from modelstate.formats.tree import Checksums, Contents, Patched
 from modelstate.spec import (
     Checksum,
+    Described,
     Encoded,
     Stored,
     StoredComposite,
@@ -400,35 +400,24 @@ def _composite(
         raise ValueError(f"shape {shape}, stride {stride}, {dtype}, made of {len(parts)} tensors")
     cls = _allowed(class_name, allow, where, name)
     context = decode(description["context"], f"{where}: {name}")
-    inner = [known[part] for part in parts.values()]
-    stored = [list(part.parts) if isinstance(part, StoredComposite) else [part] for part in inner]
-    ends = [0]
-    for group in stored:
-        ends.append(ends[-1] + len(group))
+    inner = {attribute: known[part] for attribute, part in parts.items()}
 
     def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        built = {}
-        for attribute, part, (first, last) in zip(parts, inner, pairwise(ends), strict=True):
-            built[attribute] = part.build(tensors[first:last]) if isinstance(part, StoredComposite) else tensors[first]
         what = f"a tensor of the class {class_name} cannot be created from its stored parts"
         remedy = (
             "the version of the package that defines the class may be another one; the safetensors library reads the "
             "parts alone"
         )
         with code_errors(DamagedFileError, what, where=f"{where}: {name}", remedy=remedy):
-            tensor: torch.Tensor = cls.__tensor_unflatten__(built, context, torch.Size(shape), stride)
+            within = dict(zip(inner, tensors, strict=True))
+            tensor: torch.Tensor = cls.__tensor_unflatten__(within, context, torch.Size(shape), stride)
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 raise ValueError(f"it became a tensor of {tensor.dtype} of shape {tuple(tensor.shape)}")
         return tensor
 
-    every = tuple(part for group in stored for part in group if isinstance(part, StoredTensor))
-    names = [
-        f"{attribute}.{name}" if isinstance(part, StoredComposite) else attribute
-        for attribute, part in zip(parts, inner, strict=True)
-        for name in (part.part_names if isinstance(part, StoredComposite) else ("",))
-    ]
     own_parts = [part for attribute, part in parts.items() if part == f"{name}.{attribute}"]
-    return StoredComposite(class_name, dtype, shape, every, build, part_names=tuple(names)), own_parts
+    described = tuple(part for part in inner.values() if isinstance(part, Described))
+    return StoredComposite(class_name, dtype, shape, described, build, part_names=tuple(inner)), own_parts
 
 
 def _allowed(cls: str, allow: Sequence[object], where: str, name: str) -> Any:

@@ -381,19 +381,15 @@ def rebuild(
         return tensor(node)
     if isinstance(node, Encoded):
         return decoded(node, tensor)
-    if isinstance(node, set | bytearray):
-        return copy(node)
-    is_array = isinstance(node, getattr(sys.modules.get("numpy"), "ndarray", ()))
-    if not is_container(node) and not is_array:
+    is_copied = isinstance(node, set | bytearray | getattr(sys.modules.get("numpy"), "ndarray", set))
+    if not is_container(node) and not is_copied:
         return node
     copies = {} if copies is None else copies
     if id(node) in copies:
         return copies[id(node)][1]
-    if is_array:
-        array: Any = node
-        copies[id(node)] = node, array.copy(order="K")
-        return copies[id(node)][1]
-    if isinstance(node, Mapping):
+    if is_copied:
+        copies[id(node)] = node, copy(node)
+    elif isinstance(node, Mapping):
         mapping = empty_like(node)
         copies[id(node)] = node, mapping
         for key, value in node.items():
@@ -401,17 +397,17 @@ def rebuild(
         versions = version_metadata(node)
         if versions is not None and type(mapping) is OrderedDict:
             set_version_metadata(mapping, rebuild(versions, tensor, copies))
-        return mapping
-    assert isinstance(node, list | tuple)
-    items: list[object] = []
-    if isinstance(node, list):
-        copies[id(node)] = node, items
-    for value in node:
-        # A comprehension would need a stack frame for each level.
-        items.append(rebuild(value, tensor, copies))
-    if isinstance(node, list):
-        return items
-    return type(node)._make(items) if hasattr(node, "_make") else tuple(items)
+    else:
+        assert isinstance(node, list | tuple)
+        items: list[object] = []
+        if isinstance(node, list):
+            copies[id(node)] = node, items
+        for value in node:
+            # A comprehension would need a stack frame for each level.
+            items.append(rebuild(value, tensor, copies))
+        if isinstance(node, tuple):
+            copies[id(node)] = node, node._make(items) if hasattr(node, "_make") else tuple(items)
+    return copies[id(node)][1]
 
 
 def empty_like(node: Mapping[object, object]) -> dict[Any, Any]:
