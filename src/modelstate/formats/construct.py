@@ -23,8 +23,8 @@ from modelstate.torch_compat.dtypes import QUANTIZED
 MAX_DEPTH = 100
 _SAME_VERSION = "use the version of the library that wrote it"
 
-TENSOR, INERT, UNFINISHED = 1, 2, 4
-"""What a value contains: tensors, refused parts, parts that have still to be created."""
+TENSOR, INERT = 1, 2
+"""What a value contains: tensors, refused parts."""
 
 _PLAIN = frozenset(
     {str, int, float, bool, type(None), bytes, bytearray, complex, torch.dtype, torch.device, torch.Size, torch.layout}
@@ -83,14 +83,14 @@ class _Audit:
             return self.sizes[key]
         if key in self.open:
             # An object of an allowed class may hold itself. Of a container, the constructor replaces the inner one.
-            return 1, 0, UNFINISHED if kind is DeferredCall else INERT | UNFINISHED
+            return 1, 0, 0 if kind is DeferredCall else INERT
         if depth > MAX_DEPTH:
             self.too_deep.add(key)
-            return 1, 0, INERT | UNFINISHED
+            return 1, 0, INERT
         self.open.add(key)
         nodes, characters, flags = 1, 0, _FLAGS.get(kind, 0)
-        if (kind is Refused and node.module_fields is not None) or (kind is Storage and node.dtype in QUANTIZED):
-            flags = INERT | UNFINISHED
+        if kind is Storage and node.dtype in QUANTIZED:
+            flags = INERT
         for name, child in _children(node):
             below = (1, 0, TENSOR) if type(child) is StoredTensor else self.visit(child, depth + 1)
             nodes += below[0]
@@ -101,11 +101,9 @@ class _Audit:
         return nodes, characters, flags
 
 
-_FLAGS: dict[type, int] = {
-    Refused: INERT,
-    **dict.fromkeys((Storage, DeferredTensor), TENSOR | UNFINISHED),
-    **dict.fromkeys((DeferredCall, Allowed, SafeGlobal), UNFINISHED),
-}
+_FLAGS: dict[type, int] = {Refused: INERT, Storage: TENSOR, DeferredTensor: TENSOR}
+_FINISHED = MAPPINGS | _SEQUENCES | {Refused, Allowed, SafeGlobal, Storage, DeferredTensor, DeferredCall}
+"""The classes of the nodes that are not values themselves."""
 _SAME = object()
 """Used as a key where the path of a child is that of the node."""
 
@@ -272,39 +270,32 @@ def forbidden(
 
 
 class _Constructor:
-    """Creates the values of a tree, or the value of a composite from its tensors."""
+    """Creates the values of a tree; or, from its parts by the ids of their nodes, the value of a composite."""
 
-    tree: _Constructor | None = None
-    """For a composite: what creates the values that hold no tensors."""
-    tensors: Mapping[int, torch.Tensor]
-    """The tensors of a composite by the ids of their nodes."""
-
-    def __init__(self, audit: _Audit, path: str) -> None:
-        self.audit, self.path = audit, path
-        self.values: dict[int, Any] = {}
+    def __init__(self, audit: _Audit, path: str, parts: dict[int, Any] | None = None) -> None:
+        self.audit, self.path, self.is_composite = audit, path, parts is not None
+        self.values: dict[int, Any] = parts or {}
         self.open: set[int] = set()
         self.keys = Keys()
 
     def make(self, node: object, path: Path) -> Any:
-        """The finished value of a node, which is the node itself where nothing in it has to be created."""
-        flags, key = self.audit.flags(node), id(node)
+        """The finished value of a node."""
+        key = id(node)
         if key in self.audit.too_deep:
             what = f"a container within more than {MAX_DEPTH} others"
             return unsupported(what, "load it where it was written, and save it flatter")
-        if self.tree is not None and not flags & TENSOR:
-            return self.tree.make(node, path)
-        if self.tree is None and not flags & UNFINISHED:
-            return node
         if key not in self.values:
+            if type(node) not in _FINISHED:
+                return node
             if key in self.open:
                 return _within_itself(node)
             self.open.add(key)
-            self.values[key] = self.finish(node, path, flags)
+            self.values[key] = self.finish(node, path)
             self.open.discard(key)
         return self.values[key]
 
-    def finish(self, node: Any, path: Path, flags: int) -> object:
-        kind = type(node)
+    def finish(self, node: Any, path: Path) -> object:
+        kind, flags = type(node), self.audit.flags(node)
         if kind in MAPPINGS:
             return self.mapping(node, path)
         if kind is list or kind is tuple:
@@ -315,8 +306,6 @@ class _Constructor:
             return node.real
         if kind is SafeGlobal:
             return Refused(node.name) if node.real is None else node.real
-        if self.tree is not None and kind in (StoredTensor, Storage):
-            return _with_grad(self.tensors[id(node)], node)
         if kind is Storage:
             if node.dtype in QUANTIZED:
                 what, remedy = f"a quantized storage ({node.dtype})", "save the dequantize()d form of its tensor"
@@ -328,10 +317,10 @@ class _Constructor:
         if flags & INERT:
             return _with_refused(node, node) or _within_itself(node)
         if kind is DeferredTensor:
-            if self.tree is None:
+            if not self.is_composite:
                 return self.composite(node, path)
             return _with_grad(node.make(self.make(node.parts, path)), node)
-        if flags & TENSOR and self.tree is None:
+        if flags & TENSOR and not self.is_composite:
             return unsupported(f"an object of {node.name} with tensors in it", "save the tensors beside it")
         try:
             with self.errors_of(node.name, path):  # an allowed class may raise anything for damaged values
@@ -376,7 +365,7 @@ class _Constructor:
         return state
 
     def hashable(self, key: object, path: Path) -> object:
-        if type(key) is Refused:
+        if type(key) in (str, Refused):
             return key
         value = self.make(key, path)
         items = value if type(value) is tuple else (value,)
@@ -397,15 +386,17 @@ class _Constructor:
 
     def composite(self, recipe: DeferredTensor, path: Path) -> StoredComposite:
         """Describes a tensor that consists of others, which are found here and read later."""
-        parts: dict[int, StoredTensor] = {}
+        parts: dict[int, StoredTensor | Storage] = {}
+        plain: dict[int, object] = {}
+        """The values of the nodes without tensors."""
         names: dict[int, str] = {}
         waiting, seen = [recipe.parts], set[int]()
         while waiting:
             node: Any = waiting.pop()
             if type(node) in (StoredTensor, Storage):
-                parts[id(node)] = replace(_whole(node), requires_grad=False, is_parameter=False)
+                parts[id(node)] = node
             elif not self.audit.flags(node) & TENSOR:
-                self.make(node, path)
+                plain[id(node)] = self.make(node, path)
             elif id(node) not in seen:
                 seen.add(id(node))
                 children = list(_children(node, bare=True))
@@ -417,8 +408,8 @@ class _Constructor:
             what = f"a tensor of kind {kind} cannot be made of its parts"
             try:
                 with code_errors(DamagedFileError, what, where=place, remedy=_SAME_VERSION):
-                    inner = _Constructor(self.audit, self.path)
-                    inner.tree, inner.tensors = self, dict(zip(parts, tensors, strict=True))
+                    read = (_with_grad(tensor, node) for tensor, node in zip(tensors, parts.values(), strict=True))
+                    inner = _Constructor(self.audit, self.path, plain | dict(zip(parts, read, strict=True)))
                     return recipe.make(inner.make(recipe.parts, path))
             except OpenError as error:
                 error.where = error.where or place
@@ -429,7 +420,7 @@ class _Constructor:
             kind=kind,
             dtype=recipe.dtype,
             shape=recipe.shape,
-            parts=tuple(parts.values()),
+            parts=tuple(replace(_whole(node), requires_grad=False, is_parameter=False) for node in parts.values()),
             build=build,
             is_parameter=recipe.is_parameter,
             requires_grad=recipe.requires_grad,
