@@ -16,7 +16,7 @@ import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from datetime import date, datetime, timedelta, timezone
+from datetime import date, datetime, timedelta, timezone, tzinfo
 from enum import Enum
 from functools import partial
 from inspect import getattr_static
@@ -52,18 +52,26 @@ FACTORIES: dict[str, type] = {
 
 def _of_text(tag: str, text: Callable[[Any], str], create: Callable[[str], object]) -> ValueKind:
     """A kind of values that are encoded as a text."""
-    return ValueKind(tag, lambda value, encoder: text(value), lambda tree, decoder: create(decoder.expect(tree, str)))
-
-
-def _of_items(
-    tag: str, items: Callable[[Any], Iterable[object]], create: Callable[..., object], cls: type | None = None
-) -> ValueKind:
-    """A kind of values that are encoded as a list of items, which `create` takes as arguments; all are of a class."""
     return ValueKind(
         tag,
-        lambda value, encoder: encoder.children(items(value)),
-        lambda tree, decoder: create(*decoder.items(tree, cls)),
+        lambda value, encoder: encoder.value(text(value)),
+        lambda tree, decoder: create(decoder.expect(decoder.value(tree), str)),
     )
+
+
+def _of_items(tag: str, items: Callable[[Any], Iterable[object]], create: Callable[..., object]) -> ValueKind:
+    """A kind of values that are encoded as a list of items, which `create` takes as arguments."""
+
+    def decode(tree: Tree, decoder: Decoder) -> object:
+        decoded = decoder.children(decoder.expect(tree, list))
+        if not _ITEMS.issuperset(map(type, decoded)):  # `create` would call methods of other classes
+            raise decoder.fail("an item of another class than a tag needs")
+        return create(*decoded)
+
+    return ValueKind(tag, lambda value, encoder: encoder.children(items(value)), decode)
+
+
+_ITEMS = frozenset({int, float, str, type(None), timedelta, timezone})
 
 
 def _as_base64(data: bytes) -> str:
@@ -123,11 +131,8 @@ def _default(tree: Tree, decoder: Decoder) -> defaultdict[object, object]:
     return decoder.pairs(items, value)
 
 
-def _datetime(tree: Tree, decoder: Decoder) -> datetime:
-    text, fold, zone = decoder.expect(tree, list)
-    value = datetime.fromisoformat(decoder.expect(text, str))
-    tzinfo = None if zone is None else decoder.items([zone], timezone)[0]
-    return value.replace(fold=decoder.expect(fold, int), tzinfo=tzinfo)
+def _datetime(text: str, fold: int, zone: tzinfo | None) -> datetime:
+    return datetime.fromisoformat(text).replace(fold=fold, tzinfo=zone)
 
 
 # NumPy.
@@ -137,7 +142,7 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
 def _encode_dtype(dtype: np.dtype[np.generic], encoder: Encoder) -> str:
-    if dtype.kind not in _DTYPE_KINDS or not dtype.itemsize or dtype.char in "gG" or np.dtype(dtype.str) != dtype:
+    if dtype.kind not in _DTYPE_KINDS or dtype.char in "gG" or np.dtype(dtype.str) != dtype:
         remedy = "save a list of it, or an array of another dtype"
         raise encoder.fail(f"there is no encoding for NumPy's dtype {dtype}", remedy=remedy)
     return str(dtype.str)
@@ -145,7 +150,7 @@ def _encode_dtype(dtype: np.dtype[np.generic], encoder: Encoder) -> str:
 
 def _dtype(tree: Tree, decoder: Decoder) -> np.dtype[np.generic]:
     dtype: np.dtype[np.generic] = np.dtype(decoder.expect(tree, str))
-    if dtype.kind not in _DTYPE_KINDS or not dtype.itemsize or dtype.char in "gG":
+    if dtype.kind not in _DTYPE_KINDS or dtype.char in "gG":
         raise decoder.fail("a dtype that is not stored here", found=str(dtype)[:80])
     return dtype
 
@@ -168,27 +173,19 @@ def _array(tree: Tree, decoder: Decoder) -> object:
         raw = stored.contiguous().view(-1).numpy()
         # The product of other sizes could take very long.
         is_shape = len(sizes) <= 64 and all(0 <= size < 2**63 for size in sizes)
-        if not is_shape or math.prod(sizes) * dtype.itemsize != len(raw):
+        if not is_shape or not dtype.itemsize or math.prod(sizes) * dtype.itemsize != len(raw):
             raise decoder.fail("the bytes of an array are not as many as its shape and dtype need", found=len(raw))
         return np.frombuffer(bytearray(raw), dtype).reshape(sizes, order=order) if len(raw) else np.empty(sizes, dtype)
 
     return decoder.array(data, (dtype, sizes, order), filled)
 
 
-_EMPTY = {"<U0": np.str_(""), "|S0": np.bytes_(b"")}
-"""The scalars whose dtypes have no bytes, by their dtypes."""
-
-
 def _encode_scalar(value: np.generic, encoder: Encoder) -> Tree:
-    if value.dtype.str in _EMPTY:
-        return [value.dtype.str, ""]
     return [_encode_dtype(value.dtype, encoder), _as_base64(value.tobytes())]
 
 
 def _scalar(tree: Tree, decoder: Decoder) -> object:
     text, encoded = decoder.expect(tree, list)
-    if isinstance(text, str) and text in _EMPTY and not encoded:
-        return _EMPTY[text]
     dtype, raw = _dtype(text, decoder), _from_base64(decoder.expect(encoded, str))
     if len(raw) != dtype.itemsize:
         raise decoder.fail("the bytes of a scalar are not as many as its dtype needs", found=len(raw))
@@ -453,32 +450,28 @@ KINDS: dict[type, ValueKind] = {
     date: _of_text("date", date.isoformat, date.fromisoformat),
     torch.dtype: _of_text("torch.dtype", lambda value: str(value).removeprefix("torch."), _torch_dtype),
     torch.device: _of_text("torch.device", str, torch.device),
-    complex: _of_items("complex", lambda value: (value.real, value.imag), complex, float),
-    tuple: _of_items("tuple", tuple, lambda *items: items),
-    range: _of_items("range", lambda value: (value.start, value.stop, value.step), range, int),
-    timedelta: _of_items("timedelta", lambda value: (value.days, value.seconds, value.microseconds), timedelta, int),
+    complex: _of_items("complex", lambda value: (value.real, value.imag), complex),
+    tuple: ValueKind(
+        "tuple",
+        lambda value, encoder: encoder.children(value),
+        lambda tree, decoder: tuple(decoder.children(decoder.expect(tree, list))),
+    ),
+    range: _of_items("range", lambda value: (value.start, value.stop, value.step), range),
+    timedelta: _of_items("timedelta", lambda value: (value.days, value.seconds, value.microseconds), timedelta),
     timezone: _of_items("timezone", lambda value: value.__getinitargs__(), timezone),
-    torch.Size: _of_items("torch.Size", tuple, lambda *sizes: torch.Size(sizes), int),
+    torch.Size: _of_items("torch.Size", tuple, lambda *sizes: torch.Size(sizes)),
     set: ValueKind("set", _encode_set, lambda tree, decoder: set(decoder.keys(tree))),
     frozenset: ValueKind("frozenset", _encode_set, lambda tree, decoder: frozenset(decoder.keys(tree))),
     dict: ValueKind("dict", _pairs, lambda tree, decoder: decoder.pairs(tree, {})),
     OrderedDict: ValueKind("OrderedDict", _encode_ordered, _ordered),
     defaultdict: ValueKind("defaultdict", _encode_default, _default),
     Counter: ValueKind("Counter", _pairs, lambda tree, decoder: Counter(decoder.pairs(tree, {}))),
-    datetime: ValueKind(
+    datetime: _of_items(
         "datetime",
-        lambda value, encoder: [
-            value.replace(tzinfo=None, fold=0).isoformat(),
-            value.fold,
-            *encoder.children([value.tzinfo]),
-        ],
+        lambda value: (value.replace(tzinfo=None, fold=0).isoformat(), value.fold, value.tzinfo),
         _datetime,
     ),
-    type(Path()): ValueKind(
-        "Path",
-        lambda value, encoder: encoder.value(str(value)),
-        lambda tree, decoder: Path(decoder.expect(decoder.value(tree), str)),
-    ),
+    type(Path()): _of_text("Path", str, Path),
     np.ndarray: ValueKind("numpy.array", _encode_array, _array),
     torch.Tensor: ValueKind(
         "requires_grad",

@@ -239,11 +239,6 @@ class Decoder(Walk):
             raise self.fail("a key, or a member of a set, stands twice")
         return keys
 
-    def items(self, trees: Tree, cls: type | None = None) -> list[Tree]:
-        """Decodes a list, whose items must be of the class, where it is given."""
-        items = self.children(self.expect(trees, list))
-        return items if cls is None else [self.expect(item, cls) for item in items]
-
     def expect(self, tree: Tree, cls: type) -> Tree:
         """Returns the tree if it is of the class. Raises `CodecError`."""
         if type(tree) is not cls:
