@@ -27,6 +27,7 @@ from modelstate.objects.optimizer_values import (
     CLASS,
     DTYPES,
     ORDERS,
+    OptimizerOptions,
     OptimizerPlan,
     Path,
     PlacedState,
@@ -122,7 +123,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     other = {key: value for key, value in optimizer.state.items() if key not in names}
     _check_values(kept, other, names, optimizer)
     state = {name: dict(values) for name, values in kept.items()}
-    orders = memory_orders(state, {name: param for param, name in names.items()})
+    orders = memory_orders(state)
     dtypes = {name: str(param.dtype) for param, name in names.items()}
     saved = {"state": state, _GROUPS: groups, CLASS: class_name(_computing_class(optimizer)), DTYPES: dtypes}
     return {**saved, **({_OTHER: other} if other else {}), **({ORDERS: orders} if orders else {})}
@@ -207,17 +208,8 @@ def load_optimizer_state(
                 from modelstate.formats.construct import refusal
 
                 raise refusal(found, "the state")
-            planned = plan_by_name(
-                model,
-                optimizer,
-                state,
-                rules=rules,
-                may_miss=Patterns("allow_missing", may_miss).allow,
-                may_exceed=lambda _: False,
-                keeps=lambda option: any(fnmatchcase(option, pattern) for pattern in patterns),
-                keep_options='["*"]',
-                start_anew="do not load this state",
-            )
+            options = OptimizerOptions(patterns, Patterns("allow_missing", may_miss), Patterns("allow_unexpected", ()))
+            planned = NamedState(model, optimizer, state, rules, options).plan()
             check_keep_options(patterns, [str(key) for group in optimizer.param_groups for key in group_options(group)])
             if planned.problems:
                 names = remedies_for_names(planned.missing, planned.unexpected, "take them out of the state")
@@ -265,90 +257,13 @@ def remedies_for_names(missing: Sequence[str], unexpected: Sequence[str], gone: 
     return remedies
 
 
-def plan_by_name(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[str, object],
-    *,
-    rules: Rule | Iterable[Rule] | Schema,
-    may_miss: Callable[[str], bool],
-    may_exceed: Callable[[str], bool],
-    keeps: Callable[[str], bool],
-    keep_options: str,
-    start_anew: str,
-    paths: Sequence[str] = (),
-) -> OptimizerPlan:
-    """Plans `load_optimizer_state`, and changes nothing.
-
-    Args:
-        model, optimizer, state, rules: as in `load_optimizer_state`.
-        may_miss: whether the state of the parameter of this name may be missing.
-        may_exceed: whether the saved state of this name may belong to no parameter.
-        keeps: whether the optimizer keeps its own value of the option of this name.
-        keep_options: the value of `keep_options` that keeps all options of this optimizer, for remedies.
-        start_anew: how to begin without the saved state, for remedies.
-        paths: the paths of modules in `model`, where the state may have the names that these modules have alone.
-    """
-    saved = _SavedState(model, optimizer, state, rules, keeps, paths)
-    names, params, by_name = saved.names, saved.params, saved.by_name
-
-    # The names of parameters.
-    foreign = [name for name in by_name if name not in params]
-    foreign += sorted(set(saved.grouped).difference(*saved.sources.values()))
-    may_be_gone = {name for name in (*saved.saved_names, *foreign) if may_exceed(name)}
-    unexpected = [name for name in dict.fromkeys(foreign) if name not in may_be_gone]
-    present = {params[name] for name in by_name if name in params} if any(by_name.values()) else {*names}
-    missing = [
-        name
-        for param, name in names.items()
-        if not may_miss(name) and (param not in present or saved.sources[param].isdisjoint(saved.grouped))
-    ]
-
-    # Options and values.
-    options, option_problems = saved.matched_groups()
-    by_param: dict[torch.Tensor, Values] = {}
-    unfit: list[str] = []
-    for name, values in by_name.items():
-        if name in params and values and not same_state(by_param.setdefault(params[name], values), values):
-            unfit.append(f"{name}: its state differs from that of another name of {names[params[name]]}")
-    unfit += saved.order_problems()
-    saved_options = {id(group): of_group for group, of_group in options}
-    states: dict[torch.Tensor, PlacedState] = {}
-    for group in optimizer.param_groups:
-        new_options = {**group, **saved_options.get(id(group), {})}
-        trial = cache(partial(trial_state, type(optimizer), options=new_options))
-        for param in group["params"]:
-            if param in by_param:
-                expected = None if saved.may_add else expected_state(optimizer, param, trial(param.dim()))
-                unfit += value_problems(names[param], by_param[param], param, expected, saved.is_same_class)
-                dtypes = {str(saved.dtypes[name]) for name in saved.sources[param] if name in saved.dtypes}
-                dtype = dtypes.pop() if len(dtypes) == 1 else None
-                states[param] = partial(placed_state, optimizer, param, by_param[param], dtype, new_options, expected)
-
-    keep = f"keep_options={keep_options}" if not unfit else ""
-    class_problem, remedies, note = saved.class_problem(bool(option_problems or unfit), keep, start_anew)
-    if not class_problem and (unfit or option_problems):
-        is_by_option = not (unfit or missing or unexpected)
-        remedies = [f"to keep this optimizer's own options: {keep}"] if is_by_option else []
-        remedies.append(f"to begin without the saved state: {start_anew}")
-    lines = [class_problem] if class_problem else []
-    lines += [f"{name}: the optimizer has no such parameter" for name in unexpected]
-    lines += [f"{name}: nothing was saved for it" for name in missing]
-    return OptimizerPlan(
-        load=partial(load_values, optimizer, states, saved.other, options),
-        problems=list(dict.fromkeys([*lines, *option_problems, *unfit])),
-        remedies=remedies,
-        note=note,
-        missing=missing,
-        unexpected=unexpected,
-    )
-
-
-class _SavedState:
+class NamedState:
     """A saved state, by the names that its parameters have after the rules, beside the optimizer that gets it.
 
     Args:
-        model, optimizer, state, rules, keeps, paths: as in `plan_by_name`.
+        model, optimizer, state, rules: as in `load_optimizer_state`.
+        options: what the optimizer keeps, and what may be missing.
+        paths: the paths of modules in `model`, where the state may have the names that these modules have alone.
     """
 
     def __init__(
@@ -357,13 +272,13 @@ class _SavedState:
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, object],
         rules: Rule | Iterable[Rule] | Schema,
-        keeps: Callable[[str], bool],
-        paths: Sequence[str],
+        options: OptimizerOptions,
+        paths: Sequence[str] = (),
     ) -> None:
         all_names = parameter_names(check_model(model), optimizer)
         self.names = {param: first for param, (first, *_) in all_names.items()}
         self.params = {name: param for param, of_param in all_names.items() for name in of_param}
-        self._optimizer, self._keeps = optimizer, keeps
+        self._optimizer, self._given = optimizer, options
         self._saved_class, self._live_class = state.get(CLASS), _computing_class(optimizer)
         self.is_same_class = self._saved_class == class_name(self._live_class)
         self.may_add = self.is_same_class and not is_torchs(self._live_class)
@@ -405,6 +320,63 @@ class _SavedState:
             if (name := renamed(old)) in self.params:
                 self.sources[self.params[name]].add(old)
 
+    def plan(self) -> OptimizerPlan:
+        """Plans `load_optimizer_state`, and changes nothing."""
+        names, params, by_name, given = self.names, self.params, self.by_name, self._given
+
+        # The names of parameters.
+        foreign = [name for name in by_name if name not in params]
+        foreign += sorted(set(self.grouped).difference(*self.sources.values()))
+        may_be_gone = {name for name in (*self.saved_names, *foreign) if given.may_exceed(name)}
+        unexpected = [name for name in dict.fromkeys(foreign) if name not in may_be_gone]
+        present = {params[name] for name in by_name if name in params} if any(by_name.values()) else {*names}
+        missing = [
+            name
+            for param, name in names.items()
+            if not given.may_miss(name) and (param not in present or self.sources[param].isdisjoint(self.grouped))
+        ]
+
+        # Options and values.
+        options, option_problems = self.matched_groups()
+        by_param: dict[torch.Tensor, Values] = {}
+        unfit: list[str] = []
+        for name, values in by_name.items():
+            if name in params and values and not same_state(by_param.setdefault(params[name], values), values):
+                unfit.append(f"{name}: its state differs from that of another name of {names[params[name]]}")
+        unfit += self.order_problems()
+        saved_options = {id(group): of_group for group, of_group in options}
+        states: dict[torch.Tensor, PlacedState] = {}
+        for group in self._optimizer.param_groups:
+            new_options = {**group, **saved_options.get(id(group), {})}
+            trial = cache(partial(trial_state, type(self._optimizer), options=new_options))
+            for param in group["params"]:
+                if param in by_param:
+                    expected = None if self.may_add else expected_state(self._optimizer, param, trial(param.dim()))
+                    unfit += value_problems(names[param], by_param[param], param, expected, self.is_same_class)
+                    dtypes = {str(self.dtypes[name]) for name in self.sources[param] if name in self.dtypes}
+                    dtype = dtypes.pop() if len(dtypes) == 1 else None
+                    states[param] = partial(
+                        placed_state, self._optimizer, param, by_param[param], dtype, new_options, expected
+                    )
+
+        keep = f"keep_options=[{path!r}]" if (path := given.path) else 'keep_options=["*"]'
+        class_problem, remedies, note = self.class_problem(bool(option_problems or unfit), "" if unfit else keep)
+        if not class_problem and (unfit or option_problems):
+            is_by_option = not (unfit or missing or unexpected)
+            remedies = [f"to keep this optimizer's own options: {keep}"] if is_by_option else []
+            remedies.append(f"to begin without the saved state: {given.start_anew}")
+        lines = [class_problem] if class_problem else []
+        lines += [f"{name}: the optimizer has no such parameter" for name in unexpected]
+        lines += [f"{name}: nothing was saved for it" for name in missing]
+        return OptimizerPlan(
+            load=partial(load_values, self._optimizer, states, self.other, options),
+            problems=list(dict.fromkeys([*lines, *option_problems, *unfit])),
+            remedies=remedies,
+            note=note,
+            missing=missing,
+            unexpected=unexpected,
+        )
+
     def _path_of_names(self, saved: Iterable[str], paths: Sequence[str]) -> Callable[[str], str]:
         """Returns what puts the path of a module before saved names that are those of the module alone.
 
@@ -433,7 +405,7 @@ class _SavedState:
         for group in self._optimizer.param_groups:
             wanted = {source for param in group["params"] for source in self.sources[param]}
             candidates = [
-                {key: value for key, value in group_options(self._groups[index]).items() if not self._keeps(str(key))}
+                {key: value for key, value in group_options(self._groups[index]).items() if not self._given.keeps(key)}
                 for index in sorted({index for name in wanted for index in groups_of.get(name, ())})
             ]
             if any(options != candidates[0] for options in candidates):
@@ -472,7 +444,7 @@ class _SavedState:
             if not self.is_same_class:
                 yield f"{self._live_class.__name__} has no state under {keys}"
 
-    def class_problem(self, has_problems: bool, keep: str, start_anew: str) -> tuple[str, list[str], str]:
+    def class_problem(self, has_problems: bool, keep: str) -> tuple[str, list[str], str]:
         """Compares the classes of the state and the optimizer. Returns a problem, its remedies, and a note.
 
         A class and one that is derived from it may take each other's state, unless an option differs that one of the
@@ -482,7 +454,6 @@ class _SavedState:
         Args:
             has_problems: whether the state has other problems.
             keep: the option with which the optimizer takes the state of the parameters; empty where it cannot.
-            start_anew: how to begin without the saved state.
         """
         live, saved = self._live_class, self._saved_class
         if is_same_class(saved, live):
@@ -500,12 +471,12 @@ class _SavedState:
             if key in saved_group
             and isinstance(group.get(key), bool | str)
             and saved_group[key] != group[key]
-            and not self._keeps(key)
+            and not self._given.keeps(key)
         }
         changes = f"the saved options would change what it computes ({', '.join(changed)})" if changed else ""
         if isinstance(saved, str):
             related = is_related(saved, live)
-            may_load = not changed if related else all(self._keeps(str(key)) for group in options for key in group)
+            may_load = not changed if related else all(self._given.keeps(key) for group in options for key in group)
             if may_load and (related or not has_problems):
                 return "", [], f"the state of {saved} is loaded into {class_name(live)}"
             problem = f"the state is of {saved}, the optimizer is {class_name(live)}" + (
@@ -518,7 +489,7 @@ class _SavedState:
             return "", [], ""
         if keep:
             remedies.append(f"load the state of the parameters alone, with this optimizer's own options: {keep}")
-        return problem, [*remedies, f"to begin with a new {class_name(live)}: {start_anew}"], ""
+        return problem, [*remedies, f"to begin with a new {class_name(live)}: {self._given.start_anew}"], ""
 
 
 # The class of the optimizer.

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import deepcopy
+from fnmatch import fnmatchcase
 from functools import partial
-from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
@@ -24,6 +24,7 @@ from modelstate.codec.codec import encode
 from modelstate.errors import OptimizerStateError, OptionError, code_errors, keep_interrupt
 from modelstate.formats.tree import deep_copy, leaf_paths, map_leaves, same_value
 from modelstate.objects.parts import class_name, is_same_class
+from modelstate.planning.matching import Patterns
 from modelstate.planning.transforms import ShardedSlot, sharded_slot
 from modelstate.rules.expression import Read, values_of
 from modelstate.rules.optimizer import changed_values
@@ -99,8 +100,48 @@ def is_torchs(cls: type) -> bool:
     return cls.__module__.startswith("torch.optim")
 
 
+class OptimizerOptions(msgspec.Struct, frozen=True, eq=False):
+    """What an optimizer keeps when its state is loaded, and what may be missing."""
+
+    keep_options: Sequence[str]
+    allow_missing: Patterns
+    allow_unexpected: Patterns
+    path: str = ""
+    """The path of the optimizer, with which names begin in the patterns; empty where they do not."""
+    initialised: Container[str] = ()
+    """The parameters that have new values, and so need no state."""
+
+    def named(self, name: object) -> str:
+        """Returns a name as the patterns have it."""
+        return f"{self.path}.{name}" if self.path else str(name)
+
+    def keeps(self, option: object) -> bool:
+        """Whether the optimizer keeps its own value of an option."""
+        names = (self.path, self.named(option))
+        return any(fnmatchcase(name, pattern) for name in names if name for pattern in self.keep_options)
+
+    def may_miss(self, param: str) -> bool:
+        """Whether the state of a parameter may be missing."""
+        return param in self.initialised or self.allow_missing.allow(self.named(param))
+
+    def may_exceed(self, name: str) -> bool:
+        """Whether saved state may belong to no parameter."""
+        return self.allow_unexpected.allow(self.named(name))
+
+    @property
+    def start_anew(self) -> str:
+        """How to begin without the saved state."""
+        return start_anew(self.path) if self.path else "do not load this state"
+
+
+def start_anew(path: str) -> str:
+    """Returns how to restore all but the object at a path."""
+    new = f"{path}_new"
+    return f"call it {new!r} among the objects, with allow_missing=[{new!r}], allow_unexpected=[{path!r}]"
+
+
 class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
-    """The plan of loading the state of an optimizer. Made by `plan_by_name`, and by `plan_whole`."""
+    """The plan of loading the state of an optimizer. Made by `NamedState.plan`, and by `plan_whole`."""
 
     load: Callable[[Transaction], list[Replaced]]
     """Loads the state, and registers the undo. Returns what is for `into_recorded_memory` when all else has succeeded.
@@ -201,24 +242,18 @@ def why_not_restored(leaf: object) -> str:
     return ""
 
 
-def memory_orders(tree: object, params: Mapping[object, torch.Tensor] = MappingProxyType({})) -> list[list[object]]:
-    """Returns `[path, dims]` for each tensor whose dims have another order in memory than the usual one.
+def memory_orders(tree: object) -> list[list[object]]:
+    """Returns `[path, dims]` for each tensor in a tree whose dims have another order in memory than the usual one.
 
     Files have no strides, and a product with a transposed matrix is rounded otherwise than one with a copy of it.
-
-    Args:
-        tree: nested containers.
-        params: parameters by the first keys of the paths. A tensor with the strides of its parameter gets them anyway.
     """
     orders: list[list[object]] = []
     for path, leaf in leaf_paths(tree):
-        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_contiguous():
-            continue
-        param, strides = params.get(path[0]), leaf.stride()
-        dims = sorted(range(leaf.dim()), key=lambda dim: -strides[dim])
-        follows = param is not None and (leaf.shape, strides) == (param.shape, param.stride())
-        if not follows and leaf.permute(dims).is_contiguous():
-            orders.append([list(path), dims])
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_contiguous():
+            strides = leaf.stride()
+            dims = sorted(range(leaf.dim()), key=lambda dim: -strides[dim])
+            if leaf.permute(dims).is_contiguous():
+                orders.append([list(path), dims])
     return orders
 
 
@@ -404,9 +439,6 @@ def _copied(
         assert source is not None
         local = values_of(source, cast(Read, torch.Tensor.detach))
         return dtensor_like(param, local.to(local_tensor(param).device, dtype, copy=True).contiguous())
-    plain = type(value) is torch.Tensor and type(param.detach()) is torch.Tensor
-    if plain and value.shape == param.shape and value.is_contiguous() and value.stride() != param.stride():
-        return torch.empty_like(param.detach(), dtype=dtype).copy_(value.detach())  # files have no strides
     return value.detach().to(param.device, dtype, copy=True)
 
 
@@ -506,8 +538,7 @@ def plan_whole(
     names: Mapping[torch.Tensor, Sequence[str]],
     state: Mapping[str, Any],
     rules: Sequence[Rule],
-    keeps: Callable[[str], bool],
-    start_anew: str,
+    options: OptimizerOptions,
 ) -> OptimizerPlan:
     """Compares the class and the parameters of a saved state with those of the optimizer, and changes nothing.
 
@@ -516,8 +547,7 @@ def plan_whole(
         names: All names of each of its parameters.
         state: The result of `whole_state`.
         rules: The rules of the names.
-        keeps: Whether the optimizer keeps its own value of the option of this name.
-        start_anew: How to begin without the saved state, for errors.
+        options: What the optimizer keeps.
     """
     problems = changed_values(rules, (name for of_group in state[_NAMES] for name in of_group))
     if not is_same_class(state[CLASS], type(optimizer)):
@@ -536,13 +566,13 @@ def plan_whole(
         ]
     remedies = [
         "build the optimizer that was saved: the same class over the same parameters in the same order",
-        f"to begin without its state: {start_anew}",
+        f"to begin without its state: {options.start_anew}",
     ]
-    return OptimizerPlan(partial(_load_whole, optimizer, state, keeps), problems, remedies, _note(optimizer))
+    return OptimizerPlan(partial(_load_whole, optimizer, state, options.keeps), problems, remedies, _note(optimizer))
 
 
 def _load_whole(
-    optimizer: _Optimizer, state: Mapping[str, Any], keeps: Callable[[str], bool], transaction: Transaction
+    optimizer: _Optimizer, state: Mapping[str, Any], keeps: Callable[[object], bool], transaction: Transaction
 ) -> list[Replaced]:
     """Loads a state by the optimizer's own `load_state_dict`, and compares what the optimizer has then.
 
@@ -554,8 +584,7 @@ def _load_whole(
         leaves = [leaf for _, leaf in leaf_paths(dict(vars(each))) if isinstance(leaf, _Optimizer)]
         within += [leaf for leaf in leaves if all(leaf is not other for other in within)]
     kept = [
-        (each, [{key: group[key] for key in group if keeps(str(key))} for group in each.param_groups])
-        for each in within
+        (each, [{key: group[key] for key in group if keeps(key)} for group in each.param_groups]) for each in within
     ]
     saved = in_memory_orders(state[_STATE], state[ORDERS])
     with transaction.model_code():

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from functools import partial
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Unpack
@@ -39,9 +38,10 @@ from modelstate.objects.objects import (
     targets_of,
     tensors_within,
 )
-from modelstate.objects.optimizer_state import check_keep_options, plan_by_name, remedies_for_names
+from modelstate.objects.optimizer_state import NamedState, check_keep_options, remedies_for_names
 from modelstate.objects.optimizer_values import (
     DTYPES,
+    OptimizerOptions,
     OptimizerPlan,
     Replaced,
     group_options,
@@ -49,6 +49,7 @@ from modelstate.objects.optimizer_values import (
     is_whole,
     parameter_names,
     plan_whole,
+    start_anew,
 )
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.per_rank import of_this_rank
@@ -277,11 +278,6 @@ def _rules(rules: RulesOf, checkpoints: Mapping[str, Checkpoint]) -> tuple[Rule,
     return tuple(scoped)
 
 
-def _keeps(patterns: Iterable[str], path: str, option: str) -> bool:
-    """Whether the optimizer at a path keeps its own value of an option."""
-    return any(fnmatchcase(path, pattern) or fnmatchcase(f"{path}.{option}", pattern) for pattern in patterns)
-
-
 class _Restoring:
     """The parts of a restore before and behind the load of the modules. The arguments are those of `restore_objects`.
 
@@ -339,7 +335,7 @@ class _Restoring:
         ]
         for path, target in self.targets:
             if target.kind is Kind.STATEFUL:
-                check_class(path, target.obj, saved[path].tree, _start_anew(path))
+                check_class(path, target.obj, saved[path].tree, start_anew(path))
         not_saved = [targets[path] for path in self.missing]
         optimizers = tuple(target.obj for target in not_saved if target.kind is Kind.OPTIMIZER)
         self.options = replace(options, rules=self.rules, optimizers=optimizers)
@@ -364,7 +360,7 @@ class _Restoring:
             if target.kind is Kind.OPTIMIZER:
                 try:
                     with object_code(path, "its state cannot be loaded; nothing has been changed"):
-                        self.plans[path] = self._plan_optimizer(path, target.obj, planner.initialised.__contains__)
+                        self.plans[path] = self._plan_optimizer(path, target.obj, planner.initialised)
                 except ModelStateError as error:
                     first_error = first_error or error
         used = self.may_miss.used | self.may_exceed.used
@@ -399,7 +395,7 @@ class _Restoring:
         others = {path: target.obj for path, target in self.targets if target.kind is Kind.STATEFUL}
         for path, target in self.targets:
             if target.kind is Kind.OPTIMIZER:
-                go_on_from_kept_rates(path, target.obj, others, partial(_keeps, self.keep_options, path))
+                go_on_from_kept_rates(path, target.obj, others, self._optimizer_options(path).keeps)
 
     def result(self, report: LoadReport) -> Restored:
         """Returns the result, with the report of the load of the modules."""
@@ -419,13 +415,16 @@ class _Restoring:
             drawn_from,
         )
 
+    def _optimizer_options(self, path: str, initialised: Container[str] = ()) -> OptimizerOptions:
+        return OptimizerOptions(self.keep_options, self.may_miss, self.may_exceed, path, initialised)
+
     def _plan_optimizer(
-        self, path: str, optimizer: torch.optim.Optimizer, is_initialised: Callable[[str], bool]
+        self, path: str, optimizer: torch.optim.Optimizer, initialised: Container[str]
     ) -> OptimizerPlan:
-        state, keeps, start_anew = self.saved[path].tree, partial(_keeps, self.keep_options, path), _start_anew(path)
+        state, options = self.saved[path].tree, self._optimizer_options(path, initialised)
+        models = ModuleContainer(self.modules)
         if is_whole(state):
-            names = parameter_names(ModuleContainer(self.modules), optimizer)
-            return plan_whole(optimizer, names, state, self.rules, keeps, start_anew)
+            return plan_whole(optimizer, parameter_names(models, optimizer), state, self.rules, options)
         if isinstance(state, Mapping) and DTYPES not in state:  # a file of another tool
             dtypes = {
                 f"{of_module}.{name}": spec.dtype
@@ -433,18 +432,7 @@ class _Restoring:
                 for name, spec in checkpoint.items()
             }
             state = {**state, DTYPES: dtypes}
-        return plan_by_name(
-            ModuleContainer(self.modules),
-            optimizer,
-            state,
-            rules=self.rules,
-            may_miss=lambda name: is_initialised(name) or self.may_miss.allow(f"{path}.{name}"),
-            may_exceed=lambda name: self.may_exceed.allow(f"{path}.{name}"),
-            keeps=keeps,
-            keep_options=f"[{path!r}]",
-            start_anew=start_anew,
-            paths=[*self.modules],
-        )
+        return NamedState(models, optimizer, state, self.rules, options, [*self.modules]).plan()
 
     def _plan_error(self, module_problems: Sequence[Problem]) -> PlanError:
         """Returns the error of the modules in terms of several objects, with the problems of the optimizers added."""
@@ -487,12 +475,6 @@ class _Restoring:
             {ProblemKind.OPTIMIZER_MISFIT: "; ".join(remedies)},
             Remedy(f"work out rules: rules={{{code}}}") if code else RULES_FROM_SUGGEST,
         )
-
-
-def _start_anew(path: str) -> str:
-    """Returns how to restore all but the optimizer at a path."""
-    new = f"{path}_new"
-    return f"call it {new!r} among the objects, with allow_missing=[{new!r}], allow_unexpected=[{path!r}]"
 
 
 def _suggest_code(path: str, checkpoint: Checkpoint, source_name: str) -> str:

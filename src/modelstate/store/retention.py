@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
@@ -208,24 +208,15 @@ def _chosen(infos: list[CheckpointInfo], keep: Keep) -> list[CheckpointInfo]:
     if keep.last is not None:
         chosen += sorted(infos, key=_by_step)[-keep.last :]
     if keep.every_steps is not None:
-        steps = keep.every_steps
-        chosen += _firsts(sorted(infos, key=_by_step), lambda info: info.step // steps)
+        latest_first = sorted(infos, key=_by_step, reverse=True)
+        chosen += {info.step // keep.every_steps: info for info in latest_first}.values()
     if keep.every_hours is not None:
         seconds = keep.every_hours * _HOUR_SECONDS
-        chosen += _firsts(sorted(infos, key=lambda info: (info.time, info.step)), lambda info: info.time // seconds)
+        latest_first = sorted(infos, key=lambda info: (info.time, info.step), reverse=True)
+        chosen += {info.time // seconds: info for info in latest_first}.values()
     if keep.best is not None and keep.metric is not None:
         values = [(info.metrics.get(keep.metric, math.nan), info) for info in infos]
         sign = 1 if keep.mode == "min" else -1
         ranked = [(sign * value, info.step, info) for value, info in values if value == value]
         chosen += [info for _, _, info in sorted(ranked, key=lambda entry: entry[:2])[: keep.best]]
     return chosen
-
-
-T = TypeVar("T")
-
-
-def _firsts(infos: list[CheckpointInfo], bucket: Callable[[CheckpointInfo], T]) -> list[CheckpointInfo]:
-    first: dict[T, CheckpointInfo] = {}
-    for info in infos:
-        first.setdefault(bucket(info), info)
-    return list(first.values())
