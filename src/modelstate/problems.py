@@ -75,7 +75,7 @@ class Problem(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     def line(self) -> str:
         """Returns the problem as one line of text."""
         line = self.kind.line
-        return line(self) if callable(line) else line.format(self)
+        return line(self) if callable(line) else line.format(self) or ": ".join(filter(None, (self.name, self.why)))
 
     def as_dict(self) -> dict[str, object]:
         """Returns the facts that the problem has, with its kind, and its remedy in Python and on the command line."""
@@ -225,6 +225,8 @@ def _quantized_weight(problems: Sequence[Problem]) -> list[Remedy]:
 
 
 def _not_a_tensor(problems: Sequence[Problem]) -> list[Remedy]:
+    if any(problem.found == "ndarray" for problem in problems):
+        return [Remedy("make tensors of arrays: {name: torch.from_numpy(array) for name, array in arrays.items()}")]
     if all(problem.found == "TensorSpec" for problem in problems):
         return [Remedy("give the checkpoint itself, or its tensors: checkpoint.value()")]
     return [Remedy("look at the file with `modelstate inspect`")]
@@ -296,16 +298,17 @@ Line: TypeAlias = str | Callable[[Problem], str]
 
 
 class ProblemKind(Enum):
-    """The kinds of problems: the heading in the plural, the page, what to do, and the format of a line."""
+    """The kinds of problems: the heading in the plural, the page, what to do, and the format of a line.
+
+    Without a format, a line has the name and says why.
+    """
 
     title: str
     page: str
     remedy: str | Remedy | MakeRemedies
     line: Line
 
-    def __new__(
-        cls, title: str, page: str, remedy: str | Remedy | MakeRemedies, line: Line = "{0.name}"
-    ) -> ProblemKind:
+    def __new__(cls, title: str, page: str, remedy: str | Remedy | MakeRemedies, line: Line = "") -> ProblemKind:
         kind = object.__new__(cls)
         kind.title, kind.page, kind.remedy, kind.line = title, page, remedy, line
         kind._value_ = title
@@ -373,25 +376,13 @@ class ProblemKind(Enum):
         "{0.name}: the model has {0.expected}, the checkpoint {0.found}: {0.why}",
     )
     NOT_A_TENSOR = "values that are not tensors", "size-mismatch", _not_a_tensor, "{0.name}: found {0.found}"
-    NUMPY_ARRAY = (
-        "NumPy arrays in place of tensors",
-        "size-mismatch",
-        "make tensors of them: {name: torch.from_numpy(array) for name, array in arrays.items()}",
-        "{0.name}: found {0.found}",
-    )
-    UNREAD = "values of the checkpoint that are not read", "forbidden-global", _unread, "{0.name}: {0.why}"
+    UNREAD = "values of the checkpoint that are not read", "forbidden-global", _unread
     BAD_EXTRA_STATE = (
         "extra states that their modules cannot take",
         "objects",
         "load a checkpoint that was saved with this declaration, or let the declaration's upgrade= take it",
-        "{0.name}: {0.why}",
     )
-    OPTIMIZER_MISFIT = (
-        "states that do not fit their optimizers",
-        "optimizer-state",
-        OPTIMIZER_RULES,
-        "{0.name}: {0.why}",
-    )
+    OPTIMIZER_MISFIT = "states that do not fit their optimizers", "optimizer-state", OPTIMIZER_RULES
     # Quantized tensors.
     QUANTIZED_CAST = (
         "quantized tensors of another dtype than dtype=",
@@ -428,7 +419,6 @@ class ProblemKind(Enum):
         "tensors of the model that torch does not write to",
         "cannot-be-placed",
         lambda problems: [Remedy(text) for text in dict.fromkeys(problem.remedy for problem in problems)],
-        "{0.name}: {0.why}",
     )
     BUFFER_CONFLICT = (
         "non-persistent buffers that differ from the checkpoint",
@@ -480,7 +470,6 @@ class ProblemKind(Enum):
         "sharded-models",
         "load the model before it is sharded; if it holds partial sums, reduce them before they become a parameter: "
         "tensor.redistribute(placements=[Replicate()])",
-        "{0.name}: {0.why}",
     )
     OTHER_SHARDING = (
         "DTensors that are placed in another way than those of the model",
@@ -493,14 +482,12 @@ class ProblemKind(Enum):
         "sharded-models",
         "transform the model before it is sharded, or leave these out of transform=; a function of name and tensor is "
         "called with the whole tensor, and each rank keeps its part",
-        "{0.name}: {0.why}",
     )
     SHARDS_IN_USE = (
         "parameters of FSDP2 that would change after a forward pass, which has made buffers for them",
         "sharded-models",
         "load without dtype= and device=, or into a model that has not run: build it, call fully_shard, load, and "
         "then run it; for another dtype of the computation, fully_shard(..., mp_policy=MixedPrecisionPolicy(...))",
-        "{0.name}: {0.why}",
     )
     # Rules, transforms and code.
     UNEVEN_TRANSFORM = (
@@ -545,7 +532,7 @@ class ProblemKind(Enum):
         "remove one of the rules; to exchange two names, give one of them a third name in between",
         lambda problem: f"{problem.name}: by {', then '.join(problem.others)}",
     )
-    COMPLAINT = "messages of the model's own loading code", "model-code", "see the code of the module", "{0.why}"
+    COMPLAINT = "messages of the model's own loading code", "model-code", "see the code of the module"
 
 
 def wrong_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...], seen_by_rules: str = "") -> Problem:

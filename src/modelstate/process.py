@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, TextIO, TypeVar
 
@@ -60,7 +59,13 @@ _POLL_SECONDS = 0.05
 
 def try_start(thread: threading.Thread) -> bool:
     """Starts a thread. Returns False where the system starts no more threads, or the program is ending."""
-    return _can(thread.start)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if "new thread" not in str(error):  # a signal handler has raised it
+            raise
+        return False
+    return True
 
 
 def start_threads(work: Callable[[], object], count: int = 1) -> int:
@@ -68,21 +73,14 @@ def start_threads(work: Callable[[], object], count: int = 1) -> int:
 
     `threading.Thread` would wait for each thread to begin, which takes longer than to assign a hundred tensors.
     """
-    started = 0
-    while started < count and _can(partial(_thread.start_new_thread, work, ())):
-        started += 1
-    return started
-
-
-def _can(start: Callable[[], object]) -> bool:
-    """Calls a function that starts a thread. Returns False where the system starts no more threads."""
-    try:
-        start()
-    except RuntimeError as error:
-        if "new thread" not in str(error):  # a signal handler has raised it
-            raise
-        return False
-    return True
+    for started in range(count):
+        try:
+            _thread.start_new_thread(work, ())
+        except RuntimeError as error:
+            if "new thread" not in str(error):  # a signal handler has raised it
+                raise
+            return started
+    return count
 
 
 def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_part: bool = False) -> None:

@@ -216,7 +216,8 @@ def test_nested_arrays_are_named_as_flat_ones_are(path: str, beside: dict[str, o
     model = nn.Sequential(nn.Linear(2, 2))
     arrays = {name: value.detach().numpy() for name, value in model.state_dict().items()}
     flat = ms.plan(model, arrays).problems
-    assert {problem.kind for problem in flat} == {ProblemKind.NUMPY_ARRAY}
+    assert {(problem.kind, problem.found) for problem in flat} == {(ProblemKind.NOT_A_TENSOR, "ndarray")}
+    assert "torch.from_numpy" in explain(flat)
     nested: dict[str, object] = {path.rpartition(".")[2]: arrays}
     for key in reversed(path.split(".")[:-1]):
         nested = {key: nested}

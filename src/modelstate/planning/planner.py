@@ -196,9 +196,7 @@ class Planner:
         if isinstance(value, ModelStateError):
             self.unread(key, value)
         elif not isinstance(value, torch.Tensor):
-            is_array = f"{type(value).__module__}.{type(value).__name__}" == "numpy.ndarray"
-            kind = ProblemKind.NUMPY_ARRAY if is_array else ProblemKind.NOT_A_TENSOR
-            self.problems.append(Problem(kind, key, found=type(value).__name__))
+            self.problems.append(Problem(ProblemKind.NOT_A_TENSOR, key, found=type(value).__name__))
         elif type(value) is not torch.Tensor and is_lazy(value):
             self.used.add(given)
             if is_lazy(param):
