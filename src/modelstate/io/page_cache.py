@@ -144,7 +144,7 @@ def _read_ahead(spans: Sequence[ByteRange], total: int, fingerprints: Mapping[st
 
 
 def lease_files(extents: Sequence[ByteRange], files: OpenFiles) -> str:
-    """Leases the files of ranges until `OpenFiles.release`. Returns why one cannot be leased; empty where all are.
+    """Leases the files of ranges until `OpenFiles.release`, all or none. Returns why one cannot be leased, or "".
 
     Raises `ReadFailedError` where a file does not match its fingerprint.
     """
@@ -158,6 +158,7 @@ def lease_files(extents: Sequence[ByteRange], files: OpenFiles) -> str:
         file = files[path]
         refusal = file.lease() if isinstance(file, LocalFile) else "it is not a file of this machine"
         if refusal:
+            files.release()
             return refusal
     return ""
 

@@ -7,7 +7,6 @@ read whole. A `Staging` says how the values of a load are read.
 
 from __future__ import annotations
 
-import math
 import mmap
 import threading
 from collections import defaultdict
@@ -129,13 +128,13 @@ def limit_memory(staging: Staging, executions: Iterable[Execution]) -> None:
     budget, strategy = staging.options.max_memory_bytes, staging.strategy
     if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
         strategy = replace(strategy, threads=CONNECTIONS, remote=budget is not None)
-    most = math.inf if budget is None else budget
-    for staging.strategy in chain([strategy], strategy.smaller()):
+    for staging.strategy in chain([strategy], () if budget is None else strategy.smaller()):
         staging.peak_memory_bytes = needed = peak_bytes(transfers, staging.strategy)
-        if needed <= most:
+        if budget is None or needed <= budget:
             return
+    assert budget is not None
     staged = 0 if staging.options.in_place else sum(item.staged_bytes for item in transfers)
-    could = staged > 0 and needed - staged <= most
+    could = staged > 0 and needed - staged <= budget
     raise MemoryBudgetError(
         "the load needs more memory beyond the final tensors than it was given; nothing has been changed",
         expected=f"at most {budget} bytes",
@@ -738,9 +737,10 @@ def reads_at_commit(staging: Staging, executions: Sequence[Execution]) -> list[C
         copies = _copies_from_maps(staging, [item for item in waiting if _is_cast_from_map(item.transfers)])
         others = reads(staging, (item for item in waiting if not item.finals))
         return [*copies, *others, staging.files.check_unchanged]
-    staging.files.release()
     for item in waiting:
         item.stage_instead("the page cache has not all of it")
+    if waiting:
+        staging.files.release()
     if not all(item.finals for item in executions):
         limit_memory(staging, executions)
         stage(staging, executions)
