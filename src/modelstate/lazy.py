@@ -7,7 +7,7 @@ The `__init__.py` of such a package imports its public names in the first `if`, 
     else:
         __getattr__, __dir__ = attach(__name__)
 
-The imports never run. They are read from the code of the package, so that each name is written once.
+The imports never run. They are read from the source of the package, so that each name is written once.
 """
 
 import sys
@@ -58,15 +58,10 @@ def attach(package: str, unlisted: "Collection[str]" = ()) -> "tuple[Callable[[s
 
 
 def _imported_names(package: str) -> "dict[str, str]":
-    """Returns the names that a package imports behind its first `if`, with their modules."""
-    import dis
+    """Returns the names that a package imports in its first `if`, with their modules."""
+    import ast
 
-    code = sys.modules[package].__spec__.loader.get_code(package)  # type: ignore[union-attr]
-    names, module, is_behind = dict[str, str](), "", False
-    for instruction in dis.get_instructions(code):
-        is_behind = is_behind or "JUMP" in instruction.opname
-        if instruction.opname == "IMPORT_NAME":
-            module = instruction.argval
-        elif instruction.opname == "IMPORT_FROM" and is_behind:
-            names[instruction.argval] = module
-    return names
+    source = sys.modules[package].__spec__.loader.get_source(package)  # type: ignore[union-attr]
+    block = next(each for each in ast.parse(source).body if isinstance(each, ast.If))
+    imports = [each for each in block.body if isinstance(each, ast.ImportFrom)]
+    return {alias.name: each.module or "" for each in imports for alias in each.names}
