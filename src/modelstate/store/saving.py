@@ -48,15 +48,15 @@ from modelstate.objects.parts import Kind
 from modelstate.objects.per_rank import gathered
 from modelstate.process import unstoppable
 from modelstate.store.backend import NewDirectory, name_of
-from modelstate.store.directory import READS_AT_ONCE, StepEntry, StepIndex
+from modelstate.store.directory import READS_AT_ONCE, StepEntry, StepIndex, WriteAccess
 from modelstate.store.record import MAX_RECORD_BYTES, FileRecord, ObjectEntry, Record
+from modelstate.store.retention import Keep
 from modelstate.text_format import size
 from modelstate.torch_compat.sharding import reshard
 
 if TYPE_CHECKING:
     from modelstate.store.bucket import NewObjects
-    from modelstate.store.delta import Delta, LastObject, LinkedObject
-    from modelstate.store.store import Store
+    from modelstate.store.delta import Delta, LastObject, LinkedObject, ModuleDeltas
 
 CHOOSING = "choosing the files"
 """The phase in which ranks learn which files are linked."""
@@ -327,7 +327,9 @@ class NewStep:
     Of several ranks only the first one writes it, but for the tensors that are spread over the ranks.
     """
 
-    store: Store
+    access: WriteAccess
+    """The right to change the store."""
+    index: StepIndex
     name: str
     """The temporary name: the result of `unfinished_name`."""
     record: Record
@@ -337,6 +339,13 @@ class NewStep:
     agreement: Agreement
     writer: CollectiveWriter | None
     """That of the ranks; None where this process saves alone."""
+    spread: SpreadTensors
+    deltas: ModuleDeltas | None
+    """Writes modules as differences to the last checkpoint; None writes them whole."""
+    shard_bytes: int | None
+    """The most bytes of tensors in a file; None for no limit."""
+    keep: Keep | None
+    """The rules for which checkpoints stay."""
     pin: bool
     """Whether the checkpoint is pinned. It also is where it replaces one that is."""
     begin_seconds: float
@@ -355,9 +364,9 @@ class NewStep:
 
     def begin(self, overwrite: bool) -> None:
         """Locks and lists the store. Raises `TargetExistsError` where it has this step, and does not replace it."""
-        store, step = self.store._access.acquire(), self.record.step
-        revisions = self.store.index.all_revisions(store)
-        self.by_age = self.store.index.by_age(revisions)
+        store, step = self.access.acquire(), self.record.step
+        revisions = self.index.all_revisions(store)
+        self.by_age = self.index.by_age(revisions)
         self.revisions = [entry for entry in revisions if entry.place.step == step]
         existing = next((entry for entry in self.by_age if entry.place.step == step), None)
         if existing is not None and not existing.is_damaged:
@@ -374,7 +383,7 @@ class NewStep:
                     found="" if error is None else error.what,
                     remedy=remedies.get(problem, elsewhere),
                 )
-        serial = self.store.index.backend.serial(max((entry.serial or 0 for entry in self.by_age), default=0))
+        serial = self.index.backend.serial(max((entry.serial or 0 for entry in self.by_age), default=0))
         self.record = replace(self.record, store=store, serial=serial)
 
     def save(
@@ -401,7 +410,7 @@ class NewStep:
         def check() -> None:
             if check_cancelled is not None:
                 check_cancelled()
-            self.store._access.lock.check_directory()
+            self.access.lock.check_directory()
 
         def commit() -> tuple[str, int, int, float, tuple[int, ...]]:
             with self._errors():
@@ -410,11 +419,11 @@ class NewStep:
             pruned: tuple[int, ...] = ()
             try:
                 if replaced := [entry for entry in self.revisions if entry.is_whole or entry.is_damaged]:
-                    self.store.index.discard(replaced)
-                pruned = self.store.index.prune(self.store.keep)
+                    self.index.discard(replaced)
+                pruned = self.index.prune(self.keep)
             except OSError as error:  # the checkpoint is saved; the next save prunes again
                 _logger.warning(
-                    "%s: earlier checkpoints that are not kept were not removed: %s", self.store.index.directory, error
+                    "%s: earlier checkpoints that are not kept were not removed: %s", self.index.directory, error
                 )
             return path, record.written_bytes, record.nbytes - record.written_bytes, seconds, pruned
 
@@ -446,14 +455,14 @@ class NewStep:
         return [Digest.of_values(replicated_values(alike, written))]
 
     def _errors(self) -> AbstractContextManager[None]:
-        return self.store._access.errors(name_of(self.record.step, 0))
+        return self.access.errors(name_of(self.record.step, 0))
 
     def _write(self, check: Callable[[], object]) -> None:
         """Writes the objects that this process holds whole. `check` is called before each of them, and may raise."""
         with self._errors():
             check()
-            backend, record = self.store.index.backend, self.record
-            backend.clear(self.store.index.file_names)
+            backend, record = self.index.backend, self.record
+            backend.clear(self.index.file_names)
             for entry in reversed(self.by_age):
                 entry.read()
                 if entry.is_whole:
@@ -486,27 +495,22 @@ class NewStep:
             linked = {*self.link_object(path, same, None)[2]}
             rest = {name: tensor for name, tensor in live.items() if name not in linked}
             layers = NewLayers(rest, same if index else encoded.frozen)
-        for file in planned_files(path, layers, self._split):
+        for file in planned_files(path, layers, splitter(self.shard_bytes)):
             self._add(file, *new.write_tensors(file.key, file.layout))
         return self._write_index(new, path)
 
-    def _split(self, tensors: _Tensors) -> Iterable[_Tensors]:
-        """Groups tensors into files."""
-        most_bytes = self.store._shard_bytes
-        return [tensors] if most_bytes is None else in_shards(tensors, most_bytes)
-
     def _patched(self, path: str, encoded: EncodedObject, agreement: Agreement) -> NewLayers | None:
         """Returns what is to be written of a module with differences; None for others."""
-        if self.store._deltas is None or encoded.kind is not Kind.MODULE:
+        if self.deltas is None or encoded.kind is not Kind.MODULE:
             return None
         writer = self.writer if agreement.is_collective else None
         last, link = partial(self.last_object, path), partial(self.link_object, path)
-        return self.store._deltas.write(path, encoded.state, encoded.frozen, agreement, writer, last, link)
+        return self.deltas.write(path, encoded.state, encoded.frozen, agreement, writer, last, link)
 
     def last_object(self, path: str) -> LastObject:
         """Returns what the last checkpoint has of an object."""
         with self._errors():
-            last = self.files[path].last = read_last_files(self.store.index, self.last, path)
+            last = self.files[path].last = read_last_files(self.index, self.last, path)
         tensors = self.objects[path].state.tensors
         digests = {
             name: last.digests[name]
@@ -514,12 +518,12 @@ class NewStep:
             if name in last.digests and last.layouts.get(name) == dtype_and_shape(tensor)
         }
         saves = {layer.save for layer in last.patches.values()}
-        index = os.path.join(last.directory, last.index)[len(self.store.index.directory) + 1 :]
+        index = os.path.join(last.directory, last.index)[len(self.index.directory) + 1 :]
         takes_patches = (
-            self.store._deltas is not None
+            self.deltas is not None
             and index != ""
             and last.chains.keys() <= tensors.keys()
-            and len(saves) + 1 < self.store._deltas.delta.full_every
+            and len(saves) + 1 < self.deltas.delta.full_every
         )
         return digests, index, takes_patches
 
@@ -564,7 +568,7 @@ class NewStep:
         is_layered = sum(map(len, files.tensors.values())) > len(files.digests)
         with size_errors(path):
             manifest = encoded.state.manifest(None, files.digests, files.patched)
-            is_whole = self.store._deltas is not None and encoded.kind is Kind.MODULE and not is_layered
+            is_whole = self.deltas is not None and encoded.kind is Kind.MODULE and not is_layered
             layers = files.tensors if is_layered else () if is_whole else None
             text = index_of(files.tensors, encoded.state.nbytes, manifest, layers)
         index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
@@ -599,12 +603,13 @@ class NewStep:
                 for key, part in _parts(path, encoded.state)
             }
         unchanged = self._unchanged(parts)
-        known = {key: digest for key, digest in self.store._spread.digests.items() if key in unchanged}
+        known = {key: digest for key, digest in self.spread.digests.items() if key in unchanged}
         linked: set[_Key] = set()
         if unchanged:
             linked = {(path, name) for path, name in agreement.decided(CHOOSING, lambda: self._link_unchanged(known))}
-        is_uploaded = isinstance(writer, CollectiveUploader) and self.store._shard_bytes is None
-        split: _Split = writer.shards if is_uploaded else self._split
+        split: _Split = splitter(self.shard_bytes)
+        if isinstance(writer, CollectiveUploader) and self.shard_bytes is None:
+            split = writer.shards
         planned: list[PlannedFile] = []
         with writer.planning():
             for path, encoded in objects.items():
@@ -637,15 +642,15 @@ class NewStep:
         files = [*zip(planned, paths, written, strict=True)] if agreement.is_first else []
         digests = {key: digest for key, digest in known.items() if key in linked}
         digests |= {(file.path, name): of for file, _, w in files for name, of in file.digests(w).items()}
-        self.store._spread.save, self.store._spread.parts, self.store._spread.digests = self.name, parts, digests
+        self.spread.save, self.spread.parts, self.spread.digests = self.name, parts, digests
         return files
 
     def _unchanged(self, parts: Mapping[_Key, object]) -> set[_Key]:
         """Returns the tensors that no rank has changed; none where the ranks have no last save in common."""
-        changes = "".join("01"[self.store._spread.parts.get(key) != part] for key, part in parts.items())
-        own = f"{self.store._spread.save} {int(changes or '0', 2):x}"
+        changes = "".join("01"[self.spread.parts.get(key) != part] for key, part in parts.items())
+        own = f"{self.spread.save} {int(changes or '0', 2):x}"
         of_ranks = [text.rpartition(" ") for text in self.agreement.texts("comparing tensors", own)]
-        if {save for save, _, _ in of_ranks} != {self.store._spread.save} or not self.store._spread.save:
+        if {save for save, _, _ in of_ranks} != {self.spread.save} or not self.spread.save:
             return set()
         changed = reduce(or_, (int(bits, 16) for _, _, bits in of_ranks))
         return {key for index, key in enumerate(reversed([*parts])) if not changed >> index & 1}
@@ -683,8 +688,13 @@ class NewStep:
             )
         pinned = self.pin or any(entry.is_pinned for entry in self.revisions)
         path = new.commit(text, {*of_step.files}, pinned, check)
-        self.store.index.note_whole(path)
+        self.index.note_whole(path)
         return path, of_step
+
+
+def splitter(shard_bytes: int | None) -> _Split:
+    """Returns a function that groups tensors into files of at most so many bytes; None stands for one file."""
+    return lambda tensors: [tensors] if shard_bytes is None else in_shards(tensors, shard_bytes)
 
 
 def _parts(path: str, state: SerializedState) -> Iterator[tuple[_Key, object]]:

@@ -269,12 +269,17 @@ class Store(Shown):
                 writer = _writer(writing, os.path.join(self.directory, name))
                 encoded = encode_objects(targets, agreement, writer, self._delta)
                 new_step = NewStep(
-                    store=self,
+                    access=self._access,
+                    index=self.index,
                     name=name,
                     record=Record("", step, time.time(), checked_metrics, {}),
                     objects=encoded,
                     agreement=writing,
                     writer=writer,
+                    spread=self._spread,
+                    deltas=self._deltas,
+                    shard_bytes=self._shard_bytes,
+                    keep=self.keep,
                     pin=pin,
                     begin_seconds=begin_seconds,
                 )
