@@ -117,17 +117,6 @@ def allowing(argument: str, problems: Iterable[Problem], why: str) -> Remedy:
     return Remedy(f"{why}: {argument}={patterns!r}", f"{option('--' + argument.replace('_', '-'), *patterns)}, {why}")
 
 
-def ignoring(problems: Sequence[Problem]) -> str:
-    """Returns the argument that leaves out the names of these problems, as code.
-
-    A pattern could match a tensor that fits, which would then be left out, too.
-    """
-    if len(problems) > MOST_NAMES:
-        return "rules=[ms.rules.Ignore(name) for name in names], with all of these names"
-    names = dict.fromkeys(problem.seen_by_rules for problem in problems)
-    return f"rules=[{', '.join(f'ms.rules.Ignore({name!r})' for name in names)}]"
-
-
 def casting(problems: Sequence[Problem]) -> str:
     """Returns how to cast the tensors of these problems, as code; empty text for many."""
     if len(problems) > MOST_NAMES:
@@ -182,7 +171,8 @@ def _wrong_shape(problems: Sequence[Problem]) -> list[Remedy]:
         kept = allowing("allow_missing", problems, KEEP)
         names = dict.fromkeys(problem.seen_by_rules for problem in problems)
         argument = kept.text.removeprefix(f"{KEEP}: ")
-        text = f"or, {KEEP}: {ignoring(problems)}, {argument}"
+        # A pattern could match a tensor that fits, which would then be left out, too.
+        text = f"or, {KEEP}: rules=[{', '.join(f'ms.rules.Ignore({name!r})' for name in names)}], {argument}"
         remedies.append(Remedy(text, f"or {option('--ignore', *names)} {kept.options}"))
     return remedies
 

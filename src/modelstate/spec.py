@@ -116,21 +116,14 @@ class StoredTensor(msgspec.Struct, frozen=True):
             in_order = in_order and (size == 1 or step == numel)
             last += (size - 1) * step
             numel *= size
-        if not possible:
+        nbytes, start = numel * dtype.itemsize, offset * dtype.itemsize
+        extent_bytes = (last + 1) * dtype.itemsize if nbytes else 0
+        if not possible or max(nbytes, extent_bytes) >= 2**63:
             raise DamagedFileError(
                 "a tensor has an impossible layout",
                 where=storage.path,
-                expected="as many strides as dimensions, none of the numbers negative",
-                found=f"shape {shape}, stride {stride}, offset {offset}",
-            )
-        nbytes, start = numel * dtype.itemsize, offset * dtype.itemsize
-        extent_bytes = (last + 1) * dtype.itemsize if nbytes else 0
-        if nbytes >= 2**63 or extent_bytes >= 2**63:
-            raise DamagedFileError(
-                "a tensor has more bytes than any memory",
-                where=storage.path,
-                expected="fewer than 2**63 bytes",
-                found=f"shape {shape} of {dtype}",
+                expected="as many strides as dimensions, none of the numbers negative, and fewer than 2**63 bytes",
+                found=f"shape {shape}, stride {stride}, offset {offset} of {dtype}",
             )
         if extent_bytes and start + extent_bytes > storage.nbytes:
             raise DamagedFileError(

@@ -154,7 +154,7 @@ def test_both_tensors_are_looked_at() -> None:
     ("a", "b", "error", "words"),
     [
         (torch.ones(1), [1.0], errors.OptionError, "found: list"),
-        (slotted(1), torch.ones(1).as_subclass(OtherSlots), errors.PlacementError, "different __slots__"),
+        (slotted(1), torch.ones(1).as_subclass(OtherSlots), errors.PlacementError, "without __slots__"),
     ],
 )
 def test_what_cannot_be_swapped(a: Any, b: Any, error: type[Exception], words: str) -> None:

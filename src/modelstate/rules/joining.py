@@ -112,9 +112,6 @@ class _JoiningRule(PatternRule):
         _set_names(self, "patterns", self.patterns)
         same_stars(self.into, *self.patterns)
 
-    def read_patterns(self) -> tuple[str, ...]:
-        return self.patterns
-
     def rename(self, name: str) -> str | None:
         match = self._match(name)
         return None if match is None else match[1]

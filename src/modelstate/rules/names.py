@@ -189,7 +189,8 @@ class Same(EntryRule, msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         same_stars(self.pattern, self.other)
 
-    def read_patterns(self) -> tuple[str, ...]:
+    @property
+    def patterns(self) -> tuple[str, ...]:
         return (self.pattern, self.other)
 
     def rename(self, name: str) -> str | None:

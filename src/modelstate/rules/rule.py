@@ -375,8 +375,9 @@ class PatternRule(CodeRepr):
 
     pattern: str | re.Pattern[str]
 
-    def read_patterns(self) -> tuple[str | re.Pattern[str], ...]:
-        """Returns the patterns of the names that the rule looks at."""
+    @property
+    def patterns(self) -> tuple[str | re.Pattern[str], ...]:
+        """The patterns of the names that the rule looks at."""
         return (self.pattern,)
 
 
@@ -392,7 +393,7 @@ class EntryRule(PatternRule):
         return None if template(self.pattern).match(name) is None else name
 
     def apply(self, context: RuleContext) -> None:
-        pattern = Template(self.read_patterns()[-1])  # type: ignore[arg-type]
+        pattern = Template(self.patterns[-1])  # type: ignore[arg-type]
         for name in context.names_for(self):
             parts = pattern.match(name)
             if parts is not None:
@@ -418,12 +419,8 @@ def literal_names(rule: object) -> tuple[str, ...]:
     """
     if not isinstance(rule, PatternRule) or not _is_built_in(rule):
         return ()
-    patterns = rule.read_patterns()
-    return tuple(pattern for pattern in patterns if isinstance(pattern, str)) if all(map(_is_literal, patterns)) else ()
-
-
-def _is_literal(pattern: str | re.Pattern[str]) -> bool:
-    return isinstance(pattern, str) and "*" not in pattern
+    literal = tuple(pattern for pattern in rule.patterns if isinstance(pattern, str) and "*" not in pattern)
+    return literal if len(literal) == len(rule.patterns) else ()
 
 
 def _value_as_code(value: object) -> str:

@@ -222,7 +222,6 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
         )
     if a is b:
         return
-    check_slots(a, b)
     for error in refusals({"the first tensor": a, "the second tensor": b}):
         raise error
     with deferred_signals(), without_modes():
@@ -231,23 +230,13 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
         except (RuntimeError, TypeError) as error:
             raise PlacementError(
                 "torch cannot exchange these tensors; nothing has been changed",
-                expected="tensors with no weak reference in torch's core, of classes whose objects have one layout",
+                expected="tensors with no weak reference in torch's core, of classes with one layout of objects",
                 found=f"{type(a).__name__} and {type(b).__name__}: {error}",
-                remedy="clone the tensor, and use the clone from now on",
+                remedy="keep what differs in attributes of the objects, without __slots__"
+                if isinstance(error, TypeError)
+                else "clone the tensor, and use the clone from now on",
             ) from error
         drop_frozen_code()
-
-
-def check_slots(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raises `PlacementError` where the classes have different `__slots__`."""
-    slots, other_slots = set(slots_of_class(type(a))), set(slots_of_class(type(b)))
-    if slots != other_slots:
-        raise PlacementError(
-            "the classes of the tensors have different __slots__; nothing has been changed",
-            expected=f"the same: {sorted(slots)}",
-            found=f"{sorted(other_slots)} of {type(b).__name__}",
-            remedy="keep what differs in attributes of the object, without __slots__",
-        )
 
 
 def refusals(tensors: Mapping[str, torch.Tensor]) -> list[PlacementError]:

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -161,7 +161,9 @@ class Transaction:
         unreadable = {} if self._snapshot is None else dict.fromkeys(self._snapshot.unreadable)
         with deferred_signals(), self._without_modes:
             with without_modes():
-                for step in self._undo_steps():
+                steps = self._undo[::-1]
+                steps += [partial(_restore_bytes, *copy) for copy in self._saved.values()]
+                for step in steps:
                     try:
                         step()
                     except Exception as error:
@@ -182,12 +184,6 @@ class Transaction:
                 found=failures[0],
                 remedy="the error before this one says what went wrong first; build the model again",
             ) from failures[0]
-
-    def _undo_steps(self) -> Iterator[Callable[[], object]]:
-        while self._undo:
-            yield self._undo.pop()
-        for storage, saved in self._saved.values():
-            yield partial(_restore_bytes, storage, saved)
 
     def _end(self) -> None:
         """Drops all references, so that no cycle keeps staged values until the next garbage collection."""
@@ -485,13 +481,7 @@ class exclusive:
 
     def _ids(self) -> set[int]:
         if self._shared_ids is None:
-            ids = set(map(id, self._models))
-            for model in self._models:
-                for _ in range(100):
-                    with suppress(RuntimeError):  # the owner of a dict has changed it meanwhile
-                        ids |= _ids_of(model)
-                        break
-            self._shared_ids = ids
+            self._shared_ids = set(map(id, self._models)).union(*map(_ids_of, self._models))
         return self._shared_ids
 
 
