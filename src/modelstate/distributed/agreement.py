@@ -234,18 +234,21 @@ class Agreement:
             self._order.has_failed = False
             self._phase = phase
             try:
-                self.connect(self.ranks)  # so that the death of a rank within the block shows at once
-                started = time.perf_counter()
-                yield
-                phase.digests = digests() if digests is not None else ()
-                self.seconds[phase.name] = time.perf_counter() - started
-            except Exception as error:
-                self._vote(phase, error)
+                try:
+                    self.connect(self.ranks)  # so that the death of a rank within the block shows at once
+                    started = time.perf_counter()
+                    yield
+                    phase.digests = digests() if digests is not None else ()
+                    self.seconds[phase.name] = time.perf_counter() - started
+                except Exception as error:
+                    self._vote(phase, error)
+                    raise
+                self._vote(phase, None)
+            except BaseException as error:
+                connections = self._connections
+                if phase.decides and connections is not None and not isinstance(error, Exception):
+                    connections.decide(False)  # an interrupt: this rank does not wait for the others
                 raise
-            except BaseException:
-                self._leave(phase)
-                raise
-            self._vote(phase, None)
 
     @contextmanager
     def before(self, name: str) -> Iterator[None]:
@@ -305,13 +308,11 @@ class Agreement:
 
     def exchanged(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Returns the numbers of each rank, as many as this rank has; those of this rank alone where one is lost."""
-        connections = self._connections
-        own = json.dumps([*numbers]).encode()
-        longest = 21 * len(numbers) + 2  # of numbers with 64 bits, as JSON
+        connections, longest = self._connections, 21 * len(numbers) + 2  # of numbers with 64 bits, as JSON
         if connections is not None:
             # After an error the connections stay as they are, so that the next vote fails, too.
             with suppress(Exception):
-                gathered = connections.gathered(own, longest, self.timeout_seconds)
+                gathered = connections.gathered(json.dumps([*numbers]).encode(), longest, self.timeout_seconds)
                 return {rank: json.loads(text) for rank, text in zip(self.ranks, gathered, strict=True)}
         return {self.rank: [*numbers]}
 
@@ -396,9 +397,6 @@ class Agreement:
             reports = self._reports(connections, phase, error)
         except Exception as cause:
             lost = cause.with_traceback(None)
-        except BaseException:
-            self._leave(phase)
-            raise
         if (
             phase.decides
             and not reports
@@ -428,12 +426,6 @@ class Agreement:
         report = json.dumps(report_of(error, digests)).encode()
         (longest,) = connections.maximum([len(report)], self.timeout_seconds)
         return [json.loads(text) for text in connections.gathered(report, longest, self.timeout_seconds)]
-
-    def _leave(self, phase: _Phase) -> None:
-        """Ends the phase for an interrupt, without the other ranks: one of them may be waiting for a server."""
-        connections = self._connections
-        if phase.decides and connections is not None:
-            connections.decide(False)
 
     def _lost(self, phase: _Phase, cause: Exception) -> ModelStateError:
         """Returns the error for connections that broke or were not made. The next load makes new ones.
@@ -476,11 +468,9 @@ class Agreement:
         failed = {rank: report for rank, report in of_ranks.items() if "error" in report}
         if not failed:
             raise difference_of(of_ranks, self.call)
-        if error is not None and not isinstance(error, ModelStateError):
-            return  # an interrupt, or an error of a library: the others say where it came from
-        is_same = len({json.dumps(report) for report in failed.values()}) == 1
-        if error is not None and is_same and len(failed) == len(self.ranks):
-            return
+        is_same = len(failed) == len(self.ranks) and len({json.dumps(report) for report in failed.values()}) == 1
+        if error is not None and (is_same or not isinstance(error, ModelStateError)):
+            return  # of an interrupt, or an error of a library, the others say where it came from
         raise error_of(failed, phase.name, phase.effect, len(self.ranks)) from error
 
 
@@ -532,7 +522,7 @@ def agreement_of(
     # Where it is not, the ranks that wait for this one are those of the mesh.
     waiting = ranks if is_valid else of_mesh if rank in of_mesh else ()
     agreement = Agreement(sorted(waiting), TIMEOUT_SECONDS, call=call)
-    with agreement.before("planning"):
+    try:
         if not is_valid:
             raise DistributedError(
                 f"a mesh of a DTensor has ranks that do not take part in {call}"
@@ -547,6 +537,9 @@ def agreement_of(
                 else "make all meshes over the same ranks",
             )
         agreement.timeout_seconds = seconds_of("timeout_seconds", timeout_seconds, accepts_zero=False)
+    except ModelStateError:
+        with agreement.before("planning"):
+            raise
     return agreement
 
 
@@ -593,9 +586,7 @@ def report_of(error: BaseException | None, digests: Sequence[Digest] = ()) -> Re
     if isinstance(error, Stopped):
         error = BackgroundCancelledError("this rank has cancelled it", remedy="repeat the call")
     if not isinstance(error, ModelStateError) or not error.has_fields:
-        text = " ".join(": ".join(filter(None, (type(error).__name__, str(error)))).split())
-        blank = dict.fromkeys(("where", *_FIELDS), "")
-        return {"error": "DistributedError", "what": text, **blank, "names": [], "problems": []}
+        error = DistributedError(" ".join(": ".join(filter(None, (type(error).__name__, str(error)))).split()))
     return {
         "error": type(error).__name__,
         **{name: getattr(error, name) for name in ("what", "where", *_FIELDS)},

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise, product
 from typing import TYPE_CHECKING, cast
 
@@ -220,16 +220,27 @@ class Part(msgspec.Struct, frozen=True):
     """The region that it is part of; None where it is exchanged."""
 
 
-class Parts(msgspec.Struct, frozen=True):
+class Parts(msgspec.Struct, frozen=True, dict=True):
     """The parts of a tensor, in the order of its bytes."""
 
     row_elements: int
     regions: tuple[Region, ...]
     parts: tuple[Part, ...]
-    rows: tuple[tuple[range, int, Region], ...] = ()
-    """The rows of the regions by their starts, each with its first row in the local tensor."""
-    reach: tuple[int, ...] = ()
-    """The greatest end of these rows and those before them."""
+
+    @cached_property
+    def rows(self) -> list[tuple[range, int, Region]]:
+        """The rows of the regions by their starts, each with its first row in the local tensor."""
+        rows = [
+            (own, before, region)
+            for region in self.regions
+            for own, before in zip(region.rows, accumulate(map(len, region.rows), initial=0), strict=False)
+        ]
+        return sorted(rows, key=_start)
+
+    @cached_property
+    def reach(self) -> list[int]:
+        """The greatest end of these rows and those before them."""
+        return [*accumulate((own.stop for own, _, _ in self.rows), max)]
 
     def overlapping(self, first: int, end: int) -> Iterator[tuple[range, int, Region]]:
         """Yields the rows that overlap with those from `first` to before `end`. Of many ranks, few hold such rows."""
@@ -277,7 +288,6 @@ def parts_of(
     nbytes = math.prod(shape) * itemsize
     if not nbytes:
         return Parts(row_elements, (), ())
-    placed, reach = _placed(regions)
     runs_of = [len(r.rows) if r.width == row_elements else sum(map(len, r.rows)) * len(r.columns) for r in regions]
     if sum(runs_of) == 1 or nbytes // sum(runs_of) >= least or row_elements * itemsize > most_row:
         parts = [
@@ -288,35 +298,24 @@ def parts_of(
             for start in range(run.start, run.stop, step)
         ]
         parts.sort(key=lambda part: part.start)
-        return Parts(row_elements, tuple(regions), tuple(parts), placed, reach)
+        return Parts(row_elements, tuple(regions), tuple(parts))
     step = max(1, max(BLOCK_BYTES, least) // (row_elements * itemsize)) * row_elements
     starts = range(0, math.prod(shape), step)
     exchanged = (Part(start, min(start + step, math.prod(shape)), ranks, None) for start in starts)
-    return Parts(row_elements, tuple(regions), tuple(exchanged), placed, reach)
+    return Parts(row_elements, tuple(regions), tuple(exchanged))
 
 
 @lru_cache(maxsize=4096)
 def parts_of_ranges(ranges: tuple[tuple[int, int], ...]) -> Parts:
     """Returns the parts of a tensor that several ranks have: each range is a rank and a number of elements."""
+    ends = [*accumulate(count for _, count in ranges)]
+    runs = [(rank, range(end - count, end)) for (rank, count), end in zip(ranges, ends, strict=True)]
     of_ranks: dict[int, list[range]] = {}
-    end = 0
-    for rank, count in ranges:
-        of_ranks.setdefault(rank, []).append(range(end, end := end + count))
-    regions = [Region((rank,), tuple(runs), (range(1),)) for rank, runs in of_ranks.items()]
-    placed, reach = _placed(regions)
-    parts = tuple(Part(run.start, run.stop, region.ranks, region) for run, _, region in placed)
-    return Parts(1, tuple(regions), parts, placed, reach)
-
-
-def _placed(regions: Sequence[Region]) -> tuple[tuple[tuple[range, int, Region], ...], tuple[int, ...]]:
-    """Returns `Parts.rows` and `Parts.reach`."""
-    placed = [
-        (own, before, region)
-        for region in regions
-        for own, before in zip(region.rows, accumulate(map(len, region.rows), initial=0), strict=False)
-    ]
-    placed.sort(key=_start)
-    return tuple(placed), tuple(accumulate((own.stop for own, _, _ in placed), max))
+    for rank, run in runs:
+        of_ranks.setdefault(rank, []).append(run)
+    regions = {rank: Region((rank,), tuple(own), (range(1),)) for rank, own in of_ranks.items()}
+    parts = tuple(Part(run.start, run.stop, (rank,), regions[rank]) for rank, run in runs)
+    return Parts(1, tuple(regions.values()), parts)
 
 
 def _start(rows: tuple[range, int, Region]) -> int:
