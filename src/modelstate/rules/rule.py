@@ -16,8 +16,8 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from modelstate.errors import ModelStateError, RuleError, code_errors, keep_interrupt
-from modelstate.problems import Problem, ProblemKind, one_line
+from modelstate.errors import ModelStateError, RuleError, code_errors
+from modelstate.problems import Problem, ProblemKind
 from modelstate.rules.expression import Read, Source, values_of, why_not_plain
 from modelstate.spec import StoredTensor
 from modelstate.text_format import short_repr
@@ -174,18 +174,6 @@ class RuleContext:
         if len(of) == 1 and name in of[0][1].names:
             self.problems.append(Problem(ProblemKind.CYCLIC_RULES, name, others=(*rules, self.text)))
         self.put(name, Entry(content, sources, (*rules, self.text), before))
-
-    def make_tensor(self, name: str, of: NamedEntry, change: Callable[[Source], Source]) -> None:
-        """Puts what `change` makes of the tensor of an entry under a name; records a problem if that fails."""
-        old, entry = of
-        if entry.tensor is None or entry.why_not_plain:
-            return self.fail(old, entry.why_not_plain)
-        try:
-            result = change(entry.tensor)
-        except Exception as error:  # torch raises for shapes that do not fit
-            keep_interrupt(error)
-            return self.fail(old, one_line(error))
-        return self.make(name, result, [of])
 
     def values(self, source: Source) -> torch.Tensor:
         """Returns the values of a tensor, for rules that need them. They must not be changed."""

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import ModelStateError, OptionError, RuleError
+from modelstate.errors import OptionError, RuleError, code_errors
 from modelstate.problems import Problem, ProblemKind, one_line, rule_error
 from modelstate.rules.expression import values_of
 from modelstate.rules.names import Fill
@@ -106,15 +106,11 @@ class Rules(tuple[Rule, ...]):
         }
         applied = apply_rules(self, entries, in_memory)
         applied.check("the rules cannot be applied; nothing has been changed")
-        try:
+        with code_errors(RuleError, "a rule cannot be carried out; nothing has been changed"):
             return {
                 name: entry.content.value if isinstance(entry.content, Value) else values_of(entry.content, in_memory)
                 for name, entry in applied.entries.items()
             }
-        except ModelStateError:
-            raise
-        except Exception as error:  # a user's function may raise anything when it gets values
-            raise RuleError("a rule cannot be carried out; nothing has been changed", found=one_line(error)) from error
 
 
 def in_memory(stored: Stored) -> torch.Tensor:
@@ -442,7 +438,17 @@ class Schema:
         return None if noted is None else self.versions[self._index(str(noted), checkpoint.source)]
 
     def _recognised(self, specs: Mapping[str, TensorSpec], where: str, parts: Sequence[str] = ()) -> str:
-        versions = [version for version in self.recognise if self._recognises(version, specs, where)]
+        versions = []
+        for version, predicate in self.recognise.items():
+            try:
+                versions += [version] if predicate(specs) else []
+            except Exception as error:
+                raise RuleError(
+                    f"the predicate that recognises version {version} raised",
+                    where=where,
+                    found=one_line(error),
+                    remedy='let it ask for names that are there: "name" in checkpoint, checkpoint.get("name")',
+                ) from error
         if len(versions) == 1:
             return versions[0]
         if versions:
@@ -461,17 +467,6 @@ class Schema:
             expected=f"one of {', '.join(self.versions)}, noted by modelstate.save or recognised by a predicate",
             remedy=remedy,
         )
-
-    def _recognises(self, version: str, specs: Mapping[str, TensorSpec], where: str) -> bool:
-        try:
-            return bool(self.recognise[version](specs))
-        except Exception as error:
-            raise RuleError(
-                f"the predicate that recognises version {version} raised",
-                where=where,
-                found=one_line(error),
-                remedy='let it ask for names that are there: "name" in checkpoint, checkpoint.get("name")',
-            ) from error
 
     def _index(self, version: str, where: str = "") -> int:
         if version not in self.versions:

@@ -38,7 +38,14 @@ class _TensorRule(EntryRule):
     """A rule that changes each tensor whose name matches, and keeps its name. A subclass defines `change`."""
 
     def apply_to(self, context: RuleContext, name: str, entry: Entry, parts: tuple[str, ...]) -> None:
-        context.make_tensor(name, (name, entry), self.change)
+        if entry.tensor is None or entry.why_not_plain:
+            return context.fail(name, entry.why_not_plain)
+        try:
+            result = self.change(entry.tensor)
+        except Exception as error:  # torch raises for shapes that do not fit
+            keep_interrupt(error)
+            return context.fail(name, one_line(error))
+        return context.make(name, result, [(name, entry)])
 
     def change(self, source: Source) -> Source:
         raise NotImplementedError
