@@ -237,6 +237,29 @@ def test_tensors_lie_in_memory_as_before(way: str, tmp_path: Path) -> None:
     assert (first.stride(), second.stride()) == ((1, 2), (1, 12, 4))
 
 
+@pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
+def test_moments_follow_the_memory_format_of_their_parameter(before: bool, after: bool, tmp_path: Path) -> None:
+    """A fused optimizer goes through both in the order of their memory."""
+
+    def trained(channels_last: bool, fused: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        step(of := {"model": model, "optimizer": optimizer})
+        return of
+
+    def step(of: dict[str, Any]) -> None:
+        of["model"](torch.linspace(-1, 1, 2 * 3 * 49).view(2, 3, 7, 7)).square().sum().backward()
+        of["optimizer"].step()
+
+    with ms.Store(tmp_path) as store:
+        store.save(1, trained(before, fused=True))
+        store.restore(restored := trained(after, fused=True))
+    step(restored)
+    step(expected := trained(False, fused=False))
+    assert torch.allclose(restored["model"].weight, expected["model"].weight, atol=1e-5)
+
+
 # Dtypes.
 
 

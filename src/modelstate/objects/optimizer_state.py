@@ -123,7 +123,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     other = {key: value for key, value in optimizer.state.items() if key not in names}
     _check_values(kept, other, names, optimizer)
     state = {name: dict(values) for name, values in kept.items()}
-    orders = memory_orders(state)
+    orders = memory_orders(state, {name: param for param, name in names.items()})
     dtypes = {name: str(param.dtype) for param, name in names.items()}
     saved = {"state": state, _GROUPS: groups, CLASS: class_name(_computing_class(optimizer)), DTYPES: dtypes}
     return {**saved, **({_OTHER: other} if other else {}), **({ORDERS: orders} if orders else {})}

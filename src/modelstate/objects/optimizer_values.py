@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
@@ -242,18 +243,25 @@ def why_not_restored(leaf: object) -> str:
     return ""
 
 
-def memory_orders(tree: object) -> list[list[object]]:
-    """Returns `[path, dims]` for each tensor in a tree whose dims have another order in memory than the usual one.
+def memory_orders(tree: object, params: Mapping[object, torch.Tensor] = MappingProxyType({})) -> list[list[object]]:
+    """Returns `[path, dims]` for each tensor whose dims have another order in memory than the usual one.
 
     Files have no strides, and a product with a transposed matrix is rounded otherwise than one with a copy of it.
+
+    Args:
+        tree: nested containers.
+        params: parameters by the first keys of the paths. A tensor with the strides of its parameter gets those that
+            the parameter has then: fused optimizers go through both in the order of their memory.
     """
     orders: list[list[object]] = []
     for path, leaf in leaf_paths(tree):
-        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_contiguous():
-            strides = leaf.stride()
-            dims = sorted(range(leaf.dim()), key=lambda dim: -strides[dim])
-            if leaf.permute(dims).is_contiguous():
-                orders.append([list(path), dims])
+        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_contiguous():
+            continue
+        param, strides = params.get(path[0]), leaf.stride()
+        dims = sorted(range(leaf.dim()), key=lambda dim: -strides[dim])
+        follows = param is not None and (leaf.shape, strides) == (param.shape, param.stride())
+        if not follows and leaf.permute(dims).is_contiguous():
+            orders.append([list(path), dims])
     return orders
 
 
@@ -439,6 +447,9 @@ def _copied(
         assert source is not None
         local = values_of(source, cast(Read, torch.Tensor.detach))
         return dtensor_like(param, local.to(local_tensor(param).device, dtype, copy=True).contiguous())
+    plain = type(value) is torch.Tensor and type(param.detach()) is torch.Tensor
+    if plain and value.shape == param.shape and value.is_contiguous() and value.stride() != param.stride():
+        return torch.empty_like(param.detach(), dtype=dtype).copy_(value.detach())  # files have no strides
     return value.detach().to(param.device, dtype, copy=True)
 
 
