@@ -351,8 +351,8 @@ def one_line(error: BaseException) -> str:
 
 def show(result: Any, as_json: bool, html: str | None = None, text: str | None = None) -> None:
     """Prints a result as JSON or as text, and writes its page where `--html` asks for it."""
-    echo(result.to_json() if as_json else str(result) if text is None else text)
     write_page(html, result)
+    echo(result.to_json() if as_json else str(result) if text is None else text)
 
 
 def write_page(path: str | None, result: Shown | Page) -> None:

@@ -25,6 +25,7 @@ from modelstate.cli.common import (
     show,
     terminal_width,
     usage_errors,
+    write_page,
 )
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ def comparing(run: Run) -> Run:
     ) -> None:
         result: Any = run(values=not no_values, **own)
         text = result.text(top=None if show_all else top, fold=not no_fold, width=terminal_width())
-        show(result, as_json, html, text)
+        show(result, as_json, text=text)
+        write_page(html, result)
         if not result.is_equal:
             raise click.exceptions.Exit(PROBLEMS)
 
