@@ -697,8 +697,6 @@ class DigestCheck(msgspec.Struct, frozen=True):
     """The storages to read, and for each of them the names of the tensors in it."""
     checksums: Mapping[ByteRange, Checksum]
     """The stored digest of each of these storages."""
-    what: str = "tensors"
-    """What the storages are, for messages."""
 
     def run(self, on_read: Callable[[int], None] | None = None, share: slice = slice(None)) -> int:
         """Reads the storages, compares them with their digests, and returns the number of bytes that were compared.
@@ -753,7 +751,7 @@ class DigestCheck(msgspec.Struct, frozen=True):
         ]
         if damaged:
             raise ChecksumError(
-                f"{self.what} that are not what their checksums say ({len(damaged):,})",
+                f"tensors that are not what their checksums say ({len(damaged):,})",
                 where=self.source,
                 found=listed(damaged, 8),
                 remedy="the file is damaged, or was saved with checksums switched off: get it again from its source",

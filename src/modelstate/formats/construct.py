@@ -192,7 +192,7 @@ def _raise_refused(found: Sequence[tuple[Refused, Path]], path: str, names: Torc
         return
     failed = "; ".join(f"{name} is allowed, but its import failed: {why}" for name, why in names.failed.items())
     error = forbidden(
-        "the pickle asks for {} that {} not allowed",
+        "the pickle asks for classes or functions that are not allowed",
         path,
         refused,
         f'if you trust them: ms.load(model, ms.open("{path}", allow={{}})); without them: '
@@ -210,7 +210,7 @@ def refusal(found: Mapping[str, Refused], source: str) -> OpenError:
     names = list(dict.fromkeys((value.name, path) for value, path in refused if value.error is None))
     if names:
         return forbidden(
-            "a value is not read, since it takes {} that {} not allowed",
+            "a value is not read, since it takes classes or functions that are not allowed",
             source,
             names,
             f'if you trust them: ms.open("{source}", allow={{}})',
@@ -235,7 +235,7 @@ def forbidden(
     """The error for classes and functions that a file asks for.
 
     Args:
-        what: What is wrong, with `{}` in the places of the number of names, and of "is" or "are".
+        what: What is wrong.
         where: The file.
         refused: The names of the classes and functions, each with its path in the value.
         remedy: What to do, with `{}` in the place of the value of `allow=`.
@@ -256,9 +256,8 @@ def forbidden(
         allow = ordered
         options = f"{option('--allow', *ordered)} if you trust them; or --skip-forbidden"
         remedy = remedy.format("[" + ", ".join(f'"{name}"' for name in ordered) + "]")
-    counted = ("1 class or function", "is") if len(ordered) == 1 else (f"{len(ordered)} classes or functions", "are")
     return ForbiddenGlobalError(
-        what.format(*counted),
+        what,
         where=where,
         refused=refused,
         allow=allow,

@@ -80,7 +80,7 @@ def _read_metadata(
         value, end = unpickle(data, 0, no_storage, names.find)
         if names.refused and not skip_forbidden:
             raise forbidden(
-                "the metadata asks for {} that {} not allowed",
+                "the metadata asks for classes or functions that are not allowed",
                 path,
                 [(name, "") for name in sorted(names.refused)],
                 f'if you trust them: ms.load(model, ms.open("{os.path.dirname(path)}", allow={{}}))',

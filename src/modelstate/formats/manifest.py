@@ -318,6 +318,16 @@ class JsonError(ValueError):
         super().__init__(what)
         self.what, self.found, self.expected, self.at, self.remedy = what, found, expected, at, remedy
 
+    def damaged(self, what: str, where: str, expected: str) -> DamagedFileError:
+        """The error for the file that has the text."""
+        return DamagedFileError(
+            f"{what}: {self.what}",
+            where=where if self.at is None else f"{where}: byte {self.at}",
+            expected=self.expected or expected,
+            found=self.found,
+            remedy=self.remedy,
+        )
+
 
 def parse_json(text: bytes) -> dict[str, Any]:
     """Parses a JSON object of UTF-8, in which no object has a key twice. The caller has limited its parts.

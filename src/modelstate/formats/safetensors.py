@@ -149,13 +149,8 @@ def read(file: SourceFile, *, allow: Sequence[object] = ()) -> Contents:
     try:
         tensors, metadata = _parse_header(header, path, begin, file.nbytes)
     except JsonError as error:
-        raise DamagedFileError(
-            f"the header is damaged: {error.what}",
-            where=f"{path}: header" + (f", byte {error.at} of {length}" if error.at is not None else ""),
-            expected=error.expected or "JSON as the safetensors format has it",
-            found=error.found,
-            remedy=error.remedy,
-        ) from error
+        expected = "JSON as the safetensors format has it"
+        raise error.damaged("the header is damaged", f"{path}: header", expected) from error
     seal = metadata.pop(SEAL, None)
     if seal is not None:
         check_seal(header, seal, path)

@@ -155,6 +155,10 @@ def _is_tensor(value: object) -> TypeGuard[torch.Tensor | LazyTensor]:
     return isinstance(value, LazyTensor) or (isinstance(value, torch.Tensor) and not is_lazy(value))
 
 
+_CONVERT = (
+    "leave them out; or load values into tensors on the meta device, convert others to tensors that the format has, "
+    "and give other names where two are equal or one is no text"
+)
 _TWO_VALUES = "two values have this name when their keys are joined with dots"
 
 
@@ -306,24 +310,13 @@ class _Serializer:
         if not self._wrong:
             check_expanded(self.state.tensors, self._where)
             return
-        remedy = "; ".join(remedies_for(self._refused))
-        if not remedy:
-            if all("on the meta device" in problem for problem in self._wrong.values()):
-                remedy = "load values into them first, or leave them out"
-            else:
-                of_names = [problem in (_TWO_VALUES, NOT_A_NAME) for problem in self._wrong.values()]
-                remedies = ["leave them out"]
-                if any(of_names):
-                    remedies.insert(0, "give them other names")
-                if not all(of_names):
-                    remedies.insert(0, "convert them to tensors that the format has")
-                remedy = " or ".join(remedies)
-            # A file of `torch.save` holds what safetensors cannot: other dtypes, layouts and names.
-            if len(self._refused) == len(self._wrong) and all(
-                isinstance(tensor, LazyTensor) or (isinstance(tensor, torch.Tensor) and is_plain_or_sparse(tensor))
-                for tensor in self._refused
-            ):
-                remedy += "; ms.save to a path that ends in .pt keeps them"
+        remedy = "; ".join(remedies_for(self._refused)) or _CONVERT
+        # A file of `torch.save` holds what safetensors cannot: other dtypes, layouts and names.
+        if len(self._refused) == len(self._wrong) and all(
+            isinstance(tensor, LazyTensor) or (isinstance(tensor, torch.Tensor) and is_plain_or_sparse(tensor))
+            for tensor in self._refused
+        ):
+            remedy += "; ms.save to a path that ends in .pt keeps them"
         raise UnsavableError(
             f"{len(self._wrong)} of {self.state.names} tensors cannot be stored in a safetensors file",
             where=self._where,

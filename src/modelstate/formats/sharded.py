@@ -209,16 +209,10 @@ def read_index(index_path: str) -> Index:
         if not weight_map and not layers:
             what = "it has no weight_map, which says what is in which shard, or an empty one"
             raise JsonError(what, remedy="open the file that holds the tensors, or its directory")
-    except msgspec.DecodeError as error:
-        raise DamagedFileError("the index cannot be read: its layers are no list", where=index_path) from error
-    except JsonError as error:
-        raise DamagedFileError(
-            f"the index cannot be read: {error.what}",
-            where=index_path + (f": byte {error.at}" if error.at is not None else ""),
-            expected=error.expected or '{"weight_map": {"name of a tensor": "file", ...}}',
-            found=error.found,
-            remedy=error.remedy or "download or copy the index again",
-        ) from error
+    except (msgspec.DecodeError, JsonError) as error:
+        cause = error if isinstance(error, JsonError) else JsonError("its layers are no list")
+        expected = '{"weight_map": {"name of a tensor": "file", ...}}'
+        raise cause.damaged("the index cannot be read", index_path, expected) from error
     if SEAL in metadata:
         check_seal(text, metadata[SEAL], index_path)
     return Index(weight_map, metadata, fingerprint, layers)

@@ -308,7 +308,7 @@ def _numpy_names(name: str, make: Callable[..., object], takes_state: bool = Fal
         return DeferredCall(f"numpy.{name}", make, args, takes_state=takes_state)
 
     names = {f"numpy.{name}", f"numpy.{name}".replace("_core.", "core.")}
-    return {name: SafeGlobal(name, call, copies=True) for name in names}
+    return {name: SafeGlobal(name, call) for name in names}
 
 
 NUMPY: dict[str, SafeGlobal] = {
@@ -601,7 +601,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
 
 BUILTIN: dict[str, object] = {
     **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype | torch.qscheme)},
-    **{name: SafeGlobal(name, call, real, copies=True) for name, (call, real) in _VALUES.items()},
+    **{name: SafeGlobal(name, call, real) for name, (call, real) in _VALUES.items()},
     **{name: SafeGlobal(name, call) for name, call in FUNCTIONS.items()},
     "torch.Tensor": SafeGlobal("torch.Tensor", real=torch.Tensor),
     "torch.nn.parameter.Parameter": SafeGlobal("torch.nn.parameter.Parameter", real=torch.nn.Parameter),

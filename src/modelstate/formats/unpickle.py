@@ -21,6 +21,7 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -98,8 +99,6 @@ class SafeGlobal(msgspec.Struct, frozen=True, eq=False):
     """None if the pickle may name it, but not call it."""
     real: object = None
     """The value of the name, if it is a value."""
-    copies: bool = False
-    """Whether a call takes time in proportion to its arguments."""
     takes_inert: bool = False
     """Whether it may be called with placeholders among its arguments."""
 
@@ -282,8 +281,6 @@ class _Machine(pickle._Unpickler):
         self.budget = 4 * (len(data) - start) + 1000
         """The number of items and bytes that may still be copied."""
         self.keys = Keys()
-        self.layouts: dict[tuple[bytes, ...], tuple[int, tuple[int, ...], tuple[int, ...]] | None] = {}
-        """What `_layout` has returned."""
 
     def run(self) -> object:
         """Returns the value of the pickle."""
@@ -318,10 +315,8 @@ class _Machine(pickle._Unpickler):
         """
         (word, kind, key_size, key, key_at, device, numel, view, id_at, shape, shape_at, stride, stride_at, hooks,
          hooks_at, args_at, at) = match.groups(b"")  # fmt: skip
-        memo, layout = self.memo, (numel, shape, stride)
-        if layout not in self.layouts:
-            self.layouts[layout] = _layout(*map(_integers, layout))
-        known, places = self.layouts[layout], b"".join((key_at, id_at, hooks_at, args_at, at, shape_at, stride_at))
+        memo, known = self.memo, _layout(numel, shape, stride)
+        places = b"".join((key_at, id_at, hooks_at, args_at, at, shape_at, stride_at))
         indices = _INDICES[len(places)](places)
         is_usual = getattr(memo.get(hooks[0]), "real", None) is OrderedDict and len(key) == key_size[0]
         if known is None or min(indices) < 256 or not is_usual:
@@ -389,8 +384,7 @@ class _Machine(pickle._Unpickler):
             if Refused in map(type, args) and not function.takes_inert:
                 inert = next(arg for arg in args if type(arg) is Refused)
                 return Refused(inert.name, args, error=inert.error)
-            if args and function.copies:
-                self.spend(args)
+            self.spend(args)
             return function.call(*args)
         if type(function) is Refused:
             return Refused(function.name, *([function] if function.held else []), args)
@@ -466,10 +460,10 @@ def _integers(opcodes: bytes) -> tuple[int, ...]:
     return tuple(int.from_bytes(each[1:], "little", signed=each[0] == 0x4A) for each in found)
 
 
-def _layout(
-    numel: tuple[int, ...], shape: tuple[int, ...], stride: tuple[int, ...]
-) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+@lru_cache
+def _layout(*opcodes: bytes) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
     """Returns the number of elements, the shape and the stride; None unless they are those of a contiguous tensor."""
+    numel, shape, stride = map(_integers, opcodes)
     is_usual = min(shape, default=1) > 0 and numel == (math.prod(shape),) and stride == contiguous_stride(shape)
     return (numel[0], shape, stride) if is_usual else None
 
