@@ -14,7 +14,16 @@ from msgspec.structs import replace
 
 from modelstate.errors import DamagedFileError, ForbiddenGlobalError, OpenError, UnsupportedTensorError, code_errors
 from modelstate.formats.torch_globals import TorchGlobals, is_never, set_state, unsupported
-from modelstate.formats.unpickle import Allowed, DeferredCall, DeferredTensor, Keys, SafeGlobal, Storage, invalid
+from modelstate.formats.unpickle import (
+    Allowed,
+    DeferredCall,
+    DeferredTensor,
+    Keys,
+    SafeGlobal,
+    Storage,
+    invalid,
+    places_in,
+)
 from modelstate.problems import option
 from modelstate.spec import Refused, StoredComposite, StoredTensor, set_version_metadata, version_metadata
 from modelstate.text_format import listed
@@ -405,14 +414,10 @@ class _Constructor:
 
         def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             what = f"a tensor of kind {kind} cannot be made of its parts"
-            try:
-                with code_errors(DamagedFileError, what, where=place, remedy=_SAME_VERSION):
-                    read = (_with_grad(tensor, node) for tensor, node in zip(tensors, parts.values(), strict=True))
-                    inner = _Constructor(self.audit, self.path, plain | dict(zip(parts, read, strict=True)))
-                    return recipe.make(inner.make(recipe.parts, path))
-            except OpenError as error:
-                error.where = error.where or place
-                raise
+            with places_in(place), code_errors(DamagedFileError, what, where=place, remedy=_SAME_VERSION):
+                read = (_with_grad(tensor, node) for tensor, node in zip(tensors, parts.values(), strict=True))
+                inner = _Constructor(self.audit, self.path, plain | dict(zip(parts, read, strict=True)))
+                return recipe.make(inner.make(recipe.parts, path))
 
         part_names = tuple(names[part] for part in parts if part in names)
         return StoredComposite(

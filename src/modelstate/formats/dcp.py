@@ -133,11 +133,8 @@ def _items(table: dict[object, object]) -> Items:
             continue
         # A pickle may use one description for many names, which must not cost more than its bytes.
         if id(node) not in seen:
-            try:
+            with places_in(name):
                 seen[id(node)] = _tensor_metadata(node)
-            except OpenError as error:
-                error.where = error.where or name
-                raise
         items[name] = seen[id(node)]
     return items
 

@@ -17,7 +17,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from msgspec.structs import replace
@@ -46,7 +45,7 @@ _QUANTIZED = (
     "ms.load_state_dict(model, torch.load(path))"
 )
 STORAGE_DTYPES = {**storage_dtypes(), "UntypedStorage": torch.uint8, "_UntypedStorage": torch.uint8}
-"""The storage classes that a pickle may name, and the dtype of each."""
+"""The storage classes that a pickle may name, and the dtype of each, which stands for it."""
 
 NEVER = frozenset({"os", "posix", "nt", "sys", "subprocess", "builtins.eval", "builtins.exec", "builtins.compile"}) | {
     f"builtins.{name}" for name in ("setattr", "delattr", "__import__", "open", "globals", "breakpoint")
@@ -54,15 +53,8 @@ NEVER = frozenset({"os", "posix", "nt", "sys", "subprocess", "builtins.eval", "b
 """Modules and functions that are refused even if the caller allows them: to allow them is to run the file."""
 
 
-class StorageType(msgspec.Struct, frozen=True):
-    """Represents a storage class."""
-
-    name: str
-    dtype: torch.dtype
-
-
-def storage_of(key: tuple[object, ...], length: int) -> tuple[StorageType, str, int] | Refused:
-    """Returns the class, the name and the number of elements of the storage that a persistent id names.
+def storage_of(key: tuple[object, ...], length: int) -> tuple[torch.dtype, str, int] | Refused:
+    """Returns the dtype, the name and the number of elements of the storage that a persistent id names.
 
     Returns the class alone where it is not allowed. Raises `DamagedFileError`.
     """
@@ -73,9 +65,10 @@ def storage_of(key: tuple[object, ...], length: int) -> tuple[StorageType, str, 
         return cls
     name = str(name) if type(name) is int else name
     is_name = type(name) is str and len(name) <= 100
-    if type(cls) is not StorageType or not is_name or type(numel) is not int or not 0 <= numel < 2**60:
+    dtype = cls.real if type(cls) is SafeGlobal else None
+    if not isinstance(dtype, torch.dtype) or not is_name or type(numel) is not int or not 0 <= numel < 2**60:
         raise damaged("the description of a storage is not valid")
-    return cls, str(name), numel
+    return dtype, str(name), numel
 
 
 class TorchGlobals:
@@ -117,7 +110,7 @@ class TorchGlobals:
             return SafeGlobal(name, self.attribute, takes_inert=True)
         module, _, last = name.rpartition(".")
         if last in STORAGE_DTYPES and (module in ("torch", "torch.storage") or module in _DEVICE_MODULES):
-            return StorageType(name, STORAGE_DTYPES[last])
+            return SafeGlobal(name, real=STORAGE_DTYPES[last])
         if not is_never(name):
             # NumPy has moved the functions that every array refers to.
             for alias in (name, *_moved(name)):

@@ -87,11 +87,11 @@ class _StreamStorages:
                 f"a storage of class {description.name[:100]} is not supported",
                 remedy="if you trust it: torch.load may read it; save its tensors as plain ones then",
             )
-        (cls, name, numel), view = description, key[5]
+        (dtype, name, numel), view = description, key[5]
         if self.located is None and name not in self.declared:
             # The first mention decides the size of an element in the file.
-            region = ByteRange(self.file.path, 0, numel * cls.dtype.itemsize)
-            self.declared[name] = Storage(cls.dtype, region, numel=numel)
+            region = ByteRange(self.file.path, 0, numel * dtype.itemsize)
+            self.declared[name] = Storage(dtype, region, numel=numel)
         storage = (self.declared if self.located is None else self.located).get(name)
         if storage is None:
             raise DamagedFileError("a storage is missing", expected=f"storage {name}")
@@ -100,7 +100,7 @@ class _StreamStorages:
             if type(view) is not tuple or len(view) != 3 or {type(view[1]), type(view[2])} != {int}:
                 raise damaged("the view of a storage is not valid")
             _, offset, numel = view
-        return replace(storage, dtype=cls.dtype, offset=offset, numel=numel)
+        return replace(storage, dtype=dtype, offset=offset, numel=numel)
 
     def locate(self, keys: object, pos: int) -> None:
         """Finds the storages, which follow one another."""

@@ -54,7 +54,8 @@ _END64_LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _ENTRY = struct.Struct("<4s4x2H4x3I4H6xI")
 _LOCAL = struct.Struct("<4s2x2H8x2I2H")
-_MAX_COMMENT = 0xFFFF
+_END_BYTES = 4 << 10
+"""What is read from the end of an archive: more than torch writes there, and a comment, if it is short."""
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _SIZES_FOLLOW, _IS_UTF8 = 0x1, 0x8, 0x800
 _ALIGN_BYTES = 64
@@ -143,13 +144,9 @@ class ZipDirectory:
     def _end(self) -> tuple[int, int, int]:
         """Number of entries, start and size of the central directory."""
         size = self.file.nbytes
-        # torch writes no comment. A checkpoint of many ranks has an archive for each part of a tensor.
-        for ahead_bytes in (0, _MAX_COMMENT):
-            tail_start = max(0, size - _END.size - ahead_bytes - _END64_LOCATOR.size)
-            tail = self.file.read(tail_start, size - tail_start, "the end of the archive")
-            at = tail.rfind(b"PK\5\6")
-            if at >= _END64_LOCATOR.size:
-                break
+        tail_start = max(0, size - _END_BYTES)
+        tail = self.file.read(tail_start, size - tail_start, "the end of the archive")
+        at = tail.rfind(b"PK\5\6")
         if at < 0 or at + _END.size > len(tail):
             raise TruncatedFileError("the archive has no end", where=self.file.path, expected="a directory at its end")
         _, disk, directory_disk, here, count, nbytes, start, comment = _END.unpack_from(tail, at)
@@ -359,23 +356,22 @@ def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
         description = storage_of(key, 5)
         if isinstance(description, Refused):
             return description
-        kind, name, numel = description
-        short = (kind.dtype, name, numel)
+        dtype, name, numel = short = description
         storage = storages.get(short)
         if storage is None:
             region = directory.region(record := f"{prefix}data/{name}")
-            nbytes = numel * kind.dtype.itemsize
+            nbytes = numel * dtype.itemsize
             if nbytes > region.nbytes:
                 return invalid(
                     DamagedFileError(
                         "a storage is shorter in the archive than in the pickle",
-                        expected=f"{numel} elements of {kind.dtype}",
+                        expected=f"{numel} elements of {dtype}",
                         found=f"{region.nbytes} bytes in data/{name}",
                     )
                 )
             records.append(record)
             region = region if nbytes == region.nbytes else region._replace(nbytes=nbytes)
-            storage = storages[short] = Storage(kind.dtype, region, 0, numel)
+            storage = storages[short] = Storage(dtype, region, 0, numel)
         return storage
 
     value, _ = unpickle(data, 0, find, names.find)

@@ -18,7 +18,7 @@ import pickle
 import re
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -170,9 +170,8 @@ class Keys:
     """
 
     def __init__(self) -> None:
-        self._tuples = set[object]()
-        self._hashes = Counter[int]()
-        """The number of different tuples of each hash."""
+        self._tuples = dict[int, set[object]]()
+        """The tuples of each hash."""
 
     def check(self, key: object) -> None:
         """Raises `DamagedFileError` for a key that is mutable, or costly or dangerous to hash."""
@@ -181,10 +180,9 @@ class Keys:
             if not isinstance(key, int) or abs(key) < MAX_KEY_INT:
                 return
         elif isinstance(key, tuple) and len(key) <= MAX_KEY_ITEMS and _KEYS.issuperset(map(type, key)):
-            if key not in self._tuples:
-                self._tuples.add(key)
-                self._hashes[hash(key)] += 1
-            if self._hashes[hash(key)] <= MAX_SAME_HASH:
+            same = self._tuples.setdefault(hash(key), set())
+            same.add(key)
+            if len(same) <= MAX_SAME_HASH:
                 return
             raise DamagedFileError(
                 "too many tuples of one hash are keys, or members of sets",
