@@ -155,10 +155,6 @@ def _is_tensor(value: object) -> TypeGuard[torch.Tensor | LazyTensor]:
     return isinstance(value, LazyTensor) or (isinstance(value, torch.Tensor) and not is_lazy(value))
 
 
-_CONVERT = (
-    "leave them out; or load values into tensors on the meta device, convert others to tensors that the format has, "
-    "and give other names where two are equal or one is no text"
-)
 _TWO_VALUES = "two values have this name when their keys are joined with dots"
 
 
@@ -310,7 +306,12 @@ class _Serializer:
         if not self._wrong:
             check_expanded(self.state.tensors, self._where)
             return
-        remedy = "; ".join(remedies_for(self._refused)) or _CONVERT
+        remedy = "convert them to tensors and names that the format has, or leave them out"
+        if all("on the meta device" in problem for problem in self._wrong.values()):
+            remedy = "load values into them first, or leave them out"
+        elif {_TWO_VALUES, NOT_A_NAME}.issuperset(self._wrong.values()):
+            remedy = "give them other names, or leave them out"
+        remedy = "; ".join(remedies_for(self._refused)) or remedy
         # A file of `torch.save` holds what safetensors cannot: other dtypes, layouts and names.
         if len(self._refused) == len(self._wrong) and all(
             isinstance(tensor, LazyTensor) or (isinstance(tensor, torch.Tensor) and is_plain_or_sparse(tensor))
