@@ -11,7 +11,6 @@ import inspect
 import re
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import IO, TYPE_CHECKING, Any
@@ -155,44 +154,25 @@ def address_range(tensor: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
-def keep_hooks(tensor: torch.Tensor) -> Callable[[], None] | None:
-    """Saves the gradient hooks of a tensor before its core is exchanged.
-
-    Returns a function that gives the hooks to the tensor again; None where the tensor has no hooks.
-    """
-    held: Any = tensor
-    backward, accumulated = held._backward_hooks, held._post_accumulate_grad_hooks
-    if backward is None and accumulated is None:
-        return None
-
-    def restore() -> None:
-        if held.requires_grad:
-            if backward is not None:
-                held._backward_hooks = backward
-            if accumulated is not None:
-                held._post_accumulate_grad_hooks = accumulated
-
-    return restore
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+GradientHooks = dict[str, tuple[dict[int, object], dict[int, object]]]
+"""The tables of the gradient hooks of a tensor, to which their handles refer, and copies of them."""
 
 
-def save_hooks(tensor: torch.Tensor) -> Callable[[], None]:
-    """Saves which gradient hooks a leaf tensor has, and returns a function that restores them."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    saved = {name: dict(getattr(tensor, name) or {}) for name in names}
+def gradient_hooks(tensor: torch.Tensor) -> GradientHooks:
+    """Returns the gradient hooks of a tensor; an empty dict where it has none."""
+    return {name: (hooks, dict(hooks)) for name in _HOOKS if (hooks := getattr(tensor, name)) is not None}
 
-    def restore() -> None:
-        for name, hooks in saved.items():
-            current = getattr(tensor, name)
-            if dict(current or {}) != hooks:
-                if current is None:
-                    setattr(tensor, name, OrderedDict(hooks))
-                    continue
-                current.clear()
-                current.update(hooks)
-                if not hooks:
-                    setattr(tensor, name, None)
 
-    return restore
+def restore_hooks(tensor: torch.Tensor, saved: GradientHooks) -> None:
+    """Gives a leaf tensor that requires a gradient the hooks that it had, in the same tables."""
+    for name in _HOOKS:
+        hooks, content = saved.get(name, (None, {}))
+        if hooks is not None and dict(hooks) != content:
+            hooks.clear()
+            hooks.update(content)
+        if getattr(tensor, name) is not hooks:
+            setattr(tensor, name, hooks)
 
 
 _FILLS = frozenset(

@@ -14,7 +14,14 @@ import torch
 
 from modelstate.errors import keep_interrupt
 from modelstate.torch_compat.plain import has_dispatch, same_place
-from modelstate.torch_compat.private import can_set_data, save_hooks, slots_of_class, swap_impl, without_subclasses
+from modelstate.torch_compat.private import (
+    can_set_data,
+    gradient_hooks,
+    restore_hooks,
+    slots_of_class,
+    swap_impl,
+    without_subclasses,
+)
 
 _ATOMS = (str, int, float, complex, bool, bytes, type(None), type, torch.dtype, torch.device, torch.Size, range)
 _CODE = (
@@ -196,7 +203,7 @@ def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
     alias = tensor.data if torch.nn.parameter.is_lazy(tensor) else tensor.detach() if _is_view(tensor) else None
     grad = tensor.grad if is_leaf else None
     restore_grad = tensor_state(grad) if grad is not None else None
-    restore_hooks = save_hooks(tensor) if requires_grad and is_leaf else None
+    hooks = gradient_hooks(tensor) if requires_grad and is_leaf else None
 
     def restore() -> None:
         with without_subclasses(), torch.no_grad():
@@ -213,8 +220,8 @@ def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
                     restore_grad()  # first, since torch takes a gradient only where it fits
                 if tensor.grad is not grad:
                     set_grad(tensor, grad)
-            if restore_hooks is not None:
-                restore_hooks()
+            if hooks is not None:
+                restore_hooks(tensor, hooks)
 
     return restore
 

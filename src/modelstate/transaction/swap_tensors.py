@@ -13,8 +13,9 @@ from modelstate.process import deferred_signals
 from modelstate.torch_compat.plain import has_dispatch, is_plain
 from modelstate.torch_compat.private import (
     drop_frozen_code,
+    gradient_hooks,
     is_transforming,
-    keep_hooks,
+    restore_hooks,
     slots_of_class,
     swap_impl,
     without_modes,
@@ -82,12 +83,12 @@ def give_memory_to_all(
 
 
 def _exchange_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    restore_hooks = keep_hooks(tensor)
+    hooks = gradient_hooks(tensor)
     if tensor.requires_grad and (value.is_floating_point() or value.is_complex()):
         value.requires_grad = True
     swap_impl(tensor, value)
-    if restore_hooks is not None:
-        restore_hooks()
+    if hooks and tensor.requires_grad:
+        restore_hooks(tensor, hooks)
 
 
 def point_to(
@@ -126,7 +127,7 @@ def become(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None 
     Attributes of the tensor stay, except for those that the value has too. `grad` is the new value of the gradient;
     None drops the gradient. It raises what torch raises, and changes nothing then.
     """
-    new, restore_hooks = as_slot(tensor, value), keep_hooks(tensor)
+    new, hooks = as_slot(tensor, value), gradient_hooks(tensor)
     attributes = {} if has_dispatch(tensor) and type(tensor) is not type(new) else dict(tensor.__dict__)
     new_grad = grad if new.requires_grad else None
 
@@ -134,8 +135,8 @@ def become(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None 
         undo = exchange(tensor, new)
         for name, attribute in attributes.items():
             tensor.__dict__.setdefault(name, attribute)
-        if restore_hooks is not None:
-            restore_hooks()
+        if hooks and tensor.requires_grad:
+            restore_hooks(tensor, hooks)
         return undo
 
     return _with_grad(tensor, change, None, new_grad)
