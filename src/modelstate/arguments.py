@@ -103,7 +103,7 @@ def check_flag(option: str, value: object, *, accepts_none: bool = False) -> Non
 
 
 _FLAG_REMEDIES = {
-    "init_missing": "to initialise some tensors only, a rule in place of it: rules=[modelstate.rules.Fill(pattern)]",
+    "init_missing": "to initialise some tensors only, a rule in place of it: rules=[modelstate.rules.Fill(pattern)]"
 }
 
 

@@ -152,11 +152,7 @@ _WIDEST = 300
 
 
 def columns(
-    rows: Iterable[Sequence[str]],
-    *,
-    right: Sequence[int] = (),
-    width: int | None = None,
-    optional: Sequence[int] = (),
+    rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), width: int | None = None, optional: Sequence[int] = ()
 ) -> str:
     """Formats rows of text in aligned columns, without trailing blanks.
 

@@ -59,11 +59,7 @@ def spectral_norm(owner: str = "*", name: str = "weight") -> Rules:
     """
     old, new = _below(owner, name), _below(owner, f"parametrizations.{name}")
     return Rules(
-        [
-            Rename(f"{old}_orig", f"{new}.original"),
-            Rename(f"{old}_u", f"{new}.0._u"),
-            Rename(f"{old}_v", f"{new}.0._v"),
-        ]
+        [Rename(f"{old}_orig", f"{new}.original"), Rename(f"{old}_u", f"{new}.0._u"), Rename(f"{old}_v", f"{new}.0._v")]
     )
 
 

@@ -13,22 +13,8 @@ import torch
 from modelstate.errors import RuleError, TransformError, code_errors, keep_interrupt
 from modelstate.io.memory import empty_cpu
 from modelstate.problems import one_line
-from modelstate.rules.expression import (
-    Derived,
-    Source,
-    cast,
-    meta_like,
-    reshaped,
-    transposed,
-)
-from modelstate.rules.rule import (
-    Entry,
-    EntryRule,
-    RuleContext,
-    Value,
-    check_sizes,
-    irreversible,
-)
+from modelstate.rules.expression import Derived, Source, cast, meta_like, reshaped, transposed
+from modelstate.rules.rule import Entry, EntryRule, RuleContext, Value, check_sizes, irreversible
 from modelstate.text_format import short_repr
 from modelstate.torch_compat.dtypes import cast_between, dtype_named
 from modelstate.torch_compat.plain import is_plain_memory

@@ -246,12 +246,7 @@ def is_initialised(module: torch.nn.Module) -> bool:
     return "_buffers" in vars(module)
 
 
-_TABLES = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+_TABLES = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 Hook = Callable[..., Any]
 
 

@@ -183,13 +183,7 @@ def _check_other_state(
         )
 
 
-def _followed(
-    path: Path,
-    value: torch.Tensor,
-    param: torch.Tensor,
-    final: torch.Tensor,
-    before: Place,
-) -> Place:
+def _followed(path: Path, value: torch.Tensor, param: torch.Tensor, final: torch.Tensor, before: Place) -> Place:
     """Returns the new dtype and device of a tensor in the state of a parameter."""
     if value.is_meta or final.is_meta:
         return value.dtype, value.device
