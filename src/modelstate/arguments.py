@@ -93,18 +93,8 @@ def check_flag(option: str, value: object, *, accepts_none: bool = False) -> Non
     """
     if isinstance(value, bool) or (value is None and accepts_none):
         return
-    raise OptionError(
-        f"{option}= must be True or False",
-        expected=f"True or False{', or None' if accepts_none else ''}",
-        found=short_repr(value),
-        remedy=_FLAG_REMEDIES.get(option, ""),
-        names=(option,),
-    )
-
-
-_FLAG_REMEDIES = {
-    "init_missing": "to initialise some tensors only, a rule in place of it: rules=[modelstate.rules.Fill(pattern)]"
-}
+    expected = f"True or False{', or None' if accepts_none else ''}"
+    raise invalid_option(option, "must be True or False", value, expected=expected)
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -158,7 +148,6 @@ def checked_call(
     call: str,
     *,
     foreign: Mapping[str, str] = MappingProxyType({}),
-    is_method: bool = False,
     within: Callable[..., AbstractContextManager[object]] = lambda *_, **__: nullcontext(),
     options: type | None = None,
     defaults: object = None,
@@ -171,7 +160,6 @@ def checked_call(
     Args:
         call: The function as users call it: "ms.load".
         foreign: For arguments of other functions, what replaces each here; see `check_keywords`.
-        is_method: Whether the function has `self`.
         within: Returns the block that raises the error, such as a phase of all ranks, for the arguments of the call. A
             call that the signature does not allow raises its `TypeError` there, too.
         options: The `TypedDict` of a function that takes `**options: Unpack[...]`.
@@ -182,8 +170,8 @@ def checked_call(
         signature = _expanded(inspect.signature(function), options, defaults)
         flags = {}
         parameters = signature.parameters.values()
-        keywords = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        keywords = keywords[is_method:]
+        named = [each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        keywords = [each.name for each in named if each.name != "self"]
         takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
         for name, parameter in signature.parameters.items():
             kind = parameter.annotation

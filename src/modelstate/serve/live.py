@@ -232,7 +232,7 @@ class Live:
         1
     """
 
-    @checked_call("ms.Live", is_method=True)
+    @checked_call("ms.Live")
     def __init__(
         self,
         target: object,
@@ -351,7 +351,7 @@ class Live:
 
     # Changing.
 
-    @checked_call("live.swap", is_method=True, foreign=FOREIGN, options=SelectionArguments, defaults=LoadOptions())
+    @checked_call("live.swap", foreign=FOREIGN, options=SelectionArguments, defaults=LoadOptions())
     def swap(
         self,
         source: Source,

@@ -129,7 +129,7 @@ class Store(Shown):
         1000
     """
 
-    @checked_call("ms.Store", is_method=True)
+    @checked_call("ms.Store")
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -182,7 +182,6 @@ class Store(Shown):
     ) -> PendingSave | None: ...
     @checked_call(
         "store.save",
-        is_method=True,
         within=lambda store, *args, **options: store._agreement((args, options), "Store.save").phase("beginning"),
     )
     def save(
@@ -390,7 +389,6 @@ class Store(Shown):
 
     @checked_call(
         "store.restore",
-        is_method=True,
         within=lambda store, *args, **options: store._agreement((args, options), "Store.restore").phase("beginning"),
         options=RestoreArguments,
         defaults=RestoreOptions(),
@@ -457,7 +455,7 @@ class Store(Shown):
             **inherited, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped
         )
 
-    @checked_call("store.open", is_method=True)
+    @checked_call("store.open")
     def open(self, name: str, step: Step = "latest", *, verify: bool = False) -> Checkpoint:
         """Opens one object of a checkpoint, for every function that takes a `Checkpoint`.
 
@@ -485,7 +483,7 @@ class Store(Shown):
 
         return self.index.first_usable(step, attempt)[0]
 
-    @checked_call("store.diff", is_method=True)
+    @checked_call("store.diff")
     def diff(self, a: Step, b: Step, *, only: Iterable[str] = (), values: bool = True) -> Diff:
         """Compares two checkpoints of the store, with all their objects: see `modelstate.diff`.
 
@@ -562,7 +560,7 @@ class Store(Shown):
         """
         return tuple(entry.info for entry in self.index.read_all(self.index.steps()))
 
-    @checked_call("store.verify", is_method=True)
+    @checked_call("store.verify")
     def verify(self, step: int | None = None, *, progress: bool | None = None) -> dict[int | str, str]:
         """Reads checkpoints, one or all, and compares every byte with its digest.
 
@@ -593,7 +591,7 @@ class Store(Shown):
 
     # Pruning.
 
-    @checked_call("store.prune", is_method=True)
+    @checked_call("store.prune")
     def prune(self, keep: Keep | int | None = None, *, dry_run: bool = False) -> tuple[int, ...]:
         """Removes the checkpoints that `keep`, or the store's own rules, do not keep.
 
