@@ -13,7 +13,7 @@ from torch import nn
 
 from modelstate.arguments import check_flag, check_integer, checked_call, invalid_option
 from modelstate.conversion.conversion import Conversion, running_conversion
-from modelstate.conversion.tensors import ByFunction, CastAndMove, Target
+from modelstate.conversion.tensors import Target, by_function, cast_and_move
 from modelstate.errors import MemoryBudgetError, ModelCodeError, OptionError, code_errors
 from modelstate.forks import fork_safe_lock
 from modelstate.planning.options import check_model, device_of, is_device
@@ -155,10 +155,10 @@ def _target(
     if empty and transform is not None:
         raise OptionError("empty= keeps no values that transform= could be called with", remedy="give one of them")
     target_device = device_of(device)
-    cast = CastAndMove(dtype, target_device, empty)
+    cast = cast_and_move(dtype, target_device, empty)
     if transform is None:
         return cast
-    return ByFunction(transform, None if dtype is None and target_device is None else cast)
+    return by_function(transform, None if dtype is None and target_device is None else cast, dtype is not None)
 
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
@@ -238,7 +238,7 @@ def _apply(_stock: Callable[..., nn.Module], self: nn.Module, fn: Apply, recurse
     ):
         return stock_apply(self, fn, recurse)
     with exclusive(self), gc_paused(), Transaction(self) as transaction:
-        conversion = Conversion(transaction, _TorchFunction(fn))
+        conversion = Conversion(transaction, _applying(fn))
         conversion.record(recurse)
         conversion.commit()
         del conversion  # before the garbage collector goes on, which would visit every change first
@@ -251,20 +251,13 @@ replaced_apply = _overrides.used
 """Makes torch's part of a module's own `_apply` run in the conversion of this thread."""
 
 
-class _TorchFunction(Target):
-    """The target of a conversion by `Module.to` and its like: the function that they pass to `_apply`."""
+def _applying(fn: Apply) -> Target:
+    """Returns the target of a conversion by `Module.to` and its like: the function that they pass to `_apply`."""
 
-    def __init__(self, fn: Apply) -> None:
-        self._fn = fn
-
-    def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return self._fn(tensor)
-
-    def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-        return self._fn(grad)
-
-    def deferred_cast(self, dtype: torch.dtype) -> torch.Tensor | None:
-        if dtype not in COPYABLE or not dtype.is_floating_point or not is_cast_of_torch(self._fn):
+    def deferred_cast(dtype: torch.dtype) -> torch.Tensor | None:
+        if dtype not in COPYABLE or not dtype.is_floating_point or not is_cast_of_torch(fn):
             return None
-        new = self._fn(torch.empty(0, dtype=dtype, device="cpu"))
+        new = fn(torch.empty(0, dtype=dtype, device="cpu"))
         return new if new.is_cpu and new.dtype in COPYABLE and new.is_floating_point() else None
+
+    return Target(lambda _, tensor: fn(tensor), lambda grad, _: fn(grad), deferred_cast)

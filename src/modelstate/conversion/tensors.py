@@ -1,15 +1,14 @@
 """The parts of a conversion: what each tensor becomes, and the write that puts the new tensor in place.
 
-A `Target` makes the new tensors: `CastAndMove` for a dtype and a device, `ByFunction` for a user's function. A `Change`
-is one new tensor with its placement.
+A `Target` makes the new tensors: that of `cast_and_move` for a dtype and a device, that of `by_function` by a user's
+function. A `Change` is one new tensor with its placement.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
 
+import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -35,69 +34,42 @@ UNCHANGED: object = type("Unchanged", (), {"__repr__": lambda _: "modelstate.con
 """Returned by the function of `modelstate.convert` for a tensor that stays as it is."""
 
 
-class Target:
-    """Makes the new tensors of a conversion."""
+class Target(msgspec.Struct, frozen=True):
+    """What a conversion makes of each tensor."""
 
-    is_user_function: ClassVar[bool] = False
+    make: Callable[[str, torch.Tensor], torch.Tensor]
+    """Returns the new tensor of a name, with its values; the tensor itself if it stays as it is."""
+    grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
+    """Returns the new gradient, for a gradient and the new tensor; None if the new tensor cannot have it."""
+    deferred_cast: Callable[[torch.dtype], torch.Tensor | None] = lambda _: None
+    """Returns an empty tensor like the results for plain CPU tensors of a dtype, if these are casts, or nothing. Such a
+    cast can fail only for lack of memory, so it can be deferred to the commit. None for anything else."""
+    description: str = ""
+    """The text for a report: "bfloat16", "the results of quantize"."""
+    cause: str = ""
+    """What makes infinite or NaN values, for a note; empty if they are not counted."""
+    is_user_function: bool = False
     """Whether a user's function makes the tensors, which may return anything. Other targets can convert the memory that
     several tensors share at once."""
 
-    @property
-    def description(self) -> str:
-        """The text for a report: "bfloat16", "the results of quantize"."""
-        return "the requested conversion"
 
-    @property
-    def cause(self) -> str:
-        """What makes infinite or NaN values, for a note; empty if they are not counted."""
-        return ""
+def cast_and_move(dtype: torch.dtype | None = None, device: torch.device | None = None, empty: bool = False) -> Target:
+    """Returns another dtype for floating-point tensors, another device, or both. With `empty`, values are not kept."""
+    to = f" {short(dtype)}" if dtype else ""
+    to += (" on" if to else "") + f" device {device}" if device else ""
+    description = to.strip()
 
-    def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the new tensor with its values; the tensor itself if it stays as it is."""
-        raise NotImplementedError
-
-    def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-        """Returns the gradient for a tensor that becomes `new`; None if `new` cannot have it."""
-        raise NotImplementedError
-
-    def deferred_cast(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Returns an empty tensor like the results for plain CPU tensors of a dtype, if these are casts, or nothing.
-
-        Such a cast can fail only for lack of memory, so it can be deferred to the commit. None for anything else.
-        """
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class CastAndMove(Target):
-    """Another dtype for floating-point tensors, another device, or both. With `empty`, values are not kept."""
-
-    dtype: torch.dtype | None = None
-    device: torch.device | None = None
-    empty: bool = False
-
-    @property
-    def cause(self) -> str:
-        return "" if self.empty else "a cast"
-
-    @property
-    def description(self) -> str:
-        dtype = f" {short(self.dtype)}" if self.dtype else ""
-        device = f" device {self.device}" if self.device else ""
-        return f"{dtype}{' on' if dtype and device else ''}{device}".strip()
-
-    def _dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+    def dtype_of(old: torch.dtype) -> torch.dtype:
         """Returns the new dtype. Integers and booleans keep theirs, and so do complex numbers for a real dtype."""
-        if self.dtype is None or not (dtype.is_floating_point or (dtype.is_complex and self.dtype.is_complex)):
-            return dtype
-        return self.dtype
+        is_cast = old.is_floating_point or (dtype is not None and old.is_complex and dtype.is_complex)
+        return dtype if dtype is not None and is_cast else old
 
-    def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        dtype, device = self._dtype_of(tensor.dtype), self.device or tensor.device
-        if self.empty and not is_lazy(tensor):
-            return torch.empty_like(tensor, dtype=dtype, device=device)
+    def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        new_dtype, new_device = dtype_of(tensor.dtype), device or tensor.device
+        if empty and not is_lazy(tensor):
+            return torch.empty_like(tensor, dtype=new_dtype, device=new_device)
         without = ""
-        if tensor.is_meta and device.type != "meta":
+        if tensor.is_meta and new_device.type != "meta":
             without = "on meta"
             remedy = "fill it with modelstate.load, or convert(..., empty=True) for memory without values"
         elif is_plain(tensor) and not tensor.is_meta and not has_its_memory(tensor):
@@ -112,55 +84,39 @@ class CastAndMove(Target):
                 remedy=remedy,
             )
         try:
-            return tensor.to(device, dtype)
+            return tensor.to(new_device, new_dtype)
         except (torch.OutOfMemoryError, MemoryError):
             raise  # the call says that the memory is used up
         except Exception as error:  # code of a subclass may raise anything
             raise PlacementError(
                 "torch cannot convert this tensor; nothing has been changed",
                 where=name,
-                expected=self.description,
+                expected=description,
                 found=f"{short(tensor.dtype)} on {tensor.device}: {error}",
                 remedy="give transform= for it, or another dtype",
             ) from error
 
-    def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-        if self.empty and (grad.is_meta or new.is_meta):
+    def grad(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
+        if empty and (old.is_meta or new.is_meta):
             return None
-        return grad.to(new.device, new.dtype if grad.is_floating_point() or grad.is_complex() else grad.dtype)
+        return old.to(new.device, new.dtype if old.is_floating_point() or old.is_complex() else old.dtype)
 
-    def deferred_cast(self, dtype: torch.dtype) -> torch.Tensor | None:
-        if self.empty or (self.device is not None and self.device.type != "cpu"):
+    def deferred_cast(old: torch.dtype) -> torch.Tensor | None:
+        if empty or (device is not None and device.type != "cpu"):
             return None
-        new = self._dtype_of(dtype)
-        return torch.empty(0, dtype=new, device="cpu") if new in COPYABLE and dtype in COPYABLE else None
+        new = dtype_of(old)
+        return torch.empty(0, dtype=new, device="cpu") if new in COPYABLE and old in COPYABLE else None
+
+    return Target(make, grad, deferred_cast, description, "" if empty else "a cast")
 
 
-@dataclass(frozen=True, slots=True)
-class ByFunction(Target):
-    """The result of a user's function, with another dtype or device after that if `then` is given."""
+def by_function(function: Callable[..., object], then: Target | None, casts: bool) -> Target:
+    """Returns the result of a user's function, made what `then` makes of it; `casts` says whether that is a cast."""
 
-    is_user_function: ClassVar[bool] = True
-    function: Callable[..., object]
-    then: CastAndMove | None
-
-    @property
-    def cause(self) -> str:
-        casts = self.then is not None and self.then.dtype is not None
-        return "transform= or the cast after it" if casts else "transform="
-
-    @property
-    def description(self) -> str:
-        return f"the results of {getattr(self.function, '__name__', 'transform=')}"
-
-    def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        new = self._call(name, tensor)
-        return new if self.then is None else self.then.make(name, new)
-
-    def _call(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def call(name: str, tensor: torch.Tensor) -> torch.Tensor:
         writes = None if is_lazy(tensor) or tensor.is_inference() else write_count(tensor)
         with code_errors(TransformError, "the function raised; nothing has been changed", where=name):
-            new = self.function(name, tensor)
+            new = function(name, tensor)
         if writes is not None and write_count(tensor) != writes:
             raise TransformError(
                 "the function has changed its input in place, which nothing can undo",
@@ -181,12 +137,20 @@ class ByFunction(Target):
             )
         return new
 
-    def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-        if not (new.is_floating_point() or new.is_complex()) or new.layout is not grad.layout:
+    def grad(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
+        if not (new.is_floating_point() or new.is_complex()) or new.layout is not old.layout:
             return None
-        if new.is_nested or grad.is_nested or grad.shape != new.shape:
+        if new.is_nested or old.is_nested or old.shape != new.shape:
             return None
-        return grad.to(new.device, new.dtype)
+        return old.to(new.device, new.dtype)
+
+    return Target(
+        call if then is None else lambda name, tensor: then.make(name, call(name, tensor)),
+        grad,
+        description=f"the results of {getattr(function, '__name__', 'transform=')}",
+        cause="transform= or the cast after it" if casts else "transform=",
+        is_user_function=True,
+    )
 
 
 DATA = "other memory under the same object"
