@@ -93,8 +93,18 @@ def check_flag(option: str, value: object, *, accepts_none: bool = False) -> Non
     """
     if isinstance(value, bool) or (value is None and accepts_none):
         return
-    expected = f"True or False{', or None' if accepts_none else ''}"
-    raise invalid_option(option, "must be True or False", value, expected=expected)
+    raise OptionError(
+        f"{option}= must be True or False",
+        expected=f"True or False{', or None' if accepts_none else ''}",
+        found=short_repr(value),
+        remedy=_FLAG_REMEDIES.get(option, ""),
+        names=(option,),
+    )
+
+
+_FLAG_REMEDIES = {
+    "init_missing": "to initialise some tensors only, a rule in place of it: rules=[modelstate.rules.Fill(pattern)]"
+}
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
