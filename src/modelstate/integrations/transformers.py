@@ -306,8 +306,6 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         if not self._is_due:
             return
         self._is_due = False
-        if self._saver.is_saved(state.global_step):
-            return
         if self._trainer is not None:
             self._trainer.store_flos()
         metrics_step, metrics = self._metrics

@@ -101,23 +101,19 @@ def of_this_rank(saved: Mapping[str, Part], targets: Mapping[str, Target], agree
 
 def _text(path: str, tree: object, *, with_values: bool) -> str:
     """Returns a state as text, which is the same for equal states; without the values it has their digests."""
-    tensors: list[list[object]] = []
 
-    def leaf(tensor: torch.Tensor) -> int:
+    def leaf(tensor: torch.Tensor) -> str:
         data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        tensors.append([dtype, list(tensor.shape), b64encode(data).decode() if with_values else digest(data)])
-        return len(tensors) - 1
+        values = b64encode(data).decode() if with_values else digest(data)
+        return json.dumps([str(tensor.dtype).removeprefix("torch."), tensor.shape, values])
 
     with object_code(path, "its state cannot be encoded"):
-        return json.dumps([encode(tree, leaf=leaf), tensors])
+        return json.dumps(encode(tree, leaf=leaf))
 
 
 def _tree(text: str) -> object:
-    encoded, tensors = json.loads(text)
-
-    def leaf(index: str | int) -> torch.Tensor:
-        dtype, shape, data = tensors[int(index)]
+    def leaf(tensor: str | int) -> torch.Tensor:
+        dtype, shape, data = json.loads(str(tensor))
         return byte_tensor(b64decode(data)).view(getattr(torch, dtype)).reshape(shape)
 
-    return decode(encoded, leaf=leaf)
+    return decode(json.loads(text), leaf=leaf)

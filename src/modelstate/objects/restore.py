@@ -253,13 +253,10 @@ def _rules(rules: RulesOf, checkpoints: Mapping[str, Checkpoint]) -> tuple[Rule,
     if isinstance(rules, Schema):
         if len(checkpoints) != 1:
             raise OptionError(
-                "a Schema alone is for one module, and several are restored"
-                if checkpoints
-                else "no module is restored",
+                "a Schema alone is for a restore of one module",
                 where="rules=",
                 expected="a mapping from the path of a module to its Schema",
-                found=", ".join(checkpoints) or "none",
-                remedy=f"rules={{{next(iter(checkpoints))!r}: schema}}" if checkpoints else "leave rules= out",
+                found=", ".join(checkpoints) or "no module",
             )
         rules = dict.fromkeys(checkpoints, rules)
     if not isinstance(rules, Mapping):

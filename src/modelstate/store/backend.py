@@ -226,20 +226,12 @@ class NewDirectory:
         replaced = max(revisions, default=None)
         self._directory, self.path = directory, os.path.join(directory, name)
         self._final = os.path.join(directory, name_of(step, 0 if replaced is None else replaced.revision + 1))
-        mode, self._count = 0o777, 0
+        self._count = 0
+        mode = 0o777
         if replaced is not None:
             with suppress(OSError):
                 mode = os.stat(replaced.path).st_mode & 0o777 | stat.S_IRWXU  # it may have been made read-only
         system.mkdir(self.path, mode)
-
-    def write_tensors(self, key: str, planned: FileLayout) -> tuple[str, Written, FileRecord]:
-        """Writes a file of tensors of an object. Returns its name, which has a digest of its content."""
-        self._count += 1
-        unnamed = os.path.join(self.path, f".{self._count}{SUFFIX}")  # no object has such a name
-        with new_file(unnamed) as output:
-            written = write(output, planned)
-        name, record = self.finish(unnamed, key, written, planned.nbytes)
-        return name, written, record
 
     def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
         """Writes a small file. Returns its name, which begins with the given one without its suffixes."""
@@ -247,12 +239,18 @@ class NewDirectory:
         write_new_file(path, text)
         return name, _record_of(path, text)
 
-    def begin(self, keys: Sequence[str]) -> list[str]:
-        """Returns the paths of files that several ranks are about to write, for the object of each of them."""
-        return [os.path.join(self.path, f".{number}{SUFFIX}") for number in range(len(keys))]
+    def begin(self, key: str) -> str:
+        """Returns the path of a file that is about to be written, with tensors of an object."""
+        self._count += 1
+        return os.path.join(self.path, f".{self._count}{SUFFIX}")  # no object has such a name
+
+    def write(self, path: str, planned: FileLayout) -> Written:
+        """Writes such a file, with this process alone."""
+        with new_file(path) as output:
+            return write(output, planned)
 
     def finish(self, path: str, key: str, written: Written, nbytes: int) -> tuple[str, FileRecord]:
-        """Gives such a file its name. Returns the name."""
+        """Gives such a file its name, which has a digest of its content. Returns the name."""
         name = f"{key}-{written.content[:16]}{SUFFIX}"
         system.replace(path, os.path.join(self.path, name))
         return name, _record_of(os.path.join(self.path, name), written.header)

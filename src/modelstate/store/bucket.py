@@ -4,8 +4,7 @@ claim-<serial>                             decides what has the serial number: a
 step-<step>.<serial>.<nonce>/checkpoint.json    the record of a checkpoint
 lease-<serial>.<nonce>                     the holder of a lease, written again all the time while it lives
 pin-<serial>                               a checkpoint that is pinned
-data/<object>-<digest>.<nonce>.safetensors, data/<object>.<nonce>.safetensors.index.json
-data/<object>-<number>.<nonce>.safetensors    the same where several ranks save: each file by one of them
+data/<object>-<number>.<nonce>.safetensors, data/<object>.<nonce>.safetensors.index.json
 store.json                                 the name of the store
 
 A checkpoint is visible from the moment at which its claim is there: a small object with a nonce, written last and under
@@ -30,7 +29,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -44,7 +43,7 @@ from modelstate.io.lock import holder_text
 from modelstate.process import try_start
 from modelstate.remote.location import Location, locate
 from modelstate.remote.requests import cleanup, pause
-from modelstate.remote.upload import ObjectWriter, get, head, list_all, listing, new_object, put, remove
+from modelstate.remote.upload import get, head, list_all, listing, new_object, put, remove
 from modelstate.store.backend import DATA, STORE_FILE, Place
 from modelstate.store.record import RECORD_FILE, FileRecord
 
@@ -248,17 +247,6 @@ class NewObjects:
         self._written.append(self._bucket.at(name))
         return self._written[-1]
 
-    def write_tensors(self, key: str, planned: FileLayout) -> tuple[str, Written, FileRecord]:
-        name = ""
-
-        def upload(written: Written) -> AbstractContextManager[ObjectWriter]:
-            nonlocal name
-            name = f"{key}-{written.content[:16]}.{self._nonce}{SUFFIX}"
-            return new_object(self._new(f"{DATA}/{name}"), planned.nbytes, overwrite=True)
-
-        written = write_in_order(upload, planned)
-        return name, written, self.finish(name, key, written, planned.nbytes)[1]
-
     def write_text(self, name: str, text: bytes) -> tuple[str, FileRecord]:
         suffix = SUFFIX + INDEX_SUFFIX
         name = f"{name.removesuffix(suffix)}.{self._nonce}{suffix}"
@@ -266,9 +254,11 @@ class NewObjects:
             output.append(text)
         return name, FileRecord(len(text), 0, len(text), digest(text))
 
-    def begin(self, keys: Sequence[str]) -> list[str]:
-        names = [f"{key}-{number:05d}.{self._nonce}{SUFFIX}" for number, key in enumerate(keys, 1)]
-        return [self._new(f"{DATA}/{name}").url for name in names]
+    def begin(self, key: str) -> str:
+        return self._new(f"{DATA}/{key}-{len(self._written):05d}.{self._nonce}{SUFFIX}").url
+
+    def write(self, path: str, planned: FileLayout) -> Written:
+        return write_in_order(lambda _: new_object(locate(path), planned.nbytes, overwrite=True), planned)
 
     def finish(self, path: str, key: str, written: Written, nbytes: int) -> tuple[str, FileRecord]:
         return path.rpartition("/")[2], FileRecord(nbytes, 0, len(written.header), digest(written.header))

@@ -603,13 +603,18 @@ class StepIndex:
 
     def note_whole(self, path: str) -> None:
         """Counts a checkpoint as whole, so that it need not be read again before others are pruned."""
-        self._known[self._key(path)] = None
+        self._note(path, None)
 
     def _note_damage(self, entry: StepEntry, error: ModelStateError) -> None:
         """Counts a checkpoint as damaged until one of its files changes."""
         if isinstance(error, DamagedCheckpointError):
-            self._known[self._key(entry.place.path)] = error
+            self._note(entry.place.path, error)
             self._doubtful |= {name for name in entry.file_names() or () if not name.endswith(INDEX_SUFFIX)}
+
+    def _note(self, path: str, error: ModelStateError | None) -> None:
+        key = self._key(path)
+        if key[1] is not None:  # otherwise nothing shows that the files have changed
+            self._known[key] = error
 
     def _key(self, path: str) -> _Key:
         return path, self.backend.contents(path)

@@ -61,15 +61,13 @@ class LoopSaver:
         self._pending: PendingSave | None = None
         self.lost: Exception | None = None
 
-    def is_saved(self, step: int) -> bool:
-        """Whether a step has been saved. Waits for the save in the background."""
-        self.collect()
-        return step == self._saved_step
-
     def save(
         self, step: int, objects: Mapping[str, object], *, metrics: dict[str, float], overwrite: bool, background: bool
     ) -> None:
-        """Saves a step as `Store.save` does, after `is_saved`."""
+        """Saves a step as `Store.save` does, unless it has been saved. Waits for the save in the background before."""
+        self.collect()
+        if step == self._saved_step:
+            return
         if not background:
             self._note_saved(self._store.save(step, objects, metrics=metrics, overwrite=overwrite))
         else:
@@ -219,8 +217,6 @@ class Resumable:
         return False
 
     def _save(self, *, background: bool) -> None:
-        if self._saver.is_saved(self.done):
-            return
         # Where training went back to an earlier checkpoint, the later ones are replaced.
         self._saver.save(self.done, self._objects, metrics=dict(self.metrics), overwrite=True, background=background)
 

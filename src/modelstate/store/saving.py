@@ -350,8 +350,8 @@ class NewStep:
     """Whether the checkpoint is pinned. It also is where it replaces one that is."""
     begin_seconds: float
     """When the save began, by `time.perf_counter`."""
-    new: NewFiles | None = None
-    """Writes the files, on the first rank."""
+    new: NewFiles = dataclasses.field(init=False)
+    """Writes the files, on the first rank, which has it from `_write` on."""
     last: StepEntry | None = None
     """The last checkpoint that is whole; unchanged files of it are linked."""
     revisions: Sequence[StepEntry] = ()
@@ -439,7 +439,7 @@ class NewStep:
                         f"committing step {step}", commit, effect=f"{final_name} is complete, or does not exist"
                     )
         except BaseException:
-            if self.new is not None:
+            if "new" in vars(self):
                 self.new.discard()
             raise
         finally:
@@ -473,9 +473,9 @@ class NewStep:
             for path, encoded in self.objects.items():
                 if not encoded.is_spread:
                     check()
-                    self.entries[path] = self._write_object(self.new, path, encoded)
+                    self.entries[path] = self._write_object(path, encoded)
 
-    def _write_object(self, new: NewFiles, path: str, encoded: EncodedObject) -> ObjectEntry:
+    def _write_object(self, path: str, encoded: EncodedObject) -> ObjectEntry:
         """Writes an object where readers do not see it yet. Raises `OSError` and `UnsavableError`."""
         state = encoded.state
         if not state.tensors and isinstance(state.tree, dict) and set(state.tree) == {"value"}:
@@ -484,8 +484,10 @@ class NewStep:
             # An index without files is invalid, so the manifest goes into a file without tensors.
             with size_errors(path):
                 planned = layout({}, lambda digests: {**SHARD_METADATA, KEY: state.manifest(None, digests)})
-            name, _, record = new.write_tensors(path, planned)
-            return ObjectEntry(encoded.kind, name, {name: record}, written_bytes=record.nbytes)
+            self._write_file(PlannedFile(path, planned))
+            files = self.files[path]
+            (name,) = files.records
+            return ObjectEntry(encoded.kind, name, files.records, written_bytes=files.written_bytes)
         layers = self._patched(path, encoded, Agreement((), 0))
         if layers is None:
             last, index, _ = self.last_object(path)
@@ -496,8 +498,8 @@ class NewStep:
             rest = {name: tensor for name, tensor in live.items() if name not in linked}
             layers = NewLayers(rest, same if index else encoded.frozen)
         for file in planned_files(path, layers, splitter(self.shard_bytes)):
-            self._add(file, *new.write_tensors(file.key, file.layout))
-        return self._write_index(new, path)
+            self._write_file(file)
+        return self._write_index(path)
 
     def _patched(self, path: str, encoded: EncodedObject, agreement: Agreement) -> NewLayers | None:
         """Returns what is to be written of a module with differences; None for others."""
@@ -535,7 +537,6 @@ class NewStep:
             same: the tensors that have not changed.
             payloads: the bytes of the payloads of those that can be patched; None for a step that is to be whole.
         """
-        assert self.new is not None
         files, new = self.files[path], self.new
         last = files.last
         names = last.kept(self.objects[path].state, same, payloads)
@@ -552,8 +553,14 @@ class NewStep:
         files.patched |= {name for name in complete if len(last.chains[name]) > 1}
         return self.record.step, self.record.serial, [*files.digests]
 
-    def _add(self, file: PlannedFile, name: str, written: Written, record: FileRecord) -> None:
+    def _write_file(self, file: PlannedFile) -> None:
+        """Writes a file with this process alone."""
+        path = self.new.begin(file.key)
+        self._add(file, path, self.new.write(path, file.layout))
+
+    def _add(self, file: PlannedFile, path: str, written: Written) -> None:
         """Adds a file that was written to those of its object."""
+        name, record = self.new.finish(path, file.key, written, file.layout.nbytes)
         files, digests = self.files[file.path], file.digests(written)
         files.tensors[name], files.records[name] = tuple(digests), record
         files.digests |= digests
@@ -562,7 +569,7 @@ class NewStep:
             files.saves.add(self.record.serial)
             files.patched |= digests.keys()
 
-    def _write_index(self, new: NewFiles, path: str) -> ObjectEntry:
+    def _write_index(self, path: str) -> ObjectEntry:
         """Writes the index of the files of an object. Returns the entry of the object."""
         encoded, files = self.objects[path], self.files[path]
         is_layered = sum(map(len, files.tensors.values())) > len(files.digests)
@@ -571,7 +578,7 @@ class NewStep:
             is_whole = self.deltas is not None and encoded.kind is Kind.MODULE and not is_layered
             layers = files.tensors if is_layered else () if is_whole else None
             text = index_of(files.tensors, encoded.state.nbytes, manifest, layers)
-        index, record = new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
+        index, record = self.new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
         records, nbytes = {**files.records, index: record}, files.written_bytes + record.nbytes
         return ObjectEntry(encoded.kind, index, records, written_bytes=nbytes, patches=len(files.saves))
 
@@ -626,8 +633,7 @@ class NewStep:
             return {path: encoded.state.values(path) for path, encoded in objects.items()}
 
         def begin() -> list[str]:
-            assert self.new is not None
-            paths.extend(self.new.begin([file.key for file in planned]))
+            paths.extend(self.new.begin(file.key) for file in planned)
             return paths
 
         def outputs() -> Generator[Output]:
@@ -671,13 +677,10 @@ class NewStep:
 
         `check` is called right before the checkpoint becomes visible; it may raise. Returns the path, and the record.
         """
-        new = self.new
-        assert new is not None
-        for file, written_path, written in spread:
-            name, record = new.finish(written_path, file.key, written, file.layout.nbytes)
-            self._add(file, name, written, record)
+        for written in spread:
+            self._add(*written)
         entries = {
-            path: replace(self._write_index(new, path) if of.is_spread else self.entries[path], ranks=of.ranks)
+            path: replace(self._write_index(path) if of.is_spread else self.entries[path], ranks=of.ranks)
             for path, of in self.objects.items()
         }
         of_step = replace(self.record, entries=entries)
@@ -687,7 +690,7 @@ class NewStep:
                 "the values that are no tensors", f"{len(text):,} bytes of them, above {MAX_RECORD_BYTES:,}"
             )
         pinned = self.pin or any(entry.is_pinned for entry in self.revisions)
-        path = new.commit(text, {*of_step.files}, pinned, check)
+        path = self.new.commit(text, {*of_step.files}, pinned, check)
         self.index.note_whole(path)
         return path, of_step
 
