@@ -202,9 +202,8 @@ def model_factory(spec: str) -> Callable[[], object]:
     """
     import torch
 
-    if os.path.exists(spec):
-        raise click.BadParameter(f"{spec!r} is a file or directory: the model comes first, as package.module:factory")
-    factory = named_object(spec, "no model: give package.module:factory, where factory() returns a torch.nn.Module")
+    what = "no model: the model comes first, as package.module:factory, where factory() returns a torch.nn.Module"
+    factory = named_object(spec, what)
     if isinstance(factory, torch.nn.Module):
         return lambda: factory
     if not callable(factory):
@@ -278,12 +277,25 @@ def _factory_remedy(factory: Callable[[], object], error: BaseException, skeleto
     return f"{where}; {WITH_VALUES}" if skeleton else where
 
 
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Raises `click.BadParameter`, which names the option, in place of an error about an argument."""
+    try:
+        yield
+    except (ms.errors.OptionError, ms.errors.RuleError, ms.errors.UnsavableError) as error:
+        where = f"{error.where}: " if error.where else ""
+        found = f": {error.found}" if error.found else ""
+        advice = error.options or (f"give {error.expected}" if error.expected else "")
+        text = in_a_line(f"{where}{error.what}{found}" + (f"; {advice}" if advice else ""))
+        raise click.BadParameter(with_options(error, text)) from error
+
+
+@usage_errors()
 def parse_dtype(name: str) -> torch.dtype | None:
     """Returns the floating-point dtype of a name that `dtype=` takes. Raises `click.BadParameter`."""
     from modelstate.torch_compat.dtypes import floating_dtype
 
-    with usage_errors():
-        return floating_dtype(name)
+    return floating_dtype(name)
 
 
 def parse_size(text: str) -> int:
@@ -300,6 +312,7 @@ def parse_size(text: str) -> int:
     return nbytes
 
 
+@usage_errors()
 def parse_format(text: str | None, target: str) -> str:
     """Returns the format of a file to write: that of its suffix, or else the given one.
 
@@ -307,29 +320,15 @@ def parse_format(text: str | None, target: str) -> str:
     """
     from modelstate.checkpoint.write import format_of
 
-    with usage_errors():
-        return format_of(target, text)
+    return format_of(target, text)
 
 
+@usage_errors()
 def parse_device(name: str) -> torch.device | None:
     """Returns the device with this name. Raises `click.BadParameter` if this machine does not have it."""
     from modelstate.planning.options import device_with_memory
 
-    with usage_errors():
-        return device_with_memory(name)
-
-
-@contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
-    """Raises `click.BadParameter`, which names the option, in place of an error about an argument."""
-    try:
-        yield
-    except (ms.errors.OptionError, ms.errors.RuleError, ms.errors.UnsavableError) as error:
-        where = f"{error.where}: " if error.where else ""
-        found = f": {error.found}" if error.found else ""
-        advice = error.options or (f"give {error.expected}" if error.expected else "")
-        text = in_a_line(f"{where}{error.what}{found}" + (f"; {advice}" if advice else ""))
-        raise click.BadParameter(with_options(error, text)) from error
+    return device_with_memory(name)
 
 
 def with_options(error: BaseException, text: str) -> str:

@@ -43,9 +43,9 @@ def _allowed(_context: click.Context, _parameter: click.Parameter, names: tuple[
     return names
 
 
+@usage_errors()
 def _cache(directory: str) -> ms.Cache:
-    with usage_errors():
-        return ms.Cache(directory)
+    return ms.Cache(directory)
 
 
 html = click.option("--html", metavar="FILE", help="Also write a page for a browser, in one file; replaces FILE.")
