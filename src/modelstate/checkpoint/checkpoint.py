@@ -607,20 +607,16 @@ class _Extra(Mapping[str, Any]):
         self._checkpoint = checkpoint
 
     def __getitem__(self, path: str) -> Any:
-        checkpoint = self._checkpoint
-        values = checkpoint.flat.values
-        head, dot = str(path), "."
-        while head not in values and dot:
-            head, dot, _ = head.rpartition(".")
+        checkpoint, path = self._checkpoint, str(path)
+        values, head = checkpoint.flat.values, path
+        while head and head not in values:
+            head = head.rpartition(".")[0]
         if head not in values:
             raise KeyNotFoundError(
-                "the checkpoint has no value here",
-                where=checkpoint.source,
-                found=path,
-                remedy=self._remedy(str(path)),
+                "the checkpoint has no value here", where=checkpoint.source, found=path, remedy=self._remedy(path)
             )
         value = checkpoint._decoded(values[head])
-        node = subtree(value, str(path)[len(head) + 1 :], checkpoint.source, checkpoint._decoded)
+        node = subtree(value, path[len(head) + 1 :], checkpoint.source, checkpoint._decoded)
         if value is not values[head]:
             return node  # created for this access only
         return rebuild(node, lambda stored: checkpoint.read(stored).clone())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import msgspec
 import torch
@@ -93,47 +93,44 @@ class LazyStateBuilder:
         self._left_out: dict[str, Refused] = {}
         """Values that are not read, by their paths."""
 
-    def node(self, node: object, path: str) -> object:
-        """The lazy copy of a node of the tree; `path` is its dotted path."""
-        if path in self._values:  # as every extra state is
-            return self.value(rebuild(node, self._checkpoint.read), path)
-        if isinstance(node, Mapping):
+    def node(self, node: object, path: str, *, in_value: bool = False) -> object:
+        """The lazy copy of a node of the tree, without what is not read; a `Refused` where nothing is left to write.
+
+        A list or a tuple of a value with an item that is not read is left out as a whole, and so is an extra state, so
+        that a load misses it.
+
+        Args:
+            node: The node.
+            path: Its dotted path.
+            in_value: Whether it is a value, or in one, and has been read.
+        """
+        if not in_value and path in self._values:  # as every extra state is
+            return self.node(rebuild(node, self._checkpoint.read), path, in_value=True)
+        if path.rpartition(".")[2] == EXTRA_STATE and (found := refused_in(node, path)):
+            self._left_out |= found
+            return next(iter(found.values()))
+        if isinstance(node, Refused):
+            self._left_out[path] = node
+        elif isinstance(node, Mapping) and (not in_value or type(node) in (dict, OrderedDict)):
             mapping: dict[object, object] = OrderedDict() if isinstance(empty_like(node), OrderedDict) else {}
-            lazy = {key: self.node(item, f"{path}.{key}" if path else str(key)) for key, item in node.items()}
-            mapping.update((key, item) for key, item in lazy.items() if not isinstance(item, Refused))
+            for key, item in node.items():
+                item_path, kept = f"{path}.{key}" if path else str(key), key if isinstance(key, Refused) else item
+                if not isinstance(lazy := self.node(kept, item_path, in_value=in_value), Refused):
+                    mapping[key] = lazy
             if (versions := version_metadata(node)) is not None:
                 set_version_metadata(mapping, versions)
             return mapping
-        if not isinstance(node, list | tuple):
-            return self.tensor(cast("Stored", node), path)
-        items = [self.node(item, f"{path}.{index}" if path else str(index)) for index, item in enumerate(node)]
-        if any(isinstance(item, Refused) for item in items):
-            from modelstate.formats.construct import refusal
+        elif type(node) in (list, tuple) or (isinstance(node, list | tuple) and not in_value):
+            assert isinstance(node, list | tuple)
+            paths = (f"{path}.{index}" if path else str(index) for index in range(len(node)))
+            items = [self.node(item, at, in_value=in_value) for item, at in zip(node, paths, strict=True)]
+            refused = next((item for item in items if isinstance(item, Refused)), None)
+            if refused is not None and not in_value:
+                from modelstate.formats.construct import refusal
 
-            raise refusal(self._left_out, self._checkpoint.source)  # without them, the others had another index
-        return items if isinstance(node, list) else tuple(items)
-
-    def value(self, value: Any, path: str) -> object:
-        """The value without the keys whose values are not read; a `Refused` where nothing is left to write.
-
-        A list or a tuple with an item that is not read is left out as a whole, and so is an extra state, so that a load
-        misses it.
-        """
-        if path.rpartition(".")[2] == EXTRA_STATE and (found := refused_in(value, path)):
-            self._left_out |= found
-            return next(iter(found.values()))
-        if isinstance(value, Refused):
-            self._left_out[path] = value
-        elif type(value) in (dict, OrderedDict):
-            items = (
-                (key, self.value(key if isinstance(key, Refused) else item, f"{path}.{key}"))
-                for key, item in value.items()
-            )
-            return type(value)((key, item) for key, item in items if not isinstance(item, Refused))
-        elif type(value) in (list, tuple):
-            kept = [self.value(item, f"{path}.{index}") for index, item in enumerate(value)]
-            return next((item for item in kept if isinstance(item, Refused)), type(value)(kept))
-        return value
+                raise refusal(self._left_out, self._checkpoint.source)  # without them, the others had another index
+            return refused or (items if isinstance(node, list) else tuple(items))
+        return node if in_value or isinstance(node, Refused) else self.tensor(cast("Stored", node), path)
 
     def tensor(self, stored: Stored, path: str) -> object:
         """The lazy tensor for a stored one. A tensor that consists of several parts is read at once."""

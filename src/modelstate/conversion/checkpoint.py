@@ -175,7 +175,7 @@ def _to_write(builder: LazyStateBuilder, checkpoint: Checkpoint, name: str, entr
     if isinstance(content, Value):
         if isinstance(content.error, CodecError):
             raise content.error
-        return builder.value(content.value, name)
+        return builder.node(content.value, name, in_value=True)
     if not isinstance(content, Derived):
         return builder.tensor(content, name)
     if _is_initialised(content):
