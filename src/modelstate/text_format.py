@@ -47,7 +47,7 @@ def note_given(path: str, given: str) -> None:
     if os.path.isabs(given):
         given_directories.pop(directory, None)
     else:
-        given_directories[directory] = given if is_directory else os.path.dirname(given)
+        given_directories[directory] = given if is_directory and given != os.curdir else os.path.dirname(given)
 
 
 def as_given(text: str) -> str:
@@ -60,8 +60,8 @@ def as_given(text: str) -> str:
         except OSError:  # the working directory was removed
             return text
         if leads_there or os.path.abspath(given) == directory:
-            below = "" if given in ("", os.curdir) else os.path.join(given, "")
-            text = re.sub(rf"(?<![\w./~-]){re.escape(directory)}/", below.replace("\\", r"\\"), text)
+            below = os.path.join(given, "").replace("\\", r"\\")
+            text = re.sub(rf"(?<![\w./~-]){re.escape(directory)}/", below, text)
     return text
 
 
