@@ -171,19 +171,32 @@ def replicated_values(
     return values
 
 
-class LastFiles(msgspec.Struct):
+class ObjectFiles(msgspec.Struct):
+    """The files of an object in a checkpoint, by their names."""
+
+    records: dict[str, FileRecord] = msgspec.field(default_factory=dict)
+    names: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    """The names of the tensors in each file, in the order of the layers."""
+    patches: dict[str, PatchLayer] = msgspec.field(default_factory=dict)
+    """The files that have patches."""
+    digests: dict[str, str] = msgspec.field(default_factory=dict)
+    """The digest of each tensor."""
+    written_bytes: int = 0
+    """The bytes of the files that are not links."""
+
+    @property
+    def saves(self) -> set[int]:
+        """The saves whose patches it needs."""
+        return {layer.save for layer in self.patches.values()}
+
+
+class LastFiles(ObjectFiles):
     """The files of an object in the last checkpoint that can be linked. It has none that cannot be read."""
 
     directory: str = ""
     index: str = ""
     """The name of their index; empty for no files."""
-    records: Mapping[str, FileRecord] = {}
-    names: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
-    """The names of the tensors in each file, in the order of the layers."""
     layouts: dict[str, tuple[object, object]] = msgspec.field(default_factory=dict)
-    digests: dict[str, str] = msgspec.field(default_factory=dict)
-    patches: dict[str, PatchLayer] = msgspec.field(default_factory=dict)
-    """The files that have patches."""
     chains: dict[str, list[str]] = msgspec.field(default_factory=dict)
     """The files that the value of each tensor needs."""
 
@@ -216,7 +229,7 @@ def read_last_files(index: StepIndex, checkpoint: StepEntry | None, path: str) -
     entry = None if checkpoint is None else checkpoint.usable_record.entries.get(path)
     if checkpoint is None or entry is None or not entry.index.endswith(INDEX_SUFFIX):
         return LastFiles()
-    last = LastFiles(checkpoint.place.files, entry.index, entry.files)
+    last = LastFiles({**entry.files}, directory=checkpoint.place.files, index=entry.index)
     read = dict[str, bytes]()
 
     def read_head(file: tuple[str, FileRecord]) -> None:
@@ -245,29 +258,11 @@ def read_last_files(index: StepIndex, checkpoint: StepEntry | None, path: str) -
                 last.digests |= {name: patch.after for name, patch in patches.tensors.items()}
                 continue
             last.layouts |= {key: (of["dtype"], of["shape"]) for key, of in entries.items()}
-            last.chains |= {name: [file] for name in entries}
         last.digests |= digests
-        if layers:
-            last.chains = chains(last.names, last.patches)
+        last.chains = chains(last.names, last.patches)
     except (msgspec.DecodeError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return LastFiles()
     return last
-
-
-class ObjectFiles(msgspec.Struct):
-    """The files of an object that is being written: those of the last checkpoint that are linked, and new ones."""
-
-    last: LastFiles = msgspec.field(default_factory=LastFiles)
-    tensors: dict[str, Sequence[str]] = msgspec.field(default_factory=dict)
-    """The names of the tensors in each file, by the file's name."""
-    digests: dict[str, str] = msgspec.field(default_factory=dict)
-    """The digest of each tensor."""
-    records: dict[str, FileRecord] = msgspec.field(default_factory=dict)
-    written_bytes: int = 0
-    patched: set[str] = msgspec.field(default_factory=set)
-    """The tensors with patches."""
-    saves: set[int] = msgspec.field(default_factory=set)
-    """The saves whose patches it needs."""
 
 
 class PlannedFile(msgspec.Struct, frozen=True):
@@ -276,17 +271,18 @@ class PlannedFile(msgspec.Struct, frozen=True):
     path: str
     """The path of the object."""
     layout: FileLayout
-    patched: Mapping[str, str] = {}
-    """The digests of its tensors after its patches; none where it has no patches."""
+    patches: PatchLayer | None = None
+    """The patches of the object, where it has some of them; None for whole tensors."""
 
     @property
     def key(self) -> str:
         """What its name begins with."""
-        return f"{self.path}.delta" if self.patched else self.path
+        return f"{self.path}.delta" if self.patches else self.path
 
     def digests(self, written: Written) -> Mapping[str, str]:
-        """Returns the digests of its tensors, when it has been written."""
-        return self.patched or written.digests
+        """Returns the digests of its tensors, after its patches, when it has been written."""
+        patches = None if self.patches is None else self.patches.tensors
+        return written.digests if patches is None else {name: patches[name].after for name in written.digests}
 
 
 def planned_files(path: str, new: NewLayers, split: _Split) -> Iterator[PlannedFile]:
@@ -303,10 +299,8 @@ def planned_files(path: str, new: NewLayers, split: _Split) -> Iterator[PlannedF
             for group in split(alike) if alike else ():
                 yield PlannedFile(path, layout(group, lambda _: SHARD_METADATA))
         if new.patches is not None and new.payloads:
-            patches = new.patches.tensors
             for group in split(new.payloads):
-                after = {name: patches[name].after for name in group}
-                yield PlannedFile(path, layout(group, new.patches.metadata), after)
+                yield PlannedFile(path, layout(group, new.patches.metadata), new.patches)
 
 
 class SpreadTensors(msgspec.Struct):
@@ -358,6 +352,8 @@ class NewStep:
     """The checkpoints of the same step."""
     by_age: Sequence[StepEntry] = ()
     """The checkpoints of the store, the newest last."""
+    last_files: dict[str, LastFiles] = dataclasses.field(default_factory=dict)
+    """The files of its objects."""
     files: defaultdict[str, ObjectFiles] = dataclasses.field(default_factory=partial(defaultdict, ObjectFiles))
     entries: dict[str, ObjectEntry] = dataclasses.field(default_factory=dict)
     """The objects that have been written."""
@@ -512,20 +508,19 @@ class NewStep:
     def last_object(self, path: str) -> LastObject:
         """Returns what the last checkpoint has of an object."""
         with self._errors():
-            last = self.files[path].last = read_last_files(self.index, self.last, path)
+            last = self.last_files[path] = read_last_files(self.index, self.last, path)
         tensors = self.objects[path].state.tensors
         digests = {
             name: last.digests[name]
             for name, tensor in tensors.items()
             if name in last.digests and last.layouts.get(name) == dtype_and_shape(tensor)
         }
-        saves = {layer.save for layer in last.patches.values()}
         index = os.path.join(last.directory, last.index)[len(self.index.directory) + 1 :]
         takes_patches = (
             self.deltas is not None
             and index != ""
             and last.chains.keys() <= tensors.keys()
-            and len(saves) + 1 < self.deltas.delta.full_every
+            and len(last.saves) + 1 < self.deltas.delta.full_every
         )
         return digests, index, takes_patches
 
@@ -537,8 +532,7 @@ class NewStep:
             same: the tensors that have not changed.
             payloads: the bytes of the payloads of those that can be patched; None for a step that is to be whole.
         """
-        files, new = self.files[path], self.new
-        last = files.last
+        files, last, new = self.files[path], self.last_files[path], self.new
         names = last.kept(self.objects[path].state, same, payloads)
         with self._errors():
             linked = {file for file in last.needed(names) if new.link(os.path.join(last.directory, file))}
@@ -547,10 +541,9 @@ class NewStep:
             for file in linked - used:
                 new.unlink(file)
         for file in filter(used.__contains__, last.names):
-            files.tensors[file], files.records[file] = last.names[file], last.records[file]
-        files.saves |= {layer.save for file, layer in last.patches.items() if file in used}
+            files.names[file], files.records[file] = last.names[file], last.records[file]
+        files.patches |= {file: layer for file, layer in last.patches.items() if file in used}
         files.digests |= {name: digest for name, digest in last.digests.items() if name in complete}
-        files.patched |= {name for name in complete if len(last.chains[name]) > 1}
         return self.record.step, self.record.serial, [*files.digests]
 
     def _write_file(self, file: PlannedFile) -> None:
@@ -562,22 +555,22 @@ class NewStep:
         """Adds a file that was written to those of its object."""
         name, record = self.new.finish(path, file.key, written, file.layout.nbytes)
         files, digests = self.files[file.path], file.digests(written)
-        files.tensors[name], files.records[name] = tuple(digests), record
+        files.names[name], files.records[name] = tuple(digests), record
         files.digests |= digests
         files.written_bytes += record.nbytes
-        if file.patched:
-            files.saves.add(self.record.serial)
-            files.patched |= digests.keys()
+        if file.patches is not None:
+            files.patches[name] = file.patches
 
     def _write_index(self, path: str) -> ObjectEntry:
         """Writes the index of the files of an object. Returns the entry of the object."""
         encoded, files = self.objects[path], self.files[path]
-        is_layered = sum(map(len, files.tensors.values())) > len(files.digests)
+        is_layered = sum(map(len, files.names.values())) > len(files.digests)
+        patched = {name for name, chain in chains(files.names, files.patches).items() if len(chain) > 1}
         with size_errors(path):
-            manifest = encoded.state.manifest(None, files.digests, files.patched)
+            manifest = encoded.state.manifest(None, files.digests, patched)
             is_whole = self.deltas is not None and encoded.kind is Kind.MODULE and not is_layered
-            layers = files.tensors if is_layered else () if is_whole else None
-            text = index_of(files.tensors, encoded.state.nbytes, manifest, layers)
+            layers = files.names if is_layered else () if is_whole else None
+            text = index_of(files.names, encoded.state.nbytes, manifest, layers)
         index, record = self.new.write_text(f"{path}{SUFFIX}{INDEX_SUFFIX}", text)
         records, nbytes = {**files.records, index: record}, files.written_bytes + record.nbytes
         return ObjectEntry(encoded.kind, index, records, written_bytes=nbytes, patches=len(files.saves))
