@@ -90,6 +90,8 @@ def test_parts_of_lists_and_of_flat_names() -> None:
     checkpoint = ms.open({"ema": [{"w": WEIGHT}, {"w": WEIGHT}], "encoder.w": WEIGHT, "encoder.b": WEIGHT[0]})
     assert list(checkpoint.select("ema.1")) == ["w"]
     assert list(checkpoint.select("encoder")) == ["w", "b"]
+    quantized = {"w": torch.zeros(2), "w.absmax": torch.ones(1)}  # a name that other names begin with
+    assert list(ms.open(quantized).select("w")) == ["absmax"]
     with pytest.raises(KeyNotFoundError):
         checkpoint.select("enc")
 

@@ -28,6 +28,7 @@ from modelstate.errors import (
 from modelstate.formats.manifest import ALGORITHM
 from modelstate.formats.tree import (
     Contents,
+    FlatTree,
     decoded,
     flatten,
     is_container,
@@ -58,6 +59,7 @@ from modelstate.spec import (
     is_run,
     is_tensor,
     pieces,
+    version_metadata,
 )
 from modelstate.tensor_spec import TensorSpec, specs_of
 from modelstate.text_format import count, listed, short_repr, size
@@ -94,7 +96,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         """The step of a store that was opened; None for other sources."""
         self.tree = contents.tree
         """The tree of this part."""
-        self.flat = flatten(self.tree, source)
+        self.flat = self._flattened()
         """Tensors, values and containers by path. Must not be modified."""
         if contents.format == "mapping":
             for name, stored in self.flat.tensors.items():
@@ -359,6 +361,16 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Checkpoint holds open files, and cannot be pickled or copied: pass its path on instead")
 
+    def _has_items(self, node: object) -> bool:
+        node = self._decoded(node)
+        return is_container(node) and bool(node)
+
+    def _flattened(self) -> FlatTree:
+        if isinstance(tree := self.tree, StoredTensors):
+            versions = version_metadata(tree)
+            return FlatTree(tree, {}, [""], {} if versions is None else {"": versions})
+        return flatten(tree, self.source)
+
     def select(self, key: str) -> Checkpoint:
         """Returns the part under a dotted path, with names relative to the path.
 
@@ -383,10 +395,10 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         part.fingerprints, part._maps = self.fingerprints, self._maps
         part.key = f"{self.key}.{key}" if self.key else key
         with suppress(KeyNotFoundError):
-            part.tree = self._decoded(subtree(self.tree, key, self.source, self._decoded))
-            part.flat = flatten(part.tree, self.source)
-            if is_container(part.tree) and (part.flat.tensors or part.flat.values):
-                return part
+            node = subtree(self.tree, key, self.source, self._decoded, self._has_items)
+            part.tree = self._decoded(node)
+            part.flat = part._flattened()
+            return part
         counts = Counter(name.split(".", 1)[0] for name in self if "." in name)
         parts = listed((f"{name!r} ({count(number, 'tensor')})" for name, number in counts.most_common()), 8)
         raise KeyNotFoundError(

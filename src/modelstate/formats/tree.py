@@ -283,9 +283,6 @@ def flatten(tree: object, where: str) -> FlatTree:
                 flat.versions[path] = versions
         return True
 
-    if isinstance(tree, StoredTensors):
-        versions = version_metadata(tree)
-        return FlatTree(tree, {}, [""], {} if versions is None else {"": versions})
     if _is_tensor(tree):
         add(tensors, "tensor", tree)
     elif isinstance(tree, Refused):
@@ -299,14 +296,20 @@ def _is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
-def subtree(tree: object, path: str, where: str, decode: Callable[[Encoded], object] = lambda value: value) -> object:
-    """The node at a dotted path; the empty path is the whole tree. Keys may contain dots themselves.
+def subtree(
+    tree: object,
+    path: str,
+    where: str,
+    decode: Callable[[Encoded], object] = lambda value: value,
+    accepts: Callable[[object], bool] = lambda node: True,
+) -> object:
+    """The first node at a dotted path that `accepts` takes; the empty path is the whole tree.
 
-    Where the path ends within the keys of a dict, the node is a dict of their values, under the rest of the keys.
-    Values that `decode` decodes are searched, too.
+    Keys may contain dots themselves. Where the path ends within the keys of a dict, the node is a dict of their values,
+    under the rest of the keys. Values that `decode` decodes are searched, too.
     """
     exact, within = (_nodes_at(tree, path, decode, ends_within) for ends_within in (False, True))
-    node = next(chain(exact, within), _NO_NODE) if path else tree
+    node = next(filter(accepts, chain(exact, within)), _NO_NODE) if path else tree
     if node is _NO_NODE:
         raise KeyNotFoundError(
             "the checkpoint has nothing under this path",
