@@ -12,8 +12,9 @@ make a read fail comes before the first byte is written:
    for writing already, there is no lease.
 3. Each file is compared with its fingerprint. From here on its bytes are those of the checkpoint.
 
-Then the bytes are read from the page cache; values that are only cast come out of a map, by torch's own copies. Reads
-of other values were measured to be faster than copies out of a map, and a disk that fails is an error there.
+Then the bytes are read from the page cache; values that are only cast come out of a map, by torch's own copies. Other
+values are read: where nothing else runs, that takes about as long as copies out of a map, and where other processes use
+the processors far less, since the threads of such a copy wait for each other. A disk that fails is an error there.
 
 What remains: the kernel lacks a page between two that it was asked about, or evicts one after the first step, and the
 disk does not return it; or a writer waits, and the process is stopped for longer than the break time. Some values are
