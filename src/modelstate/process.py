@@ -229,7 +229,7 @@ def _torch_setting() -> Callable[[int], int]:
     """
     import torch  # the command line uses this module without torch
 
-    openmp = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
+    openmp = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)  # that of torch, which is loaded for all libraries
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     stream = torch.cuda.current_stream() if is_used else None
 

@@ -17,7 +17,7 @@ from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import same_bytes
 from modelstate.planning.matching import MatchedCheckpoint, prefixes
 from modelstate.planning.recorder import own_state
-from modelstate.rules.expression import Derived, Source, unchanged, values_of
+from modelstate.rules.expression import Derived, Source, lacks_values, unchanged, values_of
 from modelstate.rules.rule import Entry, Value
 from modelstate.spec import Assemble, StoredComposite, StoredTensor
 from modelstate.torch_compat.modules import load_pre_hooks, overrides, overrides_loading
@@ -54,7 +54,7 @@ class MappedState:
             # Code of the model finds the error of a value that cannot be decoded, or is not read as a whole.
             self._values[name] = content.value if content.error is None else content.error
             return self._values[name]
-        if isinstance(content, Derived) and content.lacks_values:
+        if isinstance(content, Derived) and lacks_values(content):
             value = torch.empty(content.shape, dtype=content.dtype, device="meta")
         elif isinstance(content, Derived) or self._cannot_be_mapped(content):
             # It gets its values when code uses them. Its pages are not allocated before.

@@ -268,8 +268,7 @@ class ShardedSlot(msgspec.Struct, frozen=True, eq=False):
         is_view = isinstance(stored, StoredTensor) and isinstance(source, StoredTensor)
         if is_view and is_plain(value) and len(boxes := self.shard.boxes()) == 1:
             return value[slices_of(boxes[0][0])], source
-        lacking = source.lacks_values if isinstance(source, Derived) else lacks_values(source)
-        device = "meta" if value.is_meta or lacking else "cpu"
+        device = "meta" if value.is_meta or lacks_values(source) else "cpu"
         return torch.empty(self.shard.shape, dtype=value.dtype, device=device), source
 
     def cropped(self, transform: Transform, name: str, whole: torch.Tensor) -> torch.Tensor:

@@ -102,22 +102,6 @@ class Derived(msgspec.Struct, frozen=True, eq=False):
         part = self.parts[0] if self.change is unchanged else None
         return part if isinstance(part, Combined) and part.is_read_in_blocks else None
 
-    @property
-    def lacks_values(self) -> bool:
-        """Whether a part has no values: it is on the meta device, or its memory has been freed."""
-        return any(map(lacks_values, leaves(self)))
-
-    def region(self, slices: Sequence[slice]) -> Source:
-        """Returns a region of the tensor, which reads as little as the operations permit.
-
-        Args:
-            slices: A slice with a step of 1 for each dimension; later dimensions without a slice are whole.
-        """
-        box = box_of(self.shape, slices)
-        if tuple(map(len, box)) == self.shape:
-            return self
-        return _cropped(self, box) if self.cut is None else self.cut(box)
-
 
 Source = Stored | Derived
 """Where the values of a tensor come from."""
@@ -132,11 +116,13 @@ def region(source: Source, slices: Sequence[slice]) -> Source:
 
     Raises `ValueError` for too many slices, and for steps other than 1.
     """
-    if isinstance(source, StoredTensor | Derived):
+    if isinstance(source, StoredTensor):
         return source.region(slices)
     box = box_of(source.shape, slices)
     if tuple(map(len, box)) == tuple(source.shape):
         return source
+    if isinstance(source, Derived):
+        return _cropped(source, box) if source.cut is None else source.cut(box)
     if isinstance(source, torch.Tensor):
         return source.detach()[slices_of(box)]
     return source.region(slices) or _cropped(source, box)
@@ -467,9 +453,9 @@ def why_not_plain(source: Source) -> str:
     return ""
 
 
-def lacks_values(stored: Stored) -> bool:
+def lacks_values(source: Source) -> bool:
     """Whether it is, or contains, a tensor in memory without values: on the meta device, or with freed memory."""
     return any(
         isinstance(piece, torch.Tensor) and (piece.is_meta or (is_plain(piece) and not has_its_memory(piece)))
-        for piece in pieces(stored)
+        for piece in pieces_of(source)
     )
