@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import starmap
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import torch
@@ -60,7 +60,6 @@ WRITING, FINISHING, COMMIT = "writing", "writing the headers", "the commit"
 
 _SHOWN = 40
 """The most characters of a value in an error."""
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,14 +200,7 @@ class CollectiveWriter(CheckpointWriter):
     def commit(self, put: Callable[[], Files]) -> Files:
         """Returns on all ranks what `put` returns, which the first rank calls."""
         effect = f"{self._path} has the old checkpoint or the new one, in full"
-        return self._agreement.decided(COMMIT, self._with_errors(put), effect=effect)
-
-    def _with_errors(self, function: Callable[[], _R]) -> Callable[[], _R]:
-        def call() -> _R:
-            with write_errors(self._path):
-                return function()
-
-        return call
+        return self._agreement.decided(COMMIT, write_errors(self._path)(put), effect=effect)
 
     # The plan, which is the same on all ranks.
 
@@ -222,7 +214,8 @@ class CollectiveWriter(CheckpointWriter):
         agreement, meshes = self._agreement, self._meshes(layouts)
         with agreement.phase(PLANNING, lambda: self._digests(layouts, compared)):
             pass
-        found, first_meshes = agreement.decided(CREATING, self._with_errors(lambda: (on_first(), meshes)))
+        create = write_errors(self._path)(on_first)
+        found, first_meshes = agreement.decided(CREATING, lambda: (create(), meshes))
         # Ranks of other replicas may have meshes of their own: those of the first rank write.
         of_first = {own: (tuple(shape), tuple(ranks)) for own, (shape, ranks) in zip(meshes, first_meshes, strict=True)}
         if any({*ranks} != {*self.ranks} for _, ranks in of_first.values()):
