@@ -138,6 +138,20 @@ def test_a_disk_that_has_become_read_only(tmp_path: Path, code: int) -> None:
     store.save(2, training.objects)
 
 
+def test_a_file_that_another_writer_removes_before_the_commit(tmp_path: Path) -> None:
+    """Some network file systems lock out writers of one machine only."""
+
+    def remove(request: Request) -> None:
+        if request.call == "fsync" and request.path.endswith("checkpoint.json"):
+            for file in Path(request.path).parent.glob("model-*"):
+                file.unlink()
+
+    with ms.Store(tmp_path) as store, faulty_writes(before=remove):
+        with pytest.raises(errors.WriteFailedError, match=r"without model-\w+\.safetensors"):
+            store.save(1, {"model": nn.Linear(2, 2)})
+        assert (store.steps(), litter(tmp_path)) == ((), [])
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_checkpoints_that_users_have_changed_are_replaced_and_removed() -> None:
