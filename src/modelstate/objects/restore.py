@@ -257,6 +257,7 @@ def _rules(rules: RulesOf, checkpoints: Mapping[str, Checkpoint]) -> tuple[Rule,
                 where="rules=",
                 expected="a mapping from the path of a module to its Schema",
                 found=", ".join(checkpoints) or "no module",
+                remedy=f"rules={{{next(iter(checkpoints))!r}: schema}}" if checkpoints else "leave rules= out",
             )
         rules = dict.fromkeys(checkpoints, rules)
     if not isinstance(rules, Mapping):
