@@ -1,7 +1,7 @@
 """Background tasks: the thread behind `load(background=True)`, `Store.save(background=True)` and `follow`.
 
-A task is a `Future` of `concurrent.futures` with a thread of its own. This file adds what a pool lacks: cancelling a
-task that runs, a process that is forked meanwhile, and the end of the program.
+A task has a thread of its own. A pool of `concurrent.futures` lacks what this file is for: cancelling a task that runs,
+a process that is forked meanwhile, and the end of the program.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, wait as wait_for_futures
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -75,8 +74,9 @@ class BackgroundTask(Generic[_Result]):
         self._kind, self.where, self._at_exit = kind, where, at_exit
         self._failure, self._discard = failure, discard
         self._work: Callable[[BackgroundTask[_Result]], _Result] | None = work
-        self._future: Future[_Result] = Future()
-        self._future.cancel()  # until `start`
+        self._ended = threading.Event()
+        self._result: tuple[_Result] | tuple[()] = ()
+        """Empty without a result."""
         self._traceback: TracebackType | None = None
         """That of the error, before `result` has raised it."""
         self._is_reported = False
@@ -100,15 +100,18 @@ class BackgroundTask(Generic[_Result]):
         """
         thread = self._thread
         assert thread is not None
-        self._future = Future()
-        _tasks.add(self)
         is_endless = self._at_exit is AtExit.CANCEL_LAST
-        if is_endless or threading.main_thread().is_alive():  # else the end of the program waits for no new task
-            _watch_exit()
-            if try_start(thread):
-                return
+        try:
+            _tasks.add(self)
+            if is_endless or threading.main_thread().is_alive():  # else the end of the program waits for no new task
+                _watch_exit()
+                if try_start(thread):
+                    return
+        except BaseException:
+            _tasks.discard(self)  # the end of the program would wait for a thread that has not been started
+            raise
         if is_endless:
-            self._future.cancel()
+            self._ended.set()
             _tasks.discard(self)
             raise BackgroundCancelledError(
                 f"no thread can be started for the {self._kind}",
@@ -125,13 +128,7 @@ class BackgroundTask(Generic[_Result]):
     @property
     def done(self) -> bool:
         """Whether the task has ended: with a result, with an error, or cancelled."""
-        return self._pid != os.getpid() or self._future.done()
-
-    @property
-    def _has_result(self) -> bool:
-        return (
-            self.done and self._pid == os.getpid() and not self._future.cancelled() and self._future.exception() is None
-        )
+        return self._pid != os.getpid() or self._ended.is_set()
 
     @property
     def is_current(self) -> bool:
@@ -152,7 +149,7 @@ class BackgroundTask(Generic[_Result]):
             most = threading.TIMEOUT_MAX
             timeout_seconds = seconds_of("timeout_seconds", timeout_seconds, most=most, accepts_none=True)
         if self._pid == os.getpid():
-            wait_for_futures([self._future], timeout_seconds)
+            self._ended.wait(timeout_seconds)
         return self.done
 
     def result(self, timeout_seconds: float | None = None) -> _Result:
@@ -178,12 +175,12 @@ class BackgroundTask(Generic[_Result]):
             self._is_reported = True
             _tasks.discard(self)
             raise self.error.with_traceback(self._traceback)
-        if not self._has_result:
-            is_own = self._pid == os.getpid()
+        is_own = self._pid == os.getpid()
+        if not (is_own and self._result):
             raise self.cancelled_error(
                 "it was cancelled" if is_own else "its thread is in the process that this one was forked from"
             )
-        return self._future.result()
+        return self._result[0]
 
     def cancelled_error(self, why: str) -> BackgroundCancelledError:
         """Returns the error for a task without a result."""
@@ -214,8 +211,8 @@ class BackgroundTask(Generic[_Result]):
             >>> pending.cancel()
             True
         """
-        was_running = not self.done
         self.is_cancelled = True
+        was_running = not self.done
         with suppress(RuntimeError):  # it was released before
             self._wake.release()
         if not was_running:
@@ -224,7 +221,7 @@ class BackgroundTask(Generic[_Result]):
             self.wait()
             if self._thread is not None and self._thread.ident is not None:
                 self._thread.join()
-            return not self._has_result
+            return not self._result
         return was_running
 
     def check(self) -> None:
@@ -238,24 +235,16 @@ class BackgroundTask(Generic[_Result]):
             self._wake.acquire(timeout=seconds)
 
     def _run(self) -> None:
-        if not self._future.set_running_or_notify_cancel():
-            return
         assert self._work is not None
         self._running_thread = threading.get_ident()
         try:
-            result = self._work(self)
+            self._result = (self._work(self),)
         except Stopped:
-            self._end(partial(self._future.set_exception, Stopped()))  # without the frames of the function
+            pass
         except BaseException as error:
             # The variables would keep alive what the function has worked with: its memory, and the lock of a store.
             traceback.clear_frames(error.__traceback__)
             self.error, self._traceback = error, error.__traceback__
-            self._end(partial(self._future.set_exception, error))
-            del self  # the traceback of the error refers to this frame
-        else:
-            self._end(partial(self._future.set_result, result))
-
-    def _end(self, set_outcome: Callable[[], None]) -> None:
         self._work = None  # releases what the function refers to
         if self.error is not None or self.is_cancelled:
             self._discard()
@@ -263,14 +252,15 @@ class BackgroundTask(Generic[_Result]):
             _tasks.discard(self)
         elif _is_ending:
             self._report()
-        set_outcome()
+        self._ended.set()
         if self.is_cancelled:
             self._discard()  # `cancel` may have come after the first test
         self._running_thread = None
+        del self  # the traceback of the error refers to this frame
 
     def _report(self) -> None:
         """Prints that the task has failed, or has not ended, unless its error was raised."""
-        if not self._is_reported and not self._has_result and not self.is_cancelled:
+        if not (self._is_reported or self._result or self.is_cancelled):
             self._is_reported = True
             reason = self.error or "the program ended before that"
             print(f"modelstate: {self._failure}: {reason}", file=sys.stderr, flush=True)
