@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -208,7 +207,7 @@ def renaming(rules: Iterable[Rule]) -> Callable[[str], str]:
     def renamed(name: str) -> str:
         last = -1
         while True:
-            for position, rule in heapq.merge(general, literal.get(name, ()), key=itemgetter(0)):
+            for position, rule in sorted([*general, *literal.get(name, ())], key=itemgetter(0)):
                 changed = new_name(rule, name) if position > last else None
                 if changed is not None and changed != name:
                     last, name = position, changed
