@@ -52,8 +52,8 @@ class Target(NamedTuple):
 
     kind: Kind
     obj: Any
-    given: Any = None
-    """Of a module what was given: the module, or a wrapper around it."""
+    given: Any
+    """What was given: the object, or a wrapper around a module."""
 
     def buffers_of_first(self, ranks: Sequence[int]) -> frozenset[str]:
         """Returns the names of the buffers that DistributedDataParallel copies from the first of these ranks to all.
@@ -242,11 +242,7 @@ def _walk(objects: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Target
                 "loader out: with generator=g, give ms.RNG({'loader': g})",
             )
         else:
-            is_module = isinstance(value, nn.Module)
-            yield (
-                path,
-                Target(kind or Kind.VALUE, unwrapped(value) if is_module else value, value if is_module else None),
-            )
+            yield path, Target(kind or Kind.VALUE, unwrapped(value) if kind is Kind.MODULE else value, value)
 
 
 def _kind(value: object) -> Kind | None:

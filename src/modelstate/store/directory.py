@@ -302,13 +302,10 @@ class StepIndex:
             return []
         except OSError as error:
             if isinstance(error, ModelStateError):  # of a bucket
-                raise ReadFailedError(
-                    error.what, where=self.directory, found=error.found, remedy=error.remedy
-                ) from error
-            if isinstance(error, PermissionError):
-                remedy = "ask the owner of the directory for the permissions to list and to search it"
-                raise read_failed("the store cannot be read", self.directory, error, remedy) from error
-            raise read_failed("the store cannot be read", self.directory, error) from error
+                raise read_failed(error.what, self.directory, error, error.remedy) from error
+            ask = "ask the owner of the directory for the permissions to list and to search it"
+            remedies = [ask] if isinstance(error, PermissionError) else []
+            raise read_failed("the store cannot be read", self.directory, error, *remedies) from error
 
     def _name(self, places: Iterable[Place], store: str) -> str:
         """Returns the name of the store, where it is not known, or else the one that most of the checkpoints have."""
