@@ -200,15 +200,7 @@ def _raise_refused(found: Sequence[tuple[Refused, Path]], path: str, names: Torc
     if not refused:
         return
     failed = "; ".join(f"{name} is allowed, but its import failed: {why}" for name, why in names.failed.items())
-    error = forbidden(
-        "the pickle asks for classes or functions that are not allowed",
-        path,
-        refused,
-        f'if you trust them: ms.load(model, ms.open("{path}", allow={{}})); without them: '
-        f'ms.open("{path}", skip_forbidden=True), which leaves placeholders in their places',
-        f'the file holds a whole module: ms.open("{path}", skip_forbidden=True) finds its parameters and buffers '
-        "without running its code; or save its state_dict() where it can be loaded",
-    )
+    error = forbidden("the pickle asks for classes or functions that are not allowed", path, refused, can_skip=True)
     error.found += f" ({failed})" if failed else ""
     raise error
 
@@ -218,14 +210,8 @@ def refusal(found: Mapping[str, Refused], source: str) -> OpenError:
     refused = ((value, path) for path, node in found.items() for value, _ in _refused_in(node))
     names = list(dict.fromkeys((value.name, path) for value, path in refused if value.error is None))
     if names:
-        return forbidden(
-            "a value is not read, since it takes classes or functions that are not allowed",
-            source,
-            names,
-            f'if you trust them: ms.open("{source}", allow={{}})',
-            "save the state_dict() of the module where it can be loaded",
-            keys=tuple(found),
-        )
+        what = "a value is not read, since it takes classes or functions that are not allowed"
+        return forbidden(what, source, names, can_skip=False, keys=tuple(found))
     first, value = next(iter(found.items()))
     cause = value.error or UnsupportedTensorError("it is not read")
     others = listed([path for path in found if path != first], 5)
@@ -239,35 +225,35 @@ def refusal(found: Mapping[str, Refused], source: str) -> OpenError:
 
 
 def forbidden(
-    what: str, where: str, refused: list[tuple[str, str]], remedy: str, of_modules: str = "", keys: tuple[str, ...] = ()
+    what: str, path: str, refused: list[tuple[str, str]], *, can_skip: bool, keys: tuple[str, ...] = ()
 ) -> ForbiddenGlobalError:
     """The error for classes and functions that a file asks for.
 
     Args:
         what: What is wrong.
-        where: The file.
+        path: The file, or its directory.
         refused: The names of the classes and functions, each with its path in the value.
-        remedy: What to do, with `{}` in the place of the value of `allow=`.
-        of_modules: What to do where the names are those of modules of torch.
+        can_skip: Whether the file can be opened without them.
         keys: The keys of the values that are not read.
     """
     unique = dict(reversed(refused))
     ordered = list(dict.fromkeys(name for name, _ in refused))
     never = [name for name in ordered if is_never(name)]
-    allow: list[str] = []
-    options = ""
+    allow, names = ordered, ", ".join(f'"{name}"' for name in ordered)
+    options = f"{option('--allow', *ordered)} if you trust them" + ("; or --skip-forbidden" if can_skip else "")
+    remedy = f'if you trust them: ms.load(model, ms.open("{path}", allow=[{names}]))'
+    skipping = f'ms.open("{path}", skip_forbidden=True)'
     if never:
-        remedy = f"do not trust this file: {never[0]} has no place in a checkpoint"
-    elif of_modules and any(name.startswith("torch.nn.modules.") for name in ordered):
-        remedy = of_modules
-        options = "--skip-forbidden" if "skip_forbidden" in remedy else ""
-    else:
-        allow = ordered
-        options = f"{option('--allow', *ordered)} if you trust them; or --skip-forbidden"
-        remedy = remedy.format("[" + ", ".join(f'"{name}"' for name in ordered) + "]")
+        allow, options, remedy = [], "", f"do not trust this file: {never[0]} has no place in a checkpoint"
+    elif any(name.startswith("torch.nn.modules.") for name in ordered):
+        allow, options = [], "--skip-forbidden" if can_skip else ""
+        remedy = "the file holds a whole module: save its state_dict() where it can be loaded"
+        remedy += f"; or {skipping} finds its parameters and buffers without running its code" if can_skip else ""
+    elif can_skip:
+        remedy += f"; without them: {skipping}, which leaves placeholders in their places"
     return ForbiddenGlobalError(
         what,
-        where=where,
+        where=path,
         refused=refused,
         allow=allow,
         found=listed((f"{name} at {unique[name]}" if unique[name] else name for name in ordered), 10),

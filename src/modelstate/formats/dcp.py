@@ -79,12 +79,9 @@ def _read_metadata(
     with places_in(path):
         value, end = unpickle(data, 0, no_storage, names.find)
         if names.refused and not skip_forbidden:
-            raise forbidden(
-                "the metadata asks for classes or functions that are not allowed",
-                path,
-                [(name, "") for name in sorted(names.refused)],
-                f'if you trust them: ms.load(model, ms.open("{os.path.dirname(path)}", allow={{}}))',
-            )
+            refused = [(name, "") for name in sorted(names.refused)]
+            what = "the metadata asks for classes or functions that are not allowed"
+            raise forbidden(what, path, refused, can_skip=True)
         if end != len(data):
             raise damaged("it goes on after its end", f"{len(data) - end} more bytes")
         fields = _state(value, "metadata.Metadata")

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 MAX_SHARDS = 100_000
 """The most files that one index may name: a hundred times the number of the largest models."""
 INDEX_SUFFIX = ".index.json"
-_PLAIN_NAME = r"(?a)\w[\w.-]*"
 _MOST_METADATA = 100
 _MOST_PARTS = MAX_NAMES + manifest.MAX_PARTS
 
@@ -254,8 +253,6 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
 
 def _is_below(shard: str) -> bool:
     """Whether the name is that of a file below its directory, on any operating system."""
-    if re.fullmatch(_PLAIN_NAME, shard):
-        return True
     try:
         os.fsencode(shard)
     except UnicodeEncodeError:  # half of a surrogate pair, which a pickle may contain

@@ -246,10 +246,8 @@ def _numpy_dtype(
 
 def _numpy_scalar(dtype: object, data: object = b"") -> object:
     """`numpy._core.multiarray.scalar`."""
-    kind, raw = _plain_dtype(dtype), _numpy_bytes(data)
-    if len(raw) != kind.itemsize:
-        raise damaged("a scalar of NumPy is not as large as its dtype", len(raw))
-    return np.frombuffer(raw, kind)[0] if raw else kind.type()
+    kind = _plain_dtype(dtype)
+    return np.frombuffer(_numpy_bytes(data), kind).reshape(())[()] if kind.itemsize else kind.type()
 
 
 def _numpy_array(cls: object, _shape: object, _code: object, state: object = None) -> object:
@@ -260,17 +258,11 @@ def _numpy_array(cls: object, _shape: object, _code: object, state: object = Non
     return _numpy_view(data, dtype, shape, "F" if is_fortran else "C")
 
 
-def _numpy_view(data: object, dtype: object, shape: object, order: object, _axes: object = None) -> object:
+def _numpy_view(data: object, dtype: object, shape: object, order: Any, _axes: object = None) -> object:
     """`numpy._core.numeric._frombuffer`, as which protocol 5 writes an array."""
-    kind = _plain_dtype(dtype)
-    if type(shape) is not tuple or len(shape) > 64 or not all(type(size) is int and size >= 0 for size in shape):
-        raise damaged("the shape of an array of NumPy is not valid")
-    if order not in ("C", "F") or _axes is not None:
-        raise damaged("the order of an array of NumPy is neither C nor F")
-    raw = _numpy_bytes(data)
-    if not kind.itemsize or math.prod(shape) * kind.itemsize != len(raw):
-        raise damaged("an array of NumPy has more or fewer bytes than its shape needs", f"{len(raw)} for {shape}")
-    return np.ndarray(shape, kind, raw or None, order=order)
+    if type(shape) is not tuple or not all(type(size) is int and size >= 0 for size in shape):
+        raise damaged("the shape of an array of NumPy is not valid")  # NumPy would work out a size of -1
+    return np.frombuffer(_numpy_bytes(data), _plain_dtype(dtype)).reshape(shape, order=order)
 
 
 def _plain_dtype(dtype: object) -> np.dtype[np.generic]:
@@ -462,13 +454,14 @@ def _from_type(function: object, cls: object, args: object, state: object) -> Re
             return Refused(part.name, args, state, error=part.error)
     if isinstance(function, Allowed) and function.name.startswith("torch.nested."):
         return _nested()
-    if type(args) is not tuple or type(function) is not SafeGlobal or not isinstance(cls, SafeGlobal | Allowed):
-        raise damaged("a class that is not a tensor subclass")
-    if function.name == "torch._utils._rebuild_wrapper_subclass":
+    name = function.name if type(function) is SafeGlobal and function.call is not _from_type else ""
+    if name not in FUNCTIONS or type(args) is not tuple or len(args) > MAX_ARGUMENTS:
+        raise damaged("a class that is not a tensor subclass", _class_name(function))
+    if not isinstance(cls, SafeGlobal | Allowed):
+        raise damaged("a class that is not a tensor subclass", _class_name(cls))
+    if name == "torch._utils._rebuild_wrapper_subclass":
         return _wrapper_subclass(cls, args, state)
-    if function.call is _from_type or function.name not in FUNCTIONS or len(args) > MAX_ARGUMENTS:
-        raise damaged("a class that is not a tensor subclass", function.name)
-    base = FUNCTIONS[function.name](*args)
+    base = FUNCTIONS[name](*args)
     if isinstance(base, Refused):
         return Refused(base.name, base, state, error=base.error)
     if type(base) is not StoredTensor and type(base) is not DeferredTensor:
