@@ -262,7 +262,8 @@ def _numpy_view(data: object, dtype: object, shape: object, order: Any, _axes: o
     """`numpy._core.numeric._frombuffer`, as which protocol 5 writes an array."""
     if type(shape) is not tuple or not all(type(size) is int and size >= 0 for size in shape):
         raise damaged("the shape of an array of NumPy is not valid")  # NumPy would work out a size of -1
-    return np.frombuffer(_numpy_bytes(data), _plain_dtype(dtype)).reshape(shape, order=order)
+    kind = _plain_dtype(dtype)
+    return np.frombuffer(_numpy_bytes(data), kind).reshape(shape, order=order)
 
 
 def _plain_dtype(dtype: object) -> np.dtype[np.generic]:

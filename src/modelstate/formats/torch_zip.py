@@ -331,24 +331,15 @@ def _prefix(directory: ZipDirectory) -> str:
     records = directory.records
     first = next(iter(records), "")
     prefix = first.partition("/")[0]
-    if f"{prefix}/constants.pkl" in records or any(name.startswith(f"{prefix}/code/") for name in records):
-        raise UnknownFormatError(
-            "a TorchScript program, not a checkpoint",
-            where=directory.file.path,
-            remedy='torch.save(torch.jit.load(path).state_dict(), "state.pt"), and open that',
-        )
-    if "/" in first and f"{prefix}/data.pkl" in records:
+    is_script = any(name.startswith((f"{prefix}/constants.pkl", f"{prefix}/code/")) for name in records)
+    if "/" in first and f"{prefix}/data.pkl" in records and not is_script:
         return f"{prefix}/"
     if {"data.pkl", "version"} <= records.keys() and "constants.pkl" not in records:
         return ""
-    has_tensors = any(name.startswith(f"{prefix}/data/") for name in records)
-    if has_tensors and not {f"{prefix}/archive_format", f"{prefix}/.data/extern_modules"} & records.keys():
-        raise DamagedFileError(
-            "the archive has tensors, and no pickle that says what they are",
-            where=directory.file.path,
-            expected=f"{prefix}/data.pkl",
-        )
-    kind, remedy = _kind(records, prefix)
+    kind, remedy = _SCRIPT if is_script else _kind(records, prefix)
+    if not kind:
+        what = "the archive has tensors, and no pickle that says what they are"
+        raise DamagedFileError(what, where=directory.file.path, expected=f"{prefix}/data.pkl")
     raise UnknownFormatError(
         f"{kind}, not a checkpoint",
         where=directory.file.path,
@@ -358,13 +349,19 @@ def _prefix(directory: ZipDirectory) -> str:
     )
 
 
+_SCRIPT = ("a TorchScript program", 'torch.save(torch.jit.load(path).state_dict(), "state.pt"), and open that')
+
+
 def _kind(records: Mapping[str, object], prefix: str) -> tuple[str, str]:
+    """What another archive is, and what to do; empty texts for one of torch.save that lacks its pickle."""
     if not records:
         return "an empty zip archive", "get the file again"
     if f"{prefix}/archive_format" in records:
         return "a PyTorch program package (.pt2)", "torch.export.load(path).state_dict, saved with torch.save"
     if f"{prefix}/.data/extern_modules" in records:
         return "a torch.package archive", "torch.package.PackageImporter(path).load_pickle(...)"
+    if any(name.startswith(f"{prefix}/data/") for name in records):
+        return "", ""
     if all(name.endswith(".npy") for name in records):
         return "a NumPy archive (.npz)", "open the mapping {name: torch.from_numpy(array)} that numpy.load(path) gives"
     if "model.weights.h5" in records:

@@ -126,14 +126,14 @@ def leaves(node: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, 
         yield path, node
         return
     if depth > _MAX_DEPTH:
-        raise CodecError(
-            "a value that holds itself, or is nested too deeply",
-            where=f"{path[:80]}...",
-            expected=f"at most {_MAX_DEPTH} levels",
-            remedy="look for a container that holds itself, and leave it out",
-        )
+        raise _too_deep(path, _MAX_DEPTH)
     for name, child in items_of(node):
         yield from leaves(child, f"{path}.{name}" if path else name, depth + 1)
+
+
+def _too_deep(path: str, levels: int) -> CodecError:
+    what, remedy = "a value that holds itself, or is nested too deeply", "look for a container that holds itself"
+    return CodecError(what, where=f"{path[:80]}...", expected=f"at most {levels} levels", remedy=remedy)
 
 
 def nodes_of(node: object, path: str = "") -> Iterator[tuple[str, object]]:
@@ -171,11 +171,7 @@ def map_leaves(node: Any, function: Callable[[tuple[object, ...], Any], Any], pa
     has the keys and positions that lead to it. Raises `CodecError` for containers that are nested too deeply.
     """
     if len(path) > _MAX_LEVELS:
-        raise CodecError(
-            "a value that holds itself, or is nested too deeply",
-            where=".".join(map(str, path[:4])),
-            expected=f"at most {_MAX_LEVELS} levels",
-        )
+        raise _too_deep(".".join(map(str, path[:4])), _MAX_LEVELS)
     if type(node) in (dict, OrderedDict, defaultdict, Counter):
         new = copy(node)
         for key, child in node.items():

@@ -184,16 +184,10 @@ class Keys:
             same.add(key)
             if len(same) <= MAX_SAME_HASH:
                 return
-            raise DamagedFileError(
-                "too many tuples of one hash are keys, or members of sets",
-                where="the pickle",
-                expected=f"at most {MAX_SAME_HASH}",
-                remedy="do not trust this file: tuples of one hash hardly ever occur unless they are searched for",
-            )
         raise DamagedFileError(
             "a key that is not a plain value",
             where="the pickle",
-            expected=f"text, a number below 2**60, or a tuple of at most {MAX_KEY_ITEMS} of them",
+            expected=f"text, a number below 2**60, or a tuple of at most {MAX_KEY_ITEMS} of them, few of one hash",
             found=f"a key of type {kind.__name__}",
             remedy="if it was saved so: load it with torch.load, and save it with such keys; otherwise copy it again",
         )
