@@ -259,7 +259,8 @@ def read_last_files(index: StepIndex, checkpoint: StepEntry | None, path: str) -
                 continue
             last.layouts |= {key: (of["dtype"], of["shape"]) for key, of in entries.items()}
         last.digests |= digests
-        last.chains = chains(last.names, last.patches)
+        whole = {name: [file] for file, names in last.names.items() for name in names}
+        last.chains = chains(last.names, last.patches) if layers else whole
     except (msgspec.DecodeError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return LastFiles()
     return last
@@ -565,7 +566,8 @@ class NewStep:
         """Writes the index of the files of an object. Returns the entry of the object."""
         encoded, files = self.objects[path], self.files[path]
         is_layered = sum(map(len, files.names.values())) > len(files.digests)
-        patched = {name for name, chain in chains(files.names, files.patches).items() if len(chain) > 1}
+        of_layers = chains(files.names, files.patches) if is_layered else {}
+        patched = {name for name, chain in of_layers.items() if len(chain) > 1}
         with size_errors(path):
             manifest = encoded.state.manifest(None, files.digests, patched)
             is_whole = self.deltas is not None and encoded.kind is Kind.MODULE and not is_layered
