@@ -78,7 +78,9 @@ def test_round_trip(dtype: torch.dtype, count: int, share: float, seed: int, dat
     assert same_bits(out, after[first:last])
 
 
-@pytest.mark.parametrize("positions", [[0], [254, 510, 999], [4094, 8189, 8190], [4095, 8191], [19999]], ids=str)
+@pytest.mark.parametrize(
+    "positions", [[0], [255, 510, 766], [4095, 8190, 8191], [4096, 8192], [19999], [*range(400), 655, 911]], ids=str
+)
 def test_changes_around_the_longest_step(positions: list[int]) -> None:
     before, after = torch.zeros(20000), torch.zeros(20000)
     after[positions] = -0.0
@@ -88,9 +90,10 @@ def test_changes_around_the_longest_step(positions: list[int]) -> None:
     assert same_bits(before, after)
 
 
+@pytest.mark.parametrize("numel", [512, 4096])
 @pytest.mark.parametrize("itemsize", BITS)
-def test_differences_around_the_escapes(itemsize: int) -> None:
-    before = torch.zeros(4096, dtype=BITS[itemsize])
+def test_differences_around_the_escapes(itemsize: int, numel: int) -> None:
+    before = torch.zeros(numel, dtype=BITS[itemsize])
     after = before.clone()
     least = torch.iinfo(before.dtype).min
     after[:16] = torch.tensor([1, -1, 7, -7, -8, 8, 9, 126, -127, 127, -128, least, -least - 1, 0, 3, -3])
@@ -168,13 +171,20 @@ def payload_of(numel: int, plain: bytes, entries: int, frame: bytes | None = Non
     return torch.tensor([*struct.pack("<QII", numel, len(frame), entries), *frame], dtype=torch.uint8)
 
 
-def test_a_payload_from_its_description() -> None:
-    out = torch.tensor([1.0, -2.0, 0.0, 0.5] * 1200)
+@pytest.mark.parametrize(
+    ("numel", "low", "high", "places"),
+    [
+        (4800, [1, 44, 2, 255, 107], [0x30, 0x81, 0x80, 0x0F, 0x70], [1, 301, 303, 4505]),
+        (320, [1, 44, 2, 255, 1], [3, 128, 128, 0, 7], [1, 45, 47, 303]),
+    ],
+    ids=["few", "many"],
+)
+def test_a_payload_from_its_description(numel: int, low: list[int], high: list[int], places: list[int]) -> None:
+    out = torch.tensor([1.0, -2.0, 0.0, 0.5] * (numel // 4))
     after = out.clone()
-    after.view(torch.int32)[[1, 301, 303, 4505]] += torch.tensor([3, -60, -(2**31), 7], dtype=torch.int32)
-    low, high = bytes([2, 44, 2, 255, 107]), bytes([0x30, 0x81, 0x80, 0x0F, 0x70])
-    payload = payload_of(4800, low + high + bytes([196, 128]) + struct.pack("<i", -(2**31)), 5)
-    check(payload, 4800, 4)
+    after.view(torch.int32)[places] += torch.tensor([3, -1000, -(2**31), 7], dtype=torch.int32)
+    payload = payload_of(numel, bytes(low + high) + struct.pack("<ii", -1000, -(2**31)), 5)
+    check(payload, numel, 4)
     apply(payload, out, 0)
     assert same_bits(out, after)
 
@@ -198,12 +208,12 @@ DAMAGED = {
     "more entries than elements": payload_of(100, GOOD, 2**32 - 1),
     "more entries than bytes": payload_of(100, GOOD, 2),
     "no entries": payload_of(100, GOOD, 0),
-    "a position behind the end": payload_of(100, bytes([101, 0x10]), 1),
-    "a position before the begin": payload_of(100, bytes([0, 0x10]), 1),
-    "positions behind the end": payload_of(100, bytes(512) + bytes([0x0F] * 512), 512),
-    "an escape without a code": payload_of(100, bytes([4, 0x80]), 1),
-    "an escape without a number": payload_of(100, bytes([4, 0x80, 128]), 1),
-    "a part of a number": payload_of(100, bytes([4, 0x80, 128, 0]), 1),
+    "a position behind the end": payload_of(100, bytes([100, 0x10]), 1),
+    "a long step behind the end": payload_of(100, bytes([4, 0x11]), 1),
+    "positions behind the end": payload_of(100, bytes([1] * 100 + [3] * 100), 100),
+    "an escape without a number": payload_of(100, bytes([4, 0x80]), 1),
+    "one of many without a number": payload_of(100, bytes([4, 4, 3, 128]), 2),
+    "a part of a number": payload_of(100, bytes([4, 0x80, 128]), 1),
     "bytes behind the end": payload_of(100, GOOD + b"\0", 1),
 }
 

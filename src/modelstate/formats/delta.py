@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -38,14 +37,10 @@ _Bytes: TypeAlias = "NDArray[np.uint8]"
 
 _INTEGERS: dict[int, np.dtype[np.signedinteger]] = {size: np.dtype(f"<i{size}") for size in (1, 2, 4, 8)}
 """By the size of an element in bytes."""
-_LONGEST_STEP = (1 << 12) - 1
-"""From one entry to the next. Where changes are farther apart, entries without a change lie between them."""
-_ESCAPE_4, _ESCAPE_8 = -8, -128
-"""The differences of 4 and of 8 bits that say: the difference is in the next stream."""
 _SEARCHED_ELEMENTS = 1 << 19
 """The elements in which changes are searched at once: they fit into the cache of a processor."""
-_ENTRIES_AT_ONCE = 1 << 17
-"""From so many entries on, those of several frames are added."""
+_ENTRIES_AT_ONCE = 1 << 16
+"""Those of several frames are added together, up to so many."""
 _NUMEL_BYTES, _ENTRY_BYTES = 8, 8
 """The directory is the number of elements, and an entry for each block."""
 _OPTIONS: dict[int, int] = {
@@ -95,10 +90,11 @@ def advance(copy: torch.Tensor, values: torch.Tensor, most_bytes: int) -> Differ
     frames, blocks, changed, left = list[bytes](), list[tuple[int, int]](), 0, most_bytes - _NUMEL_BYTES
     for first in range(0, len(new), BLOCK_ELEMENTS):
         found = _advanced(old[first : first + BLOCK_ELEMENTS], new[first : first + BLOCK_ELEMENTS])
-        frame, entries = _frame(found) if len(found.positions) else (b"", 0)
+        count, elements = len(found.positions), min(BLOCK_ELEMENTS, len(new) - first)
+        frame, entries = _encoded(found, elements, _step_bits(count, elements)) if count else (b"", 0)
         frames.append(frame)
         blocks.append((len(frame), entries))
-        changed += len(found.positions)
+        changed += count
         left -= _ENTRY_BYTES + len(frame)
         if left < 0 and changed:
             return None
@@ -134,7 +130,7 @@ def apply(payload: torch.Tensor, out: torch.Tensor, first: int) -> None:
 class Adder:
     """Adds the differences of payloads to elements of a tensor. Their order makes no difference.
 
-    The entries of several frames are computed together, in few calls of NumPy and in the same memory.
+    The entries of several frames are computed together: a call of NumPy takes as long as a thousand entries.
 
     Args:
         directories: Those of the payloads.
@@ -144,9 +140,8 @@ class Adder:
 
     def __init__(self, directories: Sequence[Directory], dtype: torch.dtype, allocate: Allocate) -> None:
         self._directories, entries = directories, (_most_entries(directories),)
-        self._positions, self._steps = allocate(entries, torch.int64), allocate(entries, torch.int32).numpy()
-        self._differences = _bits(allocate(entries, dtype))
-        self._high = allocate(entries, torch.int8).numpy()
+        self._positions = allocate(entries, torch.int64).numpy()
+        self._differences = _bits(allocate(entries, dtype)).numpy()
 
     @staticmethod
     def scratch_bytes(directories: Sequence[Directory], itemsize: int) -> int:
@@ -160,75 +155,69 @@ class Adder:
 
         Raises `DamagedFileError` for a block that cannot be decoded; others may be changed.
         """
-        bits, waiting, entries_waiting = _bits(out), list[_Frame](), 0
-        last = first + len(bits)
-        for directory, of_directory in zip(self._directories, frames, strict=True):
-            data, begin = of_directory.numpy(), directory.frames(first, last)[0]
-            for block in range(first // BLOCK_ELEMENTS, -(-last // BLOCK_ELEMENTS)) if len(data) else ():
-                frame_bytes, entries = directory.blocks[block].tolist()
-                if frame_bytes:
-                    start, at = block * BLOCK_ELEMENTS - first, int(directory.starts[block]) - begin
-                    indices = range(start, min(start + BLOCK_ELEMENTS, directory.numel - first))
-                    content = _content(data[at : at + frame_bytes], entries, bits.itemsize)
-                    waiting.append(_Frame(content, entries, indices))
-                    entries_waiting += entries
-                    if entries_waiting >= _ENTRIES_AT_ONCE:
-                        self._add(bits, waiting)
-                        waiting, entries_waiting = [], 0
-        if waiting:
-            self._add(bits, waiting)
+        bits, last = _bits(out), first + out.numel()
+        begins = [directory.frames(first, last)[0] for directory in self._directories]
+        numel = max((directory.numel for directory in self._directories), default=0)
+        for block in range(first // BLOCK_ELEMENTS, -(-last // BLOCK_ELEMENTS)):
+            indices = range(block * BLOCK_ELEMENTS - first, min((block + 1) * BLOCK_ELEMENTS, numel) - first)
+            of_block: dict[int, list[_Frame]] = {8: [], 12: []}
+            for directory, data, begin in zip(self._directories, frames, begins, strict=True):
+                nbytes, entries = directory.blocks[block].tolist() if len(data) else (0, 0)
+                if nbytes:
+                    at = int(directory.starts[block]) - begin
+                    frame = _Frame(data[at : at + nbytes].numpy(), entries)
+                    of_block[_step_bits(entries, len(indices))].append(frame)
+            for step_bits, group in of_block.items():
+                most = max((frame.entries for frame in group), default=0)
+                at_once = max(_ENTRIES_AT_ONCE // max(most, 1), 1)
+                for number in range(0, len(group), at_once):
+                    self._add(group[number : number + at_once], step_bits, bits, indices)
 
-    def _add(self, bits: torch.Tensor, frames: Sequence[_Frame]) -> None:
-        # Numbers of frames are in lists: there are few, and a call of NumPy takes as long as a thousand entries.
-        counts = [frame.entries for frame in frames]
-        ends = [*accumulate(counts)]
-        starts, count = [0, *ends[:-1]], ends[-1]
-        positions, steps, high = self._positions.numpy()[:count], self._steps[:count], self._high[:count]
-        low = positions.view(np.int32)[:count]  # before there are positions
-        np.concatenate([frame.content[: frame.entries] for frame in frames], out=low)
-        np.concatenate([frame.content[frame.entries : 2 * frame.entries] for frame in frames], out=high)
-        steps[:] = high
-        steps &= 15
-        steps <<= 8
-        steps += low
-        spans = np.add.reduceat(steps, starts, dtype=np.int64).tolist()
-        is_right, last, shifts = True, 0, list[int]()
-        for frame, first, span in zip(frames, steps[starts].tolist(), spans, strict=True):
-            # The first step in a block is from the last position in the block before.
-            before = frame.indices.start - 1
-            shifts.append(before - last)
-            last = before + span
-            is_right = is_right and first > 0 and last < frame.indices.stop
-        steps[starts] += shifts
-        steps.cumsum(out=positions)
-        differences = self._differences.numpy()[:count]
-        differences[:] = high
-        differences >>= 4
-        (escaped_4,) = np.less(high, (_ESCAPE_4 + 1) << 4, out=steps.view(np.bool_)[:count]).nonzero()
-        until_4 = escaped_4.searchsorted(ends)
-        ends_8 = [2 * entries + more for entries, more in zip(counts, _numbers(until_4), strict=True)]
-        of_8 = [frame.content[2 * frame.entries : end] for frame, end in zip(frames, ends_8, strict=True)]
-        codes = np.concatenate(of_8).view(np.int8)
-        (escaped_8,) = (codes == _ESCAPE_8).nonzero()
-        last_bytes = [number * bits.itemsize for number in _numbers(escaped_8.searchsorted(until_4))]
-        sizes = [end + nbytes for end, nbytes in zip(ends_8, last_bytes, strict=True)]
-        if not is_right or sizes != [len(frame.content) for frame in frames]:
+    def _add(self, frames: Sequence[_Frame], step_bits: int, bits: torch.Tensor, indices: range) -> None:
+        """Adds the differences of a block with these indices in `bits`, which may have a part of it."""
+        streams = [frame.streams(bits.itemsize) for frame in frames]
+        low, high, whole = map(np.concatenate, zip(*streams, strict=True))
+        steps, small = low.astype(np.int16), high.view(np.int8)
+        if step_bits > 8:
+            steps += (small & 15).astype(np.int16) << 8
+            small >>= 4
+        positions, differences, end = self._positions[: len(steps)], self._differences[: len(steps)], 0
+        differences[:] = small
+        (escaped,) = (small == _escape(step_bits)).nonzero()
+        is_right = len(whole) == len(escaped) * bits.itemsize
+        for frame in frames:
+            part = slice(end, end := end + frame.entries)
+            np.add.accumulate(steps[part], dtype=np.int64, out=positions[part])
+            is_right = is_right and int(positions[end - 1]) < len(indices)
+        if not is_right:
             raise _damaged("a block of other streams than its directory describes")
-        differences[escaped_4] = codes
-        if len(escaped_8):
-            whole = np.concatenate([frame.content[end:] for frame, end in zip(frames, ends_8, strict=True)])
-            differences[escaped_4[escaped_8]] = whole.view(differences.dtype)
-        index, source = self._positions[:count], self._differences[:count]
-        if min(frame.indices.start for frame in frames) < 0 or max(frame.indices.stop for frame in frames) > len(bits):
-            is_inside = (index >= 0) & (index < len(bits))
-            index, source = index[is_inside], source[is_inside]
-        bits.scatter_add_(0, index, source)
+        differences[escaped] = whole.view(differences.dtype)
+        if indices.start < 0 or indices.stop > len(bits):
+            positions += indices.start
+            is_inside = (positions >= 0) & (positions < len(bits))
+            positions, differences = positions[is_inside], differences[is_inside]
+        else:
+            bits = bits[indices.start : indices.stop]
+        bits.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(differences))
 
 
-def _numbers(until: NDArray[np.int64]) -> list[int]:
-    """How many there are of each frame, from how many there are until its end."""
-    ends = until.tolist()
-    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+class _Frame(NamedTuple):
+    """What a payload has of a block."""
+
+    data: _Bytes
+    entries: int
+
+    def streams(self, itemsize: int) -> tuple[_Bytes, _Bytes, _Bytes]:
+        """Decompresses the frame. Raises `DamagedFileError`."""
+        decompressor, entries = zstd.ZstdDecompressor(), self.entries
+        try:
+            content = decompressor.decompress(self.data.data, entries * (2 + itemsize))
+        except zstd.ZstdError as error:
+            raise _damaged(str(error)) from error
+        if not decompressor.eof or decompressor.unused_data or not 0 < 2 * entries <= len(content):
+            raise _damaged("a block of other streams than its directory describes")
+        streams = np.frombuffer(content, np.uint8)
+        return streams[:entries], streams[entries : 2 * entries], streams[2 * entries :]
 
 
 def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> Directory:
@@ -289,7 +278,7 @@ def _most_entries(directories: Sequence[Directory]) -> int:
     """The most entries that are added at once."""
     entries = [directory.blocks[:, 1] for directory in directories]
     most = max((int(each.max(initial=0)) for each in entries), default=0)
-    return min(_ENTRIES_AT_ONCE + most, sum(int(each.sum()) for each in entries))
+    return min(max(_ENTRIES_AT_ONCE, most), sum(int(each.sum()) for each in entries))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -298,7 +287,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _advanced(old: Bits, new: Bits) -> Changes:
     """Turns `old` into `new`. Returns what has changed."""
-    found, size = list[Changes](), 16 // old.itemsize
+    found, shift = list[Changes](), (16 // old.itemsize).bit_length() - 1
+    size = 1 << shift
     for first in range(0, len(old), _SEARCHED_ELEMENTS):
         stop = min(first + _SEARCHED_ELEMENTS, len(old))
         whole = slice(first, stop - (stop - first) % size)
@@ -310,9 +300,9 @@ def _advanced(old: Bits, new: Bits) -> Changes:
         old_words[words] = after
         differences = after.view(old.dtype) - before.view(old.dtype)
         (changed,) = (differences != 0).nonzero()
-        positions = words.take(changed // size)
-        positions *= size
-        positions += changed % size
+        positions = words.take(changed >> shift)
+        positions <<= shift
+        positions += changed & (size - 1)
         positions += first
         found.append(Changes(positions, differences.take(changed)))
         if whole.stop < stop:
@@ -329,19 +319,24 @@ def head(numel: int, blocks: Iterable[Sequence[int]]) -> bytes:
     return np.array(numel, "<u8").tobytes() + np.array([*blocks], "<u4").tobytes()
 
 
-def _frame(found: Changes) -> tuple[bytes, int]:
-    """The zstd frame of a block, and the number of its entries."""
-    differences, steps = found.differences, np.diff(found.positions, prepend=-1)
-    (long,) = (steps > _LONGEST_STEP).nonzero()
+def _encoded(found: Changes, elements: int, step_bits: int) -> tuple[bytes, int]:
+    """The zstd frame of a block of elements, and the number of its entries."""
+    differences, steps, longest = found.differences, np.diff(found.positions, prepend=0), (1 << step_bits) - 1
+    (long,) = (steps > longest).nonzero()
     if len(long):
-        more, rest = np.divmod(steps[long] - 1, _LONGEST_STEP)
+        more, rest = np.divmod(steps[long] - 1, longest)
         steps[long], long = rest + 1, np.repeat(long, more)
-        steps, differences = np.insert(steps, long, _LONGEST_STEP), np.insert(differences, long, 0)
-    steps, fits_4 = steps.astype(np.uint16), _fits(differences, _ESCAPE_4)
-    high = np.where(fits_4, differences, _ESCAPE_4).astype(np.uint8) << 4 | (steps >> 8).astype(np.uint8)
-    large = differences[~fits_4]
-    fits_8 = _fits(large, _ESCAPE_8)
-    streams = [steps.astype(np.uint8), high, np.where(fits_8, large, _ESCAPE_8).astype(np.int8), large[~fits_8]]
+        steps, differences = np.insert(steps, long, longest), np.insert(differences, long, 0)
+        if _step_bits(len(steps), elements) < step_bits:
+            return _encoded(found, elements, 8)
+    escape = _escape(step_bits)
+    is_escaped = (differences <= escape) | (differences >= -escape)
+    low, high = steps.astype(np.uint8), differences.astype(np.uint8)
+    high[is_escaped] = escape + 256
+    if step_bits > 8:
+        high <<= 4
+        high |= (steps >> 8).astype(np.uint8)
+    streams = [low, high, differences[is_escaped]]
     compressor = zstd.ZstdCompressor(options=_OPTIONS)
     compressor.set_pledged_input_size(sum(stream.nbytes for stream in streams))
     # A zstd block for each stream, which gives it Huffman codes of its own.
@@ -349,8 +344,14 @@ def _frame(found: Changes) -> tuple[bytes, int]:
     return b"".join([*parts, compressor.flush()]), len(steps)
 
 
-def _fits(differences: Bits, escape: int) -> NDArray[np.bool_]:
-    return (differences > escape) & (differences < -escape)
+def _step_bits(entries: int, elements: int) -> int:
+    """How many bits the steps between the entries of a block have."""
+    return 8 if entries * 64 >= elements else 12
+
+
+def _escape(step_bits: int) -> int:
+    """The difference that says: it is in the last stream. A difference has the bits that steps leave of two bytes."""
+    return -1 << (15 - step_bits)
 
 
 def _directory(data: _Bytes) -> Directory:
@@ -360,27 +361,6 @@ def _directory(data: _Bytes) -> Directory:
     end = _NUMEL_BYTES + -(-numel // BLOCK_ELEMENTS) * _ENTRY_BYTES
     blocks = data[_NUMEL_BYTES:end].view("<u4").reshape(-1, 2).astype(np.int64)
     return Directory(numel, blocks, end + np.cumsum(np.append(0, blocks[:, 0])))
-
-
-class _Frame(NamedTuple):
-    """A frame that is decompressed."""
-
-    content: _Bytes
-    entries: int
-    indices: range
-    """The elements of the block."""
-
-
-def _content(frame: _Bytes, entries: int, itemsize: int) -> _Bytes:
-    """Decompresses a frame. Raises `DamagedFileError`."""
-    decompressor = zstd.ZstdDecompressor()
-    try:
-        content = decompressor.decompress(frame.data, entries * (3 + itemsize))
-    except zstd.ZstdError as error:
-        raise _damaged(str(error)) from error
-    if not decompressor.eof or decompressor.unused_data or not 0 < 2 * entries <= len(content):
-        raise _damaged("a block of other streams than its directory describes")
-    return np.frombuffer(content, np.uint8)
 
 
 def _damaged(found: str, where: str = "") -> DamagedFileError:
