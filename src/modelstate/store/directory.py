@@ -70,9 +70,9 @@ class Examined(NamedTuple):
 
     record: Record | None
     """None where it cannot be read."""
-    error: ModelStateError | None = None
+    error: ModelStateError | None
     """Why the checkpoint cannot be used, as far as names, sizes and earlier reads show."""
-    problem: str = ""
+    problem: str
     """The same, as in `CheckpointInfo`."""
 
 
@@ -352,12 +352,11 @@ class StepIndex:
                 return Examined(record, foreign, "other store")
             if problem := self.backend.problem_of(place, record.files):
                 raise damaged(place.path, problem)
-            if any(self._known.values()) and (known := self._known.get(self._key(place.path))) is not None:
-                raise known
+            known = self._known.get(self._key(place.path)) if any(self._known.values()) else None
+            return Examined(record, known, "" if known is None else "damaged")
         except (ModelStateError, OSError) as error:
             reason = error if isinstance(error, ModelStateError) else unreadable(place.path, error)
             return Examined(record, reason, _PROBLEMS.get(type(reason), "damaged"))
-        return Examined(record)
 
     # Reading whole checkpoints.
 
