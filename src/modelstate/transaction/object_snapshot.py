@@ -173,7 +173,7 @@ def _refill(clear: Callable[..., None], fill: Callable[..., None], container: ob
     fill(container, items)
 
 
-def _restore_array(array: np.ndarray[Any, Any], saved: np.ndarray[Any, Any]) -> None:
+def _restore_array(array: np.ndarray, saved: np.ndarray) -> None:
     if not array.flags.writeable:  # it was writeable when it was saved
         array.flags.writeable = True
     np.copyto(array, saved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, KeysView, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -257,7 +257,7 @@ def sharing(items: Sequence[T], tensors: Sequence[torch.Tensor]) -> list[list[T]
     return [[items[index] for index in sorted(group)] for group in groups]
 
 
-Addressed = np.ndarray[Any, np.dtype[np.uint64]]
+Addressed = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 
 def _addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[Addressed, Addressed]:
