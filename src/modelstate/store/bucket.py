@@ -28,6 +28,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -63,10 +64,9 @@ class _Listing(msgspec.Struct, frozen=True):
     """What is in the bucket at one moment."""
 
     claims: Mapping[int, datetime]
-    steps: Mapping[int, list[Place]]
-    """By serial number; the place of a checkpoint without a claim is that of a save that goes on, or was killed."""
-    leases: Mapping[int, list[tuple[str, datetime]]]
-    """By serial number: names, and when they were last written."""
+    holders: Mapping[int, Mapping[str, Place | datetime]]
+    """By serial number and name: the place of a checkpoint, or when a lease was last written. One without a claim is of
+    a save that goes on, or was killed."""
     pins: frozenset[int]
 
 
@@ -84,7 +84,7 @@ class Bucket:
         self._names: dict[tuple[int, datetime], str] = {}
         """What has a serial number, where the listing leaves that open. Claims do not change."""
         self._last_serial = 0
-        self.listed = _Listing({}, {}, {}, frozenset())
+        self.listed = _Listing({}, {}, frozenset())
         self._cleared_for = ""
 
     def at(self, name: str) -> Location:
@@ -100,47 +100,43 @@ class Bucket:
     def listing(self) -> _Listing:
         """Lists the bucket. Raises `WriteFailedError`."""
         directories, objects = listing(self._root)
-        claims, steps, leases, pins = {}, dict[int, list[Place]](), dict[int, list[tuple[str, datetime]]](), set()
+        claims, holders, pins = {}, defaultdict[int, dict[str, Place | datetime]](dict), set()
         files = self.at(DATA).url
         for name in directories:
             if match := _STEP.fullmatch(name):
                 place = Place(int(match[1]), int(match[2]), self.at(name).url, files)
-                steps.setdefault(place.revision, []).append(place)
+                holders[place.revision][name] = place
         for item in objects:
             if match := _CLAIM.fullmatch(item.name):
                 claims[int(match[1])] = item.time
             elif match := _LEASE.fullmatch(item.name):
-                leases.setdefault(int(match[1]), []).append((item.name, item.time))
+                holders[int(match[1])][item.name] = item.time
             elif match := _PIN.fullmatch(item.name):
                 pins.add(int(match[1]))
-        self.listed = _Listing(claims, steps, leases, frozenset(pins))
+        self.listed = _Listing(claims, holders, frozenset(pins))
         return self.listed
 
-    def name_of(self, listed: _Listing, serial: int) -> str:
-        """Returns the name of the checkpoint or the lease that has a serial number; empty where there is none.
+    def holder(self, listed: _Listing, serial: int) -> tuple[str, Place | datetime | None]:
+        """Returns the checkpoint or the lease that has a serial number, and its name; None where there is none.
 
         Where only one was written, it has it. Where several writers have tried to, the claim names one of them.
         """
-        names = [os.path.basename(place.path) for place in listed.steps.get(serial, ())]
-        names += [name for name, _ in listed.leases.get(serial, ())]
-        if serial not in listed.claims or not names:
-            return ""
+        holders = listed.holders[serial]
+        if serial not in listed.claims:
+            return "", None
         key = serial, listed.claims[serial]
-        if len(names) > 1 and key not in self._names:
+        if len(holders) > 1 and key not in self._names:
             content = get(self.at(f"claim-{serial:012d}"))
             self._names[key] = str(_fields(content).get("name", ""))
-        name = self._names.get(key, names[0])
-        return name if name in names else ""
+        name = self._names.get(key, next(iter(holders)))
+        return name, holders.get(name)
 
     def places(self) -> list[Place]:
         listed = self.listing()
         if not listed.claims:
             self.check_no_object()
-        every = []
-        for serial, candidates in listed.steps.items():
-            name = self.name_of(listed, serial)
-            every += [place for place in candidates if os.path.basename(place.path) == name]
-        return sorted(every)
+        holders = (self.holder(listed, serial)[1] for serial in listed.holders)
+        return sorted(place for place in holders if isinstance(place, Place))
 
     def identity(self, path: str) -> object:
         return True  # its name has a nonce
@@ -414,11 +410,10 @@ class _Lease:
 
     def _newest(self, listed: _Listing) -> tuple[str, datetime] | None:
         """Returns the name of the newest lease, and when it was last written."""
-        for serial in sorted(listed.leases, reverse=True):
-            name = self._bucket.name_of(listed, serial)
-            for candidate in listed.leases[serial]:
-                if candidate[0] == name:
-                    return candidate
+        for serial in sorted(listed.holders, reverse=True):
+            name, written = self._bucket.holder(listed, serial)
+            if isinstance(written, datetime):
+                return name, written
         return None
 
     def _locked(self, holder: bytes | None) -> LockedError:
