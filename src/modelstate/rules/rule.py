@@ -237,6 +237,23 @@ def apply_rule(rule: Rule, context: RuleContext) -> None:
             context.make(renamed, entry.content, [(name, entry)])
 
 
+class CodeRepr:
+    """A `msgspec.Struct` whose `repr` is the code that makes it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        arguments = []
+        names, defaults = self.__struct_fields__, self.__struct_defaults__  # type: ignore[attr-defined]
+        for name, default in zip(names, (msgspec.NODEFAULT,) * (len(names) - len(defaults)) + defaults, strict=True):
+            value = getattr(self, name)
+            if default is msgspec.NODEFAULT:
+                arguments.append(_value_as_code(value))
+            elif value is not default and value != default:
+                arguments.append(f"{name}={_value_as_code(value)}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
+
 class Scoped(msgspec.Struct, frozen=True):
     """A rule for the names that begin with a prefix. The rule does not see the prefix, nor any other name."""
 
@@ -254,12 +271,18 @@ class Scoped(msgspec.Struct, frozen=True):
         context.run_below(self.prefix, self.rule)
 
     def reverse(self) -> Scoped:
-        if not hasattr(self.rule, "reverse"):
-            raise irreversible(self.rule, "it has no method reverse")
-        return Scoped(self.prefix, self.rule.reverse())
+        return Scoped(self.prefix, reverse_of(self.rule))
 
 
-class Guess(msgspec.Struct, frozen=True):
+def reverse_of(rule: Rule) -> Rule:
+    """Returns the reverse of a rule. Raises `RuleError` where it has none."""
+    if not hasattr(rule, "reverse"):
+        raise irreversible(rule, "it has no method reverse")
+    reverse: Rule = rule.reverse()
+    return reverse
+
+
+class Guess(CodeRepr, msgspec.Struct, frozen=True):
     """A rule that `modelstate.suggest` cannot be sure of. Nothing is loaded with it until its rule is taken out of it.
 
     Args:
@@ -272,9 +295,6 @@ class Guess(msgspec.Struct, frozen=True):
     """
 
     rule: Rule
-
-    def __repr__(self) -> str:
-        return f"Guess({self.rule!r})"
 
     def rename(self, name: str) -> str | None:
         return self.rule.rename(name)
@@ -339,23 +359,6 @@ def same_stars(first: str, *others: str) -> None:
                 expected="as many * on both sides: the first stands for the first, and so on",
                 remedy="a regular expression can do more: Rename(re.compile(...), ...)",
             )
-
-
-class CodeRepr:
-    """A `msgspec.Struct` whose `repr` is the code that makes it."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        arguments = []
-        names, defaults = self.__struct_fields__, self.__struct_defaults__  # type: ignore[attr-defined]
-        for name, default in zip(names, (msgspec.NODEFAULT,) * (len(names) - len(defaults)) + defaults, strict=True):
-            value = getattr(self, name)
-            if default is msgspec.NODEFAULT:
-                arguments.append(_value_as_code(value))
-            elif value is not default and value != default:
-                arguments.append(f"{name}={_value_as_code(value)}")
-        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 class PatternRule(CodeRepr):

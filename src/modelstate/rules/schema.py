@@ -25,9 +25,9 @@ from modelstate.rules.rule import (
     Rule,
     RuleContext,
     Value,
-    irreversible,
     literal_names,
     new_name,
+    reverse_of,
 )
 from modelstate.spec import Stored
 from modelstate.tensor_spec import TensorSpec
@@ -76,12 +76,7 @@ class Rules(tuple[Rule, ...]):
             >>> ms.rules.Rules([ms.rules.Rename("fc.*", "head.*")]).reverse()
             Rules([Rename('head.*', 'fc.*')])
         """
-        reverses = []
-        for rule in reversed(self):
-            if not hasattr(rule, "reverse"):
-                raise irreversible(rule, "it has no method reverse")
-            reverses.append(rule.reverse())
-        return Rules(reverses)
+        return Rules([reverse_of(rule) for rule in reversed(self)])
 
     def apply(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Applies the rules to a state dict.
@@ -226,7 +221,7 @@ def way_back(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     reverses: list[Rule] = []
     for rule in reversed(tuple(rules)):
         with suppress(RuleError):
-            reverses += [rule.reverse()] if hasattr(rule, "reverse") else []
+            reverses.append(reverse_of(rule))
     return tuple(reverses)
 
 
