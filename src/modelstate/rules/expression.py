@@ -288,13 +288,25 @@ def reshaped(source: Source, shape: Sequence[int]) -> Source:
     return msgspec.structs.replace(whole, cut=cut)
 
 
+def narrowed(source: Source, dim: int, start: int, size: int) -> Source:
+    """Returns `size` indices of a dimension, or as many as there are."""
+    slices = [slice(None)] * len(source.shape)
+    slices[dim] = slice(start, start + size)
+    return region(source, slices)
+
+
 def concatenated(sources: Sequence[Source], dim: int) -> Source:
-    """Returns sources joined along a dimension. Their other sizes and their dtypes must be equal."""
+    """Returns sources joined along a dimension. Raises `ValueError` where their dtypes or their other sizes differ."""
+    if len({source.dtype for source in sources}) != 1:
+        raise ValueError("the parts have several dtypes, or there are none")
     if len(sources) == 1:
         return sources[0]
     shape = list(sources[0].shape)
-    shape[dim] = sum(source.shape[dim] for source in sources)
     dim %= len(shape)
+    if len({(*source.shape[:dim], *source.shape[dim + 1 :]) for source in sources}) > 1:
+        shapes = dict.fromkeys(tuple(source.shape) for source in sources)
+        raise ValueError(f"the shapes {[*map(list, shapes)][:4]} differ in more than dimension {dim}")
+    shape[dim] = sum(source.shape[dim] for source in sources)
 
     def cut(box: Box) -> Source:
         slices, start, regions = list(slices_of(box)), 0, list[Source]()

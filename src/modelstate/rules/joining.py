@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from modelstate.errors import RuleError
-from modelstate.rules.expression import Derived, Scaling, Source, cast, concatenated, region, reshaped
+from modelstate.rules.expression import Derived, Scaling, Source, cast, concatenated, narrowed, reshaped
 from modelstate.rules.rule import (
     Entry,
     EntryRule,
@@ -69,11 +69,11 @@ class Split(EntryRule, msgspec.Struct, frozen=True):
         shape = tuple(entry.tensor.shape)
         if why := self._why_not(shape):
             return context.fail(name, why)
-        start, slices = 0, [slice(None)] * len(shape)
+        start = 0
         sizes = self.sizes or (shape[self.dim] // len(self.into),) * len(self.into)
         for target, size in zip(self.into, sizes, strict=True):
-            slices[self.dim] = slice(start, start + size)
-            context.make(template(target).fill(parts), region(entry.tensor, slices), [(name, entry)])
+            part = narrowed(entry.tensor, self.dim, start, size)
+            context.make(template(target).fill(parts), part, [(name, entry)])
             start += size
         return None
 
@@ -192,11 +192,6 @@ class Concat(_JoiningRule, msgspec.Struct, frozen=True):
         expected = list(self.sizes) if self.sizes is not None else sizes[:1] * len(sizes)
         if sizes != expected:
             raise ValueError(f"the parts have the sizes {sizes}, not {expected}: give sizes=")
-        others = [shape[: self.dim] + shape[self.dim :][1:] for shape in shapes]
-        if any(other != others[0] for other in others):
-            raise ValueError(f"the shapes {shapes} differ in more than dimension {self.dim}")
-        if len({tensor.dtype for tensor in tensors}) > 1:
-            raise ValueError("the parts have several dtypes")
         return concatenated(tensors, self.dim)
 
     def reverse(self) -> Split:

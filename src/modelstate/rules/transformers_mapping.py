@@ -18,7 +18,7 @@ from torch import nn
 
 from modelstate.errors import OptionError, PackageError
 from modelstate.problems import one_line
-from modelstate.rules.expression import Source, concatenated, region, reshaped, transposed
+from modelstate.rules.expression import Source, concatenated, narrowed, reshaped, transposed
 from modelstate.rules.rule import Rule, RuleContext, irreversible
 from modelstate.rules.schema import Applied, Rules
 from modelstate.text_format import listed
@@ -267,13 +267,13 @@ class _Conversion(msgspec.Struct, frozen=True):
             targets = [targets[0].replace("*", str(index)) for index in range(count)]
 
         size = -(-tensor.shape[operation.dim] // len(targets))  # as torch.chunk cuts
-        return {target: [_rows(tensor, operation.dim, at * size, size)] for at, target in enumerate(targets)}
+        return {target: [narrowed(tensor, operation.dim, at * size, size)] for at, target in enumerate(targets)}
 
     def split(self, operation: Operation, state: State) -> State:
         tensor, start, result = _single(state), 0, State()
         for target in self.targets:
             size = self.mapping.shapes[self.target.replace(self.targets[0], target)][operation.dim]
-            result[target] = [_rows(tensor, operation.dim, start, size)]
+            result[target] = [narrowed(tensor, operation.dim, start, size)]
             start += size
         if start != tensor.shape[operation.dim]:
             raise ValueError(f"the parts add up to {start} in dimension {operation.dim} of {list(tensor.shape)}")
@@ -353,13 +353,6 @@ def _single(state: State) -> Source:
     return tensor
 
 
-def _rows(tensor: Source, dim: int, start: int, size: int) -> Source:
-    """Returns `size` indices of a dimension, or as many as there are."""
-    slices = [slice(None)] * len(tensor.shape)
-    slices[dim] = slice(start, start + size)
-    return region(tensor, slices)
-
-
 def _interleaved(tensor: Source, dim: int, groups: int, inverse: bool) -> Source:
     """Changes the order of each group of indices from two halves to pairs, or from pairs to two halves.
 
@@ -374,11 +367,7 @@ def _interleaved(tensor: Source, dim: int, groups: int, inverse: bool) -> Source
 
 
 def _joined(tensors: Sequence[Source], dim: int, *, stacks: bool) -> Source:
-    if len({tensor.dtype for tensor in tensors}) != 1:
-        raise ValueError("the parts have several dtypes, or there are none")
-    dim = dim % (len(tensors[0].shape) + stacks)
-    if stacks:
+    if stacks and tensors:
+        dim %= len(tensors[0].shape) + 1
         tensors = [reshaped(tensor, (*tensor.shape[:dim], 1, *tensor.shape[dim:])) for tensor in tensors]
-    if len({(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}) != 1:
-        raise ValueError(f"the shapes {[list(tensor.shape) for tensor in tensors[:4]]} do not fit together")
     return concatenated(tensors, dim)
