@@ -72,11 +72,6 @@ class LazyTensor:
     def nbytes(self) -> int:
         return self.numel() * self.itemsize
 
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """The bytes of the parts that get digests of their own; empty where blocks are cut from the begin on."""
-        return ()
-
 
 class Run(msgspec.Struct, frozen=True, eq=False):
     """The elements of a lazy tensor that is contiguous in a file."""

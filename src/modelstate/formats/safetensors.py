@@ -528,7 +528,7 @@ def dtype_and_shape(tensor: torch.Tensor | LazyTensor) -> tuple[str, list[int]]:
 
 
 def parts_of(tensor: torch.Tensor | LazyTensor) -> tuple[int, ...]:
-    """The bytes of the parts of a tensor that get digests of their own; empty for a tensor in memory."""
+    """The bytes of the parts of a tensor that get digests of their own; empty where it is one part."""
     parts: tuple[int, ...] = getattr(tensor, "parts", ())
     return parts
 

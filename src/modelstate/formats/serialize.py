@@ -23,7 +23,7 @@ from modelstate.formats.manifest import (
     are_usual_versions,
     digest_of_all,
 )
-from modelstate.formats.safetensors import NOT_A_NAME, listed_problems, why_not
+from modelstate.formats.safetensors import NOT_A_NAME, listed_problems, parts_of, why_not
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.spec import version_metadata
 from modelstate.text_format import is_unicode, quote
@@ -88,8 +88,7 @@ class SerializedState(msgspec.Struct):
         fields: dict[str, object] = {"algorithm": ALGORITHM, "block_bytes": BLOCK_BYTES, "tensors": of_whole}
         if patched:
             fields["patched"] = digest_of_all({name: digests[name] for name in patched})
-        lazy = {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, LazyTensor)}
-        if parts := {name: list(tensor.parts) for name, tensor in lazy.items() if tensor.parts}:
+        if parts := {name: own for name, tensor in self.tensors.items() if (own := parts_of(tensor))}:
             fields["parts"] = parts
         manifest["digests"] = fields
         for key in ("aliases", "subclasses", "versions", "extra", "extra_tensors", "tree", "attached"):
