@@ -254,13 +254,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors; the bytes that tied tensors share count once."""
-        seen: set[object] = set()
-        total = 0
-        for spec, key in self._keyed():
-            if key not in seen:
-                seen.add(key)
-                total += spec.nbytes
-        return total
+        return sum({key: spec.nbytes for spec, key in self._keyed()}.values())
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -520,7 +514,7 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         not.
 
         Args:
-            on_read: Called with the size of each storage, by one thread at a time; may raise to end the check.
+            on_read: Called with numbers of bytes, by one thread at a time; may raise to end the check.
 
         Returns:
             The number of bytes that were verified.
@@ -710,7 +704,7 @@ class DigestCheck(msgspec.Struct, frozen=True):
         """Reads the storages, compares them with their digests, and returns the number of bytes that were compared.
 
         Small storages that lie next to each other are read at once. Several ranks verify a checkpoint together with a
-        `share` of these reads each. `on_read` is called with the size of each storage, and may raise to end it.
+        `share` of these reads each. `on_read` is called with numbers of bytes, and may raise to end it.
 
         Raises:
             ChecksumError: A storage differs from its digest.
@@ -742,11 +736,7 @@ class DigestCheck(msgspec.Struct, frozen=True):
                     values.append(hashed.hexdigest() if checksum.algorithm == ALGORITHM else f"{crc:08x}")
                 computed[storage] = "".join(values)
 
-        def on_done(run: list[ByteRange]) -> None:
-            for storage in run:
-                if on_read:
-                    on_read(storage.nbytes)
-
+        on_done = None if on_read is None else lambda run: on_read(sum(storage.nbytes for storage in run))
         with OpenFiles(self.fingerprints) as files:
             threads = min(CONNECTIONS if is_remote else read_threads(), len(runs))
             for_each(runs, [partial(compute, memoryview(bytearray(chunk_bytes))) for _ in range(threads)], on_done)

@@ -23,7 +23,6 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -296,24 +295,23 @@ _ANY = r"(?s)(.*)-(\d{5,})-of-(\d{5,})(\.\w+)"
 
 
 def other_shards(files: Collection[str]) -> tuple[str, str, tuple[str, ...]] | None:
-    """A shard among the files, the path of the index beside it, and its other shards, which are not among the files.
+    """A shard among the files, the path of the index beside it, and the other shards that are not among the files.
 
-    Returns None where no file is such a shard. The path is empty where no index names the shard.
+    Returns None where no file is such a shard. The path is empty where no index of the usual name names the shard.
     """
     loaded = {os.path.basename(path) for path in files}
-    named_beside = cache(_named_in_directory)
     for path in files:
         directory, shard = os.path.split(path)
         match = re.fullmatch(_ANY, shard)
-        if match is None:
+        if match is None or int(match[3]) > MAX_SHARDS:
             continue
-        indices = () if is_remote(path) else named_beside(directory)
-        index, names = next((found for found in indices if shard in found[1]), ("", frozenset[str]()))
-        if not names and int(match[3]) <= MAX_SHARDS:
-            numbers = range(1, int(match[3]) + 1)
-            names = frozenset(f"{match[1]}-{number:0{len(match[2])}d}-of-{match[3]}{match[4]}" for number in numbers)
+        numbers = range(1, int(match[3]) + 1)
+        names = {f"{match[1]}-{number:0{len(match[2])}d}-of-{match[3]}{match[4]}" for number in numbers}
         if others := tuple(sorted(names - loaded)):
-            return shard, index, others
+            stem = re.sub(r"-[0-9a-f]{12}$", "", match[1])  # as `shard_names` has it
+            index = os.path.join(directory, stem + match[4] + INDEX_SUFFIX)
+            is_named = not is_remote(path) and shard in (named_in(index) or ())
+            return shard, index if is_named else "", others
     return None
 
 
@@ -378,16 +376,6 @@ def old_files(path: str, but: Collection[str] = ()) -> list[str]:
             shards = set() if elsewhere is None else shards - elsewhere
     paths = [os.path.join(directory, entry) for entry in (index, *sorted(shards)) if entry in entries]
     return [path for path in paths if path not in but]
-
-
-def _named_in_directory(directory: str) -> list[tuple[str, frozenset[str]]]:
-    """The paths of the indices in a directory, and the files that each of them names."""
-    with suppress(OSError):
-        entries = (entry for entry in sorted(os.listdir(directory or ".")) if entry.endswith(INDEX_SUFFIX))
-        return [
-            (index, named_in(index) or frozenset()) for index in (os.path.join(directory, entry) for entry in entries)
-        ]
-    return []
 
 
 def named_in(index: str) -> frozenset[str] | None:
