@@ -133,8 +133,7 @@ def check_readable(tensors: Iterable[tuple[str, Stored]], *, where: str, remedy:
             remedy="; ".join(remedies_for(lacking.values())) or remedy,
             names=tuple(lacking),
         )
-    what = "expanded views have far more elements than are stored, and would take too long to read"
-    check_expanded(dict(tensors), where, UnsupportedTensorError, what, "leave the tensor out with only=[pattern, ...]")
+    check_expanded(dict(tensors), where, UnsupportedTensorError, "leave the tensor out with only=[pattern, ...]")
 
 
 def kind_of(stored: object) -> str:

@@ -149,7 +149,6 @@ def check_expanded(
     tensors: Mapping[str, Stored | LazyTensor],
     where: str,
     kind: type[ModelStateError] = UnsavableError,
-    what: str = "expanded views would make the file far larger than the memory of the tensors",
     remedy: str = "leave the tensor out, or save what it was expanded from",
 ) -> None:
     """Raises an error of a kind for a tensor whose elements are far more bytes than its storages have.
@@ -163,7 +162,7 @@ def check_expanded(
         stored = bytes_stored(tensor)
         if nbytes > (most := REPEATED_TIMES * stored + REPEATED_BYTES):
             raise kind(
-                what,
+                "expanded views have far more elements than are stored",
                 where=f"{where}: {name}",
                 expected=f"at most {size(most)}: {REPEATED_TIMES} times what is stored, and {size(REPEATED_BYTES)}",
                 found=f"{size(nbytes)} of elements, and {size(stored)} stored",

@@ -151,10 +151,8 @@ def _refused_in(node: object) -> Iterator[tuple[Refused, Path]]:
         seen.add(id(node))
         if type(node) is Refused:
             yield node, path
-        children = [
-            (child, path if name is _SAME else (path, name), name is _SAME) for name, child in _children(node, bare)
-        ]
-        waiting += reversed(children)
+        children = [*_children(node, bare)]
+        waiting += [(child, path if name is _SAME else (path, name), name is _SAME) for name, child in children[::-1]]
 
 
 def construct(value: object, *, path: str, data_nbytes: int, names: TorchGlobals, skip_forbidden: bool) -> object:

@@ -339,22 +339,15 @@ def parse_json(text: bytes) -> dict[str, Any]:
         value = json.loads(string, object_pairs_hook=_unique)
         if b"\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        raise JsonError("it is not UTF-8", excerpt(text[error.start : error.start + 60]), at=error.start) from None
-    except UnicodeEncodeError as error:
-        found = ascii(error.object[max(error.start - 30, 0) : error.end])
-        raise JsonError("a text has half of a surrogate pair", found) from None
-    except RecursionError:
-        raise JsonError("its values are nested too deeply") from None
     except json.JSONDecodeError as error:
         # Without its cause, which keeps the whole text in memory.
         what = error.msg[:1].lower() + error.msg[1:]
         raise JsonError(what, printable(string[error.pos : error.pos + 60]) or "the end", at=error.pos) from None
     except JsonError:
         raise
-    except ValueError as error:  # an integer of thousands of digits
+    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8, half of a surrogate pair, a long integer
         keep_interrupt(error)
-        raise JsonError("a number has too many digits", str(error)[:60]) from None
+        raise JsonError("it cannot be parsed", str(error)[:200]) from None
     if not isinstance(value, dict):
         raise JsonError("not a JSON object", excerpt(text[:60]) or "the end", "{", at=0)
     return value

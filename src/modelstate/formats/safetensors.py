@@ -130,20 +130,14 @@ def read(file: SourceFile, *, allow: Sequence[object] = ()) -> Contents:
     if file.nbytes < 8:
         raise file.truncated("the length of its header", 8)
     (length,) = struct.unpack_from("<Q", file.head)
-    if length > MAX_HEADER_BYTES:
-        raise DamagedFileError(
-            "the header would be larger than the format allows; the length before it is probably damaged",
-            where=path,
-            expected=f"at most {MAX_HEADER_BYTES:,} bytes",
-            found=f"{length:,} bytes announced, in a file of {file.nbytes:,}",
-        )
     begin = 8 + length
-    if begin > file.nbytes:
+    if length > MAX_HEADER_BYTES or begin > file.nbytes:
+        limit = "the header would be larger than the format allows; the length before it is probably damaged"
         raise DamagedFileError(
-            "the file ends within its header",
+            limit if length > MAX_HEADER_BYTES else "the file ends within its header",
             where=path,
-            expected=f"a header of {length:,} bytes",
-            found=f"{file.nbytes - 8:,} bytes behind its length",
+            expected=f"at most {min(MAX_HEADER_BYTES, file.nbytes - 8):,} bytes",
+            found=f"{length:,} bytes announced, in a file of {file.nbytes:,}",
         )
     header = file.read(8, length, "its header")
     try:
@@ -354,19 +348,12 @@ def _size(name: str, kind: str, shape: tuple[int, ...], first: int, last: int) -
 def _check_supported(names: Sequence[str], kinds: _Texts, shapes: _Shapes, path: str) -> None:
     """Raises `UnsupportedTensorError` for 6-bit floats, and for 4-bit floats whose last dimension is odd."""
     for name, kind, shape in zip(names, kinds, shapes, strict=True):
-        if kind in _WITHOUT_DTYPE:
+        if kind in _WITHOUT_DTYPE or (kind == "F4" and (not shape or shape[-1] % 2)):
             raise UnsupportedTensorError(
-                f"{quote(name)} is stored as {kind}, for which PyTorch has no dtype",
+                f"{quote(name)} is stored as {kind} of shape {shape}, which PyTorch does not have",
                 where=path,
-                remedy="convert the file to a dtype that PyTorch has, with the tool that wrote it",
-            )
-        if kind == "F4" and (not shape or shape[-1] % 2):
-            raise UnsupportedTensorError(
-                f"{quote(name)} is stored as F4 and has no even last dimension; PyTorch has such floats in pairs only",
-                where=path,
-                expected="an even last dimension",
-                found=f"shape {shape}",
-                remedy="pad the last dimension, with the tool that wrote the file",
+                expected="a dtype of PyTorch, which has 4-bit floats in pairs: with an even last dimension",
+                remedy="convert it to such a dtype, or pad its last dimension, with the tool that wrote the file",
             )
 
 
