@@ -165,7 +165,6 @@ class _Serializer:
         """The names that cannot be stored, with the reasons."""
         self._refused: list[object] = []
         self._by_bytes: dict[object, str] = {}
-        self._open: set[int] = set()
         self._leaves: set[str] = set()
         """The paths of the tensors and of the other values of a tree."""
         self._nodes = self._characters = 0
@@ -212,17 +211,15 @@ class _Serializer:
         self._nodes += len(pairs)
         self._characters += sum(len(path) + len(str(key)) + depth + 2 for key, _ in pairs)  # as the reader counts them
         is_large = self._nodes > _MAX_NODES or self._characters > MAX_PATH_CHARACTERS
-        if depth > _MAX_DEPTH or id(value) in self._open or is_large:
+        if depth > _MAX_DEPTH or is_large:
             raise CodecError(
                 "a value that holds itself, is nested too deeply, or has too many values or too long keys",
                 where=self._at(path),
                 expected=f"at most {_MAX_DEPTH} levels, {_MAX_NODES:,} values, and paths of {MAX_PATH_CHARACTERS:,} "
                 "characters together",
             )
-        self._open.add(id(value))
         names = [f"{path}.{key}" if depth else str(key) for key, _ in pairs]
         nodes = [self.node(item, name, depth + 1) for name, (_, item) in zip(names, pairs, strict=True)]
-        self._open.discard(id(value))
         if kind != "dict":
             return {kind: nodes}
         keys = [encode(key, self._at(path)) for key, _ in pairs]
