@@ -34,7 +34,7 @@ _CODE = (
 )
 _MAX_OBJECTS = 1_000_000
 _MAX_ARRAY_BYTES = 64 << 20
-_UNSET = object()
+UNSET = object()
 
 
 class ObjectSnapshot:
@@ -149,13 +149,13 @@ class ObjectSnapshot:
             referents.extend(self._visit_dict(attributes))
         for name in slots_of_class(type(value)):
             try:
-                saved = getattr(value, name, _UNSET)
+                saved = getattr(value, name, UNSET)
             except Exception as error:  # the other attributes are restored all the same
                 keep_interrupt(error)
                 self.unreadable.append(f"{type(value).__module__}.{type(value).__qualname__}")
                 continue
             referents.append(saved)
-            self.restores.append(partial(_restore_slot, value, name, saved))
+            self.restores.append(partial(set_slot, value, name, saved))
         return referents
 
 
@@ -184,13 +184,14 @@ def _restore_class(value: object, cls: type) -> None:
         value.__class__ = cls
 
 
-def _restore_slot(value: object, name: str, saved: object) -> None:
-    if getattr(value, name, _UNSET) is saved:
+def set_slot(value: object, name: str, content: object) -> None:
+    """Sets a slot of an object; `UNSET` deletes its content."""
+    if getattr(value, name, UNSET) is content:
         return
-    if saved is _UNSET:
+    if content is UNSET:
         object.__delattr__(value, name)
     else:
-        object.__setattr__(value, name, saved)
+        object.__setattr__(value, name, content)
 
 
 def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:

@@ -20,11 +20,10 @@ from modelstate.torch_compat.private import (
     swap_impl,
     without_modes,
 )
-from modelstate.transaction.object_snapshot import set_grad
+from modelstate.transaction.object_snapshot import UNSET, set_grad, set_slot
 from modelstate.transaction.references import described, holders_of
 
 Undo = Callable[[], object]
-_UNSET = object()
 
 
 def exchange(a: torch.Tensor, b: torch.Tensor) -> Undo:
@@ -45,12 +44,9 @@ def exchange(a: torch.Tensor, b: torch.Tensor) -> Undo:
             raise
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
     for name in slots_of_class(classes[0]):
-        values = getattr(a, name, _UNSET), getattr(b, name, _UNSET)
-        for tensor, old, new in ((a, *values), (b, values[1], values[0])):
-            if new is not _UNSET:
-                object.__setattr__(tensor, name, new)
-            elif old is not _UNSET:
-                object.__delattr__(tensor, name)
+        of_a, of_b = getattr(a, name, UNSET), getattr(b, name, UNSET)
+        set_slot(a, name, of_b)
+        set_slot(b, name, of_a)
     return partial(exchange, a, b)
 
 
