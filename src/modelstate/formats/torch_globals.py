@@ -14,7 +14,7 @@ import enum
 import math
 import pkgutil
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -161,15 +161,8 @@ def _named(entry: object) -> tuple[str, object] | None:
 # Functions that create plain values. Each copies at most its arguments.
 
 
-def _items(values: Iterable[object]) -> list[object]:
-    items, keys = list(values), Keys()
-    for item in items:
-        keys.check(item)
-    return items
-
-
 def _ordered_dict(pairs: Any = ()) -> OrderedDict[object, object]:
-    return OrderedDict(zip(_items([key for key, _ in pairs]), [value for _, value in pairs], strict=True))
+    return OrderedDict(zip(Keys().checked(key for key, _ in pairs), [value for _, value in pairs], strict=True))
 
 
 def _counter(*counts: object) -> Counter[object]:
@@ -197,8 +190,8 @@ def _layout(name: object) -> torch.layout:
 _VALUES: dict[str, tuple[Callable[..., object], object]] = {
     "collections.OrderedDict": (_ordered_dict, OrderedDict),
     "collections.Counter": (_counter, Counter),
-    "builtins.set": (lambda values=(): set(_items(values)), set),
-    "builtins.frozenset": (lambda values=(): frozenset(_items(values)), frozenset),
+    "builtins.set": (lambda values=(): set(Keys().checked(values)), set),
+    "builtins.frozenset": (lambda values=(): frozenset(Keys().checked(values)), frozenset),
     "builtins.bytearray": (lambda *args: bytearray(_raw(*args)), bytearray),
     "builtins.bytes": (_raw, bytes),
     "builtins.complex": (complex, complex),

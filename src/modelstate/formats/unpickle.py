@@ -19,7 +19,7 @@ import re
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -172,6 +172,14 @@ class Keys:
     def __init__(self) -> None:
         self._tuples = dict[int, set[object]]()
         """The tuples of each hash."""
+
+    def checked(self, keys: Iterable[object]) -> list[object]:
+        """Returns the keys of a dict, or the members of a set. Raises as `check`."""
+        items = list(keys)
+        for key in items:
+            if type(key) is not str:
+                self.check(key)
+        return items
 
     def check(self, key: object) -> None:
         """Raises `DamagedFileError` for a key that is mutable, or costly or dangerous to hash."""
@@ -393,10 +401,7 @@ class _Machine(pickle._Unpickler):
 
     def insert(self, items: list[object]) -> None:
         target, kind = self.stack[-1], type(self.stack[-1])
-        pairs = list(zip(items[::2], items[1::2], strict=True))
-        for key in items[::2]:
-            if type(key) is not str:
-                self.keys.check(key)
+        pairs = list(zip(self.keys.checked(items[::2]), items[1::2], strict=True))
         if kind is dict or kind is OrderedDict:
             target.update(pairs)
         elif kind is DeferredCall:
@@ -411,7 +416,7 @@ class _Machine(pickle._Unpickler):
         if kind is list:
             target.extend(items)
         elif kind is set:
-            target.update(self.members(items))
+            target.update(self.keys.checked(items))
         elif kind is DeferredCall:
             target.appended.extend(items)
         elif kind is Refused:
@@ -419,14 +424,8 @@ class _Machine(pickle._Unpickler):
         else:
             raise damaged("items for a value that is not a list", kind.__name__)
 
-    def members(self, items: list[object]) -> list[object]:
-        """Returns the members of a set. Raises as `Keys.check`."""
-        for item in items:
-            self.keys.check(item)
-        return items
-
     def frozen(self, items: list[object]) -> None:
-        self.append(frozenset(self.members(items)))
+        self.append(frozenset(self.keys.checked(items)))
 
     def build(self, state: object) -> None:
         target, kind = self.stack[-1], type(self.stack[-1])
