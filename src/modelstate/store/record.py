@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -154,6 +154,14 @@ class Record(msgspec.Struct, frozen=True):
     serial: int = 0
     """The number of the save: the later checkpoint of a store has the higher one, independent of steps and clocks."""
 
+    def __post_init__(self) -> None:
+        for key, entry in self.entries.items():
+            if any(os.path.basename(name) != name for name in (*entry.files, key)):
+                raise ValueError(f"a file outside its directory: {key}")
+            if (entry.index and entry.index not in entry.files) or entry.ranks < 0:
+                raise ValueError(f"an invalid entry of an object: {key}")
+        datetime.fromtimestamp(self.time)  # raises for a number that is not a time
+
     @property
     def files(self) -> dict[str, FileRecord]:
         """The files of all objects by name."""
@@ -195,25 +203,26 @@ def read_record(directory: str) -> Record:
     it cannot be read, which may be for now only.
     """
     try:
-        return _parsed(read_sealed(os.path.join(directory, RECORD_FILE), MAX_RECORD_BYTES, FORMAT))
+        content = read_sealed(os.path.join(directory, RECORD_FILE), MAX_RECORD_BYTES, FORMAT)
+        return msgspec.convert(content, Record, strict=False)  # metrics are text
     except NewerManifestError:
         raise
     except (OpenError, ReadFailedError) as error:
         raise _unusable(directory, error) from error
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
+    except (ValueError, OverflowError, OSError) as error:
         raise damaged(directory, f"{RECORD_FILE}: {error}") from error
 
 
-def read_sealed(path: str, most_bytes: int, newest: int) -> dict[str, Any]:
+def read_sealed(path: str, most_bytes: int, newest: int) -> dict[str, object]:
     """Returns the content of a file of JSON that has a seal, and a format up to the newest one.
 
     Raises `ValueError` where the content is not what was written, `NewerManifestError`, and the errors of `read_whole`.
     """
     data = read_whole(path, most_bytes, os.path.basename(path))
     try:
-        content: dict[str, Any] = json.loads(data)
+        content: dict[str, object] = json.loads(data)
         number = content["format"]
-        if type(number) is not int:
+        if not isinstance(number, int):
             raise ValueError(f"format {str(number)[:80]!r}")
         if number > newest:
             raise NewerManifestError(
@@ -228,19 +237,6 @@ def read_sealed(path: str, most_bytes: int, newest: int) -> dict[str, Any]:
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return content
-
-
-def _parsed(content: dict[str, Any]) -> Record:
-    """Returns a record from its JSON. Raises `ValueError` and the errors of a wrong type."""
-    metrics = {name: float(value) for name, value in content["metrics"].items()}
-    record = msgspec.convert({**content, "metrics": metrics}, Record)
-    for key, entry in record.entries.items():
-        if any(os.path.basename(name) != name for name in (*entry.files, key)):
-            raise ValueError(f"a file outside its directory: {key}")
-        if (entry.index and entry.index not in entry.files) or entry.ranks < 0:
-            raise ValueError(f"an invalid entry of an object: {key}")
-    datetime.fromtimestamp(record.time)  # raises for a number that is not a time
-    return record
 
 
 def damaged(where: str, found: str) -> DamagedCheckpointError:
