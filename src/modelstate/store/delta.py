@@ -301,8 +301,9 @@ class ModuleDeltas:
                     of.difference = advance(copy, values, block.tensor.nbytes // 2)
             if of.difference is None and copy is not values:
                 copy.view(torch.uint8).copy_(values.view(torch.uint8))
-            # The digest is computed while the block is in the cache of the processor.
-            (of.digest,) = write_blocks(None, 0, [copy])
+            if of.difference is None or of.difference.changed:
+                # The digest is computed while the block is in the cache of the processor.
+                (of.digest,) = write_blocks(None, 0, [copy])
 
         for of_round in received:
             for_each(of_round, [encode_block] * min(read_threads(), len(of_round)), with_torch=True)
