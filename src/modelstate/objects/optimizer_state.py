@@ -54,7 +54,7 @@ from modelstate.objects.optimizer_values import (
     whole_state,
     why_not_restored,
 )
-from modelstate.objects.parts import class_name, imported_class, is_related, is_same_class
+from modelstate.objects.parts import class_name, imported_class, is_related, is_same_class, start_anew
 from modelstate.planning.matching import Patterns, without_wrappers, wrapper_rule
 from modelstate.planning.options import check_model
 from modelstate.problems import OPTIMIZER_RULES, glob_patterns
@@ -364,7 +364,7 @@ class NamedState:
         if not class_problem and (unfit or option_problems):
             is_by_option = not (unfit or missing or unexpected)
             remedies = [f"to keep this optimizer's own options: {keep}"] if is_by_option else []
-            remedies.append(f"to begin without the saved state: {given.start_anew}")
+            remedies.append(f"to begin without the saved state: {start_anew(given.path)}")
         lines = [class_problem] if class_problem else []
         lines += [f"{name}: the optimizer has no such parameter" for name in unexpected]
         lines += [f"{name}: nothing was saved for it" for name in missing]
@@ -489,7 +489,7 @@ class NamedState:
             return "", [], ""
         if keep:
             remedies.append(f"load the state of the parameters alone, with this optimizer's own options: {keep}")
-        return problem, [*remedies, f"to begin with a new {class_name(live)}: {self._given.start_anew}"], ""
+        return problem, [*remedies, f"to begin with a new {class_name(live)}: {start_anew(self._given.path)}"], ""
 
 
 # The class of the optimizer.

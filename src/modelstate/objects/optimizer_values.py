@@ -24,7 +24,7 @@ from torch import nn
 from modelstate.codec.codec import encode
 from modelstate.errors import OptimizerStateError, OptionError, code_errors, keep_interrupt
 from modelstate.formats.tree import deep_copy, leaf_paths, map_leaves, same_value
-from modelstate.objects.parts import class_name, is_same_class
+from modelstate.objects.parts import class_name, is_same_class, start_anew
 from modelstate.planning.matching import Patterns
 from modelstate.planning.transforms import ShardedSlot, sharded_slot
 from modelstate.rules.expression import Read, values_of
@@ -128,17 +128,6 @@ class OptimizerOptions(msgspec.Struct, frozen=True, eq=False):
     def may_exceed(self, name: str) -> bool:
         """Whether saved state may belong to no parameter."""
         return self.allow_unexpected.allow(self.named(name))
-
-    @property
-    def start_anew(self) -> str:
-        """How to begin without the saved state."""
-        return start_anew(self.path) if self.path else "do not load this state"
-
-
-def start_anew(path: str) -> str:
-    """Returns how to restore all but the object at a path."""
-    new = f"{path}_new"
-    return f"call it {new!r} among the objects, with allow_missing=[{new!r}], allow_unexpected=[{path!r}]"
 
 
 class OptimizerPlan(msgspec.Struct, frozen=True, eq=False):
@@ -577,7 +566,7 @@ def plan_whole(
         ]
     remedies = [
         "build the optimizer that was saved: the same class over the same parameters in the same order",
-        f"to begin without its state: {options.start_anew}",
+        f"to begin without its state: {start_anew(options.path)}",
     ]
     return OptimizerPlan(partial(_load_whole, optimizer, state, options.keeps), problems, remedies, _note(optimizer))
 

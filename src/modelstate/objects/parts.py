@@ -35,6 +35,14 @@ class Part(msgspec.Struct, frozen=True):
     """The number of ranks whose states the tree lists; 0 where there is one state for all of them."""
 
 
+def start_anew(path: str) -> str:
+    """Returns how to begin without the saved state of the object at a path; of one alone, the path is empty."""
+    if not path:
+        return "do not load this state"
+    new = f"{path}_new"
+    return f"call it {new!r} among the objects, with allow_missing=[{new!r}], allow_unexpected=[{path!r}]"
+
+
 def class_name(cls: type) -> str:
     """Returns the qualified name of a class; of torch's own the public one, which every version of torch has."""
     import torch  # a record is read without

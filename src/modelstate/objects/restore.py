@@ -49,7 +49,6 @@ from modelstate.objects.optimizer_values import (
     is_whole,
     parameter_names,
     plan_whole,
-    start_anew,
 )
 from modelstate.objects.parts import KEPT, Kind, Part
 from modelstate.objects.per_rank import of_this_rank
@@ -333,7 +332,7 @@ class _Restoring:
         ]
         for path, target in self.targets:
             if target.kind is Kind.STATEFUL:
-                check_class(path, target.obj, saved[path].tree, start_anew(path))
+                check_class(path, target.obj, saved[path].tree)
         not_saved = [targets[path] for path in self.missing]
         optimizers = tuple(target.obj for target in not_saved if target.kind is Kind.OPTIMIZER)
         self.options = replace(options, rules=self.rules, optimizers=optimizers)

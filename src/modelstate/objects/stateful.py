@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from modelstate.errors import ObjectStateError, OptionError, ResumeWarning
-from modelstate.objects.parts import class_name, is_related, is_same_class
+from modelstate.objects.parts import class_name, is_related, is_same_class, start_anew
 from modelstate.objects.rng import RNG
 
 GENERATOR_KEY = "modelstate.generator"
@@ -198,14 +198,13 @@ _RATE_OF_ALL = "eta_min"
 """The attribute of torch's schedulers with one rate for all groups."""
 
 
-def check_class(path: str, obj: object, state: object, start_anew: str) -> None:
+def check_class(path: str, obj: object, state: object) -> None:
     """Raises `ObjectStateError` for the state of a scheduler of another class, unless one is derived from the other.
 
     Args:
         path: The path of the object.
         obj: The object that is restored.
         state: Its saved state. One that another tool has saved has no class, and is not checked.
-        start_anew: How to begin without the saved state.
     """
     saved = state.get(CLASSES_KEY) if isinstance(state, Mapping) else None
     live = [type(scheduler) for scheduler in _combined_schedulers(obj)]
@@ -219,9 +218,9 @@ def check_class(path: str, obj: object, state: object, start_anew: str) -> None:
             where=path,
             expected=", ".join(map(class_name, live)),
             found=", ".join(map(str, saved)),
-            remedy=f"build the scheduler that was saved; to begin with a new one: {start_anew}; or to load this state "
-            f"all the same, leave the scheduler out of the objects, with allow_unexpected=[{path!r}], and call its own "
-            f"load_state_dict with ms.open(file).value({path!r}), or with store.open({path!r}).value()",
+            remedy=f"build the scheduler that was saved; to begin with a new one: {start_anew(path)}; or to load this "
+            f"state all the same, leave the scheduler out of the objects, with allow_unexpected=[{path!r}], and call "
+            f"its own load_state_dict with ms.open(file).value({path!r}), or with store.open({path!r}).value()",
         )
 
 
