@@ -295,7 +295,8 @@ class StoredComposite(msgspec.Struct, frozen=True, eq=False):
                 range(max(chunk.start, indices.start), min(chunk.stop, indices.stop))
                 for chunk, indices in zip(box, wanted, strict=True)
             )
-            if all(common) and isinstance(part, StoredTensor):
+            if all(common):
+                assert isinstance(part, StoredTensor)
                 starts = [chunk.start for chunk in box]
                 parts.append(part.region(slices_of(moved(common, starts))))
                 boxes.append(moved(common, [indices.start for indices in wanted]))
