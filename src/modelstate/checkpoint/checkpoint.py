@@ -294,7 +294,8 @@ class Checkpoint(Mapping[str, TensorSpec], Shown):
         Tied tensors are one tensor object. An `OrderedDict` of a module's state has torch's `_metadata`.
 
         Args:
-            path: The path of the part; empty for the whole state.
+            path: The path of the part; empty for the whole state. It may end within keys: "encoder" is the dict of what
+                stands under "encoder.weight" and "encoder.bias".
             map: Whether tensors may be views of their files, as in `tensor`.
 
         Raises:
