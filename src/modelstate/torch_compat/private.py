@@ -171,8 +171,8 @@ def restore_hooks(tensor: torch.Tensor, saved: GradientHooks) -> None:
         if hooks is not None and dict(hooks) != content:
             hooks.clear()
             hooks.update(content)
-        if getattr(tensor, name) is not hooks:
-            setattr(tensor, name, hooks)
+        if hooks is not None or getattr(tensor, name) is not None:
+            setattr(tensor, name, hooks)  # the same table, too, since the core of the tensor may be another one
 
 
 _FILLS = frozenset(
