@@ -5,7 +5,7 @@ The model's weights are split by rows or by columns.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,27 +29,24 @@ HEAD = (
 def counting(sent: dict[str, int]) -> Any:
     """Replaces the collectives by ones that count what this rank sends to others."""
 
-    def wrapped(name: str, nbytes: Callable[..., int]) -> Any:
-        real = getattr(Connections, name)
+    real = Connections.run
 
-        def call(self: Connections, *arguments: Any) -> Any:
-            sent[name] = sent.get(name, 0) + nbytes(self, *arguments)
-            return real(self, *arguments)
-
-        return call
-
-    def to_others(made: Connections, output: Any, tensor: Any, counts: Any, own_counts: Any, *_: Any) -> int:
+    def run(self: Connections, name: str, *arguments: Any, **options: Any) -> None:
         import torch.distributed as dist
 
-        return int(sum(own_counts) - own_counts[dist.get_rank()])
+        if name == "alltoall_base":
+            *_, own_counts = arguments
+            nbytes = sum(own_counts) - own_counts[dist.get_rank()]
+        elif name == "allgather":
+            (tensors,), (tensor,) = arguments
+            nbytes = (len(tensors) - 1) * tensor.nbytes
+        else:
+            ((tensor,),) = arguments
+            nbytes = tensor.nbytes * (2 if name == "allreduce" else 1)
+        sent[name] = sent.get(name, 0) + nbytes
+        real(self, name, *arguments, **options)
 
-    return mock.patch.multiple(
-        Connections,
-        maximum=wrapped("maximum", lambda made, numbers, *_: 2 * 8 * len(numbers)),
-        gathered=wrapped("gathered", lambda made, text, longest, *_: (made._size - 1) * (8 + longest)),
-        broadcast=wrapped("broadcast", lambda made, tensor, *_: tensor.nbytes),
-        exchange=wrapped("exchange", to_others),
-    )
+    return mock.patch.object(Connections, "run", run)
 
 
 def save_on_a_rank(*, rank: int, ranks: int, contender: str, folder: str, width: int, layers: int) -> None:
@@ -67,7 +64,9 @@ def save_on_a_rank(*, rank: int, ranks: int, contender: str, folder: str, width:
     dist.barrier()
     with counting(sent):
         ms.save(model, path / "model.safetensors")
-    stages.end("saved", votes=sent.get("maximum", 0) + sent.get("broadcast", 0), all=sum(sent.values()), shards=shards)
+    stages.end(
+        "saved", votes=sent.get("allreduce", 0) + sent.get("broadcast", 0), all=sum(sent.values()), shards=shards
+    )
     dist.barrier()
     dist.destroy_process_group()
 

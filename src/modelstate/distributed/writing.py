@@ -423,9 +423,10 @@ def rounds(agreement: Agreement, pieces: Mapping[int, Iterable[Piece]]) -> Itera
                     break
         if not pieces_of_round:
             return
-        received = iter(_exchanged(agreement, [piece for piece in pieces_of_round if piece.region is None]))
+        received = _exchanged(agreement, [piece for piece in pieces_of_round if piece.region is None])
         own = (piece for piece in pieces_of_round if piece.rank == agreement.rank)
-        yield [(piece, next(received) if piece.region is None else elements_of(piece)) for piece in own]
+        # Nothing of this round is left here when the next one is received.
+        yield [(piece, received.pop(0) if piece.region is None else elements_of(piece)) for piece in own]
 
 
 def _exchanged(agreement: Agreement, pieces: Sequence[Piece]) -> list[torch.Tensor]:
