@@ -1,6 +1,7 @@
 """Phases that all ranks end, or that raise on every rank, on four processes."""
 
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -64,8 +65,12 @@ def raising(ranks: Sequence[int], kind: str) -> str:
                     *[Problem(ProblemKind.WRONG_SHAPE, "b.w", (1,), (2,))] * (rank == 2),
                 ],
             )
+        signal.raise_signal(signal.SIGUSR2)
+
+    def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
+    signal.signal(signal.SIGUSR2, interrupt)
     return phases(do)
 
 
@@ -100,8 +105,10 @@ def test_the_problems_of_all_ranks_are_in_one_error(ranks: Ranks) -> None:
 
 def test_an_interrupt_of_one_rank_ends_the_others(ranks: Ranks) -> None:
     outcomes = ranks.run(raising, [1], "interrupt")
-    kinds = [outcome.failure.classes[0] for outcome in outcomes if outcome.failure]
-    assert kinds == ["DistributedError", "KeyboardInterrupt", "DistributedError", "DistributedError"]
+    failed = [outcome.failure for outcome in outcomes if outcome.failure]
+    kinds = ["DistributedError", "KeyboardInterrupt", "DistributedError", "DistributedError"]
+    assert [failure.classes[0] for failure in failed] == kinds
+    assert all("rank 1: KeyboardInterrupt" in failure.text for failure in failed if failure.is_ours)
 
 
 def other_calls(kind: str, other: str) -> str:

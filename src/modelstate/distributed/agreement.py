@@ -586,7 +586,10 @@ def report_of(error: BaseException | None, digests: Sequence[Digest] = ()) -> Re
     if isinstance(error, Stopped):
         error = BackgroundCancelledError("this rank has cancelled it", remedy="repeat the call")
     if not isinstance(error, ModelStateError) or not error.has_fields:
-        error = DistributedError(" ".join(": ".join(filter(None, (type(error).__name__, str(error)))).split()))
+        # No error is made here: where a signal handler has raised this one, it would be raised again.
+        text = " ".join(": ".join(filter(None, (type(error).__name__, str(error)))).split())
+        blank = dict.fromkeys(("where", *_FIELDS), "")
+        return {"error": "DistributedError", "what": text, **blank, "names": [], "problems": []}
     return {
         "error": type(error).__name__,
         **{name: getattr(error, name) for name in ("what", "where", *_FIELDS)},
