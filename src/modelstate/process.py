@@ -109,7 +109,8 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
         return
     running: list[None] = []
     outer = _stops.value
-    ended: SimpleQueue[BaseException | None] = SimpleQueue()
+    ended: SimpleQueue[None] = SimpleQueue()
+    errors: list[BaseException] = []
     set_torch_threads = _torch_setting() if with_torch else None
 
     def run() -> None:
@@ -122,12 +123,11 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
             if not stop.is_set():
                 work(stop)
         except BaseException as error:
-            ended.put(error)
+            errors.append(error)
             stop.set()
-        else:
-            ended.put(None)
         finally:
             running.pop()
+            ended.put(None)
 
     takes_part = takes_part and not with_torch and not outer
     try:
@@ -141,22 +141,19 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False, takes_pa
         elif takes_part or not started:
             work(stop)
         for _ in range(started):
-            if (error := _next_of(ended)) is not None:
-                try:
-                    raise error
-                finally:
-                    del error  # its traceback refers to this frame
+            _wait_for_next(ended)
+            if errors:
+                raise errors[0]
     finally:
         stop.set()
         try:
             _wait_until_empty(running)
         finally:
-            while not ended.empty():  # the traceback of an error refers to this queue
-                ended.get()
+            errors.clear()  # their tracebacks refer to this list
 
 
-def _next_of(ended: SimpleQueue[BaseException | None]) -> BaseException | None:
-    """The error of the next thread that ends, or None. Raises `Stopped` where the work of this thread is to end."""
+def _wait_for_next(ended: SimpleQueue[None]) -> None:
+    """Waits until a thread ends. Raises `Stopped` where the work of this thread is to end."""
     while _stops.value:
         with suppress(Empty):
             return ended.get(timeout=_POLL_SECONDS)
