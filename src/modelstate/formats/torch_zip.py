@@ -17,7 +17,7 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -68,7 +68,7 @@ class _Tail:
 
     def __init__(self, file: SourceFile) -> None:
         self._file, self._at, self._start = file, 0, max(file.nbytes - _TAIL_BYTES, 0)
-        self.data = file.read(self._start, file.nbytes - self._start, "the end of the archive")
+        self._data = file.read(self._start, file.nbytes - self._start, "the end of the archive")
 
     def tell(self) -> int:
         return self._at
@@ -81,7 +81,7 @@ class _Tail:
         start, end = self._at, self._file.nbytes
         self._at = end = max(min(end, start + nbytes) if nbytes >= 0 else end, start)
         if start >= self._start:
-            return self.data[start - self._start : end - self._start]
+            return self._data[start - self._start : end - self._start]
         return self._file.read(start, end - start, "the archive's directory")
 
 
@@ -98,7 +98,7 @@ class ZipDirectory:
         try:
             archive = zipfile.ZipFile(tail)
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
-            if b"PK\5\6" in tail.data:
+            if zipfile.is_zipfile(cast("IO[bytes]", tail)):
                 raise self._damaged("its directory cannot be read", error) from error
             what = "the archive has no end"
             raise TruncatedFileError(what, where=file.path, expected="a directory at its end") from error
