@@ -54,8 +54,7 @@ _END64_LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _ENTRY = struct.Struct("<4s4x2H4x3I4H6xI")
 _LOCAL = struct.Struct("<4s2x2H8x2I2H")
-_END_BYTES = 4 << 10
-"""What is read from the end of an archive: more than torch writes there, and a comment, if it is short."""
+_MAX_COMMENT = 0xFFFF
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _SIZES_FOLLOW, _IS_UTF8 = 0x1, 0x8, 0x800
 _ALIGN_BYTES = 64
@@ -144,9 +143,13 @@ class ZipDirectory:
     def _end(self) -> tuple[int, int, int]:
         """Number of entries, start and size of the central directory."""
         size = self.file.nbytes
-        tail_start = max(0, size - _END_BYTES)
-        tail = self.file.read(tail_start, size - tail_start, "the end of the archive")
-        at = tail.rfind(b"PK\5\6")
+        # torch writes no comment. A checkpoint of many ranks has an archive for each part of a tensor.
+        for ahead_bytes in (0, _MAX_COMMENT):
+            tail_start = max(0, size - _END.size - ahead_bytes - _END64_LOCATOR.size)
+            tail = self.file.read(tail_start, size - tail_start, "the end of the archive")
+            at = tail.rfind(b"PK\5\6")
+            if at >= _END64_LOCATOR.size:
+                break
         if at < 0 or at + _END.size > len(tail):
             raise TruncatedFileError("the archive has no end", where=self.file.path, expected="a directory at its end")
         _, disk, directory_disk, here, count, nbytes, start, comment = _END.unpack_from(tail, at)
