@@ -329,6 +329,29 @@ def raised_between_votes(kind: type[BaseException], rank: int, is_noticed: bool)
     return kind_of_error, phases()
 
 
+def interrupted_before_a_call() -> tuple[str, str]:
+    """The error of a call before which a rank is interrupted, when the others have not begun it; and the next call."""
+    ranks, kind_of_error = agreement(5), phases()
+    connections = connections_module.connections_of(dist.group.WORLD, ranks.ranks, 60, "")
+    try:
+        with ranks.before("planning"):
+            if dist.get_rank() == 1:
+                raise KeyboardInterrupt
+            while not connections.is_abandoned():
+                time.sleep(0.01)
+        with ranks.collective(), ranks.phase("planning"):
+            pass
+    except BaseException as error:
+        kind_of_error = type(error).__name__
+    dist.barrier()
+    return kind_of_error, phases()
+
+
+def test_an_interrupt_before_a_call_ends_the_wait_of_the_others(ranks: Ranks) -> None:
+    names = ["DistributedError", "KeyboardInterrupt", "DistributedError", "DistributedError"]
+    assert ranks.values(interrupted_before_a_call) == [(name, "committed") for name in names]
+
+
 @pytest.mark.parametrize(("kind", "is_noticed"), [(MemoryError, False), (KeyboardInterrupt, True)])
 def test_an_error_between_two_votes_ends_the_wait_of_the_others(
     ranks: Ranks, kind: type[BaseException], is_noticed: bool

@@ -252,13 +252,16 @@ class Agreement:
 
     @contextmanager
     def before(self, name: str) -> Iterator[None]:
-        """A block before the phase of this name, where the other ranks wait: an error is an error on all of them."""
-        with self.collective():
-            try:
-                yield
-            except Exception:  # also one of torch, such as for a lack of memory
-                with self.phase(name):
-                    raise
+        """A block before the phase of this name, where the other ranks wait: an error is an error on all of them.
+
+        The block is part of the call that follows: the other ranks find an interrupt when they begin that call.
+        """
+        try:
+            yield
+        except BaseException as error:
+            # An error may also be one of torch, such as for a lack of memory.
+            with self.collective(), self.phase(name) if isinstance(error, Exception) else nullcontext():
+                raise
 
     def decided(self, name: str, choose: Callable[[], _R], *, effect: str = NOTHING_CHANGED) -> _R:
         """Returns what the first rank chooses, on all ranks.
